@@ -4,7 +4,7 @@
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.1[1-9]) python3)
 BIN := .venv/bin
 READY := .venv/ready
-# As pip does: a proxy that signs TLS anew is known to the system alone, not to uv.
+# uv then trusts the system's certificates, as pip does; uv's own ones lack those of a proxy that re-signs TLS.
 ifneq ($(wildcard /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt),)
 export UV_SYSTEM_CERTS := true
 endif
@@ -17,7 +17,7 @@ INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 # The tests submit as an ordinary user too, who can read nothing below root's home (mode 0700).
 HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r $(CURDIR)/pyproject.toml || echo yes))
-# What there is without apt: scikit-learn has the digits.
+# Data that needs no apt: scikit-learn contains the digits.
 WITHOUT_APT := $(if $(wildcard /usr/share/datasets/fashion-mnist),--data fashion-mnist,--recipe digits)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
@@ -73,7 +73,7 @@ else
 endif
 endif
 
-# On one NVIDIA GPU, in ten minutes: benchmarks/gpu/__main__.py. Without a network: GPU_BUNDLE=DIR, of make gpu-bundle.
+# Runs benchmarks/gpu/__main__.py on one NVIDIA GPU, in ten minutes. Without a network, name what make gpu-bundle wrote: GPU_BUNDLE=DIR.
 GPU_PYTHON ?= $(if $(wildcard $(READY)),$(BIN)/python,python3)
 GPU_BUNDLE ?=
 export GPU_BUNDLE

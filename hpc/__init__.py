@@ -25,9 +25,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _prepare_verb() -> None:
-    """For `python -m hpc.VERB`: look for our packages where this file is, and for what they need."""
+    """Let `python -m hpc.VERB` import our packages, not a user's of the same name. Exit if a dependency is missing."""
     top = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    # Python looks in the current directory first, where a user may have a package `training` or `jobs`.
+    # Python searches the current directory first, where a user may have a package `training` or `jobs`.
     with contextlib.suppress(FileNotFoundError):  # the directory was deleted
         if sys.path[0] == os.getcwd() != top:
             del sys.path[0]

@@ -1,7 +1,7 @@
 """`hpc clean`: what old runs hold on shared storage, and how to remove it. Runs on the login node.
 
 A run is removed whole or not at all: its directory gets a name that is no run's, and is then deleted. A deletion that
-was interrupted is finished by the next `hpc clean --yes`, which also removes what a killed submission has left.
+was interrupted is finished by the next `hpc clean --yes`, which also removes what a killed submission left.
 """
 
 import os
@@ -36,7 +36,7 @@ from hpc.submit.package_copy import PackageCopy, unused_copies
 
 _ANY_AGE = "0s"
 _ENDING = "removed"
-# No submission takes so long.
+# No submission takes this long.
 _ABANDONED_SECONDS = 86400.0
 _REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
 

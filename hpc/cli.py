@@ -103,7 +103,7 @@ def own_command() -> str:
 
 
 def print_next(run: RunDir, *verbs: str) -> None:
-    """Print what to type next about a run: by its name where that is found, else by its path."""
+    """Print what to type next about a run: with its name if verbs find it by name, or with its path."""
     name = run.name if run.path.parent == Path("runs").resolve() else str(run.path)
     print("next:", *(f"  {own_command()} {verb} {shlex.quote(name)}" for verb in verbs), sep="\n")
 

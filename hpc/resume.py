@@ -308,7 +308,7 @@ def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
     place = (repository(Path.cwd()) or Path.cwd()) / spec.working_directory
     if not place.is_dir():
         raise UserError(
-            f"--new-code: run {run.name} starts in {place}, which does not exist: type it in its repository"
+            f"--new-code: run {run.name} starts in {place}, which does not exist: type hpc resume in its repository"
         )
     code = find_code(
         place,

@@ -248,9 +248,9 @@ class RunSpec:
     train: TrainConfig | None = None
     """The trainer's flags; None for a user's script."""
     script: tuple[str, ...] = ()
-    """The user's torchrun script, by its path from the working directory, or `-m` and its module, and its arguments."""
+    """The user's torchrun script: its path from the working directory, or `-m` and its module; then its arguments."""
     working_directory: str = "."
-    """The directory below the top of the user's code that the script was submitted from, and starts in."""
+    """The directory, relative to the top of the user's code, in which the script was submitted and starts."""
     stage_dir: str
     """A directory on each node's own disk; variables in it are the node's."""
     stage_keep: str = "7d"
@@ -270,7 +270,7 @@ class RunSpec:
     device: DeviceChoice = "auto"
     """`cuda`: a node where torch can use no GPU is a bad one."""
     in_place: str | None = None
-    """The top of the user's code, if the script runs there as it is then; None: `code/`."""
+    """The top of the user's code, if the script runs in place, as it is when it starts; None: `code/`."""
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
@@ -345,7 +345,7 @@ class RunSpec:
         try:
             fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{path} cannot be read ({error}): {run.path} is damaged, or no run directory") from error
+            raise UserError(f"{path} cannot be read ({error}): {run.path} is damaged or not a run directory") from error
         try:
             for name in ("sbatch", "setup"):
                 fields["resources"][name] = tuple(fields["resources"].get(name, ()))

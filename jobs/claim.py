@@ -52,7 +52,7 @@ def claim_next(
         raise TorchrelayError(f"run {run.name} was cancelled, so this job starts nothing: type {_resume(run)}")
     last = next(reversed(attempts_of(events)), None)
     if last is not None and secret and last.secret == secret:
-        return last  # claimed a moment ago, though the storage reported an error
+        return last  # an earlier try claimed it although the storage reported an error
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
@@ -135,7 +135,7 @@ def join(
 ) -> Attempt | None:
     """Wait for the head node's claim for this very start of the job; None if `stopped` first.
 
-    The timeout begins again while the storage is full or hangs: then the head node's agent waits, too.
+    The timeout restarts while the storage is full or hangs, because the head node's agent then waits, too.
 
     Raises:
         HeadLostError: the head node is dead, and Slurm has noticed.

@@ -113,10 +113,10 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 
 
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
-    """Whether the attempt before this one was an earlier start of the same job, whose agents had fallen silent.
+    """Return whether the previous attempt was an earlier start of the same job whose agents had gone silent.
 
-    If a node of that start was only frozen, its srun ends the step of this start as soon as it runs again: both steps
-    have the same name.
+    If a node of that start was only suspended, its srun ends the step of this start once the node resumes, because
+    both steps have the same name.
     """
     events, number = node.run_events(), node.attempt.attempt
     before = [attempt.job_id for attempt in attempts_of(events) if attempt.attempt == number - 1]

@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     ended_with = f"ended with {killed_by or f'exit code {exit_code}'}"
     cause, detail = Cause.LOST, f"its agents {ended_with} and recorded no end"
     if exit_code == EXIT_NO_SPACE:
-        cause, detail = Cause.NO_SPACE, "the run directory had no space for the events of another attempt"
+        cause, detail = Cause.NO_SPACE, "the storage of the run directory had no space for the events of the attempt"
     if len(argv) > 2:
         cause, detail = Cause.BAD_NODE, f"--setup {argv[2]!r} {ended_with}: hpc logs --all has what it printed"
     stopped_by = killed_by if number in STOP_SIGNALS else None

@@ -30,7 +30,7 @@ from hpc.spec import RunSpec
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 STORAGE_SECONDS = 3600.0
-"""So long a job that starts waits for space in the run directory: somebody must free it, and the nodes are idle."""
+"""How long a starting job waits for space in the run directory. Its nodes are idle until a user frees some."""
 _Answer = TypeVar("_Answer")
 
 
@@ -181,12 +181,12 @@ def send_heartbeats(run: RunDir) -> None:
 
 
 def await_storage(run: RunDir, stopped: Callable[[], bool], act: Callable[[], _Answer]) -> _Answer:
-    """Do something in the run directory again and again while its storage is full or away, for up to an hour.
+    """Retry an action in the run directory while its storage is full or does not answer, for up to an hour.
 
-    The supervisor sees heartbeats meanwhile.
+    Touches the run's heartbeat meanwhile, for the supervisor.
 
     Raises:
-        OSError: another error occurred, or this one lasted until the hour was over or `stopped` returned True.
+        OSError: another error occurred, or the hour is over, or `stopped` returned True.
     """
     deadline = time.monotonic() + STORAGE_SECONDS
     while True:
@@ -204,7 +204,7 @@ def await_storage(run: RunDir, stopped: Callable[[], bool], act: Callable[[], _A
 def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
     """Ask Slurm again until it answers: its controller is away for minutes while it fails over.
 
-    What is asked may write to the run directory, whose storage may be full or away as well.
+    `ask` may write to the run directory, whose storage may be full or not answer, too.
 
     Raises:
         SlurmRefusalError: Slurm answered, and will not do it.

@@ -116,10 +116,10 @@ def _warn(text: str) -> None:
 
 
 def _check_is_newest() -> None:
-    """Raise RuntimeError if Slurm has started the run again elsewhere, and only this node could not be ended."""
+    """Raise RuntimeError if a later attempt has begun elsewhere, because Slurm could not end this node."""
     if _this.run_dir is None or not (events := _this.run_dir / "events").is_dir():
         return
-    os.close(os.open(events, os.O_RDONLY))  # NFS remembers for up to a minute that there is no such file
+    os.close(os.open(events, os.O_RDONLY))  # NFS caches for up to a minute that a file is missing
     if (events / f"attempt-{_this.attempt + 1:03d}-node-00.jsonl").exists():
         raise RuntimeError(f"attempt {_this.attempt + 1} has begun: attempt {_this.attempt} writes nothing more")
 
@@ -176,7 +176,7 @@ class _Signs:
             _check_is_newest()
             path.parent.mkdir(exist_ok=True)
             with path.open("a+b") as file:
-                # A kill may have left half a line: only that one is lost.
+                # A kill may have left half a line. A line break keeps it from spoiling the next one.
                 is_torn = file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
                 file.write(b"\n" * is_torn + json.dumps(record, default=str).encode() + b"\n")
         except OSError as error:
@@ -602,7 +602,7 @@ def _write_state(directory: Path, step: int, content: Mapping[str, Any], *, keep
 
 
 def _fsync_names(directory: Path) -> None:
-    """Make the names in a directory durable. Some file systems cannot, of which `hpc submit` has warned."""
+    """Make the names in a directory durable. On file systems that cannot, `hpc submit` has warned."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -624,7 +624,7 @@ def _remove(path: Path) -> None:
 
 
 def _steps(directory: Path) -> list[Path]:
-    """The states in a directory, the newest first. Anything with another name, such as a copy, is left alone."""
+    """Return the states in a directory, the newest first. Ignores other names, such as those of copies."""
     found = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
     return sorted(found, key=_step_of, reverse=True)
 

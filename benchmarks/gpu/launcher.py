@@ -1,7 +1,7 @@
-"""The way of a user through the launcher: submit, a killed rank, a cancellation, a resumption, a complete run.
+"""Takes a run through the launcher as a user would: submit, kill a rank, cancel, resume, complete.
 
-The other parts start their ranks themselves. Only here they are what they are in a job: forks of torchrun, which is a
-child of the node's agent.
+The other parts start their ranks themselves. Only here are ranks started as in a job: as forks of torchrun, which the
+node's agent starts.
 """
 
 import json
@@ -20,7 +20,7 @@ import tyro
 from benchmarks.gpu.part import PartOptions, Row, data_directory, finish, goal
 
 NAME = "launcher"
-# More epochs than there is time for: the resumption says how many there are.
+# More epochs than there is time for: the resumption sets the real number.
 FLAGS = ("--epochs=10000", "--lr-scheduler=constant", "--warmup-epochs=0", "--val-split=0", "--log-every=1")
 ON_GPU = ("--model=resnet20", "--batch-size=512", "--amp=bf16", "--device=cuda")
 SMALL = ("--model=small-cnn", "--batch-size=64", "--device=cpu")
@@ -39,7 +39,7 @@ class Launcher:
     directory: Path
 
     def hpc(self, *arguments: str) -> Any:
-        """The answer of a verb. Raises SystemExit with what it printed if it fails."""
+        """Run a verb and return its answer. Raises SystemExit with the output if the verb fails."""
         command = [sys.executable, "-m", "hpc", *arguments, f"--runs-dir={self.directory}", "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -47,7 +47,7 @@ class Launcher:
         return json.loads(done.stdout)
 
     def wait(self, what: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The run's status once it is as wanted. Raises SystemExit if it ends before."""
+        """Wait for a status, and return it. Raises SystemExit if the run ends before, or after too long."""
         deadline = time.monotonic() + _TIMEOUT_SECONDS
         while time.monotonic() < deadline:
             [status] = self.hpc("status", NAME)
@@ -56,10 +56,10 @@ class Launcher:
             if status["state"] in {"failed", "completed"}:
                 break
             time.sleep(0.5)
-        raise SystemExit(f"{what} was waited for in vain: {json.dumps(status)}{self._logs()}")
+        raise SystemExit(f"the run did not reach {what}: {json.dumps(status)}{self._logs()}")
 
     def wait_for_steps(self, number: int) -> dict[str, Any]:
-        """The run's status after so many steps."""
+        """Wait for a step, and return the run's status."""
         return self.wait(f"step {number}", lambda status: (status["step"] or 0) >= number)
 
     def _logs(self) -> str:
@@ -67,14 +67,14 @@ class Launcher:
         return "".join(f"\n--- {path.name} ---\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
 
     def processes_left(self, before: set[str]) -> int:
-        """How many processes are still there of the run, or have joined those on the GPU."""
+        """Return how many processes of the run, and new ones on the GPU, are left after a while."""
         deadline = time.monotonic() + _END_SECONDS
         while (left := len(self.own_processes()) + len(on_gpu() - before)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
 
     def own_processes(self) -> set[str]:
-        """The processes with the run's directory in their command line, by their ids."""
+        """Return the ids of the processes with the run's directory in their command line."""
         found, name = set(), str(self.directory / NAME).encode()
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -87,7 +87,7 @@ class Launcher:
 
 
 def on_gpu() -> set[str]:
-    """The processes with memory on a GPU, by their ids, which in a container may be those of the host."""
+    """Return the ids of the processes with memory on a GPU; in a container, they may be the host's ids."""
     if shutil.which("nvidia-smi") is None:
         return set()
     command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
@@ -95,7 +95,7 @@ def on_gpu() -> set[str]:
 
 
 def measure(launcher: Launcher, flags: Sequence[str]) -> tuple[list[Row], int]:
-    """Submit, break, cancel, resume. Returns what it took, and how many processes were left at the two ends."""
+    """Submit, kill a rank, cancel and resume. Returns the table, and how many processes were left after both ends."""
     before, began = on_gpu(), time.monotonic()
     launcher.hpc("submit", f"--name={NAME}", "--cluster=local", "--nodes=1", "--gpus-per-node=1", *flags)
     status = launcher.wait_for_steps(20)
@@ -135,8 +135,8 @@ def main() -> None:
                 launcher.hpc("cancel", NAME, "--final")
     lost = rows[-1]["steps_lost"]
     goals = [
-        goal("a run from hpc submit to its end: steps that hpc cancel lost", lost, "0", met=lost == 0),
-        goal("processes left of it, or on the GPU", left, "0", met=left == 0),
+        goal("steps that hpc cancel cost a run that was resumed and completed", lost, "0", met=lost == 0),
+        goal("processes of the run that were left, on the GPU or elsewhere", left, "0", met=left == 0),
     ]
     finish(options, rows, goals)
 

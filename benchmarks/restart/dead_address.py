@@ -1,10 +1,10 @@
-"""Whether ranks that torch's own torchrun restarts find the address of a dead rank in its store.
+"""Shows whether ranks that plain torchrun restarts find the address of a dead rank in its store.
 
     .venv/bin/python -m benchmarks.restart.dead_address
 
 By default the ranks of all restarts share a store in the first torchrun (https://github.com/pytorch/pytorch/issues/135712),
-and gloo's keys have the same names each time. Here the restarted rank 1 connects a second later than rank 0, which then
-reads the key that the killed rank 1 has left. Prints what each rank said, first with that store, then with
+and gloo's keys have the same names each time. Here the restarted rank 1 connects a second after rank 0, which meanwhile
+reads the key that the killed rank 1 left. Prints the outcome of each rank, first with the shared store, then with
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Takes five minutes.
 """
 
@@ -22,7 +22,7 @@ RESTARTS = 3
 
 
 def run_rank() -> None:
-    """Connect to the other rank, and say how that went; rank 1 is then killed."""
+    """Connect to the other rank and print the outcome; rank 1 then kills itself."""
     rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if start and rank == 1:
         time.sleep(1)

@@ -105,7 +105,7 @@ _CAUSE_OF_EXIT = {
 }
 # Messages of Python, torch and the kernel; torch's CPU allocator writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
-# NCCL names InfiniBand's function that "cannot allocate memory" where a process may lock too little (ulimit -l).
+# NCCL reports that an InfiniBand function "cannot allocate memory" if a process may lock too little (ulimit -l).
 _INFINIBAND = "ibv_"
 _NO_SPACE = re.compile(r"No space left on device|ENOSPC|Disk quota exceeded")
 # Messages of gloo and NCCL in ranks whose peer has died. On a busy machine they may be logged before the peer's error.

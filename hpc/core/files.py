@@ -21,18 +21,18 @@ from typing import Any
 # Bytes read from the end of a log to find its last record: few at first, more if the record is not among them.
 _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
-# A log may be larger than the memory.
+# A log may be larger than memory.
 _BLOCK_BYTES = 2**20
 # Endings of a directory that is being written or removed, and of one that is being replaced.
 _UNFINISHED, _REPLACED = "tmp", "old"
 MOST = 1e15
-"""No number that is read is larger: sums of a few, and their texts, are numbers too, as JSON has them."""
+"""The largest number that is accepted from a file: sums of such numbers are still finite, and valid JSON."""
 UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 """Errors of file systems that have no hard links, no locks, or no fsync of directories."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Errors of storage without space, or beyond a quota."""
 TEMPORARY = DISK_FULL | {errno.ESTALE, errno.EIO}
-"""Errors of storage that is full, or whose server is away: they may pass."""
+"""Errors of storage that is full, or whose server does not answer: they may go away."""
 
 
 def sha256_of(path: Path) -> str:
@@ -99,7 +99,7 @@ def storage_time(directory: Path) -> float:
 
 
 def can_write(directory: Path) -> bool:
-    """Whether the storage of a directory takes a new file now."""
+    """Return whether a new file can be written in a directory now."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b".")
@@ -127,7 +127,7 @@ def _temporary_file(path: Path, data: str | bytes | Iterable[str], mode: int) ->
 
 
 def write_atomic(path: Path, data: str | bytes | Iterable[str], mode: int = 0o644) -> None:
-    """Create or replace a file: readers see the old content or all of the new. `data` may come in parts."""
+    """Create or replace a file: readers see all of the old content or all of the new. `data` may come in parts."""
     with _temporary_file(path, data, mode) as temporary:
         temporary.replace(path)
     fsync_directory(path.parent)
@@ -154,8 +154,8 @@ def publish_directory(
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
     `write_files` receives the empty directory, and need not flush what it writes. The directory gets `mode`, its files
-    get it without the execute bits. None: the umask decides. `check` is called when all is written, which may take
-    minutes; if it raises, nothing is published.
+    get it without the execute bits. None: the umask decides. `check` is called once everything is
+    written, which may take minutes; if it raises, nothing is published.
 
     Raises:
         OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
@@ -187,18 +187,18 @@ def publish_directory(
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory, its user's alone, under a temporary name: it gets its own name when the block ends.
+    """Make a private directory under a temporary name, and rename it to its own name when the block ends.
 
-    Directories above it are made. After an error nothing is left but these; after a kill the temporary one is left,
-    which `is_temporary` knows.
+    Makes its parents, too. An error leaves only these; a kill also leaves the temporary directory, which `is_temporary`
+    recognizes.
 
     Raises:
-        FileExistsError: by then there is something of that name.
+        FileExistsError: the name is taken when the block ends.
     """
     temporary = _temporary_name(path, _UNFINISHED)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process, which failed, may just have removed the parent that it had made.
+        # Another process that failed may just have removed the parent, which it had made.
         with contextlib.suppress(FileNotFoundError):
             temporary.mkdir(mode=0o700)
             break
@@ -212,7 +212,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _rename_exclusively(source: Path, path: Path) -> None:
-    """Rename a directory that has entries."""
+    """Rename a directory that has entries. Raises FileExistsError if the name is taken."""
     # rename(2) would replace an empty directory.
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
@@ -225,7 +225,7 @@ def _rename_exclusively(source: Path, path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a name is that of a file or directory that has not been finished."""
+    """Return whether a path is the temporary name of a file or directory that was not finished."""
     return bool(re.fullmatch(rf"\..+\.[0-9a-f]{{32}}\.{_UNFINISHED}", path.name))
 
 
@@ -319,9 +319,9 @@ def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
 
 
 def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The number of every line of a log that is not blank, from 1, and its record; None for a torn line.
+    """Yield the number, from 1, and the record of each line of a log that is not blank; None for a torn line.
 
-    Oldest first; none if the log does not exist.
+    The oldest comes first. Yields nothing if the log does not exist.
     """
     try:
         file = open(path, "rb", buffering=0)  # noqa: PTH123, SIM115 - a poll reads thousands: a Path's open is slower
@@ -340,12 +340,12 @@ def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] 
 
 
 def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Every whole record of a log, oldest first; none if the log does not exist."""
+    """Return every whole record of a log, the oldest first; none if the log does not exist."""
     return (record for _, record in numbered_json_lines(path) if record is not None)
 
 
 def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
-    """A number from a record that a user's script may have written; None for anything else, as for NaN."""
+    """Return a number from a record that a user's script may have written; None for anything else, such as NaN."""
     value: Any = record.get(name)
     return value if type(value) in {int, float} and -MOST <= value <= MOST else None
 

@@ -1,4 +1,4 @@
-"""What the Linux kernel reports of time, processes, memory, file systems and the network. Runs everywhere."""
+"""Asks the Linux kernel for time, processes, memory, file systems and network; ends processes. Runs everywhere."""
 
 import ctypes
 import fcntl
@@ -21,7 +21,7 @@ _RESERVE = 0.05
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-# Python's and torch's helper processes end by themselves when their parent has ended, and remove shared memory.
+# Helper processes of Python and torch end by themselves after their parent, and remove shared memory.
 _ASK_SECONDS, _KILL_SECONDS, _POLL_SECONDS = 0.1, 0.5, 0.01
 # Lines of address, index, prefix length, scope, flags, interface.
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -90,7 +90,7 @@ def is_alive(pid: str | int, started: int | None) -> bool:
 
 
 def set_parent_death_signal(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send this process a signal when its parent ends, however that ends. Survives exec, not fork."""
+    """Make the kernel signal this process when its parent ends in any way. Survives exec, not fork."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -100,9 +100,9 @@ def adopt_orphans() -> None:
 
 
 def end_children(seconds: float = 30.0) -> list[int]:
-    """End the children of this process, and what they leave to it, and wait until the kernel has freed what they held.
+    """End the children of this process and the orphans that it adopts; wait until the kernel has freed what they held.
 
-    Those that do not end by themselves get SIGTERM, then SIGKILL. Returns those that are still there after `seconds`.
+    Processes that do not end by themselves get SIGTERM, then SIGKILL. Returns those that still exist after `seconds`.
     """
     began, asked = time.monotonic(), set[int]()
     while left := [child for child in children(os.getpid()) if not _reap(child)]:
@@ -120,7 +120,7 @@ def end_children(seconds: float = 30.0) -> list[int]:
 
 
 def _reap(child: int) -> bool:
-    """Whether a child has ended with all its threads: as long as one lives, its memory, GPUs and ports are in use."""
+    """Return whether a child has ended with all its threads: while one lives, its memory, GPUs and ports are in use."""
     try:
         return os.waitpid(child, os.WNOHANG) != (0, 0)
     except ChildProcessError:

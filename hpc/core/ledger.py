@@ -111,13 +111,13 @@ def attempt_prefix(attempt: int) -> str:
 def read(events: Path, prefix: str = "") -> list[Event]:
     """All events of a run, in the order in which they happened; with `prefix`, those in files with such names.
 
-    What is damaged is left out: every event has its kind's fields, and these have the types that their readers expect.
+    Damaged events are left out: every event has the fields of its kind, with the types that readers expect.
     """
     return _read(events, lambda name: name.startswith(prefix))[0]
 
 
 def read_with_damage(events: Path) -> tuple[list[Event], list[str]]:
-    """All events of a run, and in sentences which lines are damaged."""
+    """Return all events of a run, and a sentence for each damaged line."""
     return _read(events, lambda _: True)
 
 
@@ -142,7 +142,7 @@ def _read(events: Path, wanted: Callable[[str], bool]) -> tuple[list[Event], lis
             if event is not None and (problem := _problem_of(event)) is None:
                 found.append(event)
             else:
-                why = "it is no JSON object" if event is None else problem
+                why = "it is not a JSON object" if event is None else problem
                 damage.append(f"line {number} of {events.name}/{name} is damaged and left out: {why}")
     return sorted(found, key=_happened_at), damage
 
@@ -156,7 +156,7 @@ def _happened_at(event: Event) -> float:
 
 _NUMBER, _INT, _TEXT, _LIST = frozenset({int, float}), frozenset({int}), frozenset({str}), frozenset({list})
 _NONE = frozenset({type(None)})
-# The fields that somebody reads have one type each, whatever the event.
+# Each field that is read has the same types in all events.
 _TYPES = {
     name: types
     for names, types in (
@@ -176,7 +176,7 @@ _TYPES = {
 _ELEMENTS = {"nodes": str, "addresses": str, "excluded": str, "members": int}
 _TIMES = frozenset({"time", "failed_at", "last_heard", "started_at", "noticed_at"})
 _LATEST = 9e9  # the year 2255; pandas ends in 2262
-# The fields that a reader must find, beside `event` and `time`.
+# The fields that each kind of event must have, in addition to `event` and `time`.
 _REQUIRED = {
     kind: ("time", *names.split())
     for kind, names in {
@@ -219,7 +219,7 @@ _REQUIRED = {
 
 
 def _problem_of(event: Event) -> str | None:
-    """What is wrong with an event, for people; None if nothing is."""
+    """Describe for the user what is wrong with an event; None if nothing is."""
     for name, value in event.items():
         types, kind = _TYPES.get(name), type(value)
         if types is None:
@@ -237,9 +237,9 @@ def _problem_of(event: Event) -> str | None:
 
 # --- one attempt at a time ---
 #
-# A node that has lost Slurm's network but not the storage trains on while Slurm starts the same job elsewhere; a
-# virtual machine that stood still goes on where it was. Nobody can end their ranks in time. So whoever publishes a
-# checkpoint, metrics or a model looks for the claim of the next attempt first, just before it publishes.
+# A node that has lost Slurm's network but not the storage continues to train while Slurm starts the same job elsewhere,
+# as does a virtual machine that was suspended. Nothing can end their ranks in time. A process that publishes a
+# checkpoint, metrics or a model therefore looks for the claim of the next attempt just before it publishes.
 
 
 class SucceededError(TorchrelayError):
@@ -247,7 +247,7 @@ class SucceededError(TorchrelayError):
 
 
 def claim_file(run: RunDir, attempt: int) -> Path:
-    """The file that claims an attempt, created exclusively; the head node's agent goes on to write its events there."""
+    """The file that claims an attempt: the head node's agent creates it exclusively, then writes its events there."""
     return run.events / f"{attempt_prefix(attempt)}node-00.jsonl"
 
 

@@ -54,7 +54,7 @@ class NodeInfo:
     open_files: int
     """How many a process may have."""
     locked_bytes: int | None
-    """How much memory a process may lock, -1 for all, on a node with InfiniBand; None: it has none."""
+    """How much memory a process may lock, -1 for unlimited; None if the node has no InfiniBand."""
     interfaces: tuple[str, ...]
     """Those with an IPv4 address, in the kernel's order."""
     job: NodeInfoInJob | None = None

@@ -141,7 +141,7 @@ class NodeDir:
     stopping = SubPath("exits/stopping")
     """Exists once a user's script has been asked to stop: how its ranks end then is no failure."""
     not_forked = SubPath("exits/not-forked")
-    """Exists, with the reason, if the ranks could not be forks of torchrun."""
+    """Exists if the ranks could not be forked from torchrun, and holds the reason."""
     lock = SubPath("lock")
     """Held by the run's agent on this node."""
     run = SubPath("run")

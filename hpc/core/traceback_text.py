@@ -1,7 +1,7 @@
 """Finds the exception that ended a Python program in what the program printed. Pure; runs everywhere.
 
 After torch's `init_process_group` each line of an uncaught exception names the rank: `[rank1]: ValueError: no luck`.
-The process wrapper of a rank imports this module, so it imports little.
+The process wrapper of each rank imports this module, which therefore imports little.
 """
 
 import re
@@ -9,25 +9,25 @@ from collections.abc import Sequence
 
 _HEADER = "Traceback (most recent call last)"
 _RANK = re.compile(r"(?:\[rank\d+\]: )+")
-# What stands to the left of a traceback in a message or in an exception group.
+# The characters to the left of a traceback inside a message or an exception group.
 _MARGIN = re.compile(r"[\s|+]*")
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(?::|$)")
-# The header of a traceback that is not part of another exception's text: Python's, a group's, one that rich has drawn.
+# The header of a traceback that is not quoted in another exception's text, as Python, a group or rich prints it.
 _OWN_HEADER = re.compile(r"(?:  \+ Exception Group |╭─+ )?Traceback")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause of|During handling of the above exception)")
-# What Python prints above a traceback that does not end the process.
+# The lines that Python prints above a traceback that does not end the process.
 _DOES_NOT_END = re.compile(r"Exception (?:ignored|in thread)|Error in (?:atexit|sys\.)|--- Logging error|Process \S+:$")
 _MOST_LINES_AFTER = 20
 
 _Traceback = tuple[int, int]
-"""The numbers of two lines: the header, and the one that names the exception."""
+"""The numbers of two lines: the header, and the line that names the exception."""
 
 
 def describe_exception(printed: Sequence[str]) -> str:
-    """The message of the last exception; empty if there is none, or if it was caught, as what follows it shows.
+    """Return the message of the last exception; empty if there is none, or if later output shows that it was caught.
 
-    The one that it was raised from follows in parentheses, as does one that it reports: a full disk makes torch.save
-    raise a RuntimeError while it handles an OSError that says so.
+    The exception that it was raised from, or that it quotes, follows in parentheses: on a full disk, torch.save raises
+    a RuntimeError while it handles the OSError that names the cause.
     """
     lines = _without_ranks(printed)
     found = _last_exception(lines)
@@ -44,7 +44,7 @@ def describe_exception(printed: Sequence[str]) -> str:
 
 
 def exception_lines(printed: Sequence[str]) -> list[str]:
-    """The lines of the last exception, with its tracebacks; none if there is none."""
+    """Return the lines of the last exception, with its tracebacks; none if there is no exception."""
     lines = _without_ranks(printed)
     found = _last_exception(lines)
     if not found:
@@ -61,7 +61,7 @@ def _without_ranks(printed: Sequence[str]) -> list[str]:
 
 
 def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
-    """The tracebacks of the last exception, and of those that it is chained to or quotes, in the order of printing."""
+    """Find the tracebacks of the last exception and of the exceptions that it is chained to or quotes, as printed."""
     exceptions = list[list[_Traceback]]()
     for header in (number for number, line in enumerate(lines) if _HEADER in line):
         named = _exception_line(lines, header)
@@ -77,7 +77,7 @@ def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
 
 
 def _exception_line(lines: Sequence[str], header: int) -> int | None:
-    """The line that names the exception of a traceback: frames are indented. None if the traceback is cut off."""
+    """Find the line that names a traceback's exception; frames are indented. None if the traceback is cut off."""
     indentation = _indentation(lines[header])
     for number in range(header + 1, len(lines)):
         own = _indentation(lines[number])
@@ -94,7 +94,7 @@ def _indentation(line: str) -> int:
 
 
 def _message(lines: Sequence[str], number: int) -> str:
-    """The first line of a message, with more lines as long as they end with a colon."""
+    """Return the first line of a message, and the next one for as long as the text ends with a colon."""
     text = lines[number][_indentation(lines[number]) :].strip()
     for line in lines[number + 1 :]:
         if not text.endswith(":") or _HEADER in line:

@@ -157,7 +157,7 @@ class Connection:
         except (ValueError, RecursionError) as error:
             raise TransportError(f"a message is no JSON: {type(error).__name__}") from error
         if not isinstance(message, dict):
-            raise TransportError("a message is no JSON object")
+            raise TransportError("a message is not a JSON object")
         return message
 
     def send_bytes(self, content: bytes) -> None:

@@ -96,7 +96,7 @@ class RunMeasurements:
     no_snapshots: str | None = None
     """Why the last attempt took no snapshots."""
     not_forked: str | None = None
-    """Why the last attempt's ranks were no forks of torchrun."""
+    """Why the ranks of the last attempt were not forks of torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,11 +173,11 @@ def _locked_memory(node: NodeInfo) -> Verdict:
     if limit is None:
         return ok("there is no InfiniBand")
     if limit == resource.RLIM_INFINITY or limit >= _MIN_LOCKED_BYTES:
-        return ok("InfiniBand may use the memory of ranks")
+        return ok("InfiniBand can use the memory of ranks")
     return costs(
         f"a process may lock {limit // 1024} KiB of memory",
         "InfiniBand cannot use the memory of ranks, which crash with `Cannot allocate memory`",
-        "run ulimit -l unlimited before hpc submit, if jobs inherit its limits; or ask for LimitMEMLOCK= of slurmd",
+        "type ulimit -l unlimited before hpc submit if jobs inherit its limits; or have LimitMEMLOCK= of slurmd raised",
     )
 
 
@@ -213,7 +213,7 @@ def _snapshots(run: RunMeasurements) -> Verdict:
 def _start(run: RunMeasurements) -> Verdict:
     if run.not_forked is None:
         return ok("ranks start as forks of torchrun")
-    return costs(run.not_forked, "whenever ranks start, each imports torch by itself, which takes seconds", ASK_NO_GPUS)
+    return costs(run.not_forked, "each rank imports torch itself whenever it starts, which takes seconds", ASK_NO_GPUS)
 
 
 OF_RUN: Mapping[str, Check[RunMeasurements]] = {"staging": _staging, "snapshots": _snapshots, "start": _start}

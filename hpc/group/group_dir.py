@@ -23,7 +23,7 @@ class GroupSpec:
     script: tuple[str, ...]
     """The user's script; its arguments have `{NAME}` in the place of what differs between the runs."""
     working_directory: str = "."
-    """The directory that the script starts in: one below `code/`, or where it is, an absolute path."""
+    """The directory that the script starts in: below `code/`, or an absolute path if the script runs in place."""
     names: tuple[str, ...] | None
     """The files of the user's code, copied to `code/`; None: the script runs where it is."""
     revision: str | None

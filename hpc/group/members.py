@@ -72,9 +72,9 @@ def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart
 def start_member(
     group: GroupDir[Any], spec: GroupSpec, run: RunDir, flags: Sequence[str], values: Mapping[str, str]
 ) -> bool:
-    """Submit a run of a group with flags of its own, and the values for its script.
+    """Submit a run of a group with its own flags, and the values for its script.
 
-    A run whose submission was killed is submitted as it is. Returns False if another process has just done it.
+    If an earlier submission was killed, submits that run as it is. Returns False if another process has just done so.
 
     Raises:
         UserError: the run cannot be submitted.
@@ -87,7 +87,7 @@ def start_member(
         else:
             _submit_member(group, spec, run, flags, values)
     except UserError:
-        # What was refused is removed, or stays without a job.
+        # A run that Slurm refused was removed, or stays without a job.
         if last_job_id(ledger.read(run.events)) if is_made else run.spec.exists():
             return False
         raise
@@ -95,7 +95,7 @@ def start_member(
 
 
 def lacks_job(summary: Summary) -> bool:
-    """Whether the submission of a run was killed before there was a job."""
+    """Return whether the submission of a run was killed before it queued a job."""
     return summary["state"] == "failed" and summary["job_id"] is None
 
 
@@ -111,7 +111,7 @@ def _submit_member(
             root=group.code, names=spec.names, working_directory=place, script=script, revision=spec.revision,
             entry=os.path.normpath(Path(place, script[0])) if is_file else "",
         )  # fmt: skip
-    # Where it can be checked, whatever the current directory is.
+    # An absolute path: it can be checked from any current directory.
     typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script
     arguments = [*spec.arguments, f"--name={run.name}", f"--runs-dir={group.path}", *flags]
     start_run(cli.parse(options_for(typed), "submit", arguments), typed, code=code)

@@ -64,7 +64,7 @@ def _exists(group: GroupDir[Any]) -> UserError:
 
 
 def make(group: GroupDir[Spec], spec: Spec, code: UserCode) -> None:
-    """Make the directory, with what was asked for and the code. Raises UserError if it exists by then."""
+    """Make the directory with the request and the code. Raises UserError if another process has made it meanwhile."""
     try:
         with new_directory(group.path) as path:
             draft = type(group)(path)
@@ -97,7 +97,7 @@ def tell_on(*, as_json: bool) -> Callable[[str], None]:
 
 
 def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool, is_new: bool) -> None:
-    """Have the controller work until the group is over, or with `once` one time.
+    """Let the controller work until the group is complete, or only once with `once`.
 
     Raises:
         UserError: the first run cannot be submitted. If this process has made the directory, it removes it.
@@ -107,7 +107,7 @@ def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool,
         _work(group, controller, once=once)
     except UserError:
         if is_new and not any(is_temporary(path) or RunDir(path).spec.exists() for path in group.path.iterdir()):
-            remove_directory(group.path)  # nothing was started, nor is another process about to
+            remove_directory(group.path)  # nothing was started, and no other process is about to start anything
         raise
     except KeyboardInterrupt:
         name = group.path.name

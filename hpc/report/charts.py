@@ -13,12 +13,12 @@ SERIES = 8
 """Colors of lines; then they repeat with other dashes."""
 DASHES = ("solid", "dashed", "dotted")
 SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
-"""The trend is the moving average over this part of a line: 1/40, and so on."""
+"""The trend averages over this part of a line: 1/40 for `medium`, for example."""
 MOST_POINTS = 1000
-"""Of a line, each with up to seven numbers of four bytes on the page."""
-# A loss that falls by this factor is drawn on a logarithmic scale: its beginning would hide its end.
+"""The most points of a line; each takes up to seven numbers of four bytes on the page."""
+# A loss that falls by this factor gets a logarithmic scale: on a linear one, its start would flatten its end.
 _LONG_FALL = 4.0
-# Shorter lines have no trend.
+# Lines with no more points have no trend.
 _PLAIN_POINTS = 60
 _EVALUATIONS = frozenset({"validation", "test"})
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -63,12 +63,12 @@ class Axis:
     limits: tuple[float, float]
     is_logarithmic: bool = False
     ticks: Mapping[float, str] = field(default_factory=dict)
-    """Where it has labels, and which; empty: where it suits the range."""
+    """The label at each labelled value; empty: labels that suit the range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line: a table of step, time, epoch and value, and a noisy one's value by each degree of smoothing."""
+    """One line: a table of step, time, epoch and value; a noisy line also has a value for each degree of smoothing."""
 
     name: str
     color: str
@@ -76,7 +76,7 @@ class Series:
     """One of `DASHES`."""
     points: pd.DataFrame
     has_dots: bool = False
-    """Whether each point is drawn, as of evaluations, which are few."""
+    """Whether each point gets a dot; evaluations do, because they are few."""
     has_line: bool = True
 
 
@@ -88,13 +88,13 @@ class Chart:
     look: Look
     series: Sequence[Series]
     x: str = "step"
-    """What the numbers in the column `step` are."""
+    """The meaning of the numbers in the column `step`."""
     heading: str = ""
-    """The title of the number by default."""
+    """The heading of the figure; empty: the title of the number."""
 
     @property
     def is_logarithmic(self) -> bool:
-        """Whether a loss falls so far that its end would be flat."""
+        """Whether a loss falls so far that its end would look flat on a linear scale."""
         values = pd.concat([series.points["value"] for series in self.series])
         return self.column == "loss" and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
 
@@ -160,7 +160,7 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
 
 
 def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
-    """All metrics of a run, by the name of a line; without the steps of its parent if that is shown, too."""
+    """Return all metrics of a run by the name of a line, without its parent's steps if the parent is shown, too."""
     train, evaluations = record.train, record.evaluations
     if any(record.is_fork_of(other) for other in shown):
         train, evaluations = (table[table["attempt"] != 0] for table in (train, evaluations))
@@ -190,7 +190,7 @@ def _points(
         values = values[np.isfinite(values)]
         if values.empty:
             continue
-        # Those that are drawn, before the other columns: a long run has millions.
+        # Selected before the other columns are computed: a long run has millions of points.
         drawn = extremes(values, MOST_POINTS)
         rows, by_epoch, trends = table.loc[drawn], record.steps_per_epoch, _trends(look, name, values)
         found[name] = pd.DataFrame(
@@ -206,18 +206,18 @@ def _points(
 
 
 def _trends(look: Look, name: str, values: pd.Series) -> Mapping[str, int]:
-    """The degrees of smoothing of a line."""
+    """Return the degrees of smoothing of a line."""
     is_plain = not look.noisy or name in _EVALUATIONS or len(values) <= _PLAIN_POINTS
     return {} if is_plain else {degree: part for degree, part in SMOOTHINGS.items() if part}
 
 
 def smoothed(values: pd.Series, part: int) -> pd.Series:
-    """The centered moving average over 1/part of a line, which neither lags nor leads."""
+    """Return the centered moving average over 1/part of a line, which neither lags nor leads."""
     return values.rolling(len(values) // part + 1, center=True, min_periods=1).mean()
 
 
 def extremes(values: pd.Series, most: int) -> pd.Index:
-    """At most `most` labels, evenly spread: of each stretch the lowest and the highest, so that no extreme is lost."""
+    """Return at most `most` labels: the lowest and the highest value of each stretch, so that no extreme is lost."""
     if len(values) <= most:
         return values.index
     stretches = np.arange(len(values)) * (most // 2 - 1) // len(values)

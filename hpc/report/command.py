@@ -54,7 +54,7 @@ def flat_settings(spec: RunSpec) -> dict[str, str]:
 
 
 def settings_with_defaults(spec: RunSpec) -> dict[str, str]:
-    """Every setting of a run that another run may share, with a word or a number also where nobody has set it."""
+    """Return every setting of a run that another run may share, and a word or number for each that was not set."""
     settings = {name: value for name, value in flat_settings(spec).items() if name not in _OF_ONE_RUN}
     if spec.train is not None:
         settings["lr"] = f"{base_learning_rate(spec.train):.4g}"

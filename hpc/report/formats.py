@@ -27,7 +27,7 @@ def percent(value: object, digits: int = 2) -> str:
 
 
 def significant(value: object) -> str:
-    """Six digits of a number."""
+    """A number with six significant digits."""
     return number(value, "{:.6g}")
 
 

@@ -42,7 +42,7 @@ _FILES = {
     "interruptions.csv": "interruptions", "classes.csv": "classes",
 }  # fmt: skip
 _TEXT = {"split", "job_id", "nodes", "cause", "detail", "node", "class", "most_often_confused_with"}
-# Rows that are read and written at a time.
+# The rows that are read or written at a time.
 _PART_ROWS = 2000
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 
@@ -111,7 +111,7 @@ class RunRecord:
         return total / self.spec.train.epochs if total and self.spec and self.spec.train else None
 
     def is_fork_of(self, other: "RunRecord") -> bool:
-        """Whether it began with a checkpoint of another run. It has that one's metrics until then, as of attempt 0."""
+        """Return whether the run began with a checkpoint of `other`, whose metrics until then are its attempt 0."""
         return self.spec is not None and Path(self.spec.forked_from or "").is_relative_to(other.run.checkpoints)
 
     def periods(self, now: float) -> list[Period]:
@@ -123,7 +123,7 @@ class RunRecord:
 def gather(run: RunDir, summary: Summary) -> RunRecord:
     """Read a run. A missing or damaged file is no error, but a note."""
     notes = list[str]()
-    # What is wrong with it, the summary says.
+    # The summary reports what is wrong with the spec.
     spec = _try([], run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
     train = _lines(notes, run.train_metrics, TRAIN)
     evaluations = _lines(notes, run.eval_metrics, EVALUATIONS)
@@ -189,14 +189,14 @@ def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame
     if (np.diff(steps[kept]) == 0).any():
         keys = pd.DataFrame({name: found[name] for name in ("step", "split") if name in found})
         kept[kept] = ~keys[kept].duplicated(keep="last").to_numpy()
-    # One after the other: two copies of all would be twice the memory.
+    # Column by column: a second copy of all columns would take twice the memory.
     return pd.DataFrame({name: found.pop(name)[kept] for name in list(found)}, copy=False)
 
 
 def _read_lines(notes: list[str], path: Path, columns: Sequence[str]) -> dict[str, Any]:
-    """The columns of a file of metrics.
+    """Return the columns of a file of metrics.
 
-    A long run has millions of lines, so no more than some of them are objects at a time.
+    A long run has millions of lines, so only some of them are Python objects at a time.
     """
     texts = {name: list[Any]() for name in columns if name in _TEXT}
     numbers = {name: array("d") for name in columns if name not in _TEXT}
@@ -307,9 +307,9 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
-    """The text of the tables beside the page in parts, by file name.
+    """Return the text, in parts, of the CSV tables next to the page, by file name.
 
-    Each has the run's name in front, and exists even without rows.
+    The first column is the run's name. A table exists even without rows.
     """
     found = {file: _csv(records, [getattr(one, attribute) for one in records]) for file, attribute in _FILES.items()}
     for name in sorted({name for record in records for name in record.other_metrics}):
@@ -322,7 +322,7 @@ def _csv(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> Iterat
     columns = list(dict.fromkeys(["run", *(column for table in tables for column in table.columns)]))
     yield pd.DataFrame(columns=[csv_cell(column) for column in columns]).to_csv(index=False)
     for label, table in zip(labels_of(records), tables, strict=True):
-        # Steps are whole numbers, also where one is unknown.
+        # Steps stay whole numbers even if one is unknown.
         types = {name: column.convert_dtypes().dtype for name, column in table.items()}
         for first in range(0, len(table), _PART_ROWS):
             part = table.iloc[first : first + _PART_ROWS].astype(types).assign(run=label).reindex(columns=columns)

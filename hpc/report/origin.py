@@ -43,7 +43,7 @@ def how_to_get_the_code(record: RunRecord) -> str:
     code = f"check out commit {commit} first" if commit else "its code was in no git repository"
     changed = ", with changes that were not committed" if dirty else ""
     below = record.spec.working_directory if record.spec else "."
-    place = "" if below == "." else f"type it in the directory {below} of that"
+    place = "" if below == "." else f"type it in the directory {below} of the repository"
     return "; ".join(filter(None, [f"{code[0].upper()}{code[1:]}{changed}", place, recipe])) + "."
 
 

@@ -1,4 +1,4 @@
-"""The page of one run and the page that compares several: what the templates show. Pure; runs on the login node."""
+"""Prepares what the templates show on a run's page and on a comparison's. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from training.config.train_config import highest_learning_rate
 
 # Nobody reads a matrix of more classes than this, and a thousand would make a page of a million cells.
 _MAX_CLASSES, _MAX_LISTED = 30, 20
-# More would not fit beside the results.
+# More columns would not fit next to the results.
 _MOST_SETTING_COLUMNS = 6
 _RECOVERY = {
     "notice": "until the failure was noticed and all processes had ended",
@@ -86,7 +86,7 @@ def comparison_page(
         now=now,
         reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
         runs=_runs(labelled, links, now, differing),
-        # Many are rows of a table of their own.
+        # Many settings are rows of a separate table.
         setting_columns=[(name, f"setting {name}", "wrapped") for name in differing if few],
         run_columns=[(label, label, "wrapped") for label, _ in labelled],
         settings=[]
@@ -274,7 +274,7 @@ def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, An
 
 
 def _differing_settings(specs: Mapping[str, RunSpec]) -> dict[str, dict[str, str]]:
-    """The settings in which the runs differ, and their value in each run that has them."""
+    """Return the settings in which the runs differ, with the value in each run."""
     flat = {label: settings_with_defaults(spec) for label, spec in specs.items()}
     names = dict.fromkeys(name for settings in flat.values() for name in settings)
     values = {name: {label: settings.get(name, "") for label, settings in flat.items()} for name in names}

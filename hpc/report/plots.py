@@ -43,7 +43,7 @@ COLORS = {
 """Of lines, periods and the frame; the style sheet has them as variables."""
 DEFAULT_SMOOTHING = "medium"
 MOST_FIGURES = 40
-# Of all lines together.
+# The most points of all lines together.
 _ALL_POINTS = 16_000
 # Causes from outside the run.
 _EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
@@ -85,7 +85,7 @@ def plots_of(records: Sequence[RunRecord], now: float) -> Plots:
 
 
 def plots_by(charts: Sequence[tuple[Chart, Axis]]) -> Plots:
-    """Figures that have each an x axis of their own."""
+    """Draw figures that each have their own x axis."""
     figures = [_draw(chart, MOST_POINTS, (), _range(axis), [axis]) for chart, axis in charts]
     return _placed([chart for chart, _ in charts], figures)
 

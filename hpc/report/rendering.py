@@ -1,6 +1,6 @@
-"""Templates become self-contained HTML: of runs, of sweeps and of scaling studies. Pure; runs on the login node.
+"""Renders the self-contained HTML pages of runs, sweeps and scaling studies. Pure; runs on the login node.
 
-The templates escape whatever they print, but scripts.
+The templates escape whatever they print, except scripts.
 """
 
 import base64
@@ -19,14 +19,14 @@ from hpc.report.formats import FILTERS, UNKNOWN, known
 from hpc.report.plots import COLORS, DEFAULT_SMOOTHING, Plots, bokeh_script, plots_by
 
 Column = tuple[str, Any, str]
-"""Title, key of the rows, kind of the cells."""
-# The CSS class of a column by its cells' kind; other kinds are numbers.
+"""The title of a column, its key in the rows, and the kind of its cells."""
+# The CSS class of a column by the kind of its cells; other kinds are numbers.
 _SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words", "wrapped": "wrapped"}
 _KINDS = {"words": "text", "wrapped": "text", "digits": "text", "meter": "percent", "run": "text", "state": "text"}
 
 
 def render(template: str, *, plots: Plots, written_by: str = "hpc report", **values: Any) -> str:
-    """The HTML of a page, which names the command that writes it."""
+    """Return the HTML of a page, which names the command that wrote it."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hpc.report"),
         autoescape=True,
@@ -43,7 +43,7 @@ def render(template: str, *, plots: Plots, written_by: str = "hpc report", **val
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     environment.globals |= {"default_smoothing": DEFAULT_SMOOTHING}
     own = resources.files("hpc.report").joinpath("templates", "page.js").read_text(encoding="utf-8")
-    # Scripts of ours: no text from a run is in them.
+    # These scripts are ours and contain no text from a run.
     scripts = [Markup(script) for script in ([bokeh_script()] if plots.charts else []) + [own]]  # noqa: S704
     hashes = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     return environment.get_template(template).render(
@@ -53,24 +53,24 @@ def render(template: str, *, plots: Plots, written_by: str = "hpc report", **val
 
 @dataclass(frozen=True, kw_only=True)
 class GroupPage:
-    """What the page of runs that belong together shows."""
+    """The content of the page of a sweep or a scaling study."""
 
     name: str
     kind: str
     headline: Sequence[str]
     findings: Sequence[str]
-    """Sentences."""
+    """Sentences on the results."""
     shell: str = ""
-    """A command to type."""
+    """A command to type; empty: none."""
     results: Sequence[tuple[str, Sequence[Column], Sequence[dict[str, Any]]]]
-    """Tables, with their titles."""
+    """Tables: the title, the columns and the rows of each."""
     shares: Sequence[tuple[str, Sequence[tuple[str, float, str]]]] = ()
-    """By run, the parts of its time: name, share and color."""
+    """The parts of the time of each run: name, share and color."""
     figures_title: str
     figures: Sequence[tuple[Chart, Axis]]
 
     def html(self, now: float) -> str:
-        """The page; `now` is in seconds since the epoch."""
+        """Return the HTML; `now` is in seconds since the epoch."""
         written_by, plots = "hpc " + self.kind.split()[0], plots_by(self.figures)
         return render(
             "group.html", page=self, plots=plots, now=now, tables=(), reload_seconds=None, written_by=written_by

@@ -27,7 +27,7 @@ class Measures:
     """Its name."""
     state: str
     cause: str | None = None
-    """Why it has failed, or was not submitted."""
+    """Why the run failed or was not submitted."""
     lr: float | None = None
     """The highest learning rate."""
     batch_size: int | None = None

@@ -39,7 +39,7 @@ class ScalingController:
             TorchrelayError: Slurm does not answer.
         """
         missing, running = list[Size](), 0
-        self._cache = StatusCache()  # what another controller has just submitted is no failed run
+        self._cache = StatusCache()  # a run that another controller just submitted has not failed
         for size in self._spec.sizes:
             run = self._study.run(size.name)
             summary = self._cache.summary(run) if run.spec.exists() else None

@@ -11,7 +11,7 @@ from hpc.report.rendering import GroupPage
 from hpc.scaling.measures import Curve, Measures
 from hpc.scaling.scaling_dir import ScalingSpec, Size
 
-# What one looks for in a study of speed; the other rows are about what was learned.
+# The rows about speed; the other rows are about learning.
 _SPEED = (
     "ranks", "images per second", "scaling efficiency", "seconds per epoch", "waiting for all-reduce",
     "waiting for data", "GPU-hours",
@@ -27,7 +27,7 @@ def scaling_page(
     conclusions: Sequence[str],
     links: Mapping[Size, str],
 ) -> str:
-    """The HTML of the page; `links` lead to the pages of the runs."""
+    """Return the HTML of the page; `links` lead to the pages of the runs."""
     mode = "the batch grows with the ranks" if spec.mode == "weak" else "the same batch for all"
     best = {
         "images per second": max(measured, key=lambda one: one.images_per_second or 0.0),
@@ -50,14 +50,14 @@ def scaling_page(
     return GroupPage(
         name=name, kind="scaling study", findings=[*conclusions, *causes],
         headline=[f"{spec.minutes:g} minutes for each size, nodes × GPUs per node", mode],  # noqa: RUF001 - times
-        # A user's script may know nothing of learning.
+        # A user's script may report nothing about learning.
         results=[("Speed", speed, cells), *([("Learning", learning, cells)] if learning[1:] else [])],
         shares=_shares(measured), figures_title="Curves", figures=_figures(measured),
     ).html(time.time())  # fmt: skip
 
 
 def _shares(measured: Sequence[Measures]) -> list[tuple[str, list[tuple[str, float, str]]]]:
-    """Where the time of a step goes, of the sizes of which it is known."""
+    """Return the parts of the time of a step for each size for which they are known."""
     found = list[tuple[str, list[tuple[str, float, str]]]]()
     for one in measured:
         if one.data_wait_share is not None or one.allreduce_wait_share is not None:
@@ -100,7 +100,7 @@ def _figures(measured: Sequence[Measures]) -> list[tuple[Chart, Axis]]:
 
 
 def _series(curves: Sequence[tuple[int, Measures, Curve]]) -> list[Series]:
-    """A line for each size that has points, in the color that it has in the table."""
+    """Return a line for each size that has points, in the size's color in the table."""
     return [
         Series(name=one.size.name, color=color, dashes=dashes, points=_points(curve))
         for number, one, curve in curves

@@ -46,7 +46,7 @@ def rows(measured: Sequence[Measures]) -> list[tuple[str, list[str]]]:
 
 
 def write_page(study: ScalingDir, spec: ScalingSpec, measured: Sequence[Measures]) -> None:
-    """Write the page, and those of the runs that have ended."""
+    """Write the page, and the pages of the runs that have ended."""
     study.page.parent.mkdir(exist_ok=True)
     pages = {one.size: own_page(study.run(one.size.name)) for one in measured if one.state in TERMINAL}
     links = {size: relpath(page, study.page.parent) for size, page in pages.items() if page}

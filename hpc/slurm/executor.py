@@ -31,8 +31,8 @@ from hpc.slurm.squeue import jobs_by_script
 from hpc.spec import Resources, RunSpec
 
 # The srun of the script inherits these from the shell in which sbatch was typed. If that is another job's shell, they
-# pin every rank to the wrong cores, leave a node's one task with one of its GPUs, or have srun refuse. Slurm itself
-# sets them in a job whose sbatch has the option of this name.
+# pin every rank to the wrong cores, leave a node's one task with one of its GPUs, or make srun refuse. Slurm itself
+# sets such a variable in a job whose sbatch has the option of that name.
 _BINDING = (
     "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "MEM_BIND", "GPU_BIND", "TRES_BIND", "GPUS",
     "GPUS_PER_TASK", "GPUS_PER_SOCKET", "TRES_PER_TASK", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "CPUS_PER_GPU",
@@ -124,7 +124,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
         return self._make_submission_file_text(self._submitit_command_str, "")
 
     def prepare(self, directory: RunDir) -> None:
-        """Find the jobs to wait for, and write what the job needs into a directory that has not the run's name yet.
+        """Find the jobs to wait for, and write what the job needs into a directory that is not yet named like the run.
 
         Raises:
             TorchrelayError: Slurm does not answer, or the run waits for one that cannot end as it should.
@@ -136,7 +136,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
         write_atomic(directory.script, self.script())
 
     def start(self) -> str:
-        """Submit the script after `prepare`, and return the job's id.
+        """Submit the script that `prepare` wrote, and return the job's id.
 
         Raises:
             UserError: sbatch refused it.
@@ -270,7 +270,7 @@ def start_local(run: RunDir) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """The process that starts the controller, and records it though the user's process may have been killed."""
+    """Start the controller, and record it even if the user's process was killed."""
     run = RunDir(Path(argv[0]))
     spec = RunSpec.load(run)
     job_id = LocalExecutor(run, spec).start()

@@ -116,7 +116,7 @@ def last_step(run: RunDir) -> int | None:
 
 
 def unfinished_handover(events: Iterable[Event], attempt: int) -> Event | None:
-    """The newest claim of the job after an attempt, if that job has not been recorded; the first follows attempt 0."""
+    """Return the newest claim to submit the job after `attempt` (0: the first job), unless that job is recorded."""
     claims = {"submitting", "resubmitting"}
     kinds = claims | {"submitted", "resubmitted", "requeued"}
     own = [event for event in events if event["event"] in kinds and event.get("attempt", 0) == attempt]
@@ -131,7 +131,7 @@ def handover_deadline(claim: Event | None) -> float:
 
 
 def this_process() -> dict[str, Any]:
-    """What a claim says of its process: `handover_deadline` asks whether it is alive."""
+    """Return the fields of a claim that name its process: `handover_deadline` asks whether it is alive."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "started": start_time(pid)}
 

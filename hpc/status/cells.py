@@ -37,12 +37,12 @@ def step(row: Summary) -> str:
 
 
 def is_on_cpu(row: Summary) -> bool:
-    """Whether the ranks were found to train on CPUs: a rank stands for each GPU then."""
+    """Return whether the ranks train on CPUs, so that `gpus` counts ranks."""
     return bool(row["device"] == "CPU")
 
 
 def gpus(row: Summary) -> str:
-    """The number of GPUs, and their type if the run asks for one; of ranks that have none, the number of these."""
+    """Return the number of GPUs, and their type if the run asks for one; on CPUs, the number of ranks."""
     if is_on_cpu(row):
         return f"{row['gpus']} ranks"
     return " ".join(filter(None, [or_dash(row["gpus"]), visible(row["gpu_type"] or "")]))

@@ -21,7 +21,7 @@ _LEAST_MESSAGE = 16
 
 
 def run_details(console: Console, row: Summary) -> Group:
-    """A run: its state, place and progress, what it cost, its damage, warnings and interruptions, the latest first."""
+    """Show a run: state, place, progress, cost, damage and warnings, and its interruptions, the latest first."""
     facts = Table.grid(padding=(0, 2, 0, 0))
     for name, text in _facts(row).items():
         style = cells.STYLES[row["state"]] if name == "state" else ""
@@ -82,7 +82,7 @@ def _duration(seconds: float | None, form: str) -> str:
 
 
 def _last_output(row: Summary) -> str:
-    """The last line of a script that reports no step, and how long ago it was printed."""
+    """Return the last line of a script that reports no step, and how long ago the script printed it."""
     if not (last := row["last_output"]):
         return ""
     ago = cells.clock(max(0.0, time.time() - last["time"]))

@@ -1,4 +1,4 @@
-"""The last words of a rank, from its log: the traceback that ended a run, or the last line. Runs on the login node."""
+"""Reads the end of a rank's log: the traceback that ended a run, or the last line. Runs on the login node."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ _MOST_LINES, _MOST_CHARACTERS = 40, 200
 
 
 def last_traceback(run: RunDir, events: Sequence[Event]) -> list[str] | None:
-    """The last exception of the rank that ended the last attempt, by lines; None if its log has none."""
+    """Return the lines of the last exception of the rank that ended the last attempt; None if its log has none."""
     end = next((event for event in reversed(events) if event["event"] == "attempt_ended"), {})
     if not isinstance(rank := end.get("rank"), int):
         return None
@@ -24,7 +24,7 @@ def last_traceback(run: RunDir, events: Sequence[Event]) -> list[str] | None:
 
 
 def last_output(run: RunDir, attempt: int) -> dict[str, Any] | None:
-    """The last line that rank 0 has printed, and when, in seconds since the epoch; None if it has printed nothing."""
+    """Return rank 0's last line and its time, in seconds since the epoch; None if rank 0 has printed nothing."""
     log = run.rank_log(attempt, 0)
     words = [line.strip() for line in _tail(log) if line.strip()]
     if not words:

@@ -45,7 +45,7 @@ _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
 # A poll every second must not load the controller.
 _QUEUE_SECONDS = 5.0
-# What reading the files of a run may raise: anybody may have written them, also another user.
+# The errors of reading a run's files, which anybody may have written, even another user.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
 # While the controller is down, each call of squeue takes half a minute to fail.
 _AWAY_SECONDS = 30.0
@@ -61,7 +61,7 @@ def summarize(
 
     `decision` is what the supervisor would do, if the run has no job. `queue` are all jobs of the user, among which are
     those of the runs that it waits for.
-    What is not known is None. Damage in its directory is not an error: it must not hide the other runs.
+    Unknown values are None. Damage in its directory raises no error, which would hide the other runs.
     """
     try:
         events, damaged = ledger.read_with_damage(run.events)
@@ -80,7 +80,7 @@ def summarize(
 
 
 def _numbers(line: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of a line of metrics, which a user's script may have written, what is a number."""
+    """Keep only the numbers of a line of metrics, which a user's script may have written."""
     return {name: value for name in line or {} if (value := number_in(line or {}, name)) is not None}
 
 
@@ -158,11 +158,11 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
 
 
 def _full_storage(run: RunDir) -> list[str]:
-    """A warning if the run directory has no space for anything."""
+    """Return a warning if the storage of the run directory is full."""
     storage = os.statvfs(run.path)
     if storage.f_bavail * storage.f_frsize >= _LITTLE_SPACE_BYTES:
         return []
-    return [f"no space is left where {run.path} is: free some; a run that is starting waits an hour for it"]
+    return [f"no space is left for {run.path}: free some; a run that is starting waits for it, for up to an hour"]
 
 
 def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] | None) -> list[dict[str, Any]]:
@@ -252,7 +252,7 @@ def _state(events: Sequence[Event], attempts: Sequence[Attempt], job: SlurmJob |
 
 
 def _local_state(events: Sequence[Event]) -> str | None:
-    """Whether a run on this machine runs, or is just being submitted; None if neither."""
+    """Return whether a run on this machine runs or is being submitted; None if neither is so."""
     if _runs_here(events):
         return "running"
     starts_until = resubmit.handover_deadline(resubmit.unfinished_handover(events, 0))
@@ -307,7 +307,7 @@ def _final_result(run: RunDir, damaged: list[str]) -> dict[str, Any] | None:
         result = None
     if isinstance(result, dict):
         return result
-    damaged.append(f"{run.final_result} is damaged: it is no JSON object")
+    damaged.append(f"{run.final_result} is damaged: it is not a JSON object")
     return {}  # it exists: the run is complete
 
 

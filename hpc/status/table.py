@@ -58,7 +58,7 @@ def _unsent(rows: Sequence[Summary]) -> list[str]:
 
 
 def _damage(rows: Sequence[Summary]) -> list[str]:
-    """What is damaged of each run; of several things the first."""
+    """Return a line for each damaged run, with its first damage and the number of others."""
     found = [(row["run"], row["damaged"]) for row in rows if row["damaged"]]
     more = {run: f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else "" for run, damaged in found}
     return [escape(visible(f"{run}: {damaged[0]}{more[run]}")) for run, damaged in found]

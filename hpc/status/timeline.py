@@ -18,7 +18,7 @@ GPU-hours count all GPUs of an attempt's nodes, spares included, from its claim 
 | recovering | all, in recoveries |
 | waiting | all, in the startup; spares, while the ranks train |
 | evaluating and saving | the rest |
-| unknown | those of the ranks of a script that was interrupted, and does not say how many steps that cost |
+| unknown | those of the ranks, if the script was interrupted and does not report how many steps that cost |
 """
 
 from collections.abc import Mapping, Sequence
@@ -104,7 +104,7 @@ def gpu_hours(
     last_logged: Mapping[str, Any],
     steps_lost: int | None,
 ) -> dict[str, float]:
-    """GPU-hours by part; empty before the first attempt. What a script does that nothing has interrupted is productive.
+    """Return GPU-hours by part; empty before the first attempt. All training of an uninterrupted script is productive.
 
     `last_logged` is the last line of the training's metrics, empty before the first.
     """

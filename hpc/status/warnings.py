@@ -10,7 +10,7 @@ from hpc.notification.notices import unsent_messages
 
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.
 MAX_SHARE = 0.8
-ASK_NO_GPUS = "in a script, import what asks for GPUs inside a function; or install an older torch"
+ASK_NO_GPUS = "in a script, move the import that queries GPUs into a function; or install an older torch"
 _ADVICE = {
     Cause.NO_SPACE: "no space left: make room, then continue with hpc resume",
     Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, then continue "
@@ -44,7 +44,7 @@ def warnings_of(events: Sequence[Event], *, completed: bool = False) -> list[str
         )
     if slow_start := now.get("not_forked"):
         found.append(
-            f"ranks on {slow_start['node']} start seconds later than need be: {slow_start['detail']}; {ASK_NO_GPUS}"
+            f"ranks on {slow_start['node']} start seconds later than necessary: {slow_start['detail']}; {ASK_NO_GPUS}"
         )
     if off := now.get("snapshot_off"):
         found.append(f"snapshots are off: {off['reason']}")
@@ -54,12 +54,12 @@ def warnings_of(events: Sequence[Event], *, completed: bool = False) -> list[str
 
 
 def unknown_restarts(events: Sequence[Event], interruptions: int) -> list[str]:
-    """A warning that nobody knows from which step a user's script went on."""
+    """Return a warning if the step from which a user's script resumed is unknown."""
     if not interruptions or any(event["event"] == "train_started" for event in events):
         return []
     after = "the interruption" if interruptions == 1 else f"each of the {interruptions} interruptions"
-    unknown = f"the step from which the script went on after {after} is not known"
-    return [f"{unknown}: unless it restores checkpoints of its own, it began from nothing (docs/script.md)"]
+    unknown = f"the step from which the script resumed after {after} is unknown"
+    return [f"{unknown}: unless it restores its own checkpoints, it restarted from the beginning (docs/script.md)"]
 
 
 def _unsent(events: Sequence[Event]) -> list[str]:

@@ -31,9 +31,9 @@ class UserCode:
     names: tuple[str, ...]
     """The files to copy, by their paths below it."""
     working_directory: str = "."
-    """The directory below it that the script starts in."""
+    """The directory, relative to `root`, that the script starts in."""
     script: tuple[str, ...] = ()
-    """The script by its path from there, or `-m` and the module, and its arguments; empty for our trainer."""
+    """The script's path from there, or `-m` and the module; then its arguments. Empty for our trainer."""
     entry: str = ""
     """The file of the script or module by its path below it; empty for our trainer, and for an installed module."""
     in_place: bool = False
@@ -88,7 +88,7 @@ def find_code(
 def _find_script(
     here: Path, root: Path, script: tuple[str, ...], *, elsewhere: bool
 ) -> tuple[str, tuple[str, ...], Path | None]:
-    """`working_directory` and `script` of a UserCode, and the file that runs, unless that is an installed module's."""
+    """Return `working_directory` and `script` of a UserCode, and the file that runs; None for an installed module."""
     place = os.path.relpath(here, root)
     if script[0] == "-m":
         return place, script, _find_module(root, place, script[1], elsewhere=elsewhere)
@@ -175,7 +175,7 @@ def copy_files(code: UserCode, target: Path) -> None:
     """Copy the user's files into a new directory."""
     target.mkdir()
     if not code.in_place:
-        # It may hold no file that is copied.
+        # None of the copied files may be in it.
         (target / code.working_directory).mkdir(parents=True, exist_ok=True)
     for name in code.names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)

@@ -53,5 +53,5 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
 
 
 def starting_place(run: RunDir, spec: RunSpec) -> str:
-    """A sentence about the working directory of a user's script."""
+    """Return a sentence that names the working directory of a user's script."""
     return f"{visible(program_of(spec.script))} starts in {visible(str(spec.start_directory(run)))}"

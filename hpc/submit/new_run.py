@@ -86,7 +86,7 @@ def _submit(
 ) -> tuple[RunSpec, str]:
     """Make the run directory and queue the run. Returns its spec and the job's id.
 
-    A killed submission leaves a whole directory or none, and `hpc resume` submits a whole one that has no job.
+    A killed submission leaves a complete directory or none; `hpc resume` submits a complete one that has no job.
     """
     grace_seconds = preemption_grace(spec)
     with _without_empty_parents(run), at_trackers(run, spec) as known:
@@ -99,12 +99,12 @@ def _submit(
             executor = SlurmExecutor(run, spec) if spec.cluster == "slurm" else None
             if executor:
                 executor.prepare(draft)
-            # The claim to submit it is in the directory before others see it.
+            # The directory holds the claim to submit the run before others can see it.
             _events(draft).append("submitting", cluster=spec.cluster, **resubmit.this_process())
         try:
             job_id = executor.start() if executor else start_local(run)
         except (UserError, OSError) as error:
-            # After another error, such as Ctrl-C, a job may have been queued, and needs the directory.
+            # Other errors, such as Ctrl-C, keep the directory: a job may have been queued and need it.
             remove_directory(run.path)
             if isinstance(error, OSError):
                 raise _cannot_write(run, error) from error
@@ -123,9 +123,9 @@ def _events(run: RunDir) -> EventWriter:
 
 @contextmanager
 def new_run_directory(run: RunDir) -> Iterator[RunDir]:
-    """A directory, the user's alone, that becomes the run's when the block ends; after an error nothing is left.
+    """Make a private directory that becomes the run's when the block ends; an error leaves nothing.
 
-    Raises UserError if it cannot be made, or if the run exists by then.
+    Raises UserError if it cannot be made, or if the run exists when the block ends.
     """
     try:
         with new_directory(run.path) as path:
@@ -138,7 +138,7 @@ def new_run_directory(run: RunDir) -> Iterator[RunDir]:
 
 @contextmanager
 def _without_empty_parents(run: RunDir) -> Iterator[None]:
-    """After an error, remove the directories above a run's that were made for it, unless other runs are in them."""
+    """After an error, remove the parent directories that were made for a run, unless other runs are in them."""
     made = [directory for directory in run.path.parents if not directory.exists()]
     try:
         yield
@@ -164,7 +164,7 @@ def _prepare_later_runs(run: RunDir) -> None:
 
 
 def preemption_grace(spec: RunSpec) -> int | None:
-    """The seconds between SIGTERM and SIGKILL on preemption; None if unknown: then `hpc status` lacks a warning."""
+    """Return the seconds between SIGTERM and SIGKILL on preemption; None: unknown, so `hpc status` lacks a warning."""
     if spec.cluster == "slurm" and spec.resources.partition is not None:
         with suppress(TorchrelayError):
             return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))

@@ -143,7 +143,7 @@ def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
 
 
 def check_place(run: RunDir, spec: RunSpec) -> None:
-    """Raise UserError if the nodes would not see a script that runs in place."""
+    """Raise UserError if a script that runs in place is not visible on the nodes."""
     if spec.in_place and spec.cluster == "slurm":
         start = spec.start_directory(run)
         checks.check_is_shared("--no-snapshot: the working directory", start)

@@ -19,7 +19,7 @@ def imported_files(script: Path, search: Sequence[Path]) -> set[Path]:
 
 
 def module_directories(root: Path, working_directory: str) -> list[Path]:
-    """Where the modules of a repository are: in the working directory, at the top, or in `src` there."""
+    """Return where a repository's modules may be: the working directory, the top, and `src` at the top."""
     return list(dict.fromkeys((root / working_directory, root, root / "src")))
 
 

@@ -48,8 +48,8 @@ class Action(StrEnum):
     RECORD = "record"  # record that the user cancelled the last job with scancel: Slurm will forget it
 
 
-NEVER_SUBMITTED = "hpc submit was ended before it had submitted the run: submit it with hpc resume"
-"""Why a run has failed of which there is no job in the ledger or in Slurm's queue."""
+NEVER_SUBMITTED = "hpc submit was killed before it queued the run: submit it with hpc resume"
+"""The reason of a failed run that has no job in the ledger or in Slurm's queue."""
 STARTS = frozenset({Action.START_NOW, Action.RELEASE, Action.REQUEUE, Action.RESUBMIT})
 """The actions after which a run stages and trains."""
 
@@ -178,7 +178,7 @@ def _starting(run: RunObservation) -> Decision | None:
         # Slurm ends such a job at its time limit: the agents on its other nodes, if any, wait for the head node's.
         return _resubmit(run, job, f"{job.batch_host}, its first node, was lost before its agents started")
     waited = run.now - (job.started or run.now)
-    # Its head node's agent may wait for space in the run directory. The list of squeue may be older than the ledger.
+    # The head node's agent may wait for space in the run directory. squeue's list may be older than the ledger.
     lives = (run.end_missing or run.heartbeat_at is not None) and run.silent_seconds < STALE_SECONDS
     if waited < _CLAIM_SECONDS or lives:
         return _keep(f"job {job.job_id} is starting")

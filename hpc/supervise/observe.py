@@ -31,7 +31,7 @@ class RunObservation:
     """Why its last job started no attempt."""
     attempts: Sequence[Attempt] = ()
     submitted: bool = True
-    """Whether the ledger has a job."""
+    """Whether the ledger names a job."""
     jobs: Sequence[SlurmJob] = ()
     """Those that squeue lists, also ended ones, the oldest first."""
     headless: frozenset[str] = frozenset()

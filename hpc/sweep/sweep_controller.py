@@ -64,7 +64,7 @@ class SweepController:
             UserError: the first trial cannot be submitted.
             TorchrelayError: Slurm does not answer.
         """
-        self._cache = StatusCache()  # what another controller has just submitted is no failed run
+        self._cache = StatusCache()  # a run that another controller just submitted has not failed
         for trial in self._running():
             self._follow(trial)
         if self._sweep.cancelled.exists():
@@ -82,7 +82,7 @@ class SweepController:
         return not self._running()
 
     def write_result(self) -> None:
-        """Write the best trial and the page, if another trial has ended."""
+        """Write the best trial and the page if another trial has ended."""
         ended = sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
         if ended == self._on_page:
             return
@@ -146,7 +146,7 @@ class SweepController:
             self._tell(f"{run.name} cannot be submitted with {settings_text(trial.params)}: {error}")
 
     def _give_up(self, trial: FrozenTrial, state: TrialState, cause: str) -> None:
-        """Tell Optuna of a trial that has no result, and the reason for the page."""
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another controller has told it
+        """Tell Optuna that a trial has no result, and store the cause for the page."""
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another controller did so first
             Trial(self.study, trial._trial_id).set_user_attr("cause", cause)  # noqa: SLF001 - as above
         self.study.tell(trial.number, state=state, skip_if_finished=True)

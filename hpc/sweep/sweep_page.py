@@ -1,4 +1,4 @@
-"""The page of a sweep: its trials, the best one first, and the metric by each setting. Runs on the login node."""
+"""Makes the page of a sweep: its trials, the best one first, and the metric by each setting. Runs on the login node."""
 
 import time
 from collections import Counter
@@ -26,7 +26,7 @@ def sweep_page(
     best: FrozenTrial | None,
     links: Mapping[int, str],
 ) -> str:
-    """The HTML of the page. `trials` are in the order of the table, `links` lead to the pages of their runs."""
+    """Return the HTML of the page. `trials` are in the table's order; `links` lead to the pages of their runs."""
     space = read_space(spec.param)
     rows = [
         {
@@ -57,7 +57,7 @@ def sweep_page(
 def _figure(
     directory: SweepDir, metric: str, name: str, values: Any, trials: Sequence[FrozenTrial], best: FrozenTrial
 ) -> tuple[Chart, Axis]:
-    """The metric of each trial that has one, by one of its settings."""
+    """Return a figure of the metric by one setting, of the trials that have a metric."""
     choices = list(getattr(values, "choices", ()))
     groups = {
         ("completed", "s1"): [one for one in trials if one.state is TrialState.COMPLETE and one.number != best.number],
@@ -81,7 +81,7 @@ def _figure(
 
 
 def _axis(name: str, values: Any, choices: Sequence[str]) -> Axis:
-    """The range of a setting, or a place for each of its choices."""
+    """Return an axis with the range of a setting, or with a tick for each of its choices."""
     if choices:
         ticks = {float(place): choice for place, choice in enumerate(choices)}
         return Axis(name="step", label=name, limits=(-0.5, len(ticks) - 0.5), ticks=ticks)

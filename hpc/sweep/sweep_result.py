@@ -1,4 +1,4 @@
-"""What a sweep has found so far: a table, the best trial as a file of flags, and a page."""
+"""Shows what a sweep has found so far: a table, the best trial as a file of flags, and a page."""
 
 import shlex
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from hpc.sweep.sweep_page import STATES, sweep_page
 
 
 def write_result(directory: SweepDir, spec: SweepSpec, study: optuna.Study) -> None:
-    """Write `best.yaml`, if there is a completed trial, the page, and those of the runs that have ended."""
+    """Write the page, the pages of the runs that have ended and, if a trial is complete, `best.yaml`."""
     best, trials = best_trial(study), _sorted(study)
     if best is not None:
         write_atomic(directory.best, _best_flags(directory, spec, best))

@@ -62,7 +62,7 @@ def up(shape: TestbedShape) -> None:
 
 
 def down() -> bool:
-    """End the testbed and remove all that belongs to it. Returns whether there was one."""
+    """End the testbed and remove all its files. Returns whether there was one."""
     with locked(PATHS.lock):
         found = PATHS.root.exists()
         _tear_down()

@@ -186,7 +186,7 @@ class Coordinator:
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record an interruption, or end the attempt if no budget is left for it, or others have ended it."""
+        """Record an interruption; or end the attempt, if no budget is left or another process has ended it."""
         if resubmit.has_ended(self._node.run, self._node.attempt.attempt):
             self._end()
             return

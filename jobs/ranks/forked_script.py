@@ -1,8 +1,8 @@
-"""A user's script or module as a rank: it finds what plain torchrun, which executes it, would have given it.
+"""Runs a user's script or module as a rank, in the state in which plain torchrun would have started it.
 
-Runs on compute nodes, in the process of the rank, which is a fork of torchrun where that is possible. torchrun has
-imported torch and what else the script names (training.runtime.torchrun_main), so that a rank that replaces a failed
-one starts in a second.
+Runs on compute nodes, in the process of the rank, which is a fork of torchrun if possible. torchrun has imported torch
+and other modules that the script imports (training.runtime.torchrun_main), so that a rank that replaces a failed one
+starts in a second.
 """
 
 import atexit
@@ -44,7 +44,7 @@ def run_script(program: Sequence[str]) -> None:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     # The interpreter would also take half a second to free torch's modules.
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public function
-    atexit._run_exitfuncs()  # noqa: SLF001  # nor is there here
+    atexit._run_exitfuncs()  # noqa: SLF001  # as above
     # Their reader may have gone.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -57,7 +57,7 @@ def _become_main_process(program: Sequence[str]) -> None:
     is_module = program[0] == "-m"
     sys.argv = ["-m", *program[2:]] if is_module else list(program)
     sys.orig_argv = [sys.executable, "-u", *program]
-    # Also as `__mp_main__`, where multiprocessing's child processes say that the main module's classes are.
+    # Also as `__mp_main__`, the module that multiprocessing's child processes name for the main module's classes.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
     # What the process wrapper has put there; torchrun's has no directory of a script (-P).
@@ -76,9 +76,9 @@ def _become_main_process(program: Sequence[str]) -> None:
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     _leave_multiprocessing()
-    for kind in (popen_fork.Popen, subprocess.Popen):  # those that spawn or fork from a server are of the first kind
+    for kind in (popen_fork.Popen, subprocess.Popen):  # the other ways of multiprocessing inherit from the first
         _make_terminable(kind)
-    # Python's own random numbers differ after a fork. Those of numpy and torch would be the same on all ranks.
+    # Python reseeds its own generator after a fork. Those of numpy and torch would be the same on all ranks.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
@@ -86,22 +86,23 @@ def _become_main_process(program: Sequence[str]) -> None:
 
 
 def _leave_multiprocessing() -> None:
-    """Undo what multiprocessing, by which torchrun has forked this process, does in each child.
+    """Undo what multiprocessing, with which torchrun forked this process, changes in each child.
 
-    Programs ask for the name of the main process, to print once, and choose how their own processes start.
+    Programs check for the name of the main process to print once, and choose how their own processes start.
     """
     process: Any = multiprocessing.current_process()
     process.name, process.authkey = "MainProcess", os.urandom(32)
-    process._identity, process._parent_pid = (), None  # noqa: SLF001  # there is no other way
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001  # nor is there here
+    process._identity, process._parent_pid = (), None  # noqa: SLF001  # there is no public function
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001  # as above
     multiprocessing.set_start_method(None, force=True)
-    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001  # that of the wrapper
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001  # it was the wrapper's
 
 
 def _make_terminable(kind: Any) -> None:
-    """Make `terminate` end child processes that ignore SIGTERM, of one kind.
+    """Make `terminate` of one class of child processes end those that ignore SIGTERM, too.
 
-    A rank ignores it until it has a handler, and its children inherit that: a pool would wait for its workers for ever.
+    A rank ignores SIGTERM until it has a handler, and its children inherit that: a pool would wait forever for its
+    workers.
     """
     terminate = kind.terminate
 
@@ -124,7 +125,7 @@ def _ignores_sigterm(pid: int) -> bool:
 
 
 def _run_file(path: str) -> None:
-    """Execute a script in the main module, which stays for what outlives it, such as threads."""
+    """Execute a script in the main module, which outlives the script, for its threads."""
     main = sys.modules["__main__"]
     main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
     with io.open_code(path) as file:

@@ -200,12 +200,12 @@ class NodeMonitor:
             log(detail)
 
     def _report_slow_start(self) -> None:
-        """Report once that ranks start without what torchrun has imported for them."""
+        """Report once that ranks are not forked, and so start without the imports of torchrun."""
         if self._is_not_forked or (reason := _read(self.node_dir.not_forked)) is None:
             return
         self._is_not_forked = True
         self._node.record_event("not_forked", node=self._node.host, **reason)
-        log(f"each rank on {self._node.host} imports torch by itself: {reason['detail']}")
+        log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
     def poll(self) -> None:
         """Look at the ranks and report, a few times a second."""

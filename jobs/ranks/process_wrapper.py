@@ -2,16 +2,16 @@
 
 Runs as a script, without site-packages, so that it starts in milliseconds and a user's program needs nothing of ours:
 
-    process_wrapper.py torchrun PROGRAM ARGS...                 runs torchrun, and ends when nothing of it is left
+    process_wrapper.py torchrun PROGRAM ARGS...                 runs torchrun, and ends when all its processes have
     process_wrapper.py container PROGRAM ARGS...                becomes the program, which starts a container
     process_wrapper.py rank LOG_DIR NODE_DIR PROGRAM ARGS...    runs the program as one rank, and records how it failed
     process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a module of ours, in a fork of this process
     process_wrapper.py rank LOG_DIR NODE_DIR script FILE.py ARGS...  and for a user's script, or `-m MODULE ARGS...`
-    process_wrapper.py own ...                                  a rank of the last two forms, in a Python of its own
+    process_wrapper.py own ...                                  a rank of the last two forms, without a fork
 
-In these two forms torchrun has forked this process from its own, which has imported what the ranks need (torchrun's
-`--run-path`, training.runtime.torchrun_main): a rank that is started again imports nothing. But if that process has
-used the GPU driver, its forks cannot: then each rank executes a Python of its own, which takes longer.
+In the last two forms of `rank`, this process is a fork of torchrun, which has imported what the ranks need (torchrun's
+`--run-path`, training.runtime.torchrun_main), so that a restarted rank imports nothing. If torchrun has used the GPU
+driver, however, its forks cannot use it: each rank then starts a Python of its own, which takes longer.
 
 Signals are ignored here because that survives exec, and because the agent, which has threads, must not run code
 between fork and exec. torchrun's own log files are numbered by local rank and restart, and it reports how a rank ended
@@ -37,29 +37,29 @@ from hpc.core.traceback_text import describe_exception
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
-# Only the agent sends it (jobs.ranks.torchrun), and the kernel when the agent has ended.
+# Sent by the agent (jobs.ranks.torchrun), and by the kernel when the agent has ended.
 _END = signal.SIGRTMIN
 _END_SECONDS = 1.0
 _TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
 
 
 def run_torchrun(*program: str) -> None:
-    """Run torchrun, and end as it ended, when no process of its ranks exists any more."""
+    """Run torchrun, wait until no process of its ranks exists, and end as torchrun ended."""
     set_parent_death_signal(_END)
     signal.signal(_END, _end_torchrun)
     _ignore_slurm()
-    signal.signal(signal.SIGINT, lambda *_: None)  # torchrun, which does not inherit this, has its own handler
+    signal.signal(signal.SIGINT, lambda *_: None)  # torchrun has its own handler, and does not inherit this one
     _, status = _run(program, signal.SIG_IGN)
     if left := end_children():
-        _say(f"processes {left} of ranks cannot be killed")
-        from hpc.core.causes import EXIT_BAD_NODE  # noqa: PLC0415  # slow to import, and hardly ever needed
+        _say(f"processes {left} of ranks could not be killed")
+        from hpc.core.causes import EXIT_BAD_NODE  # noqa: PLC0415  # slow to import, and rarely needed
 
         os._exit(EXIT_BAD_NODE)
     _end_as(status)
 
 
 def _end_torchrun(*_: object) -> None:
-    """Kill torchrun: the agent wants it to end, or has ended. Its wrappers and their ranks die with it."""
+    """Kill torchrun, because the agent asks for that or has ended. The wrappers of ranks and the ranks die with it."""
     running = children(os.getpid())
     if not running:
         os._exit(1)
@@ -69,14 +69,14 @@ def _end_torchrun(*_: object) -> None:
 
 
 def become_container(*program: str) -> None:
-    """Become the program that starts a container."""
+    """Replace this process by the program that starts a container."""
     set_parent_death_signal()
     _ignore_slurm()
     os.execvp(program[0], program)  # noqa: S606 - a list, no shell
 
 
 def _ignore_slurm() -> None:
-    """Ignore Slurm's signals, as torchrun does, which inherits this: it would kill its ranks before they could save."""
+    """Ignore Slurm's signals, also for torchrun, which would kill its ranks before they could save."""
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
@@ -94,7 +94,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     log, exits = os.path.join(log_dir, f"rank-{rank:02d}.log"), os.path.join(node_dir, "exits")
     size_before = _print_to(log)
     if program[0] in _IN_A_FORK and (reason := _why_no_gpus()):
-        _say(f"this rank imports torch by itself, which takes longer: {reason}")
+        _say(f"this rank imports torch itself, which takes longer: {reason}")
         with contextlib.suppress(OSError):
             _write_whole(exits, "not-forked", {"detail": reason})
         program = (sys.executable, "-P", os.path.abspath(__file__), "own", *program)
@@ -126,13 +126,13 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         }
         _record_failure(exits, f"{time.monotonic_ns():020d}-{local_rank}.json", record)
     _remove(os.path.join(exits, running))
-    # torchrun, which adopts what is left then, waits for it.
+    # torchrun adopts the processes that are still left, and waits for them.
     end_children(_END_SECONDS)
     _end_as(status)
 
 
 def _end_as(status: int) -> None:
-    """End as the program did, so that the parent sees it; return if that was without a failure."""
+    """End with the program's signal or exit code, for the parent to see; return if the program succeeded."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:
@@ -149,11 +149,11 @@ def _say(text: str) -> None:
 
 
 def _print_to(log: str) -> int:
-    """Send what this process and its rank print to the log, and return the size that it has already."""
+    """Redirect the output of this process and its rank to the log, and return the size of the log so far."""
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        _say(f"{log} cannot be written: {error}")  # the output goes to the agent's
+        _say(f"{log} cannot be written: {error}")  # into the agent's log
         return 0
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -170,7 +170,7 @@ def _run(program: tuple[str, ...], on_sigterm: Callable[..., None] | signal.Hand
     if pid:
         signal.signal(signal.SIGTERM, on_sigterm)
         while (ended := os.wait())[0] != pid:
-            pass  # a process that the program had left to this one
+            pass  # an orphan that this process adopted
         return ended
     try:
         set_parent_death_signal()
@@ -186,13 +186,13 @@ def _run(program: tuple[str, ...], on_sigterm: Callable[..., None] | signal.Hand
 
 
 def _why_no_gpus() -> str:
-    """Why this fork of torchrun cannot use GPUs; empty if it can.
+    """Return why this fork of torchrun cannot use GPUs; empty if it can.
 
-    torch's own flag does not know all ways to start the driver, which keeps files open.
+    torch's own flag misses some ways to start the driver, but the driver's files are open then.
     """
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():  # noqa: SLF001  # there is no public function
-        return f"torch {torch.__version__} had asked for GPUs before the ranks were forked"
+        return f"torch {torch.__version__} had queried the GPUs before the ranks were forked"
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             file = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -246,7 +246,7 @@ def _last_step(heartbeat: str, pid: int) -> int | None:
 
 
 def _last_line(log: str, size_before: int, *, killed: bool) -> str:
-    """The message of the exception that ended the rank, or the last line that it printed.
+    """Return the message of the exception that ended the rank, or the last line that it printed.
 
     A rank that a signal killed prints nothing about it, unless the C++ runtime or Python's faulthandler does.
     """

@@ -41,7 +41,7 @@ _POLL_SECONDS = 0.1
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
 # After a stop request, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
-# This node starts no ranks after those that it kills when the attempt ends: they need not have ended.
+# How long to wait for ranks that are killed at the end of the attempt: none follow that need their GPUs.
 _LEAVE_SECONDS = 5.0
 # Stale NFS handles recover within seconds.
 _START_SECONDS, _START_PAUSE_SECONDS = 30.0, 1.0
@@ -252,10 +252,10 @@ def rank_environment(
     changes = {"PYTHONFAULTHANDLER": "1"}
     chosen = {
         "OMP_NUM_THREADS": str(threads),
-        # OpenMP's idle threads would spin for milliseconds and slow whatever shares the cores: a second run on this
-        # machine makes both 5 to 20 times slower (docs/performance.md).
+        # OpenMP's idle threads would spin for milliseconds and slow all processes on their cores: two runs on one
+        # machine each become 5 to 20 times slower (docs/performance.md).
         "OMP_WAIT_POLICY": "passive",
-        # gloo publishes the address that this node's own name resolves to, and on many systems that is 127.0.1.1.
+        # By default gloo publishes the address of this node's name, which is 127.0.1.1 on many systems.
         "GLOO_SOCKET_IFNAME": interface or interface_of(address),
     }
     if interface:

@@ -24,9 +24,9 @@ from jobs.node_attempt import log
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-# The wrapper of torchrun then ends it.
+# On this signal, the wrapper of torchrun ends it.
 _END = signal.SIGRTMIN
-# More than its wrapper waits for what does not end on SIGKILL.
+# More than the wrapper waits for processes that SIGKILL does not end.
 _KILL_SECONDS = 40.0
 # A fork takes milliseconds.
 _FORK_SECONDS = 30.0
@@ -62,7 +62,7 @@ class Torchrun:
 
     def ranks(self) -> list[int]:
         """The process ids of its ranks."""
-        # A rank is the first child of its wrapper. Others are what the rank has left behind.
+        # A rank is the first child of its wrapper. The other children are processes that the rank left behind.
         return [rank for wrapper in self._rank_wrappers() for rank in children(wrapper)[:1]]
 
     def _rank_wrappers(self) -> list[int]:
@@ -70,24 +70,24 @@ class Torchrun:
         return [wrapper for torchrun in torchruns for wrapper in children(torchrun)]
 
     def _wrappers(self) -> list[int]:
-        """The wrapper of torchrun, in the container if there is one and it has begun; not what mounts the image."""
+        """Return the wrapper of torchrun: in the container if there is one, not the process that mounts the image."""
         if not self._contained:
             return [self._process.pid]
         return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER)]
 
     def kill_stuck_forks(self) -> None:
-        """Kill forks of torchrun in which nothing runs yet, after half a minute: torchrun then starts its ranks again.
+        """Kill forks of torchrun that have run nothing for half a minute: torchrun then starts its ranks again.
 
-        Before Python 3.12 a child can hang in the fork for ever, if another thread of torchrun, such as one that serves
-        the rendezvous, begins to call Python at that moment (python/cpython#112275).
+        Before Python 3.12 a child can hang forever in the fork if another thread of torchrun, such as one that serves
+        the rendezvous, starts to call Python at that moment (python/cpython#112275).
         """
         now = time.monotonic()
-        # A wrapper first makes a session.
+        # The first action of a wrapper is to start a session.
         forking = [pid for pid in self._rank_wrappers() if not _leads_session(pid)]
         self._forking = {pid: self._forking.get(pid, now) for pid in forking}
         for pid, since in self._forking.items():
             if now - since > _FORK_SECONDS:
-                log(f"a rank has not begun in {_FORK_SECONDS:.0f} s: torchrun starts others")
+                log(f"a rank hung in its fork for {_FORK_SECONDS:.0f} s: torchrun restarts the ranks")
                 _send(pid, signal.SIGKILL)
 
     def forward(self, numbers: Sequence[signal.Signals]) -> None:
@@ -117,17 +117,17 @@ class Torchrun:
             _send(pid, signal.SIGKILL)
 
     def kill(self, seconds: float = _KILL_SECONDS) -> None:
-        """Kill all of it: ranks that wait for a lost one react to nothing else. Return when no process of it exists.
+        """Kill torchrun and all its processes, and wait for their end. Ranks that wait for a lost one need SIGKILL.
 
         Raises:
-            BadNodeError: a process stays. Not if `seconds` are too few to tell.
+            BadNodeError: a process could not be killed; not raised if `seconds` is too short to tell.
         """
         if self.exit_code is None:
             wrappers = self._wrappers()
             for wrapper in wrappers:
                 _send(wrapper, _END)
             if wrappers:
-                # Apptainer ends by itself, too, and removes what it has mounted.
+                # Apptainer ends by itself, too, and unmounts its image.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(seconds)
             self._process.kill()
@@ -149,7 +149,7 @@ def handles(pid: int, number: signal.Signals) -> bool:
 
 
 def _leads_session(pid: int) -> bool:
-    """Whether a process, if it is still there, leads a session."""
+    """Return whether a process leads a session; also True if it has ended."""
     try:
         return os.getsid(pid) == pid
     except ProcessLookupError:

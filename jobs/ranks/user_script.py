@@ -10,9 +10,9 @@ from typing import Self
 
 from hpc.spec import RunSpec
 
-# Those that start no threads and do not look at GPUs when they are imported, which a fork would not survive.
+# Packages that neither start threads nor query GPUs when they are imported; a fork would survive neither.
 _SAFE_TO_FORK = frozenset({"PIL", "numpy", "timm", "torch", "torchvision"})
-# These do look at GPUs.
+# Their modules that do query GPUs.
 _NOT_SAFE = re.compile(r"torch\.(testing\._internal|utils\.(benchmark|cpp_extension|jit))\b")
 _PLACEHOLDER = re.compile(r"\{(data|run_dir|attempt)\}")
 
@@ -24,7 +24,7 @@ def script_argv(spec: RunSpec, code: Path, variables: Mapping[str, str]) -> list
     TORCHRELAY_ATTEMPT; all other braces stay.
     """
     own = 2 if spec.script[0] == "-m" else 1
-    # Without the dots of `../train.py`: the script's directory is the first of sys.path.
+    # The path is normalized, as in `../train.py`, because the script's directory becomes the first of sys.path.
     program = ["-m", spec.script[1]] if own == 2 else [os.path.normpath(code / spec.working_directory / spec.script[0])]
 
     def value(match: re.Match[str]) -> str:
@@ -54,7 +54,7 @@ class TopLevel:
         places, names = [start], [spec.script[0]]
         if spec.script[0] == "-m":
             module = spec.script[1].replace(".", "/")
-            # Python looks in its working directory first.
+            # Python searches its working directory first.
             places, names = [start, *map(Path, import_path(spec, code))], [f"{module}.py", f"{module}/__main__.py"]
         paths = (place / name for place in places for name in names)
         path = next((path for path in paths if path.is_file()), None)

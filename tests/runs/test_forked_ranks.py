@@ -1,4 +1,4 @@
-"""Ranks are forks of torchrun's process: they can use GPUs, and where a fork could not, they start without one."""
+"""Ranks are forks of torchrun that can use GPUs; if a fork could not, they start without one."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from cluster import SHORT, Run, Site, add_script, tiny_data
 
 pytestmark = pytest.mark.timeout(400)
 LOCAL = ("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
-# Python imports it when it starts: torchrun's process, and so what it forks, has it.
+# Python imports this at its start, in torchrun and so in its forks.
 SPY = """
 import json, os, sys
 
@@ -18,7 +18,7 @@ if any(word.endswith("torchrun_main.py") for word in sys.orig_argv):
     import torch
 
     def note() -> None:
-        # The fork of a wrapper is a rank.
+        # A fork of a wrapper is a rank.
         if sys.argv[0].endswith("process_wrapper.py"):
             with open({file!r}, "a") as file:
                 file.write(json.dumps([sys.argv[4:], torch.cuda._is_in_bad_fork()]) + "\\n")
@@ -31,15 +31,15 @@ SCRIPT = "import torch\nprint('in a bad fork:', torch.cuda._is_in_bad_fork(), __
 
 
 class SpiedSite(Site):
-    """A place without Slurm, whose ranks note how they began."""
+    """A site without Slurm whose ranks record how they started."""
 
     @property
     def spied(self) -> dict[str, str]:
-        """The environment of `hpc submit`."""
+        """Return the environment for `hpc submit`."""
         return {"PYTHONPATH": str(self.path / "spy")}
 
     def noted(self) -> list[tuple[list[str], bool]]:
-        """The programs of the ranks that were forked, and whether each could not use GPUs."""
+        """Return the programs of the forked ranks, and whether each could not use GPUs."""
         lines = (self.path / "noted").read_text().splitlines()
         return [(words, bad) for words, bad in map(json.loads, lines)]
 
@@ -72,7 +72,7 @@ def test_ranks_of_each_kind_can_use_gpus(site: SpiedSite) -> None:
     kinds = sorted(" ".join(words[:2]).partition("/")[0] for words, _ in noted)
     checks = ["-m training.engine.preflight"] * kinds.count("-m training.engine.preflight")
     assert checks
-    assert kinds == ["-m training", "-m training", *checks, "script ", "script -m"], "two: also the evaluation"
+    assert kinds == ["-m training", "-m training", *checks, "script ", "script -m"], "the second one evaluates"
     assert not any(bad for _, bad in noted)
 
 
@@ -85,8 +85,8 @@ def test_ranks_start_by_themselves_where_a_fork_could_use_no_gpu(site: SpiedSite
     assert all(bad for _, bad in site.noted())
     for run in (trained, asked):
         [event] = run.events("not_forked")
-        assert event["detail"] == f"torch {torch.__version__} had asked for GPUs before the ranks were forked"
-        assert f"this rank imports torch by itself, which takes longer: {event['detail']}" in (
+        assert event["detail"] == f"torch {torch.__version__} had queried the GPUs before the ranks were forked"
+        assert f"this rank imports torch itself, which takes longer: {event['detail']}" in (
             run.directory.rank_log(1, 0).read_text()
         )
     found = json.loads(site.hpc("doctor", "asked", "--json").stdout)

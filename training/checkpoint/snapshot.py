@@ -31,8 +31,8 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
     """Save the newest snapshot of a node as a checkpoint of the run, unless there is a checkpoint as new.
 
     Deletes no older checkpoint. Call it when no rank writes any more. Agents of several nodes may call it at once.
-    `check` raises if the checkpoint may not be published. Returns the step of the snapshot that was saved; None: there
-    was nothing to save.
+    `check` raises if the checkpoint may not be published. Returns the step of the snapshot that was saved; None if
+    there was nothing to save.
 
     Raises:
         OSError: it could not be written, and nothing is left of it.

@@ -39,7 +39,7 @@ _BLOCK_BYTES, _ALIGNMENT = 2**26, 64
 def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
     """The state as it is. All ranks must call this; on a GPU the host does not wait for it.
 
-    Batch statistics differ by rank. Rank 0's are saved; a copy of them, because the next forward pass changes them.
+    Batch statistics differ by rank. A copy of rank 0's is saved, because the next forward pass changes them.
 
     Returns:
         The tensors, or this rank's shards of them, on the device; only the loss and batch statistics are copies. All

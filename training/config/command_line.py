@@ -205,7 +205,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
             close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
             similar = f"did you mean {', '.join(close)}?" if close else "see hpc submit --help"
             raise UserError(f"{where}: there is no flag {key!r}: {advice_for(name, known) or similar}")
-        # The text of nested lists may be larger than any memory: they may repeat each other.
+        # Nested lists can repeat each other (YAML aliases), so that their text would not fit in memory.
         if not all(isinstance(each, str) for each in (value if isinstance(value, list) else [value])):
             raise UserError(f"{where}: {key} is nested: give one value, or a list for --sbatch and --setup")
         if known and known.get(name) and value not in {"true", "false"}:

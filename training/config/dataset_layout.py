@@ -87,7 +87,7 @@ def resolve_data(name: str) -> Path:
     `digits` are the 1,797 handwritten digits of 8 x 8 pixels in scikit-learn's package.
 
     Raises:
-        UserError: --data is one of these names, and the package is not installed.
+        UserError: --data is one of these names, and its package is not installed.
     """
     if name == DIGITS:
         return _digits_directory()
@@ -106,7 +106,9 @@ def _digits_directory() -> Path:
     for directory in (package.submodule_search_locations or ()) if package else ():
         if (path := Path(directory, "datasets", "data")).is_dir():
             return path
-    raise UserError(f"--data is {DIGITS}, which scikit-learn has, and it is not installed: pip install scikit-learn")
+    raise UserError(
+        f"--data is {DIGITS}, which are in scikit-learn, but that is not installed: pip install scikit-learn"
+    )
 
 
 def check_data(path: Path) -> DataLayout:

@@ -66,7 +66,7 @@ class TrainConfig(Adjustable):
     """The training flags."""
 
     data: str = ""
-    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (of Debian) or digits."""
+    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (Debian's) or digits."""
     synthetic: bool = False
     """Train on generated images instead of --data, to measure the speed without loading data."""
     model: str = SMALL_CNN
@@ -218,7 +218,7 @@ class TrainConfig(Adjustable):
 
 
 def base_learning_rate(config: TrainConfig) -> float:
-    """`--lr` or its default."""
+    """Return `--lr` or its default."""
     if config.lr is not None:
         return config.lr
     batch_size = config.batch_size if config.lr_scaling == "none" else SCALE_BATCH

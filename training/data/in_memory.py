@@ -96,18 +96,18 @@ def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
     return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))
 
 
-# Alpaydin and Kaynak: "Optical recognition of handwritten digits", the part for tests (UCI, 1998). The last of them are
-# by other people than most of the first.
+# Alpaydin and Kaynak: "Optical recognition of handwritten digits" (UCI, 1998), its test part. Most of the first digits
+# were written by other people than the last ones.
 _DIGITS_TESTED = 360
 
 
 def read_digits(directory: Path, part: str) -> tuple[Tensor, Tensor]:
     """Images (uint8 [n, 1, 8, 8]) and labels (int64 [n]) of a part, `train` or `test`, of scikit-learn's digits.
 
-    A line of the file has 64 values from 0 to 16, and the label.
+    Each line of the file has 64 values from 0 to 16, and the label.
 
     Raises:
-        UserError: the file is torn.
+        UserError: the file is damaged.
     """
     path = directory / DIGITS_FILE
     try:

@@ -167,7 +167,7 @@ def wrong_in_attention(device: torch.device, dtype: torch.dtype, *, falsify: boo
     result = functional.scaled_dot_product_attention(keys, keys, values)
     [gradient] = torch.autograd.grad(result, values, torch.ones_like(result))
     found = [result.detach().clone(), gradient]
-    # Kernels for older GPUs return a transposed result, which has no flat view.
+    # The kernels for older GPUs return a transposed result, which has no flat view.
     found[0][0, 0, 0, 0] += falsify
     means = (places / count).to(dtype).expand_as(result)
     return _count_different(found, [means, torch.ones_like(values)])

@@ -73,7 +73,7 @@ class Evaluator:
 
     def evaluate(self, source: ImageSource, before_batch: Callable[[], object]) -> Evaluation:
         """Evaluate on all of `source`; call `before_batch` before every batch, equally often on every rank."""
-        # All ranks evaluate rank 0's batch statistics: in training each rank has its own.
+        # All ranks evaluate with rank 0's batch statistics; in training each rank has its own.
         for buffer in self.model.buffers():
             torch.distributed.broadcast(buffer, 0)
         self.model.eval()

@@ -83,7 +83,7 @@ class FsdpModel:
         self._first_part = self._last_part = True
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Float [n, channels, h, w] to [n, classes]. With `syncs_buffers`, a step begins with rank 0's buffers."""
+        """Map float [n, channels, h, w] to [n, classes]. With `syncs_buffers`, a step begins with rank 0's buffers."""
         if self._syncs_buffers and self._first_part:
             buffers = dict(self._model.named_buffers())
             for name, value in self._group.broadcast_copies(buffers).items():

@@ -39,8 +39,8 @@ def wrap_for_training(
 ) -> "DistributedDataParallel | FsdpModel":
     """The model in DDP, or the model that FSDP has sharded.
 
-    In training each rank has its own batch statistics; saved states and evaluations take rank 0's. Gradients are views
-    of DDP's buckets, which saves a copy of all of them.
+    In training each rank has its own batch statistics; saved states and evaluations use rank 0's. Gradients are views
+    of DDP's buckets, which saves a copy of all gradients.
 
     Raises:
         SharedError: --checkpoint-activations, and the model has no blocks.
@@ -54,7 +54,7 @@ def wrap_for_training(
     if config.compile:
         compile_training(model, group.cores, repeatable=config.repeatability != "off")
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
-    # torch 2.15 has another name for the constructor's argument than 2.11.
+    # The constructor's argument has different names in torch 2.11 and 2.15.
     ddp.broadcast_buffers = has_other_buffers(model)
     # To measure a step, the host waits for the events of the GPU's step before.
     rate = config.log_every if group.device.type == "cpu" else max(config.log_every, _MEASURED_EVERY)
@@ -65,9 +65,9 @@ def wrap_for_training(
 
 
 def has_other_buffers(model: nn.Module) -> bool:
-    """Whether a model has buffers besides batch statistics.
+    """Return whether a model has buffers other than batch statistics.
 
-    A training's forward pass reads no batch statistics, except those of frozen layers, which are the same on all ranks.
+    In training, a forward pass reads only the batch statistics of frozen layers, which are the same on all ranks.
     """
     norms = {buffer for module in model.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()}
     return not norms.issuperset(model.buffers())
@@ -135,12 +135,12 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
     """Compile the forward pass of training, and so its backward pass; evaluations stay eager.
 
     All ranks compile at the same time, each in as many processes as it has `cores`. Results must not depend on the
-    shapes that a process has seen before, nor on timing: every shape gets code of its own, and if it shall be
+    shapes that a process has seen before, nor on timing: every shape gets its own code and, with
     `repeatable`, `deterministic` turns off autotuning.
     """
-    from torch._inductor import config as inductor  # noqa: PLC0415  # a second, which only --compile needs
+    from torch._inductor import config as inductor  # noqa: PLC0415  # takes a second, and only --compile needs it
 
-    # Its default is the number of the machine's cores, up to 32.
+    # The default is the number of the machine's cores, up to 32.
     inductor.compile_threads = max(1, min(cores, inductor.compile_threads or cores))
     torch._dynamo.config.recompile_limit = _MAX_SHAPES  # noqa: SLF001  # there is no public way
     eager = model.forward
@@ -155,9 +155,9 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
 
 def compiler_error(error: RuntimeError) -> str:
     """The first line of a failing compiler's message; empty if the error has another cause."""
-    from torch._dynamo.exc import ShortenTraceback  # noqa: PLC0415  # a second, and only with a compiler loaded
+    from torch._dynamo.exc import ShortenTraceback  # noqa: PLC0415  # takes a second, and only --compile needs it
 
-    # Failing compilers, and absent ones.
+    # The base class of errors of failing and of missing compilers.
     if not isinstance(error, ShortenTraceback):
         return ""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))

@@ -8,9 +8,9 @@ import torch
 
 
 class BackgroundWriter:
-    """Runs one write at a time in a thread, in their order.
+    """Runs writes in a thread, one at a time and in order.
 
-    CUDA gives each new thread the node's first GPU. A rank with another `device` would take memory there.
+    CUDA gives each new thread the node's first GPU. Without `device`, every rank would take memory on that GPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:

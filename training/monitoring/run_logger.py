@@ -54,7 +54,7 @@ def keep_only(path: Path, wanted: Callable[[Record], bool]) -> None:
 class JsonLines:
     """Appends to a file of JSON lines. Lines that a full disk refuses are written later.
 
-    `check` is called before that, and raises if this process may not write there any more.
+    `check` is called before each write, and raises if this process may no longer write to the file.
     """
 
     def __init__(self, path: Path, console: Console, check: Callable[[], None] | None = None) -> None:
@@ -87,7 +87,7 @@ class RunLogger:
 
     Raises:
         UserError: the run directory cannot be made.
-        SucceededError: a later attempt has begun. So does every method that publishes something.
+        SucceededError: a later attempt has begun. Every method that publishes something raises it, too.
     """
 
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
@@ -113,7 +113,7 @@ class RunLogger:
                 raise UserError(f"--run-dir is {run_dir.path}, {reason}: use another directory") from error
 
     def check_is_newest(self) -> None:
-        """Raise SucceededError if a later attempt has begun, which this one must not disturb."""
+        """Raise SucceededError if a later attempt has begun: this one must not disturb it."""
         check_is_newest(self._run_dir, self._attempt)
 
     def resume(self, progress: Progress) -> None:

@@ -1,7 +1,7 @@
 """Waits for a GPU that another process still holds, before its node is blamed. Runs on every rank.
 
-A process that has been killed gives its memory back when the driver has taken its context apart, which takes seconds;
-in compute mode EXCLUSIVE_PROCESS it holds the whole GPU until then. Not run on a GPU yet.
+A killed process keeps its memory until the driver has destroyed its context, which takes seconds; in compute mode
+EXCLUSIVE_PROCESS it holds the whole GPU until then. This module has not run on a GPU yet.
 """
 
 import platform
@@ -18,25 +18,25 @@ from hpc.core.errors import BadNodeError
 
 T = TypeVar("T")
 
-# Errors of CUDA and its libraries that pass by themselves. The last is that of a node whose NVSwitches are starting.
+# Errors of CUDA and its libraries that go away by themselves. The last occurs while a node's NVSwitches start.
 _PASSING = re.compile(r"out of memory|STATUS_ALLOC_FAILED|busy or unavailable|system not yet initialized")
 _LIMIT_SECONDS, _PAUSE_SECONDS = 60.0, 2.0
-# More than the preflight and NCCL's first buffers take.
+# More memory than the preflight and NCCL's first buffers take.
 _FIRST_BYTES = 2**30
 _INITIALIZE_DRIVER = (sys.executable, "-c", "import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0))")
 _NVIDIA_SMI = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader")
 
 
 def passes(message: str) -> bool:
-    """Whether an error of CUDA goes away when another process has ended."""
+    """Return whether a CUDA error goes away when another process ends."""
     return _PASSING.search(message) is not None
 
 
 def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
-    """Return what `use` returns; call it again while another process holds the GPU.
+    """Return what `use` returns; retry it while another process holds the GPU.
 
     Raises:
-        BadNodeError: the GPU is still held after a minute.
+        BadNodeError: another process still holds the GPU after a minute.
     """
     deadline, warned = time.monotonic() + _LIMIT_SECONDS, False
     while True:
@@ -52,21 +52,21 @@ def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
             if not warned:
                 _warn(f"{platform.node()}: {message}{_users_of(device)}: trying again for {_LIMIT_SECONDS:.0f} s")
                 warned = True
-        # Outside the handler, which keeps what `use` has allocated.
+        # Outside the handler, in which the exception would keep what `use` allocated.
         time.sleep(_PAUSE_SECONDS)
 
 
 def occupy(gpu: torch.device) -> None:
-    """Make this process's context on its GPU, and see that there is memory."""
+    """Create this process's context on its GPU, and check that there is free memory."""
     torch.cuda.set_device(gpu)
     torch.empty(_FIRST_BYTES, dtype=torch.uint8, device=gpu)
     torch.cuda.empty_cache()
 
 
 def driver_recovers(problem: str) -> bool:
-    """Whether the driver, which has refused this process because of `problem`, soon accepts another one.
+    """Return whether the driver, which refused this process because of `problem`, accepts another one within a minute.
 
-    A refusal is final in its process, so other processes ask.
+    A refusal is final for its process, so new processes ask.
     """
     _warn(f"{platform.node()}: {problem}: asking the driver again for {_LIMIT_SECONDS:.0f} s")
     deadline = time.monotonic() + _LIMIT_SECONDS
@@ -78,7 +78,7 @@ def driver_recovers(problem: str) -> bool:
 
 
 def _users_of(device: torch.device) -> str:
-    """The processes that have memory on a GPU, for the end of a message; empty if nvidia-smi names none."""
+    """Name the processes that have memory on a GPU, for the end of a message; empty if nvidia-smi names none."""
     if device.type != "cuda":
         return ""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's type lacks `uuid`
@@ -87,7 +87,7 @@ def _users_of(device: torch.device) -> str:
 
 
 def processes_on(uuid: str) -> list[str]:
-    """The processes that have memory on a GPU, such as `PID 4711 (812 MiB)`; none if nvidia-smi does not answer.
+    """List the processes that have memory on a GPU, such as `PID 4711 (812 MiB)`; none if nvidia-smi does not answer.
 
     A container hides the processes outside it.
     """

@@ -31,7 +31,7 @@ _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
 # Enough for the full bandwidth, and little beside a state for which that matters.
 _BUCKET_BYTES = 2**26
-# In c10's numbers for levels of logs.
+# c10's number for the log level of errors.
 _ERROR = 2
 # Between two looks for rank 0's store; the second for many ranks.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
@@ -225,16 +225,16 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Let torch's C++ code log errors alone.
+    """Let torch's C++ code log only errors.
 
-    Where no DNS answers, its client warns that the address of rank 0, as IPv6 has it, has no name: in each rank's log,
-    at each start. If it cannot connect, it raises an error.
+    If no DNS server answers, its client warns at each start, in each rank's log, that rank 0's IPv6 address has no
+    name. If it cannot connect, it raises an error.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
         level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
-        yield  # a torch without it warns
+        yield  # this torch lacks the variable, and so warns
         return
     before, level.value = level.value, max(level.value, _ERROR)
     try:

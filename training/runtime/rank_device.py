@@ -47,7 +47,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _event() -> torch.cuda.Event:
-    """An event for which a thread sleeps; it would keep a core busy, which the training needs."""
+    """Make an event for which threads wait asleep; by default they would keep a core busy that the training needs."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
@@ -114,13 +114,13 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them, though they were asked for.
-        UserError: this rank's GPU is an instance of MIG, of which it sees only the first.
+        UserError: this rank's GPU is a MIG instance, and a process sees only the first.
         TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     if visible.startswith("MIG-") and rank_info.local_rank >= usable > 0:
-        what = f"CUDA_VISIBLE_DEVICES is {visible}, and a process sees one MIG instance"
+        what = f"CUDA_VISIBLE_DEVICES is {visible}, but a process sees only one MIG instance"
         raise UserError(f"{what}: start one rank per node (--gpus-per-node 1)")
     # Without a node agent, torchrun's user has named GPUs. A testbed names pretended ones, which have no driver.
     named = bool(visible) and _NVIDIA_DRIVER.exists()
@@ -175,7 +175,7 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
     if some and lacking and several and store.add(f"ranks where {usable} are usable", 0) == rank_info.world_size:
         raise UserError(
             f"{rank_info.local_world_size} ranks per node, but each node gives them {usable} GPUs: use --gpus-per-node "
-            f"{usable}, or see why no more are visible (CUDA_VISIBLE_DEVICES)"
+            f"{usable}, or check why no more are visible (CUDA_VISIBLE_DEVICES)"
         )
     if some and not able:
         raise BadNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")

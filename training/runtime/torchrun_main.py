@@ -48,15 +48,15 @@ _close = PContext.close
 
 
 def end_ranks(ranks: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:  # noqa: ARG001
-    """In place of torchrun's `PContext.close`: ask the ranks to end, and kill those that have not.
+    """Replace torchrun's `PContext.close`: ask the ranks to end, kill those that do not, and wait.
 
-    torchrun waits for their wrappers. A rank exists, and keeps its GPU, for as long as the kernel needs to free its
-    memory. Return when it has ended, with what it has left behind.
+    torchrun waits only for the wrappers. A rank exists, and keeps its GPU, until the kernel has freed its memory.
+    Return when the ranks and the processes that they left behind have ended.
     """
     _close(ranks, death_sig, _END_SECONDS)
     if left := end_children():
         with contextlib.suppress(OSError):  # a full disk
-            print(f"processes {left} of ranks cannot be killed", flush=True)
+            print(f"processes {left} of ranks could not be killed", flush=True)
         os._exit(EXIT_BAD_NODE)
 
 
@@ -81,10 +81,10 @@ def keep_data() -> None:
 
 @record
 def launch() -> None:
-    """Do what torchrun's `main` does, but leave the GPUs alone: a fork of a process that has asked for them has none.
+    """Do what torchrun's `main` does, but do not query the GPUs: forks of a process that queried them cannot use any.
 
-    torch counts the GPUs to choose a NUMA binding where the launch names none; a binding that is named here, and taken
-    back before anything is bound, keeps it from that.
+    torch counts the GPUs to choose a NUMA binding if the launch names none. Naming one here, and removing it before
+    anything is bound, prevents that.
     """
     arguments = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]  # torch's own
     arguments.numa_binding = AffinityMode.NODE.value

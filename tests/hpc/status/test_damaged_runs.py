@@ -1,4 +1,4 @@
-"""One run's damage is that run's row: fields of events with other values, and other files of it that are not whole."""
+"""Damage in one run affects only its row: wrong values in the fields of events, and incomplete files."""
 
 import io
 import json
@@ -23,7 +23,7 @@ from hpc.supervise.decide import decide
 from hpc.supervise.observe import observe
 
 NODES = ["a1", "a2"]
-# Every kind that a reader of `hpc status` asks for, in an order that a run may have them.
+# Every kind of event that `hpc status` reads, in a possible order.
 EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "submitting", "cluster": "slurm", "host": "login", "pid": 4, "started": 5},
     {"event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30, "grace_seconds": 20},
@@ -83,7 +83,7 @@ def write(path: Path, events: list[dict[str, Any]]) -> None:
 
 
 def one_field_changed(choose: random.Random) -> list[dict[str, Any]]:
-    """The events of a run until some moment, with one field of one of them changed."""
+    """The events of a run up to some moment; one field of one event is changed."""
     events = [{"time": 1_700_000_000.0 + at, **event} for at, event in enumerate(EVENTS)]
     events = events[: choose.randint(1, len(events))]
     event = choose.choice(events)
@@ -100,17 +100,17 @@ def shown(rows: list[Summary], *, details: bool) -> str:
 
 
 def strict(text: str) -> Any:
-    """JSON as other languages read it."""
+    """Parse JSON as other languages do, without NaN."""
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[RunDir, RunDir]:
-    """One to damage, and a sound one."""
+    """A run to damage, and an intact one."""
     found = (pending_run(tmp_path / "damaged"), pending_run(tmp_path / "sound"))
     for run in found:
         (run.events / "agent.jsonl").unlink()
@@ -163,7 +163,7 @@ def test_row_says_what_is_damaged_in_which_file_and_line(runs: tuple[RunDir, Run
 
     (damaged.events / "agent.jsonl").write_text('{"time": 1.0, "ev\n\n')
     row = StatusCache().summary(damaged)
-    assert row["damaged"] == ["line 1 of events/agent.jsonl is damaged and left out: it is no JSON object"]
+    assert row["damaged"] == ["line 1 of events/agent.jsonl is damaged and left out: it is not a JSON object"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 5, [], {}, "x", None], ids=repr)
@@ -185,4 +185,4 @@ def test_result_of_other_things_than_numbers_is_shown_without_them(runs: tuple[R
     row = strict(json.dumps(StatusCache().summary(damaged)))
     assert (row["state"], row["test_accuracy"], row["best_test_accuracy"]) == ("completed", None, None)
     damaged.final_result.write_text("[1]")
-    assert StatusCache().summary(damaged)["damaged"] == [f"{damaged.final_result} is damaged: it is no JSON object"]
+    assert StatusCache().summary(damaged)["damaged"] == [f"{damaged.final_result} is damaged: it is not a JSON object"]

@@ -1,4 +1,4 @@
-"""What `hpc status` and `hpc report` say of a script that reports nothing: what is known, and that the rest is not."""
+"""Of a script that reports nothing, `hpc status` and `hpc report` show what is known and call the rest unknown."""
 
 import json
 import os
@@ -21,7 +21,7 @@ FAILED = {"event": "interruption", "attempt": 1, "cause": "crashed", "step": Non
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A script that has failed twice, and runs for the third time."""
+    """A script that failed twice and runs for the third time."""
     spec = replace(spec_of("r"), cluster="local", train=None, recipe=None, script=("a.py",), data=None)
     found = pending_run(tmp_path / "r", replace(spec, resources=Resources(nodes="1", gpus_per_node="2")))
     (found.events / "agent.jsonl").unlink()
@@ -56,7 +56,7 @@ def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
     assert re.fullmatch(r"step 2 \\x1b\[31mloss \(1:1\d ago\)", facts["last output"])
     assert facts["interrupted"] == "2 crashed"
     assert re.fullmatch(r"0\.16\d?: 0\.16\d? unknown", facts["GPU-hours"])
-    assert "went on after each of the 2 interruptions is not known: unless it restores checkpoints" in text
+    assert "resumed after each of the 2 interruptions is unknown: unless it restores its own checkpoints" in text
     (row,) = json.loads(printed(capsys, str(run.path), "--json"))
     assert row["gpu_hours"]["productive"] == 0
     assert status.progress(row) == "attempt 1: step 2 \x1b[31mloss"
@@ -69,7 +69,7 @@ def test_report_calls_nothing_productive_that_is_not_known_to_be(
     html = report(capsys, run.path).html
     assert "productive" not in html
     assert re.search(r"<b>unknown 0\.16\d?</b> \(100%\)", html)
-    assert "2 interruptions · how long is not known · how many steps is not known" in " ".join(html.split())
+    assert "2 interruptions · duration unknown · recomputed steps unknown" in " ".join(html.split())
     assert "steps recomputed: unknown" in html
 
 

@@ -62,9 +62,9 @@ def test_run_without_snapshots_has_the_reason() -> None:
 
 
 def test_ranks_that_could_not_be_forks_have_the_reason() -> None:
-    slow = {"time": 5.0, "event": "not_forked", "attempt": 1, "node": "gpu02", "detail": "torch 9 had asked for GPUs"}
+    slow = {"time": 5.0, "event": "not_forked", "attempt": 1, "node": "gpu02", "detail": "torch 9 had queried the GPUs"}
     (warning,) = warnings_of([claimed(1), slow])
-    assert warning.startswith("ranks on gpu02 start seconds later than need be: torch 9 had asked for GPUs; ")
+    assert warning.startswith("ranks on gpu02 start seconds later than necessary: torch 9 had queried the GPUs; ")
     assert warnings_of([claimed(1), slow, claimed(2)]) == []
 
 

@@ -112,7 +112,7 @@ def test_stopped_rank_is_killed() -> None:
 
 
 def test_rank_that_hangs_in_the_fork_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no session of its own yet. One that has may take its time."""
+    """Only a wrapper that has no session yet is killed; one that has a session may take longer."""
     monkeypatch.setattr("jobs.ranks.torchrun._FORK_SECONDS", 0.5)
     stuck, begun = (NESTED.format(code=WAITING, new=new) for new in (False, True))
     with (
@@ -206,7 +206,7 @@ print(json.dumps(record), flush=True)
     assert (killed.rank, killed.signal) == (5, "SIGKILL")
 
 
-# A mount namespace of its own, with a GPU's device file.
+# Runs a command in a mount namespace with a GPU's device file.
 GPU = """
 mount -t tmpfs tmpfs /dev && mknod -m 666 /dev/null c 1 3 && mkdir /dev/shm && touch /dev/nvidiactl && exec "$@" 7<$FILE
 """
@@ -214,7 +214,7 @@ mount -t tmpfs tmpfs /dev && mknod -m 666 /dev/null c 1 3 && mkdir /dev/shm && t
 
 @pytest.mark.parametrize("file", ["/dev/nvidiactl", "/dev/null"])
 def test_rank_whose_parent_has_opened_a_gpu_starts_by_itself(tmp_path: Path, ranks: LocalRanks, file: str) -> None:
-    """torch's own flag does not tell of each way to use a GPU's driver, but its files are open then."""
+    """torch's own flag misses some ways to use a GPU's driver, but the driver's files are open then."""
     need("unshare")
     (tmp_path / "program.py").write_text("import sys\nprint(sys.orig_argv[-3:], sys.argv)\nsys.exit()\n")
     rank = [str(PROCESS_WRAPPER), "rank", str(tmp_path), str(tmp_path), "-m", "program", "--flag"]
@@ -224,9 +224,9 @@ def test_rank_whose_parent_has_opened_a_gpu_starts_by_itself(tmp_path: Path, ran
     log = (tmp_path / "rank-00.log").read_text()
     is_gpu = file != "/dev/null"
     reason = f"{file} was open before the ranks were forked"
-    assert log.startswith(f"this rank imports torch by itself, which takes longer: {reason}\n") == is_gpu
+    assert log.startswith(f"this rank imports torch itself, which takes longer: {reason}\n") == is_gpu
     arguments = [str(tmp_path / "program.py"), "--flag"]
-    assert log.endswith(f"['-m', 'program', '--flag'] {arguments}\n"), "it has the same program and arguments"
+    assert log.endswith(f"['-m', 'program', '--flag'] {arguments}\n"), "its program and arguments stay"
     assert NodeDir(tmp_path).not_forked.exists() == is_gpu
     assert ranks.new_failures() == []
 
