@@ -73,7 +73,7 @@ def mounted_volume(path: Path, options: str) -> Iterator[Path]:
 
 
 def fill(volume: Path) -> Path:
-    """Leave no space on a mounted volume. Returns the file to remove, to make space again."""
+    """Fill a mounted volume. Returns the file to remove to free the space."""
     filler = volume / "filler"
     subprocess.run(["dd", "if=/dev/zero", f"of={filler}", "bs=4k"], check=False, stderr=subprocess.DEVNULL)
     return filler
@@ -130,7 +130,7 @@ def need(*programs: str) -> None:
 
 
 def tiny_data(directory: Path, train: int = 2000, test: int = 500) -> Path:
-    """A few real images, as IDX files."""
+    """Write a few real images as IDX files."""
     directory.mkdir()
     for part, count in (("train", train), ("test", test)):
         images, labels = real_images(part, count)

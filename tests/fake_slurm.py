@@ -1,4 +1,4 @@
-"""Shell scripts in the place of Slurm's commands, for what no real Slurm does when a test wants it."""
+"""Shell scripts that replace Slurm's commands, for behaviour that a real Slurm does not show on demand."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster import Site
 
 SINFO = "echo 'gpu*|up|1-00:00:00|n/a|1-infinite|4|8|gpu:4'"
-# Queues one job for each call, of which squeue tells. {0} is the site.
+# Queues one job for each call; SQUEUE lists them. {0} is the site.
 SBATCH = (
     'for script; do :; done; echo "$script" >> {0}/queued; id=$(wc -l < {0}/queued); '
     'case "$*" in *--parsable*) echo $id;; *) echo Submitted batch job $id;; esac'
@@ -24,7 +24,7 @@ HANGS = "touch {0}/reached; while [ -e {0} ] && [ ! -e {0}/go ]; do sleep 0.1; d
 
 
 def clients(directory: Path, **programs: str) -> str:
-    """A PATH on which these shell scripts come first."""
+    """Write these shell scripts, and return a PATH that starts with their directory."""
     directory.mkdir()
     for name, text in programs.items():
         (directory / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -33,13 +33,13 @@ def clients(directory: Path, **programs: str) -> str:
 
 
 def queueing_site(path: Path) -> tuple[Site, dict[str, str]]:
-    """A site with a Slurm that queues jobs and starts none, and the environment that has it."""
+    """Return a site whose Slurm queues jobs but starts none, and the environment that uses it."""
     programs = {"sbatch": SBATCH.format(path), "squeue": SQUEUE.format(path), "sinfo": SINFO, "scontrol": "exit 1"}
     return Site(path, "/nonexistent"), {"PATH": clients(path / "bin", **programs), "SLURM_CONF": "/nonexistent"}
 
 
 def replace(site: Site, name: str, text: str | None) -> None:
-    """Replace a program of the site, or with None remove it."""
+    """Replace a program of the site; None removes it."""
     program = site.path / "bin" / name
     program.unlink(missing_ok=True)
     if text is not None:
@@ -49,7 +49,7 @@ def replace(site: Site, name: str, text: str | None) -> None:
 
 @contextmanager
 def started(site: Site, environment: dict[str, str], *arguments: str) -> "Iterator[subprocess.Popen[str]]":
-    """A verb that has reached the program that HANGS; in the end it and what it has started are killed."""
+    """Start a verb and wait until it runs the program that HANGS; kill it and its children at the end."""
     command = [sys.executable, "-m", "hpc", *arguments]
     own = {**os.environ, **environment}
     with subprocess.Popen(
@@ -67,6 +67,6 @@ def started(site: Site, environment: dict[str, str], *arguments: str) -> "Iterat
 
 
 def kill_when_reached(site: Site, environment: dict[str, str], *arguments: str) -> None:
-    """Start a verb, and kill it when it has reached the program that HANGS."""
+    """Start a verb, and kill it when it runs the program that HANGS."""
     with started(site, environment, *arguments):
         pass

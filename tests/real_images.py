@@ -1,4 +1,4 @@
-"""Real images for tests: the clothes of Debian's Fashion-MNIST or, without that package, scikit-learn's digits."""
+"""Real images for tests: clothes from Debian's Fashion-MNIST or, without that package, scikit-learn's digits."""
 
 import gzip
 
@@ -15,7 +15,7 @@ needs_fashion_mnist = pytest.mark.skipif(
 
 
 def real_images(part: str, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The first images (uint8 [n, 28, 28]) and labels (uint8 [n]) of a part, `train` or `test`."""
+    """Return the first images (uint8 [n, 28, 28]) and labels (uint8 [n]) of a part, `train` or `test`."""
     if FASHION_MNIST_DIRECTORY.is_dir():
         images, labels = (_read(f"{part}_{role}", header) for role, header in (("images", 16), ("labels", 8)))
         return images.reshape(-1, 28, 28)[:count], labels[:count]
@@ -23,7 +23,7 @@ def real_images(part: str, count: int) -> tuple[np.ndarray, np.ndarray]:
 
     images, labels = (tensor.numpy() for tensor in read_digits(resolve_data("digits"), part))
     large = np.pad(images[:, 0].repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
-    # There are fewer: they come again.
+    # There are fewer digits, so they repeat.
     return np.resize(large, (count, 28, 28)), np.resize(labels, count).astype(np.uint8)
 
 

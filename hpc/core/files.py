@@ -154,8 +154,8 @@ def publish_directory(
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
     `write_files` receives the empty directory, and need not flush what it writes. The directory gets `mode`, its files
-    get it without the execute bits. None: the umask decides. `check` is called once everything is
-    written, which may take minutes; if it raises, nothing is published.
+    get it without the execute bits. None: the umask decides. `check` is called once everything is written,
+    which may take minutes; if it raises, nothing is published.
 
     Raises:
         OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.

@@ -7,7 +7,7 @@ and their other fields (a failure has those that are known):
 | event | by | fields |
 |---|---|---|
 | submitting | submit, in a new run directory, before it submits the first job | cluster host pid started |
-| submitted | submit; without Slurm the process that starts the controller, of resume too | job_id cluster started \
+| submitted | submit; without Slurm, the process that starts the controller, for resume too | job_id cluster started \
   stop_lead_seconds grace_seconds (on preemption; null if unknown) |
 | claimed | head node's agent | job_id restart secret port addresses nodes |
 | refused | head node's agent | job_id restart detail |
@@ -21,7 +21,7 @@ and their other fields (a failure has those that are known):
 | environment | every agent, with --stage-env | node python seconds fallback (why the shared environment is used) |
 | node_failed | the agent that failed | node cause detail |
 | memory_emptied | an agent whose directory in memory was removed, and made again | node detail |
-| not_forked | an agent whose ranks could not be forks of torchrun, as they could use no GPUs | node detail |
+| not_forked | an agent whose ranks were not forked, because forks of torchrun could not use GPUs | node detail |
 | rendezvous | head node's agent | round port members (node ranks) |
 | checked | head node's agent: the preflight before a user's script passed | nodes (names) |
 | preflight | rank 0 | world_size device (the GPUs' models, or CPU) allreduce_gb_per_second seconds |

@@ -57,7 +57,7 @@ def scaling_page(
 
 
 def _shares(measured: Sequence[Measures]) -> list[tuple[str, list[tuple[str, float, str]]]]:
-    """Return the parts of the time of a step for each size for which they are known."""
+    """Return the parts of a step's time for each size whose parts are known."""
     found = list[tuple[str, list[tuple[str, float, str]]]]()
     for one in measured:
         if one.data_wait_share is not None or one.allreduce_wait_share is not None:

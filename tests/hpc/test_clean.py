@@ -101,7 +101,7 @@ def test_wrong_command_lines_say_what_to_type(site: Site, flags: list[str], says
 def test_only_what_was_asked_for_is_removed_and_what_a_kill_had_left(site: Site) -> None:
     left = site.path / "runs" / f".old.{uuid.uuid4().hex}.removed"
     shutil.copytree(site.path / "runs" / "small", left)
-    # Of a submission that was killed long ago, and of one that goes on.
+    # The drafts of a submission that was killed long ago, and of one that still runs.
     drafts = [site.path / "runs" / f".halfmade.{uuid.uuid4().hex}.tmp" for _ in range(2)]
     for draft in drafts:
         shutil.copytree(site.path / "runs" / "small", draft)
@@ -110,7 +110,7 @@ def test_only_what_was_asked_for_is_removed_and_what_a_kill_had_left(site: Site)
     for killed in (drafts[0], part):
         os.utime(killed, (0, 0))
     shown = site.hpc("status").stdout
-    assert not any(name in shown for name in ("old", "halfmade")), "what is being removed or made is no run"
+    assert not any(name in shown for name in ("old", "halfmade")), "a run that is being removed or made is not listed"
     assert listed(site, "--state=cancelled", "--yes") == ["stopped"]
     assert there(site) == {"complete", "small", drafts[1].name}
     shutil.rmtree(drafts[1])

@@ -35,7 +35,7 @@ def test_every_verb_answers_help_beside_packages_of_the_same_names(verb: str, be
 
 @pytest.mark.parametrize("words", [["-m", "hpc"], ["-m", "hpc.submit"], ["-um", "hpc.supervise"]], ids=" ".join)
 def test_module_runs_beside_packages_of_the_names_of_ours(words: list[str], beside_other_packages: Path) -> None:
-    (beside_other_packages / "hpc" / "__init__.py").unlink()  # it would be the one that Python runs
+    (beside_other_packages / "hpc" / "__init__.py").unlink()  # Python would run this one
     (beside_other_packages / "hpc").rmdir()
     done = subprocess.run(
         [sys.executable, *words, "--help"], cwd=beside_other_packages, capture_output=True, text=True, check=False

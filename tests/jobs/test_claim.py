@@ -141,7 +141,7 @@ def test_job_of_a_complete_or_cancelled_run_records_why_it_starts_nothing(tmp_pa
 
 
 def test_agents_wait_for_space_in_the_run_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The head node's agent claims once there is some, and the others do not leave before."""
+    """The head node's agent claims once there is space, and the other agents wait for that."""
     monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
     monkeypatch.setattr(claim, "_LOOK_SECONDS", 0.1)
     with mounted_volume(tmp_path / "volume", "size=1m") as volume:

@@ -265,7 +265,7 @@ def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path,
 def test_node_is_not_blamed_for_what_the_thawed_srun_of_an_earlier_start_did(
     batch_script: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The srun of the first start was frozen with its node, and has ended the step of the second start: same name."""
+    """The first start's srun was suspended with its node, then ended the second start's step, which has its name."""
     run = batch_script.run
     show = "echo JobId=7 JobState=RUNNING Restarts=1 Reason=None"
     slurm_command("scontrol", f'case "$*" in *show*job*) {show};; esac')

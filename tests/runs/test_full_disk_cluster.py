@@ -1,4 +1,4 @@
-"""A job that starts on a full disk waits for space, on a real Slurm: nobody is blamed, and the run goes on."""
+"""A job of a real Slurm that starts on a full disk waits for space: no node is blamed, and the run continues."""
 
 import time
 
@@ -17,7 +17,7 @@ def test_run_goes_on_as_soon_as_there_is_space(site: Site) -> None:
         done = len(run.steps())
         filler = fill(volume)
         run.wait("the second start", lambda: run.queue("%T") == "RUNNING")
-        time.sleep(8)  # in which the agents find the disk full
+        time.sleep(8)  # meanwhile the agents find the disk full
         status = run.status()
         assert status["state"] == "running"
         assert any("no space is left" in warning for warning in status["warnings"])

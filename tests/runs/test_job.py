@@ -167,7 +167,7 @@ def test_script_submitted_by_hand_resumes(site: Site) -> None:
     site.slurm("scancel", run.job_id)
     run.wait("the end of the job", lambda: run.status()["state"] == "cancelled")
     stopped = run.steps()[-1]
-    # As in the shell of a job of another kind.
+    # The variables are those of a shell in a job of another kind.
     shell = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_GPU": "1", "SLURM_CPUS_PER_GPU": "1"}
     sbatch = site.type("sbatch", "--parsable", str(run.directory.script), **shell)
     by_hand = sbatch.stdout.strip()

@@ -1,4 +1,4 @@
-"""A machine that stood still goes on where it was, while the next attempt trains: it publishes nothing more."""
+"""A suspended machine that resumes while the next attempt trains publishes nothing more."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from training.checkpoint.storage import STATE_VALUES, list_checkpoints
 pytestmark = pytest.mark.timeout(400)
 FLAGS = ("--cluster=local", "--data=data", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", *SMALL_BATCH)
 ENDLESS = ("--epochs=100000", "--log-every=1", "--checkpoint-every=5", "--val-split=0.2")
-# With a memory of its own, as another node has. submitit's controller starts the agents.
+# Has its own /dev/shm, as another node would. submitit's controller starts the agents.
 OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 ELSEWHERE = ("unshare", "--mount", "sh", "-c", OWN_MEMORY, "sh", sys.executable, "-m", "hpc.slurm.executor")
 
 
 def start_elsewhere(run: Run) -> None:
-    """Start its next attempt."""
+    """Start the run's next attempt."""
     log = run.directory.logs / "elsewhere.log"
     with log.open("wb") as output:
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -32,7 +32,7 @@ def start_elsewhere(run: Run) -> None:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started, also indirectly."""
+    """Return a process and all its descendants."""
     return [pid, *(each for child in children(pid) for each in family(child))]
 
 
@@ -44,7 +44,7 @@ def send(number: int, pids: list[int]) -> None:
 
 @contextmanager
 def frozen(pids: list[int]) -> Iterator[None]:
-    """Processes that stand still, until they are thawed; in the end they are killed."""
+    """Suspend processes, and kill them at the end."""
     send(signal.SIGSTOP, pids)
     try:
         yield
@@ -54,7 +54,7 @@ def frozen(pids: list[int]) -> Iterator[None]:
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    """A run without an end; the controller of its second attempt is not known as its job."""
+    """A run that never ends; it does not know the controller of its second attempt as its job."""
     need("unshare", "mount")
     with site_without_slurm() as site:
         run = site.submit(*FLAGS, *ENDLESS)
@@ -71,7 +71,7 @@ def run() -> Iterator[Run]:
 def test_ranks_that_thaw_while_the_next_attempt_trains_publish_nothing(run: Run) -> None:
     run.wait_for_steps(20)
     [rank], controller = ranks_of(run), int(run.job_id)
-    # The agents would end the attempt within seconds, once they see that it has a successor: they run again last.
+    # The agents resume last: they would end the attempt within seconds once they see its successor.
     agents, everything = [controller, *children(controller)], family(controller)
     started = {pid: start_time(pid) for pid in everything}
     with frozen(everything):

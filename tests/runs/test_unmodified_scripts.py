@@ -1,4 +1,4 @@
-"""Scripts as tutorials have them: unmodified, each prints under our launcher what it prints under plain torchrun."""
+"""Unmodified scripts, as in tutorials, print the same under our launcher and under plain torchrun."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from cluster import Site, add_script, submit_and_wait
 
 pytestmark = pytest.mark.timeout(400)
 
-# Data-parallel training of a toy, which saves its state every epoch and goes on from there.
+# Data-parallel training of a toy model that saves its state every epoch and resumes from it.
 MULTINODE = """
 import argparse
 import os
@@ -81,7 +81,7 @@ if __name__ == "__main__":
     args = parser.parse_args()
     main(args.save_every, args.total_epochs, args.batch_size)
 """
-# Loader workers that are spawned, and a pool, as they are needed with CUDA.
+# Spawned loader workers and a pool, as CUDA needs them.
 WORKERS = """
 import multiprocessing
 import sys
@@ -129,7 +129,7 @@ def site(shared: Path) -> Site:
 
 
 def printed(text: str) -> list[str]:
-    """What scripts print themselves."""
+    """Return the lines that the script itself printed."""
     return [line for line in text.splitlines() if re.match(r"\[rank|resuming|None|spawn|forkserver|\[0|ranks", line)]
 
 

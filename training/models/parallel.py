@@ -135,8 +135,8 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
     """Compile the forward pass of training, and so its backward pass; evaluations stay eager.
 
     All ranks compile at the same time, each in as many processes as it has `cores`. Results must not depend on the
-    shapes that a process has seen before, nor on timing: every shape gets its own code and, with
-    `repeatable`, `deterministic` turns off autotuning.
+    shapes that a process has seen before, nor on timing: every shape gets its own code and, with `repeatable`,
+    `deterministic` turns off autotuning.
     """
     from torch._inductor import config as inductor  # noqa: PLC0415  # takes a second, and only --compile needs it
 

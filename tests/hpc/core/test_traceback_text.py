@@ -35,7 +35,7 @@ def bare() -> None:
 
 
 class LocalError(Exception):
-    """Python prints its name with that of its module."""
+    """An exception whose name Python prints with its module."""
 
 
 def local() -> None:
@@ -126,7 +126,7 @@ def printed(function: Callable[[], None], prefix: str = "") -> list[str]:
         function()
     except BaseException:  # noqa: BLE001
         lines = traceback.format_exc().split("\n")
-    # As torch's hook does it.
+    # torch's hook adds the rank in the same way.
     return [f"{prefix}{line}" if line else "" for line in lines]
 
 
@@ -183,7 +183,7 @@ def test_every_text_has_an_answer() -> None:
 
 
 def test_interpreter_prints_what_is_read() -> None:
-    """With the frames' text and marks as this Python has them."""
+    """Frames look as this version of Python prints them."""
     done = subprocess.run(
         [sys.executable, "-c", "def f(): return 1 / 0\nf()"], capture_output=True, text=True, check=False
     )

@@ -228,7 +228,7 @@ def test_a_long_log_is_read_in_less_memory_than_it_has_bytes(tmp_path: Path, cap
     run, count = completed_run(tmp_path / "r"), 60_000
     line = {"epoch": 1, "attempt": 1, "time": BEGAN, **{f"layer {number}": 0.123456 for number in range(10)}}
     rows = [{**line, "step": step, "loss": 1 + step % 7} for step in range(count)]
-    # A restart after step 50,000, which the first attempt had left behind; the extremes are exact all the same.
+    # The second attempt starts again after step 50,000, which the first one had passed; the extremes stay exact.
     rows += [{**row, "attempt": 2} for row in rows[50_001:]]
     rows[12_345]["loss"], rows[40_001]["loss"], rows[55_000]["loss"] = 99, -9, 1000
     run.train_metrics.write_text("".join(json_line(row) for row in rows))

@@ -62,7 +62,7 @@ DRAWN = "!document.getElementById('plots') || globalThis.Bokeh?.documents[0]?.is
 CUT_OFF = """() => [...document.body.querySelectorAll('*')]
   .filter(element => element.checkVisibility() && !element.closest('.scroll, script'))
   .filter(element => element.getBoundingClientRect().right > innerWidth).map(element => element.outerHTML)"""
-# Tables that do not fit into their boxes.
+# Finds tables that do not fit into their boxes.
 SCROLLING = """() => [...document.querySelectorAll('.scroll')]
   .filter(box => box.scrollWidth > box.clientWidth).map(box => box.ariaLabel)"""
 # What the lines and strips of the first figure show now, and the range of its x axis.

@@ -62,7 +62,7 @@ def test_training_flags_are_not_a_scripts() -> None:
 
 @pytest.mark.parametrize("name", ["batch-size", "sbatch", "elastic"])
 def test_lists_that_repeat_each_other_are_refused_before_they_are_a_text(name: str, tmp_path: Path) -> None:
-    """A file of a kilobyte, whose values would take gigabytes."""
+    """The file has a kilobyte, but its values would take gigabytes."""
     levels = [f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]\n" for n in range(1, 10)]
     text = f"{name}:\n  - &l0 [x, x]\n{''.join(levels)}"
     with pytest.raises(UserError, match=f"{name} is nested: give one value"):

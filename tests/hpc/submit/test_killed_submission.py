@@ -1,4 +1,4 @@
-"""What a killed `hpc submit` leaves: no run, or a whole one of which all verbs say what to type."""
+"""A killed `hpc submit` leaves no run, or a complete one for which all verbs say what to type."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from fake_slurm import HANGS, SBATCH, kill_when_reached, queueing_site, replace,
 pytestmark = pytest.mark.timeout(400)
 SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8")
 LOCAL = ("submit", "--name=run", "--cluster=local", "--cpus-per-gpu=1", "--no-snapshot", "--", "waits.py")
-# Kills itself at one of the moments at which it is about to change a file below runs/ or to start a process.
+# Kills itself just before one of its changes to files below runs/ or one of its starts of a process.
 KILLED = """
 import os, signal, sys
 moments, wanted = 0, int(sys.argv[1])
@@ -42,7 +42,7 @@ print(moments)
 
 @pytest.fixture
 def here(shared: Path) -> tuple[Site, dict[str, str]]:
-    """A site with a Slurm of shell scripts, and the environment that has them."""
+    """A site whose Slurm consists of shell scripts, and the environment that uses it."""
     return queueing_site(shared)
 
 
@@ -53,7 +53,7 @@ def rows(site: Site, environment: dict[str, str], *names: str) -> list[dict[str,
 
 
 def assert_never_submitted(site: Site, environment: dict[str, str]) -> None:
-    """All views say the same."""
+    """Assert that `hpc status` of the run and of all runs agree."""
     for row in (*rows(site, environment, "run"), *rows(site, environment)):
         assert (row["run"], row["state"], row["job_id"]) == ("run", "failed", None)
         assert "submit it with hpc resume" in row["reason"]
@@ -79,7 +79,7 @@ def test_killed_before_sbatch_queued_the_job(here: tuple[Site, dict[str, str]]) 
     kill_when_reached(site, environment, *SUBMIT)
     assert_never_submitted(site, environment)
     replace(site, "sbatch", SBATCH)
-    # What cancel promises, resume keeps.
+    # `hpc resume` continues a cancelled run, as `hpc cancel` says.
     done = site.hpc("cancel", "run", **environment)
     assert "resume run continues it" in done.stdout
     assert rows(site, environment)[0]["state"] == "cancelled"
@@ -115,7 +115,7 @@ def test_what_is_about_to_be_submitted_is_pending_and_nobody_else_submits_it(
 def test_local_run_that_was_not_started(shared: Path) -> None:
     site = Site(shared, "/nonexistent")
     add_script(site, "waits.py", "import time; time.sleep(1000)")
-    # The process that would start the controller.
+    # The process that would start the controller hangs.
     (shared / "hangs").mkdir()
     (shared / "hangs/submitit.py").write_text(
         f"import os, sys\nif 'executor' in str(sys.orig_argv): os.system('{HANGS.format(shared)}')\n"

@@ -1,4 +1,4 @@
-"""Controllers of sweeps and scaling studies that are killed, or that meet: no run is lost, made twice or removed."""
+"""If controllers of sweeps and scaling studies are killed or run twice, no run is lost, made twice or removed."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ SWEEP = ("sweep", "--param=lr=0.1,0.2", "--sampler=grid", "--parallel=1", "--gpu
 SCALING = ("scaling", "--nodes", "1", "2", "--gpus-per-node", "1", *COMMON)
 GOES_ON = {SWEEP: ("sweep", "--name=pets", "--once"), SCALING: ("scaling", "--name=pets", "--once")}
 FIRST = {SWEEP: "pets-000", SCALING: "pets-1x1"}
-# A run's directory is being made, and has no name yet.
+# Hangs while a run's directory is made and has no name yet.
 IN_DRAFT = f'if ls -d {{0}}/runs/pets/.pets-*.tmp >&2; then {HANGS}; fi; exec {shutil.which("git")} "$@"'
 
 kinds = pytest.mark.parametrize("start", [SWEEP, SCALING], ids=["sweep", "scaling"])
@@ -29,12 +29,12 @@ def here(shared: Path) -> tuple[Site, dict[str, str]]:
 
 
 def queued(site: Site) -> list[str]:
-    """The runs whose jobs Slurm has."""
+    """Return the runs whose jobs are queued in Slurm."""
     return [Path(line).parent.name for line in (site.path / "queued").read_text().splitlines()]
 
 
 def goes_on(site: Site, environment: dict[str, str], start: tuple[str, ...]) -> None:
-    """Type the command that continues; nothing is measured yet."""
+    """Type the command that continues the group, and assert that nothing is measured yet."""
     done = site.hpc(*GOES_ON[start], **environment)
     assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
 
@@ -95,7 +95,7 @@ def test_refused_first_run_takes_nothing_of_another_controller(here: tuple[Site,
     site, environment = here
     replace(site, "sbatch", f"{HANGS}; echo 'sbatch: error: invalid' >&2; exit 1")
     with started(site, environment, *SWEEP) as first:
-        # It begins the other trial, because --parallel counts for each.
+        # This controller starts the other trial, because each has its own --parallel.
         replace(site, "sbatch", SBATCH)
         done = site.hpc(*GOES_ON[SWEEP], "--parallel=2", **environment)
         assert done.returncode == 1, done.stderr

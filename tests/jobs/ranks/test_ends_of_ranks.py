@@ -1,4 +1,4 @@
-"""When ranks have ended, no process of theirs exists: the next ones have the GPUs and ports for themselves."""
+"""When ranks have ended, none of their processes exists, so that the next ranks find GPUs and ports free."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def node(tmp_path: Path) -> Path:
 
 
 def wait_for(path: Path) -> str:
-    """What a file says, once it has a whole line."""
+    """Wait until a file has a whole line, and return its text."""
     deadline = time.monotonic() + 60
     while not path.exists() or not path.read_text().endswith("\n"):
         assert time.monotonic() < deadline, path
@@ -34,7 +34,7 @@ def wait_for(path: Path) -> str:
     return path.read_text()
 
 
-# The kernel needs a while to free a rank's memory. The main thread is a zombie by then; another one still exists.
+# The kernel takes a while to free a rank's memory. Meanwhile the main thread is a zombie and another thread exists.
 LARGE = """
 import os, sys, threading, time
 memory = bytearray(1_000_000_000)
@@ -43,7 +43,7 @@ threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
 time.sleep(1000)
 """
-# What torchrun does for the ranks of a round, up to their end.
+# Starts and ends ranks as torchrun does in a round.
 ENDS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -81,8 +81,8 @@ def test_torchrun_waits_for_ranks_not_for_their_wrappers_alone(node: Path, kills
     assert done.stdout.endswith("left: []\n"), done.stdout
 
 
-# Each start of the rank leaves processes behind: in a session of their own, also as children of a process that has
-# ended, with a port that the next start needs.
+# Each start of the rank leaves processes behind in their own sessions; some are orphans. They keep a port that the next
+# start needs.
 LEAVES = """
 import os, pathlib, signal, socket, subprocess, sys, time
 here, start = pathlib.Path(sys.argv[1]), int(os.environ["TORCHRELAY_RESTARTS"])
@@ -114,7 +114,7 @@ while not (here / "end").exists():
 
 @pytest.fixture
 def left_behind(node: Path) -> Iterator[list[str]]:
-    """A command line of torchrun for a rank that leaves processes behind; these end with the test."""
+    """The command line of torchrun for a rank that leaves processes behind, which end with the test."""
     (node / "leaves.py").write_text(LEAVES)
     wrapper = [str(PROCESS_WRAPPER), "rank", str(node), str(node)]
     program = [*wrapper, "script", str(node / "leaves.py"), str(node), str(pick_port())]
@@ -143,11 +143,11 @@ def environment() -> dict[str, str]:
 
 
 def test_what_a_rank_leaves_behind_ends_with_it(node: Path, left_behind: list[str]) -> None:
-    """It was killed, its wrapper was killed, it has ended by itself."""
+    """The rank is killed, then its wrapper is killed, then the rank ends by itself."""
     with start(left_behind) as torchrun:
         wait_for(node / "stays")
         assert [wait_for(node / f"met-{number}") for number in range(3)] == ["\n"] * 3
-        assert len(pids_left(node)) == 3, "of the rank that runs"
+        assert len(pids_left(node)) == 3, "only those of the rank that runs"
         assert len(torchrun.ranks()) == 1
         (node / "end").touch()
         while torchrun.exit_code is None:
@@ -203,7 +203,7 @@ print(end_children(seconds=0.3) == [child.pid], end_children())
 
 
 def test_process_that_stays_is_named() -> None:
-    """Before SIGKILL, which ends all but a process that waits in the kernel."""
+    """The limit passes before SIGKILL, which a process can survive only while it waits in the kernel."""
     done = subprocess.run([sys.executable, "-c", STAYS], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "True []\n"
 

@@ -1,4 +1,4 @@
-"""Scripts that fail while their process group exists: the record of each failure has its cause and its message."""
+"""If a script fails while its process group exists, the failure is recorded with its cause and message."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 
-# With each start, rank 1 fails in the next way, and rank 0 loses its peer.
+# At each start, rank 1 fails in the next way and rank 0 loses its peer.
 SCRIPT = """
 import ctypes, os, signal, sys, time
 import torch
@@ -69,7 +69,7 @@ if dist.get_rank() == 1:
 if way != "none":
     dist.all_reduce(torch.ones(1))
 """
-# The rank that is to blame, its exit code, the cause, a pattern of the message.
+# The rank that failed first, its exit code, the cause, and a pattern of the message.
 EXPECTED = [
     (1, 1, "crashed", "ValueError: loss of the cats is negative"),
     (1, 1, "crashed", "ValueError: loss of the dogs is negative"),
@@ -90,7 +90,7 @@ EXPECTED = [
 
 @pytest.fixture(scope="module")
 def roots(tmp_path_factory: pytest.TempPathFactory) -> list[RankFailure]:
-    """The failure that is to blame for the end of each start."""
+    """Return the failure that ended each start."""
     directory = tmp_path_factory.mktemp("node")
     for each in NodeDir(directory).directories:
         each.mkdir(exist_ok=True)

@@ -61,7 +61,7 @@ sys.exit(7)
 
 
 def run_forked(directory: Path, *program: str, ranks: int = 1, preload: str = "") -> tuple[int, str]:
-    """The exit code and the log of the last rank."""
+    """Return the exit code and the log of the last rank."""
     log = directory / f"rank-{ranks - 1:02d}.log"
     log.unlink(missing_ok=True)
     command = [sys.executable, "-P", "-c", TORCHRUN.format(root=str(ROOT)), str(PROCESS_WRAPPER), "rank"]
@@ -73,7 +73,7 @@ def run_forked(directory: Path, *program: str, ranks: int = 1, preload: str = ""
 
 
 def run_executed(directory: Path, *program: str) -> tuple[int, str]:
-    """The same of a rank whose script needs a Python of its own."""
+    """Return the exit code and the log of a rank that runs in its own Python, without a fork."""
     log = directory / "rank-00.log"
     log.unlink(missing_ok=True)
     done = subprocess.run(
@@ -124,7 +124,7 @@ def test_script_finds_what_it_finds_elsewhere_and_ends_likewise(
     assert rest == ["late", "at exit"]
 
 
-# Classes and functions of the script travel in pickles, by the name of its module.
+# Pickles name the script's classes and functions by its module.
 MULTIPROCESSING = """
 import multiprocessing, subprocess, sys, threading, time
 from dataclasses import dataclass
@@ -191,7 +191,7 @@ def test_script_ends_as_elsewhere(code: Path, end: str) -> None:
 
 
 def test_ranks_draw_different_random_numbers(code: Path) -> None:
-    """Also torch, whose generator has its seed by the time torchrun forks them."""
+    """torch's generator is seeded before torchrun forks the ranks."""
     numbers = "random.random(), numpy.random.rand(), torch.rand(1).item()"
     (code / "train.py").write_text(f"import random, numpy, torch\nprint({numbers})\n")
     run_forked(code, str(code / "train.py"), ranks=2, preload="torch")
@@ -215,7 +215,7 @@ if __name__ == "__main__":
 """
     found = TopLevel.parse(source)
     expected = ["torch.utils.data", "torchvision.transforms", "torchvision.transforms.v2", "torch.utils"]
-    assert list(found.imports) == expected, "those that look at GPUs when they are imported are left out"
+    assert list(found.imports) == expected, "modules that query GPUs when they are imported are left out"
     assert not found.prepares_imports
 
 

@@ -1,4 +1,4 @@
-"""An attempt that goes on although the next one has begun publishes nothing, however slow its storage is."""
+"""An attempt that still runs after the next one has begun publishes nothing, however slow its storage is."""
 
 import os
 import time
@@ -18,12 +18,12 @@ FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--checkpoint-every=5
 
 
 def claim(run: RunDir, attempt: int) -> None:
-    """As the agent that begins an attempt."""
+    """Claim an attempt as its agent would."""
     EventWriter(claim_file(run, attempt)).append("claimed", attempt=attempt)
 
 
 def hold_checkpoints(released: Path) -> None:
-    """In a rank: a checkpoint reaches its storage only once there is a file."""
+    """In a rank, delay checkpoints until the file `released` exists."""
     fsync = os.fsync
 
     def slow(descriptor: int) -> None:
@@ -35,7 +35,7 @@ def hold_checkpoints(released: Path) -> None:
 
 
 def written(run: RunDir) -> dict[str, bytes]:
-    """Everything of a run that the next attempt goes on from."""
+    """Return all files of a run from which the next attempt continues."""
     directories = (run.train_metrics.parent, run.checkpoints, run.best, run.final)
     files = [path for directory in directories for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(run.path)): path.read_bytes() for path in files}

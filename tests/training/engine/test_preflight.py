@@ -63,7 +63,7 @@ def test_one_wrong_element_of_what_a_model_computes_is_found(count: Count, dtype
 
 
 def test_attention_whose_result_is_transposed_in_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel returns it that GPUs without flash attention use."""
+    """The kernel for GPUs without flash attention returns such a result."""
     attention = functional.scaled_dot_product_attention
 
     def transposed(*tensors: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def test_a_complete_run_needs_no_check(start: Starter) -> None:
 
 
 def choose(usable: list[int], problems: list[str], per_node: int = 1) -> list[str]:
-    """What becomes of ranks, of which so many are on a node: their device, or the end of their error."""
+    """Return the device of each rank, or its error; `per_node` ranks are on a node."""
     store = HashStore()
 
     def one(rank: int) -> str:

@@ -41,7 +41,7 @@ def in_color(images: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR-10's files, with 2,500 images to learn from and 500 to be tested on."""
+    """CIFAR-10's files, with 2,500 training images and 500 test images."""
     images, labels = real_images("train", 2500)
     test, test_labels = real_images("test", 500)
     parts = {name: (in_color(images[n::5]), labels[n::5]) for n, name in enumerate(CIFAR10.train)}

@@ -135,7 +135,7 @@ def test_classes_have_recall_precision_and_f1() -> None:
 
 @pytest.mark.parametrize("name", ["=1+1", "@SUM(A1)", 'a,"b"', "two\nlines", "<script>"])
 def test_class_may_have_any_name(name: str) -> None:
-    """The name of a directory of images, which anybody may have chosen."""
+    """The name of an image directory, which may be any text."""
     labels, predicted = images_of([[6, 2], [1, 3]])
     text = classes_csv(labels, predicted, (name, "dog"))
     rows = list(csv.DictReader(io.StringIO(text, newline="")))

@@ -54,9 +54,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 NORMALISED = ("--model=resnet20", "--memory-format=contiguous")
-# DDP and FSDP sum in different orders. In ResNet-20 a rounding moves an input of a ReLU across zero on some processors:
-# changing the last bit of one weight changes losses by 7e-5 as well. A --clip-grad-norm that is 2 % off changes them by
-# 3e-3.
+# DDP and FSDP sum in different orders. On some processors the rounding moves a ReLU's input in ResNet-20 across zero:
+# a change in the last bit of one weight changes losses by 7e-5, too. A --clip-grad-norm that is 2 % off changes them
+# by 3e-3.
 FLIPPED = 1e-3
 
 
@@ -371,7 +371,7 @@ def test_a_list_of_blocks_is_gathered_block_by_block() -> None:
 
 
 def fused() -> None:
-    """In a rank: fuse the kernels of the optimizer, as on GPUs."""
+    """In a rank, fuse the kernels of the optimizer, as on GPUs."""
     for name, make in OPTIMIZERS.items():
         OPTIMIZERS[name] = lambda groups, config, settings, make=make: make(groups, config, settings | {"fused": True})
 

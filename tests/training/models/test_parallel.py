@@ -57,7 +57,7 @@ def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
 
 
 def broadcast_in_each_step() -> None:
-    """In a rank: let rank 0 broadcast its batch statistics, as DDP does by default."""
+    """In a rank, let rank 0 broadcast its batch statistics, as DDP does by default."""
     from training.models import parallel
 
     parallel.has_other_buffers = lambda _model: True

@@ -1,4 +1,4 @@
-"""A GPU that is busy for a while costs seconds, and one that stays busy costs its node."""
+"""A GPU that is busy for a while delays the start; a GPU that stays busy makes its node bad."""
 
 import platform
 import subprocess
@@ -25,7 +25,7 @@ PASSING = [
 
 @pytest.fixture
 def fail_preflight(monkeypatch: pytest.MonkeyPatch) -> Callable[[RuntimeError, int], None]:
-    """Let the next computations of the preflight fail, so many of them."""
+    """Let the next computations of the preflight fail, `times` times."""
     compute = preflight.count_wrong
     monkeypatch.setattr(busy_gpu, "_PAUSE_SECONDS", 0.0)
 
@@ -35,7 +35,7 @@ def fail_preflight(monkeypatch: pytest.MonkeyPatch) -> Callable[[RuntimeError, i
         def count(*args: object, **options: object) -> int:
             if errors:
                 raise errors.pop()
-            return compute(*args, **options)  # type: ignore[arg-type]  # as they came
+            return compute(*args, **options)  # type: ignore[arg-type]  # passed on unchanged
 
         monkeypatch.setattr(preflight, "count_wrong", count)
 
@@ -88,7 +88,7 @@ def test_the_processes_on_a_gpu_are_named(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library in the driver's place, in this test's processes: it works when this file exists."""
+    """In this test's processes, replace the driver by a library that works once the returned file exists."""
     works, source = tmp_path / "works", tmp_path / "driver.c"
     source.write_text(
         f'#include <unistd.h>\nint cuInit(unsigned flags) {{ return access("{works}", F_OK) ? 2 : 0; }}\n'
