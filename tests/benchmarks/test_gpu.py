@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from real_images import needs_fashion_mnist
 
 REPOSITORY = Path(__file__).parents[2]
@@ -16,6 +17,7 @@ PARTS = ("launcher", "two-ranks", "exactness", "files", "repeatability", "stalls
 
 
 @needs_fashion_mnist
+@pytest.mark.timeout(1000)
 def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
     done = subprocess.run(

@@ -77,7 +77,7 @@ def check_report(run: Run, stopped: int) -> None:
     assert facts["torch"] == importlib.metadata.version("torch")
     assert facts["Jobs"] == run.job_id
     assert set(facts["Nodes"].split(", ")) >= set(run.nodes())
-    assert float(facts["GPU-hours"]) > 0
+    assert float(facts["rank-hours"]) > 0
     assert re.search(r"<b>productive [\d.e-]+</b>", page)
     [queue] = set(re.findall(rf"#1 preempted at step {stopped}: ([\w. ]+) in the queue", page))
     assert queue != "0.0 s"

@@ -128,6 +128,7 @@ def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any
         batches._shutdown_workers()  # noqa: SLF001  # there is no public way
         for worker in batches._workers:  # noqa: SLF001
             worker.kill()
+            worker.join(_START_SECONDS)
         while started.acquire(block=False):
             pass  # those of the killed ones
 

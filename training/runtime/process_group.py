@@ -225,7 +225,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Let torch's C++ code log only errors.
+    """Let torch's C++ code log only errors, unless the user has chosen what it logs.
 
     If no DNS server answers, its client warns at each start, in each rank's log, that rank 0's IPv6 address has no
     name. If it cannot connect, it raises an error.
@@ -234,7 +234,9 @@ def _without_warnings() -> Iterator[None]:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
         level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
-        yield  # this torch lacks the variable, and so warns
+        level = None  # this torch lacks the variable, and so warns
+    if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ:
+        yield
         return
     before, level.value = level.value, max(level.value, _ERROR)
     try:
