@@ -3,14 +3,14 @@
     .venv/bin/python -m benchmarks.shared_cores
 
 Trains small-cnn on Fashion-MNIST with `--cluster local`: one run of one rank, then two at once, then one run of two
-pretended nodes with two threads a rank, which is more than there are cores. Kinds, which take turns, three each:
+pretended nodes with two threads a rank, which is more than there are cores. Kinds, which take turns, two each:
 
 - passive: OMP_WAIT_POLICY=passive, as Torchrelay starts its ranks unless the user sets it;
 - spinning: GOMP_SPINCOUNT=300000, which is what libgomp does without any setting;
 - short: GOMP_SPINCOUNT=1000, a few microseconds.
 
 Prints the medians, in images per second of all runs together, as a table in Markdown, and writes
-benchmarks/results/shared_cores.json. Takes ten minutes on two cores that nobody else uses.
+benchmarks/results/shared_cores.json. Takes six minutes on two cores that nobody else uses.
 """
 
 import json
@@ -24,7 +24,7 @@ from statistics import median
 
 from benchmarks import record
 
-TURNS = 3
+TURNS = 2
 KINDS = {
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "spinning": {"GOMP_SPINCOUNT": "300000"},

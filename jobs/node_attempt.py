@@ -63,6 +63,11 @@ class NodeAllocation:
         return len(self.hostnames)
 
     @property
+    def has_own_cores(self) -> bool:
+        """Whether Slurm confines the job on this node to its cores, so that no other job computes there."""
+        return self.cluster != "local" and len(os.sched_getaffinity(0)) == self.cpus
+
+    @property
     def head(self) -> str:
         """Host name of the first node: srun's task 0 runs there."""
         return self.hostnames[0]

@@ -75,7 +75,13 @@ def test_interfaces_that_the_user_chose_win() -> None:
 def test_openmp_settings_that_the_user_chose_win() -> None:
     chosen = {"OMP_NUM_THREADS": "7", "OMP_WAIT_POLICY": "active"}
     assert chosen.items() <= rank_environment(chosen, allocation(), 1, "127.0.0.1", 3).items()
-    assert rank_environment({}, allocation(), 1, "127.0.0.1", 3)["OMP_WAIT_POLICY"] == "passive"
+
+
+def test_idle_threads_spin_only_on_cores_that_are_the_jobs_own() -> None:
+    usable = len(os.sched_getaffinity(0))
+    for shared in (allocation(cpus=usable + 1), allocation(cpus=None), allocation("local", cpus=usable)):
+        assert rank_environment({}, shared, 1, "127.0.0.1", 3)["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_WAIT_POLICY" not in rank_environment({}, allocation(cpus=usable), 1, "127.0.0.1", 3)
 
 
 def test_interface_of_the_run_is_that_of_its_ranks() -> None:

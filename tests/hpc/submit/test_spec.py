@@ -84,7 +84,7 @@ def test_gres_that_we_do_not_set_is_taken() -> None:
 
 
 def test_directory_without_spec_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no run directory"):
+    with pytest.raises(UserError, match="not a run directory"):
         RunSpec.load(RunDir(tmp_path))
 
 
