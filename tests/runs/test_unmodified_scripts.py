@@ -137,12 +137,15 @@ def printed(text: str) -> list[str]:
 def test_script_runs_as_under_plain_torchrun(site: Site, name: str, tmp_path: Path) -> None:
     text, arguments = SCRIPTS[name]
     (tmp_path / name).write_text(text)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", name]
+    # A file for each rank: in one pipe their lines would mix.
+    outputs = ["--redirects=3", f"--log-dir={tmp_path / 'plain'}"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *outputs, name]
     plain = subprocess.run([*torchrun, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert plain.returncode == 0, plain.stderr
     add_script(site, name, text)
     run = submit_and_wait(site, "--cluster=local", "--nodes=2", "--gpus-per-node=1", "--", name, *arguments)
     logs = [run.directory.rank_log(1, rank).read_text() for rank in range(2)]
     assert run.status()["state"] == "completed", logs
-    assert printed(plain.stdout)
-    assert sorted(line for log in logs for line in printed(log)) == sorted(printed(plain.stdout))
+    expected = [path.read_text() for path in sorted((tmp_path / "plain").rglob("stdout.log"))]
+    assert all(map(printed, expected))
+    assert [sorted(printed(log)) for log in logs] == [sorted(printed(text)) for text in expected]
