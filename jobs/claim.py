@@ -36,7 +36,7 @@ class HeadLostError(TorchrelayError):
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
     """The ledger file of one node's agent in one attempt."""
-    return EventWriter(run.events / f"{ledger.attempt_prefix(attempt)}node-{node_rank:02d}.jsonl")
+    return EventWriter(ledger.agent_file(run, attempt, node_rank))
 
 
 def claim_next(

@@ -89,6 +89,19 @@ def is_alive(pid: str | int, started: int | None) -> bool:
     return bool(fields) and fields[_STATE] != "Z" and int(fields[_START_TIME]) == started
 
 
+def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
+    """Return whether a mask of a process has a signal: SigCgt those that it handles, SigIgn those that it ignores.
+
+    A process that has ended has none.
+    """
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    bits = next((line.split()[1] for line in status.splitlines() if line.startswith(f"{mask}:")), "0")
+    return bool(int(bits, 16) >> (number - 1) & 1)
+
+
 def set_parent_death_signal(number: signal.Signals = signal.SIGKILL) -> None:
     """Make the kernel signal this process when its parent ends in any way. Survives exec, not fork."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -248,7 +248,12 @@ class SucceededError(TorchrelayError):
 
 def claim_file(run: RunDir, attempt: int) -> Path:
     """The file that claims an attempt: the head node's agent creates it exclusively, then writes its events there."""
-    return run.events / f"{attempt_prefix(attempt)}node-00.jsonl"
+    return agent_file(run, attempt, 0)
+
+
+def agent_file(run: RunDir, attempt: int, node_rank: int) -> Path:
+    """The file of one node's agent in one attempt."""
+    return run.events / f"{attempt_prefix(attempt)}node-{node_rank:02d}.jsonl"
 
 
 def check_is_newest(run: RunDir, attempt: int) -> None:

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from hpc.core.kernel import in_signal_mask
+
 _ROOT = str(Path(__file__).parents[2])
 _OURS = frozenset({"hpc", "jobs", "training"})
 
@@ -107,21 +109,12 @@ def _make_terminable(kind: Any) -> None:
     terminate = kind.terminate
 
     def end(child: Any) -> None:
-        if _ignores_sigterm(child.pid):
+        if in_signal_mask(child.pid, "SigIgn", signal.SIGTERM):
             child.kill()
         else:
             terminate(child)
 
     kind.terminate = end
-
-
-def _ignores_sigterm(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:"))
-    return bool(int(mask, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 def _run_file(path: str) -> None:

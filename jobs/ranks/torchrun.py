@@ -18,7 +18,7 @@ from typing import Self
 
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import BadNodeError
-from hpc.core.kernel import children
+from hpc.core.kernel import children, in_signal_mask
 from jobs.node_attempt import log
 
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
@@ -140,12 +140,7 @@ class Torchrun:
 
 def handles(pid: int, number: signal.Signals) -> bool:
     """Whether a process has a handler for a signal."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    mask = next((line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
+    return in_signal_mask(pid, "SigCgt", number)
 
 
 def _leads_session(pid: int) -> bool:
