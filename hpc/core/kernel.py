@@ -102,6 +102,15 @@ def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
     return bool(int(bits, 16) >> (number - 1) & 1)
 
 
+def open_files(beginning: str) -> dict[int, str]:
+    """Return this process's descriptors of files whose paths begin so, and the paths."""
+    found = {}
+    for descriptor in list(Path("/proc/self/fd").iterdir()):
+        with suppress(FileNotFoundError):  # that of the listing itself is closed by now
+            found[int(descriptor.name)] = str(descriptor.readlink())
+    return {descriptor: path for descriptor, path in found.items() if path.startswith(beginning)}
+
+
 def set_parent_death_signal(number: signal.Signals = signal.SIGKILL) -> None:
     """Make the kernel signal this process when its parent ends in any way. Survives exec, not fork."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

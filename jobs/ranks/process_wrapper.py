@@ -32,7 +32,7 @@ from typing import Any
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from hpc.core.kernel import adopt_orphans, children, end_children, set_parent_death_signal
+from hpc.core.kernel import adopt_orphans, children, end_children, open_files, set_parent_death_signal
 from hpc.core.traceback_text import describe_exception
 
 _IN_A_FORK = ("-m", "script")
@@ -193,12 +193,8 @@ def _why_no_gpus() -> str:
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda._is_in_bad_fork():  # noqa: SLF001  # there is no public function
         return f"torch {torch.__version__} had queried the GPUs before the ranks were forked"
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            file = os.readlink(f"/proc/self/fd/{descriptor}")
-            if file.startswith(_GPU_FILES):
-                return f"{file} was open before the ranks were forked"
-    return ""
+    file = next(iter(open_files(_GPU_FILES).values()), None)
+    return f"{file} was open before the ranks were forked" if file else ""
 
 
 def _become(program: tuple[str, ...]) -> None:

@@ -9,17 +9,17 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain, islice
 from multiprocessing.synchronize import Semaphore
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hpc.core.kernel import open_files
 from training.data.batch_schedule import BatchRequest
 from training.runtime.signals import die_with_parent
 
@@ -139,16 +139,8 @@ def _start_worker(started: Semaphore, _number: int) -> None:
     # torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets open,
     # the other ranks wait for it.
     die_with_parent(_IGNORED_BY_WORKERS)
-    close_files(_GPU_FILES)
-
-
-def close_files(beginning: str) -> None:
-    """Close all descriptors of this process whose files have paths that begin so."""
-    for descriptor in list(Path("/proc/self/fd").iterdir()):
-        # The descriptor of the listing itself is closed by now.
-        with suppress(FileNotFoundError):
-            if str(descriptor.readlink()).startswith(beginning):
-                os.close(int(descriptor.name))
+    for descriptor in open_files(_GPU_FILES):
+        os.close(descriptor)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from trainer_rig import Starter, agree_at_each_step, events, lines
 
 from hpc.core.causes import EXIT_NO_SPACE
+from hpc.core.kernel import in_signal_mask
 
 # 193 images: 19 steps an epoch.
 FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--lr=0.05")
@@ -116,7 +117,7 @@ def test_a_rank_ends_without_destroying_what_its_threads_use(start: Starter) -> 
 def test_a_signal_while_torch_is_being_imported_is_remembered(idx_data: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "training", "--data", str(idx_data), "--run-dir", str(tmp_path / "run"), *FLAGS]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-        while not handles(process.pid, signal.SIGTERM):
+        while not in_signal_mask(process.pid, "SigCgt", signal.SIGTERM):
             assert process.poll() is None
         assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text()
         process.send_signal(signal.SIGTERM)
@@ -125,13 +126,6 @@ def test_a_signal_while_torch_is_being_imported_is_remembered(idx_data: Path, tm
     [stopped] = events(tmp_path / "run", "train_stopped")
     assert stopped["step"] < 3
     assert "stopped by SIGTERM" in output
-
-
-def handles(pid: int, number: int) -> bool:
-    """Whether a process catches a signal."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-    return bool(int(caught, 16) >> (number - 1) & 1)
 
 
 def test_torchrun_forwards_the_signal_and_resumes(idx_data: Path, tmp_path: Path) -> None:
