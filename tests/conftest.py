@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-pytest.register_assert_rewrite("cluster")  # before its import: its assertions, too, say what they found
-from cluster import ROOT, Command, Site, hpc_json, need, shared_directory, tiny_data, what_slurm_holds  # noqa: E402
+pytest.register_assert_rewrite("support.cluster")  # before its import: its assertions, too, say what they found
+from support.cluster import ROOT, Command, Site, hpc_json, need, shared_directory, tiny_data, what_slurm_holds  # noqa: E402
 
 # Workers of pytest-xdist share the machine's users, though each has a testbed of its own.
 USER = "torchrelay-" + os.environ.get("PYTEST_XDIST_WORKER", "test")

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from real_images import needs_fashion_mnist
+from support.real_images import needs_fashion_mnist
 
 REPOSITORY = Path(__file__).parents[2]
 

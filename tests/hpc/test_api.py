@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Site, site_without_slurm
+from support.cluster import Site, site_without_slurm
 
 import hpc
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, Run, Site, fill, mounted_volume
+from support.cluster import ROOT, Run, Site, fill, mounted_volume
 
 from hpc.core.resumption import current_spec
 

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import CONSTANT, LONG, Run, Site, refused, site_without_slurm, submit_and_wait, tiny_data
+from support.cluster import (
+    ENDLESS,
+    SHORT_LOCAL_CONSTANT_LR,
+    Run,
+    Site,
+    refused,
+    site_without_slurm,
+    submit_and_wait,
+    tiny_data,
+)
 
 from hpc.clean import remove
 from training.checkpoint.storage import list_checkpoints
@@ -22,7 +31,7 @@ pytestmark = pytest.mark.timeout(400)
 def trained() -> Iterator[Run]:
     """A complete training."""
     with site_without_slurm() as site:
-        yield submit_and_wait(site, *CONSTANT, "--name=trained", "--epochs=2")
+        yield submit_and_wait(site, *SHORT_LOCAL_CONSTANT_LR, "--name=trained", "--epochs=2")
 
 
 @pytest.fixture
@@ -140,7 +149,7 @@ def test_forked_run_keeps_its_checkpoint(site: Site) -> None:
 
 def test_running_run_and_that_of_another_user_stay(site: Site) -> None:
     tiny_data(site.path / "data")
-    run = site.submit("--cluster=local", "--data=data", "--name=busy", *LONG)
+    run = site.submit("--cluster=local", "--data=data", "--name=busy", *ENDLESS)
     try:
         assert f"run busy has job {run.job_id}: type hpc cancel busy" in refused(site, "clean", "busy", "--yes")
         if os.getuid() == 0:

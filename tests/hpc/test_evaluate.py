@@ -9,8 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import CONSTANT, Run, Site, add_script, refused, site_without_slurm, submit_and_wait, tiny_data
-from trainer_rig import make_folder
+from support.cluster import (
+    SHORT_LOCAL_CONSTANT_LR,
+    Run,
+    Site,
+    add_script,
+    refused,
+    site_without_slurm,
+    submit_and_wait,
+    tiny_data,
+)
+from support.trainings import make_folder
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
@@ -29,7 +38,9 @@ def site() -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def source(site: Site) -> Run:
     """A complete training of 2 epochs on one rank, with a moving average; all its checkpoints are left."""
-    return submit_and_wait(site, *CONSTANT, "--name=source", "--epochs=2", "--keep-checkpoints=8", "--ema-decay=0.9")
+    return submit_and_wait(
+        site, *SHORT_LOCAL_CONSTANT_LR, "--name=source", "--epochs=2", "--keep-checkpoints=8", "--ema-decay=0.9"
+    )
 
 
 def files_of(run: Run) -> dict[str, bytes]:

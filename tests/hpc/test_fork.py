@@ -5,7 +5,17 @@ import shutil
 from collections.abc import Iterator
 
 import pytest
-from cluster import CONSTANT, SHORT, Run, Site, add_script, assert_equal, refused, site_without_slurm, submit_and_wait
+from support.cluster import (
+    SHORT_LOCAL,
+    SHORT_LOCAL_CONSTANT_LR,
+    Run,
+    Site,
+    add_script,
+    assert_equal,
+    refused,
+    site_without_slurm,
+    submit_and_wait,
+)
 
 from hpc.core.files import read_json_lines
 from training.checkpoint.storage import list_checkpoints
@@ -22,7 +32,7 @@ def site() -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def parent(site: Site) -> Run:
     """A complete training of 2 epochs, of which the last two checkpoints are left: those of steps 7 and 8."""
-    return submit_and_wait(site, *CONSTANT, "--name=parent", "--epochs=2")
+    return submit_and_wait(site, *SHORT_LOCAL_CONSTANT_LR, "--name=parent", "--epochs=2")
 
 
 def files_of(run: Run) -> dict[str, bytes]:
@@ -73,7 +83,7 @@ def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(site: Site, pare
 
 
 def test_fork_without_other_flags_has_the_bits_of_one_training(site: Site) -> None:
-    whole = submit_and_wait(site, *SHORT, "--name=whole", "--epochs=2", "--keep-checkpoints=8")
+    whole = submit_and_wait(site, *SHORT_LOCAL, "--name=whole", "--epochs=2", "--keep-checkpoints=8")
     for checkpoint in list_checkpoints(whole.directory.checkpoints)[:3]:
         shutil.move(checkpoint, site.path)
     fork = site.hpc("fork", "whole", "--name=same", "--wait")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import tiny_data
+from support.cluster import tiny_data
 
 from hpc.__main__ import PROGRAMS, VERBS
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from aiosmtpd.controller import Controller
 from aiosmtpd.handlers import Message as MessageHandler
-from cluster import hpc
-from message_rig import inbox, write_recipients
+from support.cluster import hpc
+from support.message_server import inbox, write_recipients
 
 
 class Mailbox(MessageHandler):

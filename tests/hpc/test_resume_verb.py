@@ -8,7 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster import CONSTANT, SHORT, Run, Site, add_script, assert_equal, refused, site_without_slurm, submit_and_wait
+from support.cluster import (
+    SHORT_LOCAL,
+    SHORT_LOCAL_CONSTANT_LR,
+    Run,
+    Site,
+    add_script,
+    assert_equal,
+    refused,
+    site_without_slurm,
+    submit_and_wait,
+)
 
 from hpc.core.ledger import EventWriter
 from hpc.core.resumption import current_spec, is_cancelled, is_cancelled_now, record_resumption
@@ -27,7 +37,7 @@ def site() -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def complete(site: Site) -> Run:
     """A complete training of 2 epochs at a constant learning rate."""
-    return submit_and_wait(site, *CONSTANT, "--name=complete", "--epochs=2")
+    return submit_and_wait(site, *SHORT_LOCAL_CONSTANT_LR, "--name=complete", "--epochs=2")
 
 
 @pytest.mark.parametrize(
@@ -55,7 +65,7 @@ def test_run_that_is_not_named_or_not_there_is_refused(site: Site) -> None:
 
 
 def test_epochs_that_change_earlier_learning_rates_are_refused(site: Site) -> None:
-    run = submit_and_wait(site, *SHORT, "--name=cosine", "--epochs=1")
+    run = submit_and_wait(site, *SHORT_LOCAL, "--name=cosine", "--epochs=1")
     says = refused(site, "resume", "cosine", "--epochs=2")
     assert "with --lr-scheduler cosine the learning rate of every step depends on it" in says
     assert "type hpc fork cosine --name NEW --epochs 2" in says
@@ -63,7 +73,7 @@ def test_epochs_that_change_earlier_learning_rates_are_refused(site: Site) -> No
 
 
 def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(site: Site, complete: Run) -> None:
-    whole = submit_and_wait(site, *CONSTANT, "--name=whole", "--epochs=4")
+    whole = submit_and_wait(site, *SHORT_LOCAL_CONSTANT_LR, "--name=whole", "--epochs=4")
     copy = site.path / "runs" / "longer"
     shutil.copytree(complete.directory.path, copy)
     done = site.hpc("resume", "longer", "--epochs", "4", "--wait", "--json")
@@ -149,6 +159,6 @@ def test_flags_of_the_run_are_kept_unless_they_are_typed() -> None:
 
 @pytest.mark.parametrize("flag", ["--after", "--after-ok"])
 def test_chain_without_slurm_is_refused(site: Site, complete: Run, flag: str) -> None:
-    says = refused(site, "submit", *CONSTANT, flag, complete.directory.name)
+    says = refused(site, "submit", *SHORT_LOCAL_CONSTANT_LR, flag, complete.directory.name)
     assert f"{flag} complete: Slurm keeps the order of runs, and this run has --cluster local" in says
-    assert "there is no run 'nope'" in refused(site, "submit", *CONSTANT, flag, "nope")
+    assert "there is no run 'nope'" in refused(site, "submit", *SHORT_LOCAL_CONSTANT_LR, flag, "nope")

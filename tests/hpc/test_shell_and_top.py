@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import LONG, TIMEOUT_SECONDS, Run, Site, refused, tiny_data
+from support.cluster import ENDLESS, TIMEOUT_SECONDS, Run, Site, refused, tiny_data
 
 from hpc.top import parse
 
@@ -41,7 +41,7 @@ def typed_into_shell(run: Run, node: str, line: str) -> str:
 
 @pytest.mark.slurm
 def test_shell_and_top_run_beside_the_ranks(site: Site) -> None:
-    run = site.submit("--data=data", "--name=run", *LONG)
+    run = site.submit("--data=data", "--name=run", *ENDLESS)
     run.wait_for_steps(2)
     nodes = run.nodes()
 
@@ -82,7 +82,7 @@ def test_run_that_waits_has_no_node(site: Site) -> None:
 def test_run_on_this_machine(shared: Path) -> None:
     tiny_data(shared / "data")
     site = Site(shared, "/nonexistent")
-    run = site.submit("--data=data", "--cluster=local", "--name=run", *LONG)
+    run = site.submit("--data=data", "--cluster=local", "--name=run", *ENDLESS)
     run.wait_for_steps(2)
     ranks = json.loads(site.hpc("top", "run", "--json").stdout)
     assert [rank["rank"] for rank in ranks] == [0, 1]

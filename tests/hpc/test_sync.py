@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import hpc
-from report_rig import STEPS, complete, completed_run, running_run, spec_of
-from tracker_rig import mlflow_environment, mlflow_runs, wandb_records, wandb_rows, wandb_runs
+from support.cluster import hpc
+from support.reported_runs import STEPS, complete, completed_run, running_run, spec_of
+from support.trackers import mlflow_environment, mlflow_runs, wandb_records, wandb_rows, wandb_runs
 
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, need
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+from support.cluster import ROOT, need
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of

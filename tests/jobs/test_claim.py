@@ -8,7 +8,7 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-from cluster import Command, fill, mounted_volume
+from support.cluster import Command, fill, mounted_volume
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cluster import Command, fill, mounted_volume
+from support.cluster import Command, fill, mounted_volume
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt, attempts_of

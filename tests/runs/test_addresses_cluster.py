@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
+from support.cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
 
 PROFILE = "addresses"
 PORTS = range(20_000, 21_000)

@@ -4,7 +4,7 @@ import json
 import sys
 
 import pytest
-from cluster import Site
+from support.cluster import Site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 SCRIPT = """

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from cluster import LONG, THREE_EPOCHS, Run, Site, add_script, dead, refused
+from support.cluster import ENDLESS, THREE_EPOCHS, Run, Site, add_script, dead, refused
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 ONE = ("--gpus-per-node=1", "--cpus-per-gpu=1")
@@ -132,7 +132,7 @@ def test_job_that_starts_too_early_goes_back_into_the_queue(ordinary_user: Site)
 
 
 def test_comment_of_the_job_has_attempt_and_epoch(ordinary_user: Site) -> None:
-    run = ordinary_user.submit("--name=long", "--data=data", *LONG)
+    run = ordinary_user.submit("--name=long", "--data=data", *ENDLESS)
     run.wait("the comment", lambda: re.fullmatch(r"long, attempt 1, epoch \d+", run.queue("%k")))
     ordinary_user.slurm("scontrol", "requeue", run.job_id)
     run.wait_for_release()

@@ -5,8 +5,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster import PAIR, Run, Site, add_script, assert_nothing_left, commands
-from environments import ROOT, make_torch_venv
+from support.cluster import TWO_NODES, Run, Site, add_script, assert_nothing_left, commands
+from support.environments import ROOT, make_torch_venv
 
 pytestmark = [
     pytest.mark.slurm,
@@ -67,7 +67,7 @@ def test_ranks_in_a_container_fail_stop_and_continue(ordinary_user: Site, image:
     add_script(site, "trains.py", TRAINS)
     (site.path / "pictures").mkdir()
     (site.path / "pictures" / "one.txt").write_text("1")
-    flags = (*PAIR, f"--container={path}", "--python=/opt/env/bin/python", "--data=pictures")
+    flags = (*TWO_NODES, f"--container={path}", "--python=/opt/env/bin/python", "--data=pictures")
     run = site.submit(*flags, "--", "trains.py", **mounts)
     run.wait("the ranks", lambda: all("waits" in printed(run, 1, rank) for rank in (0, 1)))
     [killed] = run.events("interruption")
@@ -91,7 +91,7 @@ def test_ranks_in_a_container_that_handle_no_signal_are_killed(
 ) -> None:
     site, (path, mounts) = ordinary_user, image
     add_script(site, "sleeps.py", "import time\nprint('sleeps', flush=True)\ntime.sleep(1000)\n")
-    run = site.submit(*PAIR, f"--container={path}", "--python=/opt/env/bin/python", "--", "sleeps.py", **mounts)
+    run = site.submit(*TWO_NODES, f"--container={path}", "--python=/opt/env/bin/python", "--", "sleeps.py", **mounts)
     run.wait("the ranks", lambda: all("sleeps" in printed(run, 1, rank) for rank in (0, 1)))
     engine = [words for _, words in commands() if b"pptainer" in words[0]]
     assert len(engine) == 2, "one on each node"
@@ -105,9 +105,9 @@ def test_image_without_torch_is_refused_before_the_queue(
 ) -> None:
     site, (path, mounts) = ordinary_user, image
     add_script(site, "sleeps.py", "")
-    done = site.hpc("submit", *PAIR, f"--container={path}", "--", "sleeps.py")
+    done = site.hpc("submit", *TWO_NODES, f"--container={path}", "--", "sleeps.py")
     assert done.returncode == 2
     assert f"--container is {path}, with the interpreter python3, which is no Python that works here" in done.stderr
-    done = site.hpc("submit", *PAIR, f"--container={path}", "--", "sleeps.py", **mounts)
+    done = site.hpc("submit", *TWO_NODES, f"--container={path}", "--", "sleeps.py", **mounts)
     assert done.returncode == 2
     assert "which does not import torch (ModuleNotFoundError: No module named 'torch')" in done.stderr

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cluster import Site
+from support.cluster import Site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 FLAGS = ("--synthetic", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--batch-size=16", "--log-every=1")

@@ -5,7 +5,7 @@ import os
 import signal
 
 import pytest
-from cluster import PAIR, SMALL_BATCH, Run, Site, preempt, rank_pids
+from support.cluster import SMALL_BATCH, TWO_NODES, Run, Site, preempt, rank_pids
 
 from hpc.core.rundir import RunDir
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 
 def test_evaluation_that_is_preempted_starts_again_and_counts_every_image_once(ordinary_user: Site, site: Site) -> None:
     """On two nodes, of all 60,000 images of Fashion-MNIST, by a model that has seen some of them."""
-    source = ordinary_user.submit("--data=data", "--name=source", "--epochs=1", *PAIR, *SMALL_BATCH)
+    source = ordinary_user.submit("--data=data", "--name=source", "--epochs=1", *TWO_NODES, *SMALL_BATCH)
     source.wait_for_state("completed")
     flags = ("--data=fashion-mnist", "--split=train", "--nodes=2")
     done = ordinary_user.hpc("evaluate", "source", *flags, "--name=evaluation", "--json")

@@ -8,7 +8,7 @@ import os
 import shutil
 
 import pytest
-from cluster import PAIR, ROOT, Run, Site
+from support.cluster import ROOT, TWO_NODES, Run, Site
 
 from hpc.core.files import read_json_lines
 
@@ -40,7 +40,7 @@ def submit(site: Site, name: str) -> Run:
     arguments, _ = EXAMPLES[name]
     data = ("--data=data",) if "{data}" in arguments else ()
     python = (f"--python={PYTHON}",) if name in OF_LIBRARIES else ()
-    return site.submit(*PAIR, *data, *python, f"--name={name}", "--", f"examples/{name}/train.py", *arguments)
+    return site.submit(*TWO_NODES, *data, *python, f"--name={name}", "--", f"examples/{name}/train.py", *arguments)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

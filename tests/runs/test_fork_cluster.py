@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cluster import PAIR, TINY_BATCH, Run, Site
+from support.cluster import TINY_BATCH, TWO_NODES, Run, Site
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
@@ -33,7 +33,7 @@ def assert_continues(run: Run, since: int, until: int) -> None:
 
 
 def test_fork_of_a_running_and_of_a_complete_run_goes_on_from_the_newest_state(ordinary_user: Site) -> None:
-    flags = ("--data=data", *PAIR, *TINY_BATCH, "--log-every=1", "--checkpoint-every=5", "--lr-scheduler=constant")
+    flags = ("--data=data", *TWO_NODES, *TINY_BATCH, "--log-every=1", "--checkpoint-every=5", "--lr-scheduler=constant")
     source = ordinary_user.submit("--name=source", f"--epochs={EPOCHS}", *flags)
     source.wait_for_steps(20)
     before = newest_saved(source)

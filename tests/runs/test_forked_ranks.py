@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cluster import SHORT, Run, Site, add_script, tiny_data
+from support.cluster import SHORT_LOCAL, Run, Site, add_script, tiny_data
 
 pytestmark = pytest.mark.timeout(400)
 LOCAL = ("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
@@ -60,7 +60,7 @@ def wait_for(run: Run) -> Run:
 def test_ranks_of_each_kind_can_use_gpus(site: SpiedSite) -> None:
     add_script(site, "package/program.py", SCRIPT)
     add_script(site, "program.py", SCRIPT)
-    trained = wait_for(site.submit(*SHORT, "--epochs=1", "--name=trained", **site.spied))
+    trained = wait_for(site.submit(*SHORT_LOCAL, "--epochs=1", "--name=trained", **site.spied))
     done = site.hpc("evaluate", "trained", "--cluster=local", "--wait", **site.spied)
     assert done.returncode == 0, done.stdout + done.stderr
     for program in (["program.py"], ["-m", "package.program"]):
@@ -79,7 +79,7 @@ def test_ranks_of_each_kind_can_use_gpus(site: SpiedSite) -> None:
 def test_ranks_start_by_themselves_where_a_fork_could_use_no_gpu(site: SpiedSite) -> None:
     add_script(site, "program.py", SCRIPT + "import sys\nsys.exit(len(sys.argv) != 2)\n")
     environment = {**site.spied, "SPOILED": "1"}
-    trained = wait_for(site.submit(*SHORT, "--epochs=1", "--name=trained", **environment))
+    trained = wait_for(site.submit(*SHORT_LOCAL, "--epochs=1", "--name=trained", **environment))
     asked = wait_for(site.submit(*LOCAL, "--name=asked", "--", "program.py", "an argument", **environment))
     assert "in a bad fork: False __main__" in asked.directory.rank_log(1, 0).read_text()
     assert all(bad for _, bad in site.noted())

@@ -3,14 +3,14 @@
 import time
 
 import pytest
-from cluster import LONG, Site, fill, mounted_volume
+from support.cluster import ENDLESS, Site, fill, mounted_volume
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def test_run_goes_on_as_soon_as_there_is_space(site: Site) -> None:
     with mounted_volume(site.path / "volume", "size=200m,mode=755") as volume:
-        run = site.submit("--data=data", "--name=full", "--runs-dir=volume", *LONG)
+        run = site.submit("--data=data", "--name=full", "--runs-dir=volume", *ENDLESS)
         run.wait_for_steps(20)
         site.slurm("scancel", "--signal=TERM", f"{run.job_id}.0")
         run.wait_for_release()

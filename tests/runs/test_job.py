@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import LONG, PAIR, SMALL_BATCH, Run, Site, ranks_of, refused
+from support.cluster import ENDLESS, SMALL_BATCH, TWO_NODES, Run, Site, ranks_of, refused
 
 from hpc.core import ledger
 from hpc.core.rundir import RunDir
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 def check_complete(site: Site, *arguments: str, ranks: int = 2) -> None:
     """A run of two nodes comes to its end, and everything is where it belongs."""
-    done = site.hpc("submit", "--json", "--wait", "--data=data", *SMALL_BATCH, "--epochs=3", *PAIR, *arguments)
+    done = site.hpc("submit", "--json", "--wait", "--data=data", *SMALL_BATCH, "--epochs=3", *TWO_NODES, *arguments)
     assert done.returncode == 0, done.stderr + done.stdout
     answer = json.loads(done.stdout)
     status = answer["status"]
@@ -84,7 +84,7 @@ def check_report(run: Run, stopped: int) -> None:
 
 
 def test_preempted_run_goes_on_at_the_very_next_step(site: Site) -> None:
-    run = site.submit("--data=data", *LONG)
+    run = site.submit("--data=data", *ENDLESS)
     run.wait_for_steps(20)
     urgent = site.slurm("sbatch", "--parsable", "--partition=urgent", "--nodes=4", "--exclusive",
                         "--output=/dev/null", "--wrap=sleep 1")  # fmt: skip
@@ -106,7 +106,7 @@ def test_preempted_run_goes_on_at_the_very_next_step(site: Site) -> None:
 
 def test_preemption_without_grace_is_one(site: Site) -> None:
     """Slurm requeues the job itself then, and `scontrol show job` has no PreemptTime."""
-    run = site.submit("--data=data", *LONG)
+    run = site.submit("--data=data", *ENDLESS)
     run.wait_for_steps(20)
     site.slurm("scontrol", "update", "PartitionName=gpu", "GraceTime=0")
     try:
@@ -133,7 +133,7 @@ def test_job_of_a_range_of_nodes_gets_as_many_as_are_free(site: Site) -> None:
 
 
 def test_scontrol_requeue(site: Site) -> None:
-    run = site.submit("--data=data", *LONG)
+    run = site.submit("--data=data", *ENDLESS)
     run.wait_for_steps(20)
     site.slurm("scontrol", "requeue", run.job_id)
     run.wait_for_release()
@@ -147,7 +147,7 @@ def test_scontrol_requeue(site: Site) -> None:
 
 
 def test_time_limit(site: Site) -> None:
-    run = site.submit("--data=data", *LONG, "--time=2m")
+    run = site.submit("--data=data", *ENDLESS, "--time=2m")
     run.wait_for_steps(20)
     # Slurm looks at time limits every half a minute.
     site.slurm("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1")
@@ -162,7 +162,7 @@ def test_time_limit(site: Site) -> None:
 
 
 def test_script_submitted_by_hand_resumes(site: Site) -> None:
-    run = site.submit("--data=data", *LONG, "--gpus-per-node=2")
+    run = site.submit("--data=data", *ENDLESS, "--gpus-per-node=2")
     run.wait_for_steps(20)
     site.slurm("scancel", run.job_id)
     run.wait("the end of the job", lambda: run.status()["state"] == "cancelled")
@@ -185,7 +185,7 @@ def test_submission_from_inside_a_job(site: Site) -> None:
     hpc = f"{sys.executable} -m hpc"
     script.write_text(
         "#!/bin/sh\nexport SLURM_CPU_BIND=mask_cpu:0x1 SBATCH_PARTITION=nowhere\n"
-        f"srun -n1 {hpc} submit --data=data {' '.join(PAIR)} {' '.join(SMALL_BATCH)} --epochs=2 --name=inner\n"
+        f"srun -n1 {hpc} submit --data=data {' '.join(TWO_NODES)} {' '.join(SMALL_BATCH)} --epochs=2 --name=inner\n"
     )
     outer = site.slurm("sbatch", "--parsable", "--nodes=1", f"--output={site.path}/outer.log", str(script))
     log = site.path / "outer.log"
@@ -196,7 +196,7 @@ def test_submission_from_inside_a_job(site: Site) -> None:
 
 
 def test_further_jobs_leave_a_run_that_is_being_trained_or_cancelled_alone(site: Site) -> None:
-    run = site.submit("--data=data", *LONG)
+    run = site.submit("--data=data", *ENDLESS)
     run.wait_for_steps(5)
     second = site.slurm("sbatch", "--parsable", str(run.directory.script))
     log = run.directory.logs / f"{second}_0_log.out"

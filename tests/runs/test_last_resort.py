@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import LONG, SMALL_BATCH, Run, Site, agent_pids
+from support.cluster import ENDLESS, SMALL_BATCH, Run, Site, agent_pids
 
 from hpc.slurm.client import TESTBED_DIRECTORY
 from hpc.testbed.nodes import processes
@@ -65,7 +65,7 @@ def test_requeue_by_somebody_else_is_not_repeated(site: Site) -> None:
 
 
 def test_killed_agent_of_a_single_node(site: Site) -> None:
-    run = site.submit("--data=data", *LONG, *ONE_NODE)
+    run = site.submit("--data=data", *ENDLESS, *ONE_NODE)
     run.wait_for_steps(20)
     [agent] = agent_pids(run, run.queue("%N"))
     os.kill(agent, signal.SIGKILL)

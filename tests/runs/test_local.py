@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attacks import attack
-from cluster import LONG, SMALL_BATCH, Run, Site, add_script, commands, parent, ranks_of, tiny_data
 from PIL import Image
+from support.attacks import attack
+from support.cluster import ENDLESS, SMALL_BATCH, Run, Site, add_script, commands, parent, ranks_of, tiny_data
 
 from hpc.core import ledger
 from hpc.core.kernel import process_state
@@ -66,7 +66,7 @@ def test_two_pretended_nodes_train(site: Site) -> None:
 
 
 def test_interrupted_run_requeues_itself_and_can_be_cancelled(site: Site) -> None:
-    run = site.submit("--data=data", LOCAL, *LONG)
+    run = site.submit("--data=data", LOCAL, *ENDLESS)
     run.wait_for_steps(20)
     os.kill(int(run.job_id), signal.SIGTERM)
     run.wait("the second attempt", lambda: 2 in run.attempts_logged())
@@ -82,7 +82,7 @@ def test_interrupted_run_requeues_itself_and_can_be_cancelled(site: Site) -> Non
 
 def test_two_kills_in_an_unlucky_minute_end_nothing(site: Site) -> None:
     """The second one comes as soon as the ranks are back, about where the first one came."""
-    run = site.submit("--data=data", LOCAL, *LONG, "--snapshot-every=off", "--checkpoint-every=1000000")
+    run = site.submit("--data=data", LOCAL, *ENDLESS, "--snapshot-every=off", "--checkpoint-every=1000000")
     run.wait_for_steps(200)
     victim, rank = next(iter(ranks_of(run).items()))
     # A rank whose wrapper is killed cannot report itself, and its peer complains of a lost connection.
@@ -99,7 +99,7 @@ def test_two_kills_in_an_unlucky_minute_end_nothing(site: Site) -> None:
 
 def test_suspended_run_does_not_hang(site: Site) -> None:
     """All its processes stop, as when Slurm suspends a job."""
-    run = site.submit("--data=data", LOCAL, *LONG, "--hang-timeout=5s")
+    run = site.submit("--data=data", LOCAL, *ENDLESS, "--hang-timeout=5s")
     run.wait_for_steps(50)
     path = str(run.directory.path).encode()
     pids = [int(at.name) for at, words in commands() if path in b" ".join(words)]
@@ -250,7 +250,7 @@ def test_script_starts_where_it_was_submitted(site: Site) -> None:
 
 
 def test_cancelled_run_ends_though_no_signal_reaches_it(site: Site) -> None:
-    run = site.submit("--data=data", LOCAL, *LONG)
+    run = site.submit("--data=data", LOCAL, *ENDLESS)
     run.wait_for_steps(5)
     EventWriter(run.directory.cancellation).append("cancelled", by="me")
     run.wait("the end", lambda: not run.is_alive())
@@ -273,7 +273,7 @@ def test_last_words_of_a_rank_reach_no_terminal(site: Site) -> None:
 
 
 def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site) -> None:
-    run = site.submit("--data=data", LOCAL, *LONG)
+    run = site.submit("--data=data", LOCAL, *ENDLESS)
     run.wait_for_steps(20)
     [claimed] = run.events("claimed")
     if os.getuid() == 0:

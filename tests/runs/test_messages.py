@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from cluster import Run, Site, add_script
-from message_rig import SECRET, inbox, write_recipients
+from support.cluster import Run, Site, add_script
+from support.message_server import SECRET, inbox, write_recipients
 
 from hpc.testbed.layout import LOGIN_ADDRESS
 

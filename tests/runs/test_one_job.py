@@ -1,7 +1,7 @@
 """A script that is submitted by hand as more than one job: it says so, and leaves the run as it is."""
 
 import pytest
-from cluster import Site
+from support.cluster import Site
 
 pytestmark = pytest.mark.slurm
 

@@ -6,8 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster import PAIR, Site, add_script
-from environments import BASE, SITE, make_torch_venv
+from support.cluster import TWO_NODES, Site, add_script
+from support.environments import BASE, SITE, make_torch_venv
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # As on a cluster, where /etc/profile.d defines the function, which no batch script reads.
@@ -28,7 +28,7 @@ def test_setup_reaches_the_ranks_of_all_nodes_at_every_start(site: Site) -> None
     (site.path / "modules.sh").write_text(MODULES)
     (site.path / "config.yaml").write_text("setup: [source ./modules.sh, module load cuda/12.4]\n")
     quoted = "export QUOTED='" + QUOTED.replace("'", "'\\''") + "'"
-    run = site.submit(*PAIR, "--config=config.yaml", f"--setup={quoted}", "--", "prints.py")
+    run = site.submit(*TWO_NODES, "--config=config.yaml", f"--setup={quoted}", "--", "prints.py")
     found = f"found cuda/12.4 {QUOTED} True"
 
     def both_found(attempt: int) -> bool:
@@ -49,7 +49,7 @@ def test_setup_reaches_the_ranks_of_all_nodes_at_every_start(site: Site) -> None
 )
 def test_setup_that_fails_on_two_nodes_ends_the_run(site: Site, line: str, ended: str) -> None:
     add_script(site, "prints.py", PRINTS)
-    run = site.submit(*PAIR, f"--setup={line}", "--setup=touch went-on", "--", "prints.py")
+    run = site.submit(*TWO_NODES, f"--setup={line}", "--setup=touch went-on", "--", "prints.py")
     run.wait_for_release()
     status = run.wait_for_state("failed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["bad_node", "bad_node"]
@@ -87,7 +87,7 @@ def test_script_trains_in_an_environment_that_has_nothing_of_ours(site: Site) ->
     python = environment / "bin" / "python"
     add_script(site, "src/trains.py", TRAINS)
     add_script(site, "src/training.py", "WORD = 'mine'\n")
-    run = site.submit(*PAIR, f"--python={python}", "--", "src/trains.py")
+    run = site.submit(*TWO_NODES, f"--python={python}", "--", "src/trains.py")
     assert json.loads(run.directory.spec.read_text())["python"] == str(python)
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
+from support.cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
 
 PROFILE = "private"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from cluster import PAIR, THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, add_script, dead
+from support.cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, TWO_NODES, Site, add_script, dead
 
 PROFILE = "ranges"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
@@ -20,7 +20,7 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "on", os.uname
 
 def test_run_on_a_range_of_nodes(site: Site) -> None:
     add_script(site, "prints.py", SCRIPT)
-    run = site.submit("--nodes=6", *PAIR[1:], "--exclude=gpu[001-006,013-032]", "--", "prints.py")
+    run = site.submit("--nodes=6", *TWO_NODES[1:], "--exclude=gpu[001-006,013-032]", "--", "prints.py")
     run.wait("the start", lambda: run.events("claimed"))
     assert run.queue("%N") == "gpu[007-012]"
     [attempt] = run.wait_for_state("completed")["attempts"]

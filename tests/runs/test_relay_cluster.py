@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from cluster import PAIR, Run, Site, add_script, dead
+from support.cluster import TWO_NODES, Run, Site, add_script, dead
 
 import training.relay
 from hpc.core.files import read_json_lines
@@ -58,7 +58,7 @@ def submit(site: Site, name: str, epochs: int, pause: float, *flags: str) -> Run
     shutil.copy(training.relay.__file__, site.path / "relay.py")
     add_script(site, "relay.py", Path(training.relay.__file__).read_text())
     add_script(site, "train.py", TRAIN)
-    return site.submit(*PAIR, f"--name={name}", *flags, "--", "train.py", str(epochs), str(pause))
+    return site.submit(*TWO_NODES, f"--name={name}", *flags, "--", "train.py", str(epochs), str(pause))
 
 
 def rank_pid(run: Run, rank: int) -> int:

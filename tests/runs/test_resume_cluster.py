@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cluster import Run, Site, add_script, refused
+from support.cluster import Run, Site, add_script, refused
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

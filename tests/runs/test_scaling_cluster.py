@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from cluster import Site, hpc_json
+from support.cluster import Site, hpc_json
 
 from hpc.core import ledger
 from hpc.core.rundir import RunDir

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cluster import PAIR, Run, Site, add_script
+from support.cluster import TWO_NODES, Run, Site, add_script
 
 from hpc.core.files import read_json_lines
 
@@ -24,7 +24,7 @@ def test_module_with_its_own_flags_and_placeholders(ordinary_user: Site, directo
     (site.path / "src").mkdir(exist_ok=True)
     add_script(site, f"{directory}package/words.py", "WORD = 'imported'\n")
     add_script(site, f"{directory}package/show.py", SHOW)
-    run = site.submit(*PAIR, "--data=data", "--", "-m", "package.show", *ARGUMENTS)
+    run = site.submit(*TWO_NODES, "--data=data", "--", "-m", "package.show", *ARGUMENTS)
     assert run.directory.name.startswith("show-")
     run.wait_for_state("completed")
     for rank in (0, 1):
@@ -79,7 +79,7 @@ def test_script_is_stopped_by_the_signal_that_it_handles(
     ordinary_user: Site, handled: str, exit_code: int, flags: tuple[str, ...]
 ) -> None:
     add_script(ordinary_user, "counts.py", COUNTS)
-    run = ordinary_user.submit(*PAIR, *flags, "--", "counts.py", handled, str(exit_code), "100")
+    run = ordinary_user.submit(*TWO_NODES, *flags, "--", "counts.py", handled, str(exit_code), "100")
     run.wait("steps", lambda: min(len(counted(run, 0)), len(counted(run, 1))) >= 5)
     ordinary_user.slurm("scancel", "--signal=TERM", f"{run.job_id}.0")
     run.wait_for_release()
@@ -92,7 +92,7 @@ def test_script_is_stopped_by_the_signal_that_it_handles(
 
 def test_script_that_ignores_every_signal_is_killed_after_the_grace_and_requeued(ordinary_user: Site) -> None:
     add_script(ordinary_user, "counts.py", COUNTS)
-    run = ordinary_user.submit(*PAIR, "--grace=3s", "--", "counts.py", "none", "0", "1000000")
+    run = ordinary_user.submit(*TWO_NODES, "--grace=3s", "--", "counts.py", "none", "0", "1000000")
     run.wait("steps", lambda: len(counted(run, 0)) >= 5)
     ordinary_user.slurm("scancel", "--signal=USR2", f"{run.job_id}.0")
     run.wait_for_release()
@@ -106,7 +106,7 @@ def test_script_that_ignores_every_signal_is_killed_after_the_grace_and_requeued
 def test_script_that_fails_at_once_is_given_up_with_its_traceback(ordinary_user: Site) -> None:
     text = "import sys\ndef load(path):\n    return open(path)\nload('/no/such/weights')\n"
     add_script(ordinary_user, "broken.py", text)
-    run = ordinary_user.submit(*PAIR, "--name=broken", "--", "broken.py")
+    run = ordinary_user.submit(*TWO_NODES, "--name=broken", "--", "broken.py")
     status = run.wait_for_state("failed")
     assert status["traceback"][0] == "Traceback (most recent call last):"
     assert status["traceback"][-1] == "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/weights'"

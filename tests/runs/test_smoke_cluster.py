@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import TIMEOUT_SECONDS, Site
+from support.cluster import TIMEOUT_SECONDS, Site
 
 from hpc.slurm.client import TESTBED_DIRECTORY
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Run, Site
+from support.cluster import Run, Site
 
 pytestmark = pytest.mark.slurm
 

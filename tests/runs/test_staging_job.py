@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import SMALL_BATCH, Run, Site, commands, is_on
-from staging_rig import hanging
+from support.cluster import SMALL_BATCH, Run, Site, commands, is_on
+from support.staging_nodes import hanging
 
 pytestmark = pytest.mark.slurm
 

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from cluster import TIMEOUT_SECONDS, Run, Site, agent_pids, assert_equal, assert_nothing_left, parent, rank_pids
+from support.cluster import TIMEOUT_SECONDS, Run, Site, agent_pids, assert_equal, assert_nothing_left, parent, rank_pids
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of, last_job_id

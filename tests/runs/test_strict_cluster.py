@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from cluster import THREE_EPOCHS, Site, assert_continued, dead, preempt
+from support.cluster import THREE_EPOCHS, Site, assert_continued, dead, preempt
 
 PROFILE = "strict"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, assert_survives_a_node, ranks_of
+from support.cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, assert_survives_a_node, ranks_of
 
 PROFILE = "suspend"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from cluster import Site
+from support.cluster import Site
 
 from hpc.core import ledger
 from hpc.core.rundir import RunDir

@@ -1,9 +1,9 @@
 """Runs that are interrupted stay one run at their trackers."""
 
 import pytest
-from cluster import THREE_EPOCHS, Run, Site, add_script
 from mlflow.entities import ViewType
-from tracker_rig import mlflow_environment, mlflow_runs, wandb_records, wandb_rows, wandb_runs
+from support.cluster import THREE_EPOCHS, Run, Site, add_script
+from support.trackers import mlflow_environment, mlflow_runs, wandb_records, wandb_rows, wandb_runs
 
 from hpc.spec import RunSpec
 

@@ -4,7 +4,15 @@ import json
 import re
 
 import pytest
-from cluster import SMALL_BATCH, THREE_EPOCHS, Site, add_script, assert_preempted, assert_survives_a_node, preempt
+from support.cluster import (
+    SMALL_BATCH,
+    THREE_EPOCHS,
+    Site,
+    add_script,
+    assert_preempted,
+    assert_survives_a_node,
+    preempt,
+)
 
 SCRIPT = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'] or 'none', 'of', os.environ['WORLD_SIZE'])\n"
 PROFILE = "typed"

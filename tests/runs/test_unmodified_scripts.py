@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Site, add_script, submit_and_wait
+from support.cluster import Site, add_script, submit_and_wait
 
 pytestmark = pytest.mark.timeout(400)
 

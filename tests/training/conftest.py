@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_rig import Ask, Starter, make_cifar, make_folder, make_idx
+from support.trainings import Ask, Starter, make_cifar, make_folder, make_idx
 
 from hpc.core.program import json_report
 from hpc.core.program import run as run_program

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster import need
+from support.cluster import need
 
 from hpc.core.files import (
     append_json_line,

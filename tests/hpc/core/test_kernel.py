@@ -2,7 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster import need
+from support.cluster import need
 
 _ASK = """
 import sys

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster import mounted_volume
+from support.cluster import mounted_volume
 
 from hpc.core.kernel import file_system_type, mounted_type
 from hpc.core.node_info import parse_torch_version

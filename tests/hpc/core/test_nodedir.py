@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, need
-from staging_rig import hanging
+from support.cluster import ROOT, need
+from support.staging_nodes import hanging
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.ledger import EventWriter

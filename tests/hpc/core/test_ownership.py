@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT
+from support.cluster import ROOT
 
 from hpc.core.errors import UserError
 from hpc.core.files import append_json_line

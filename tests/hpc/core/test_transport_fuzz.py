@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 
-from attacks import attack
-from cluster import ROOT
+from support.attacks import attack
+from support.cluster import ROOT
 
 from hpc.core.transport import Limits, connect
 from jobs.control.channel import LOST_SECONDS, ControlClient

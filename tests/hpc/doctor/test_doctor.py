@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from cluster import Site
+from support.cluster import Site
 from test_findings import CONFIG, NODE, PARTITIONS
 
 from hpc.core.files import append_json_line

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from cluster import ROOT
+from support.cluster import ROOT
 
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir

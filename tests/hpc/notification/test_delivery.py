@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from message_rig import SECRET, inbox, write_recipients
+from support.message_server import SECRET, inbox, write_recipients
 
 from hpc.core import ledger
 from hpc.core.ledger import EventWriter

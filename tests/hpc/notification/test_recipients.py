@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from message_rig import write_recipients
+from support.message_server import write_recipients
 
 from hpc.core.errors import UserError
 from hpc.notification.recipients import choose_recipients

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from report_rig import (
+from support.reported_runs import (
     BEGAN,
     CLASSES,
     COMMIT,

@@ -13,7 +13,7 @@ import pytest
 from optuna.trial import TrialState
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
-from report_rig import HOSTILE, complete, completed_run, pending_run, report, running_run, spec_of
+from support.reported_runs import HOSTILE, complete, completed_run, pending_run, report, running_run, spec_of
 
 from hpc.core.files import append_json_line
 from hpc.scaling.measures import Measures

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cluster import Site, add_script, refused, site_without_slurm
+from support.cluster import Site, add_script, refused, site_without_slurm
 
 pytestmark = pytest.mark.timeout(400)
 LOCAL = ("--cluster=local", "--cpus-per-gpu=1")

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from cluster import Command
+from support.cluster import Command
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from staging_rig import stage
+from support.staging_nodes import stage
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.archive import check, unpack

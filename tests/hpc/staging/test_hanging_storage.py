@@ -6,8 +6,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from cluster import need
-from staging_rig import hanging
+from support.cluster import need
+from support.staging_nodes import hanging
 
 from hpc.core.errors import BadNodeError
 from hpc.staging.coordination import StagingGroup

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import hpc
+from support.cluster import hpc
 
 
 @pytest.fixture

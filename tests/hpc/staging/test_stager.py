@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster import mounted_volume, need
-from staging_rig import stage
+from support.cluster import mounted_volume, need
+from support.staging_nodes import stage
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.coordination import StagingGroup, StagingPlan

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from staging_rig import disk, end_nodes, stage, start_nodes
+from support.staging_nodes import disk, end_nodes, stage, start_nodes
 
 from hpc.core import ledger
 from hpc.staging.coordination import Address, CacheStatus, choose_owners

@@ -9,9 +9,9 @@ from typing import Any
 
 import jsonschema
 import pytest
-from cluster import JSON_SCHEMA
-from report_rig import pending_run
 from rich.console import Console
+from support.cluster import JSON_SCHEMA
+from support.reported_runs import pending_run
 
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_rig import pending_run, report, spec_of
+from support.reported_runs import pending_run, report, spec_of
 
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir

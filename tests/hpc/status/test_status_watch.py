@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pyte
 import pytest
-from cluster import ROOT, hpc
+from support.cluster import ROOT, hpc
 
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import TIMEOUT_SECONDS, Site, mounted_volume, shared_directory, tiny_data
+from support.cluster import TIMEOUT_SECONDS, Site, mounted_volume, shared_directory, tiny_data
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import Run, Site
+from support.cluster import Run, Site
 
 from hpc.core.rundir import RunDir
 

@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cluster import Site
+from support.cluster import Site
 
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir

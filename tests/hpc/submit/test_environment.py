@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from cluster import mounted_volume, tiny_data
-from environments import BASE, ROOT, SITE, described, make_venv, pack, set_version
-from staging_rig import stage
+from support.cluster import mounted_volume, tiny_data
+from support.environments import BASE, ROOT, SITE, described, make_venv, pack, set_version
+from support.staging_nodes import stage
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.rundir import RunDir
@@ -127,7 +127,7 @@ WAITS = """
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from environments import described
+from support.environments import described
 from hpc.submit.environment_archive import find_or_make
 
 @contextmanager

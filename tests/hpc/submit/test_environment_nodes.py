@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Site, mounted_volume
-from environments import BASE, SITE, make_venv, pack
-from staging_rig import disk, end_nodes, start_nodes
+from support.cluster import Site, mounted_volume
+from support.environments import BASE, SITE, make_venv, pack
+from support.staging_nodes import disk, end_nodes, start_nodes
 
 from hpc.core import ledger
 from hpc.submit.environment_archive import DIRECTORY

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, Site
-from fake_slurm import SINFO, clients
+from support.cluster import ROOT, Site
+from support.fake_slurm import SINFO, clients
 
 from hpc.core.rundir import RunDir
 

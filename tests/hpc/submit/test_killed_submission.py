@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, Site, add_script
-from fake_slurm import HANGS, SBATCH, kill_when_reached, queueing_site, replace, started
+from support.cluster import ROOT, Site, add_script
+from support.fake_slurm import HANGS, SBATCH, kill_when_reached, queueing_site, replace, started
 
 pytestmark = pytest.mark.timeout(400)
 SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8")

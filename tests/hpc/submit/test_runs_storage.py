@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, mounted_volume, need
-from staging_rig import stage
+from support.cluster import ROOT, mounted_volume, need
+from support.staging_nodes import stage
 
 from hpc.core.files import fsync_directory
 from hpc.core.kernel import automounted_at
 from hpc.submit.checks import runs_dir_warnings
 from hpc.submit.runs_storage import missing_features
 
-REFUSED = (sys.executable, str(ROOT / "tests" / "refused_calls.py"))
+REFUSED = (sys.executable, str(ROOT / "tests" / "support" / "refused_calls.py"))
 LINKS, LOCKS = ("link=EPERM", "linkat=EPERM"), ("flock=ENOSYS",)
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import Site
-from environments import BASE, ROOT, SITE
+from support.cluster import Site
+from support.environments import BASE, ROOT, SITE
 
 from hpc.core.errors import UserError
 from hpc.report.command import submit_command

@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import Command
+from support.cluster import Command
 
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError

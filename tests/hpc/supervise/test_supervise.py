@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead
+from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead
 
 from hpc.core import ledger
 from hpc.core.ledger import EventWriter

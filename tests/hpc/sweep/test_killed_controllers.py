@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import Site
-from fake_slurm import HANGS, SBATCH, kill_when_reached, queueing_site, replace, started
+from support.cluster import Site
+from support.fake_slurm import HANGS, SBATCH, kill_when_reached, queueing_site, replace, started
 
 pytestmark = pytest.mark.timeout(400)
 COMMON = ("--name=pets", "--synthetic", "--cpus-per-gpu=1", "--batch-size=8", "--once")

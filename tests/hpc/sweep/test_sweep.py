@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cluster import CONSTANT, Site, add_script, refused, site_without_slurm
+from support.cluster import SHORT_LOCAL_CONSTANT_LR, Site, add_script, refused, site_without_slurm
 
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
@@ -81,7 +81,14 @@ def test_sweep_survives_its_controller_and_finds_the_best(site: Site) -> None:
 
 
 def test_best_training_is_a_file_of_flags(site: Site) -> None:
-    flags = (*CONSTANT, "--epochs=4", "--param=lr=0.05,1e-7", "--sampler=grid", "--parallel=2", "--metric=train/loss")
+    flags = (
+        *SHORT_LOCAL_CONSTANT_LR,
+        "--epochs=4",
+        "--param=lr=0.05,1e-7",
+        "--sampler=grid",
+        "--parallel=2",
+        "--metric=train/loss",
+    )
     found = sweep(site, "--name=train", *flags)
     assert [one["params"]["lr"] for one in found["trials"]] == ["0.05", "1e-7"]
     best = site.path / "runs/train/best.yaml"
@@ -120,13 +127,13 @@ def test_worse_trials_are_pruned_and_a_cancelled_sweep_starts_no_more(site: Site
 def test_wrong_command_lines_leave_nothing(site: Site) -> None:
     before = sorted(site.path.glob("runs/*"))
     for arguments, says in (
-        (("--param=lr=1,2", *CONSTANT), "the sweep has no name: add --name NAME"),
+        (("--param=lr=1,2", *SHORT_LOCAL_CONSTANT_LR), "the sweep has no name: add --name NAME"),
         (("--name=x",), "there is no sweep x in runs: add --param NAME=VALUES to start one"),
-        (("--name=x", "--param=lrr=1,2", *CONSTANT), "there is no training flag --lrr"),
+        (("--name=x", "--param=lrr=1,2", *SHORT_LOCAL_CONSTANT_LR), "there is no training flag --lrr"),
         (("--name=x", "--param=lr=1,2", *LOCAL, "--", "scored.py"), "has no {lr} for its value"),
-        (("--name=x", "--param=lr=log:1,2", "--sampler=grid", *CONSTANT), "a grid needs a list"),
-        (("--name=x", "--param=lr=1,2", "--trials=0", *CONSTANT), "--trials is 0"),
-        (("--name=x", "--param=model=none,other", *CONSTANT), "--model is '"),
+        (("--name=x", "--param=lr=log:1,2", "--sampler=grid", *SHORT_LOCAL_CONSTANT_LR), "a grid needs a list"),
+        (("--name=x", "--param=lr=1,2", "--trials=0", *SHORT_LOCAL_CONSTANT_LR), "--trials is 0"),
+        (("--name=x", "--param=model=none,other", *SHORT_LOCAL_CONSTANT_LR), "--model is '"),
     ):
         assert says in refused(site, "sweep", *arguments)
     assert sorted(site.path.glob("runs/*")) == before

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import need
+from support.cluster import need
 
 from hpc.slurm import client
 from hpc.testbed import daemons, layout

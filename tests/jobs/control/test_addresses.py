@@ -1,7 +1,7 @@
 import subprocess
 import sys
 
-from cluster import need
+from support.cluster import need
 
 from jobs.control.addresses import interface_of, own_addresses
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import pytest
-from cluster import ROOT
+from support.cluster import ROOT
 
 from hpc.core.transport import Limits, TransportError, connect
 from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cluster import Command
+from support.cluster import Command
 
 from hpc.spec import Resources
 from jobs.control.patience import IDLE_SECONDS, LINK_SECONDS, Patience

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ROOT
+from support.cluster import ROOT
 
 from hpc.core.errors import BadNodeError
 from hpc.core.kernel import process_state

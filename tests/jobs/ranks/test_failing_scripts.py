@@ -6,7 +6,7 @@ import time
 from fnmatch import fnmatchcase
 
 import pytest
-from cluster import ROOT
+from support.cluster import ROOT
 
 from hpc.core.causes import rank_signature
 from hpc.core.nodedir import NodeDir

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cluster import ROOT
+from support.cluster import ROOT
 
 from hpc.core.nodedir import NodeDir
 from jobs.ranks.torchrun import PROCESS_WRAPPER

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from cluster import TIMEOUT_SECONDS
+from support.cluster import TIMEOUT_SECONDS
 
 from hpc.core.nodedir import HeldNodeDir
 from jobs.node_attempt import NodeAttempt

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster import ROOT, need
-from staging_rig import hanging
+from support.cluster import ROOT, need
+from support.staging_nodes import hanging
 
 from hpc.core.kernel import children, process_state, steady_time
 from hpc.core.nodedir import NodeDir

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import WHOLE, Site, shared_directory, tiny_data
+from support.cluster import TEN_EPOCHS, Site, shared_directory, tiny_data
 
 from hpc.core.rundir import RunDir
 
@@ -30,6 +30,6 @@ def site(testbed: dict[str, Any], place: Path) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def undisturbed(testbed: dict[str, Any], place: Path) -> RunDir:
     """The same training on two nodes with a rank each, without interruption."""
-    run = Site(place, testbed["slurm_conf"]).submit("--data=data", "--name=undisturbed", "--nodes=2", *WHOLE)
+    run = Site(place, testbed["slurm_conf"]).submit("--data=data", "--name=undisturbed", "--nodes=2", *TEN_EPOCHS)
     run.wait_for_state("completed")
     return run.directory

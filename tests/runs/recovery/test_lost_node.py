@@ -4,7 +4,7 @@ import subprocess
 import time
 
 import pytest
-from cluster import WHOLE, Site, assert_equal, dead
+from support.cluster import TEN_EPOCHS, Site, assert_equal, dead
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def test_lost_node_is_replaced_by_a_spare(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=spare", "--nodes=2", "--spares=1", *WHOLE)
+    run = site.submit("--data=data", "--name=spare", "--nodes=2", "--spares=1", *TEN_EPOCHS)
     run.wait_for_steps(20)
     nodes = run.nodes()
     # The first two that are ready train.
@@ -38,7 +38,7 @@ def test_lost_node_is_replaced_by_a_spare(site: Site, undisturbed: RunDir) -> No
 
 
 def test_the_others_go_on_without_a_lost_node(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=elastic", "--nodes=3", "--elastic", *WHOLE)
+    run = site.submit("--data=data", "--name=elastic", "--nodes=3", "--elastic", *TEN_EPOCHS)
     run.wait_for_steps(20)
     nodes = run.nodes()
     with dead(site, nodes[2]):
@@ -63,7 +63,7 @@ def samples_by_step(run: RunDir) -> dict[int, list[int]]:
 @pytest.mark.parametrize("which", ["head", "other"])
 def test_lost_node_of_a_run_that_needs_all(site: Site, undisturbed: RunDir, which: str) -> None:
     """Whoever is left hands the run to a new job, long before Slurm notices."""
-    run = site.submit("--data=data", f"--name=lost-{which}", "--nodes=2", *WHOLE)
+    run = site.submit("--data=data", f"--name=lost-{which}", "--nodes=2", *TEN_EPOCHS)
     run.wait_for_steps(20)
     nodes = run.nodes()
     with dead(site, nodes[0 if which == "head" else 1]):
@@ -83,7 +83,7 @@ def test_lost_node_of_a_run_that_needs_all(site: Site, undisturbed: RunDir, whic
 
 @pytest.mark.parametrize("which", ["head", "other"])
 def test_node_that_loses_its_link_for_seconds_comes_back(site: Site, undisturbed: RunDir, which: str) -> None:
-    run = site.submit("--data=data", f"--name=link-{which}", "--nodes=2", *WHOLE)
+    run = site.submit("--data=data", f"--name=link-{which}", "--nodes=2", *TEN_EPOCHS)
     run.wait_for_steps(20)
     node = run.nodes()[0 if which == "head" else 1]
     link = ("nsenter", f"--net={TESTBED_DIRECTORY / 'ns' / node}.net", "ip", "link", "set", "eth0")

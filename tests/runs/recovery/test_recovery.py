@@ -6,9 +6,9 @@ import signal
 import time
 
 import pytest
-from cluster import (
-    LONG,
-    WHOLE,
+from support.cluster import (
+    ENDLESS,
+    TEN_EPOCHS,
     Run,
     Site,
     agent_pids,
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=worker", "--nodes=2", *WHOLE)
+    run = site.submit("--data=data", "--name=worker", "--nodes=2", *TEN_EPOCHS)
     run.wait_for_steps(20)
     nodes = run.nodes()
     [victim] = rank_pids(run, nodes[1])
@@ -47,7 +47,7 @@ def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
 
 def test_cancelled_run_is_resumed(site: Site, undisturbed: RunDir) -> None:
     """Not while its job is there; a job that is submitted by hand says so; then with the bits of a run in one go."""
-    run = site.submit("--data=data", "--name=paused", "--nodes=2", *WHOLE)
+    run = site.submit("--data=data", "--name=paused", "--nodes=2", *TEN_EPOCHS)
     run.wait_for_steps(20)
     busy = site.hpc("resume", "paused", "--time=2h")
     assert (busy.returncode, busy.stderr.count("\n")) == (2, 1)
@@ -75,7 +75,7 @@ def test_cancelled_run_is_resumed(site: Site, undisturbed: RunDir) -> None:
 
 
 def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=hang", "--nodes=2", "--hang-timeout=5s", *WHOLE)
+    run = site.submit("--data=data", "--name=hang", "--nodes=2", "--hang-timeout=5s", *TEN_EPOCHS)
     run.wait_for_steps(20)
     [victim] = rank_pids(run, run.nodes()[1])
     os.kill(victim, signal.SIGSTOP)
@@ -91,7 +91,7 @@ def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
 
 
 def test_suspension_is_no_hang(site: Site) -> None:
-    run = site.submit("--data=data", "--name=suspended", *LONG, "--hang-timeout=5s")
+    run = site.submit("--data=data", "--name=suspended", *ENDLESS, "--hang-timeout=5s")
     run.wait_for_steps(20)
     site.slurm("scontrol", "suspend", run.job_id)
     run.wait("the suspension", lambda: run.queue("%T") == "SUSPENDED")
@@ -124,7 +124,7 @@ def test_signals_end_in_a_saved_state_and_one_requeue(site: Site, undisturbed: R
     if moment == "staging":
         with large.open("wb") as file:
             file.truncate(2 * 2**30)  # seconds of copying, no space
-    run = site.submit("--data=data", f"--name=term-{moment}", "--nodes=2", *WHOLE)
+    run = site.submit("--data=data", f"--name=term-{moment}", "--nodes=2", *TEN_EPOCHS)
     run.wait(f"the {moment}", lambda: reached(run))
     if moment == "staging":
         assert not run.events("staged"), "the copy was too quick for this test"
@@ -142,7 +142,7 @@ def test_signals_end_in_a_saved_state_and_one_requeue(site: Site, undisturbed: R
 
 
 def test_refused_requeue_is_replaced_by_a_new_job(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=refused", "--nodes=2", *WHOLE)
+    run = site.submit("--data=data", "--name=refused", "--nodes=2", *TEN_EPOCHS)
     run.wait_for_steps(20)
     site.slurm("scontrol", "update", f"JobId={run.job_id}", "Requeue=0")
     send(run, "TERM")
@@ -200,7 +200,7 @@ def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
 
 
 def test_same_failure_twice_in_a_row_ends_the_run_with_the_rank_that_failed_first(site: Site) -> None:
-    run = site.submit("--data=data", "--name=twice", *LONG, "--gpus-per-node=2", TORCHRELAY_FAULT="raise@8:3!")
+    run = site.submit("--data=data", "--name=twice", *ENDLESS, "--gpus-per-node=2", TORCHRELAY_FAULT="raise@8:3!")
     status = run.wait_for_state("failed")
     assert status["attempts"][-1]["cause"] == "crashed"
     assert status["detail"].startswith("rank 3 on ")
@@ -210,7 +210,7 @@ def test_same_failure_twice_in_a_row_ends_the_run_with_the_rank_that_failed_firs
 
 
 def test_bad_node_is_excluded(site: Site) -> None:
-    run = site.submit("--data=data", "--name=bad-node", *LONG, TORCHRELAY_FAULT="preflight@0:1")
+    run = site.submit("--data=data", "--name=bad-node", *ENDLESS, TORCHRELAY_FAULT="preflight@0:1")
     run.wait("the requeue", lambda: run.events("requeued"))
     [first] = run.status()["attempts"]
     assert first["cause"] == "bad_node"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.trainings import Starter, make_idx
 from torch import Tensor, nn
-from trainer_rig import Starter, make_idx
 
 from hpc.core.errors import UserError
 from hpc.submit.__main__ import main as submit

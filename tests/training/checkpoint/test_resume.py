@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_rig import Starter, events, lines
+from support.trainings import Starter, events, lines
 
 from training.verify_resume.compare import OF_THE_ATTEMPT
 

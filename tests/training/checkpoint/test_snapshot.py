@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_rig import Starter, Training, events, lines
+from support.trainings import Starter, Training, events, lines
 
 from hpc.core.kernel import available_memory_bytes, cgroup_available_bytes
 from hpc.core.nodedir import NodeDir

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.trainings import Starter, trainer_with
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from trainer_rig import Starter, trainer_with
 
 from hpc.core.rundir import RunDir
 from training.checkpoint import writer

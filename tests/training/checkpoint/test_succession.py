@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from trainer_rig import Starter, lines
+from support.trainings import Starter, lines
 
 import training.relay
 from hpc.core.ledger import EventWriter, SucceededError, check_is_newest, claim_file

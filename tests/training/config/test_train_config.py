@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from trainer_rig import make_folder, make_idx
+from support.trainings import make_folder, make_idx
 
 from hpc.core.errors import UserError
 from hpc.core.files import write_json

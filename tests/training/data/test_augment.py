@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.trainings import load
 from torch import Tensor
 from torchvision.transforms import v2
-from trainer_rig import load
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import Kind

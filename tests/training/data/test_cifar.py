@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_rig import load, make_cifar, pickled_as_published
+from support.trainings import load, make_cifar, pickled_as_published
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_rig import load, make_folder
+from support.trainings import load, make_folder
 
 from hpc.core.errors import UserError
 from training.data.batch_schedule import BatchRequest

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from real_images import needs_fashion_mnist
-from trainer_rig import children, load, make_folder, make_idx, write_idx
+from support.real_images import needs_fashion_mnist
+from support.trainings import children, load, make_folder, make_idx, write_idx
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data, resolve_data

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.trainings import Starter, lines, load
 from torch import Tensor
-from trainer_rig import Starter, lines, load
 
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig

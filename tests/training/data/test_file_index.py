@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainer_rig import Starter, make_folder
+from support.trainings import Starter, make_folder
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data

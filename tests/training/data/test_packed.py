@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.trainings import Starter, load, make_folder
 from torch import Tensor
-from trainer_rig import Starter, load, make_folder
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import check_data

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_rig import Starter, agree_at_each_step, events, lines, make_folder
+from support.trainings import Starter, agree_at_each_step, events, lines, make_folder
 
 from hpc.core.causes import EXIT_DIVERGED
 from hpc.submit.__main__ import main as submit

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from cluster import ROOT
+from support.cluster import ROOT
 
 # In a process of its own: the C library is set for good. Huge pages would make the faults few.
 STEPS = """

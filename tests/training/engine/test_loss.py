@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.trainings import Starter, lines, make_idx, write_idx
 from torch import Tensor
 from torch.nn import functional
-from trainer_rig import Starter, lines, make_idx, write_idx
 
 from training.config.train_config import TrainConfig
 from training.data.transforms.mixup import Mixup, mix_labels

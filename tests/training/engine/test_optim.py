@@ -9,11 +9,11 @@ from typing import get_args
 
 import pytest
 import torch
+from support.trainings import Starter, lines
 from torch import nn, optim
 from torch._subclasses import FakeTensorMode
 from torch.optim import lr_scheduler
 from torchvision import models
-from trainer_rig import Starter, lines
 
 from hpc.core.errors import UserError
 from training.config.rules import parse_step_epochs

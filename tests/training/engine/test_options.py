@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.trainings import Starter, events, lines, make_idx
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from trainer_rig import Starter, events, lines, make_idx
 
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import list_checkpoints

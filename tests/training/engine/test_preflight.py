@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.trainings import Starter, events
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.nn import functional
-from trainer_rig import Starter, events
 
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import BadNodeError, TorchrelayError, UserError

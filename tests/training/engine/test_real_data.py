@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from real_images import CLASSES, real_images
 from safetensors.torch import load_file
-from trainer_rig import Ask, Starter, lines, write_cifar
+from support.real_images import CLASSES, real_images
+from support.trainings import Ask, Starter, lines, write_cifar
 
 from training import export
 from training.config.dataset_layout import CIFAR, check_data

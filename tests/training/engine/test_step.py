@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.trainings import Starter, children, load, trainer_with
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from trainer_rig import Starter, children, load, trainer_with
 
 from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_rig import Starter, agree_at_each_step, events, lines
+from support.trainings import Starter, agree_at_each_step, events, lines
 
 from hpc.core.causes import EXIT_NO_SPACE
 from hpc.core.kernel import in_signal_mask

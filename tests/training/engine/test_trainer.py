@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from trainer_rig import Starter, Training, events, lines, make_folder, make_idx
+from support.trainings import Starter, Training, events, lines, make_folder, make_idx
 
 from hpc.core.causes import EXIT_DIVERGED
 from training.checkpoint.storage import list_checkpoints, save_checkpoint

@@ -9,9 +9,9 @@ from typing import get_args
 
 import pytest
 import torch
+from support.trainings import Starter, load
 from torch import Tensor, nn
 from torchvision.transforms import v2
-from trainer_rig import Starter, load
 
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir

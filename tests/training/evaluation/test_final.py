@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from trainer_rig import Starter, events, lines, load
+from support.trainings import Starter, events, lines, load
 
 from hpc.core.git import git_revision
 from hpc.core.rundir import RunDir

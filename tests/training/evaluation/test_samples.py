@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from trainer_rig import Starter, load, make_folder
+from support.trainings import Starter, load, make_folder
 
 SHORT = ("--epochs=1", "--batch-size=20", "--lr=0.05")
 

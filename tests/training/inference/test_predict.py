@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster import checked_json
 from PIL import Image
-from trainer_rig import Ask, Starter, make_folder, make_idx
+from support.cluster import checked_json
+from support.trainings import Ask, Starter, make_folder, make_idx
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.text import csv_text

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.trainings import Starter
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchvision.models import convnext, swin_transformer, vision_transformer
 from torchvision.ops import StochasticDepth
-from trainer_rig import Starter
 
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig

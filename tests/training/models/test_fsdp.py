@@ -11,8 +11,8 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.trainings import Starter, Training, events, lines
 from torch import Tensor
-from trainer_rig import Starter, Training, events, lines
 
 from hpc.core.errors import UserError
 from hpc.core.nodedir import NodeDir

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.trainings import Starter, lines, trainer_with
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
 from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
-from trainer_rig import Starter, lines, trainer_with
 
 from hpc.core.errors import UserError
 from training.checkpoint.sharded import read_full

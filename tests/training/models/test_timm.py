@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.trainings import Ask, Starter
 from torch import nn
-from trainer_rig import Ask, Starter
 
 from hpc.core.errors import UserError
 from training import export

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cluster import mounted_volume
 from PIL import Image
-from trainer_rig import load, make_folder
+from support.cluster import mounted_volume
+from support.trainings import load, make_folder
 
 from training.config.packed_index import INDEX, read_index
 from training.data.batch_schedule import BatchRequest

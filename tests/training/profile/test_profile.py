@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import checked_json
-from trainer_rig import Starter, lines
+from support.cluster import checked_json
+from support.trainings import Starter, lines
 
 from hpc.report.command import submit_command
 from hpc.spec import Resources, RunSpec

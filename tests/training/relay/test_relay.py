@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from relay.relay_rig import Script
+from support.relay_script import Script
 
 import training.relay
 

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from trainer_rig import Starter, Training
+from support.trainings import Starter, Training
 
 from hpc.core.errors import UserError
 from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_rig import Starter, Training, children, lines, wait_for_the_end_of
+from support.trainings import Starter, Training, children, lines, wait_for_the_end_of
 
 from hpc.core.nodedir import NodeDir
 from training.runtime.heartbeat import Heartbeat

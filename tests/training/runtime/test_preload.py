@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import torch
-from cluster import ROOT, tiny_data
+from support.cluster import ROOT, tiny_data
 
 # In a process of its own: this one has touched what the test is about.
 IMPORTS = """

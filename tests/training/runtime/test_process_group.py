@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cluster import ROOT, tiny_data
+from support.cluster import ROOT, tiny_data
+from support.trainings import Starter
 from torch import Tensor, distributed
-from trainer_rig import Starter
 
 from jobs.ranks.rendezvous import pick_port
 from training.runtime.process_group import connect, disconnect

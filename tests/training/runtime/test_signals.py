@@ -8,7 +8,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
-from trainer_rig import wait_for_the_end_of
+from support.trainings import wait_for_the_end_of
 
 from training.runtime.signals import die_with_parent
 

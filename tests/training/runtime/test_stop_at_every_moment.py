@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_rig import Starter, agree_at_each_step, events
+from support.trainings import Starter, agree_at_each_step, events
 
 from hpc.core.rundir import RunDir
 from training.verify_resume.compare import compare_runs

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cluster import Site
+from support.cluster import Site
 
 SINFO = "echo 'gpu*|up|1-00:00:00|n/a|1-infinite|4|8|gpu:4'"
 # Queues one job for each call; SQUEUE lists them. {0} is the site.

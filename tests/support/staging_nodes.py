@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc.staging.stager import Staged, Stager
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A file system of FUSE whose server never answers: whoever asks it waits in the kernel (state D), as behind a dead NFS
 # server. It ends with the process.
 HANG = """

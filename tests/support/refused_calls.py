@@ -1,6 +1,6 @@
 """Runs a command to which the kernel refuses system calls, as it does on file systems that lack what they ask for.
 
-    python tests/refused_calls.py link=EPERM linkat=EPERM -- COMMAND...
+    python tests/support/refused_calls.py link=EPERM linkat=EPERM -- COMMAND...
 
 vfat has no hard links, Lustre without `-o flock` no locks; but not every kernel that runs the tests can mount those. A
 filter (seccomp) for this process and its children gives the same errors, whatever the file system.

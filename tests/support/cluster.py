@@ -19,30 +19,30 @@ from typing import Any
 
 import jsonschema
 import pytest
-from real_images import real_images
 
 from hpc.core import ledger
 from hpc.core.files import read_json_lines
 from hpc.core.kernel import is_alive
 from hpc.core.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
+from support.real_images import real_images
 from training.config.dataset_layout import IDX_STEMS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 JSON_SCHEMA = json.loads((ROOT / "docs" / "json.schema.json").read_text())
 # Generous: the machine may be busy, and Slurm's own clocks tick in tens of seconds.
 TIMEOUT_SECONDS = 150.0
-# Two nodes with a rank each: every rank imports torch at every start, on the few cores that there are.
-PAIR = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1")
+# Two nodes with a rank each, which imports torch at every start, on the few cores that there are.
+TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1")
 # Many steps with little data: enough to learn something, or only quick.
 SMALL_BATCH, TINY_BATCH = ("--batch-size=64",), ("--batch-size=16",)
 # Small steps, each of them logged, far more than any test lets happen.
-LONG = (*PAIR, *TINY_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
+ENDLESS = (*TWO_NODES, *TINY_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
 # The site's data, on two nodes: 118 steps an epoch.
-THREE_EPOCHS = ("--data=data", *PAIR, *TINY_BATCH, "--epochs=3", "--log-every=1", "--checkpoint-every=5")
+THREE_EPOCHS = ("--data=data", *TWO_NODES, *TINY_BATCH, "--epochs=3", "--log-every=1", "--checkpoint-every=5")
 THREE_EPOCHS_STEPS = set(range(1, 3 * 118 + 1))
 # Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
-WHOLE = (
+TEN_EPOCHS = (
     *SMALL_BATCH,
     "--epochs=10",
     "--log-every=1",
@@ -53,11 +53,11 @@ WHOLE = (
 )
 
 # Without Slurm, on one rank: 4 steps an epoch of `tiny_data(..., train=320, test=100)`, each of them saved.
-SHORT = (
+SHORT_LOCAL = (
     *("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--data=data", "--batch-size=64"),
     *("--log-every=1", "--checkpoint-every=1", "--val-split=0.2"),
 )
-CONSTANT = (*SHORT, "--lr-scheduler=constant")
+SHORT_LOCAL_CONSTANT_LR = (*SHORT_LOCAL, "--lr-scheduler=constant")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from hpc.staging.python_environment import PythonEnvironment
 from hpc.submit.environment_archive import find_or_make
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SITE = f"lib/python3.{sys.version_info.minor}/site-packages"
 BASE = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")
 
