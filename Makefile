@@ -11,17 +11,15 @@ endif
 PACKAGES := slurm-wlm munge iproute2 dataset-fashion-mnist python3-venv
 TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync fish zsh
 INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
-	{ apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1) >/dev/null; }
+	{ echo "installing Debian's packages $(1)"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1) >/dev/null; }
 
 # A real Slurm needs root, to make the nodes' namespaces, and Debian's packages.
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
-# The tests submit as an ordinary user too, who can read nothing below root's home (mode 0700).
-HIDDEN := $(if $(ROOT),$(shell setpriv --reuid=65534 --regid=65534 --clear-groups test -r $(CURDIR)/pyproject.toml || echo yes))
 # Data that needs no apt: scikit-learn contains the digits.
 WITHOUT_APT := $(if $(wildcard /usr/share/datasets/fashion-mnist),--data fashion-mnist,--recipe digits)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill bench gpu gpu-bundle test matrix check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all matrix check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -51,26 +49,22 @@ $(RIVALS): pyproject.toml
 	$(BIN)/uv pip install --quiet --compile-bytecode --python rivals/bin/python --group rivals .
 	touch $@
 
-# Each worker has a machine of its own, hence a Slurm. Whole files go to a worker: their tests share data and runs.
-WORKERS := --tx '4*popen//python=tests/own-machine' --dist loadfile --no-loadscope-reorder
+# The tests, in tiers (CONTRIBUTING.md). Each worker has a machine of its own, hence a Slurm. Whole files go to a worker: their tests
+# share data and runs. TESTS replaces the choice of a tier: make test TESTS=tests/runs/test_job.py
+WORKERS := 4
+test: TIER := -m "not slow"
+test-slow: TIER := -m slow
+test-all: TIER :=
 
-ifneq ($(HIDDEN),)
-test:
-	@copy=$$(mktemp -d /var/tmp/torchrelay-test.XXXXXX) && trap 'rm -rf "$$copy"' EXIT HUP INT TERM && chmod 755 "$$copy" && \
-	echo "an ordinary user cannot read $(CURDIR): testing a copy in $$copy" && \
-	git clone --quiet . "$$copy/torchrelay" && git diff --binary HEAD | git -C "$$copy/torchrelay" apply --allow-empty && \
-	git ls-files -z --others --exclude-standard | xargs -0 -r cp --parents -t "$$copy/torchrelay" && \
-	$(MAKE) --no-print-directory -C "$$copy/torchrelay" test
-else
-test: $(READY)
+test test-slow test-all: $(READY)
 ifeq ($(ROOT),)
 	@echo "$(NO_ROOT), and skipping the tests that need one"
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest $(or $(TESTS),$(TIER))
 else
+	$(if $(filter /tmp/%,$(CURDIR)/),$(error move this checkout out of /tmp: the nodes of the testbed have a /tmp of their own))
 	@$(call INSTALL,$(TEST_PACKAGES))
 	@if apt-cache show apptainer >/dev/null 2>&1; then $(call INSTALL,apptainer); fi  # Debian 12 and 13 do not have it
-	$(BIN)/python -m pytest $(WORKERS) $(TESTS)
-endif
+	$(BIN)/python -m pytest --tx '$(WORKERS)*popen//python=tests/own-machine' --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(TIER))
 endif
 
 # Runs benchmarks/gpu/__main__.py on one NVIDIA GPU, in ten minutes. Without a network, name what make gpu-bundle wrote: GPU_BUNDLE=DIR.
@@ -115,9 +109,10 @@ $(READY): requirements.lock pyproject.toml
 ifneq ($(ROOT),)
 	@$(call INSTALL,$(PACKAGES))
 endif
+	@echo "installing Python's packages into .venv: torch and what it needs are 5 GB"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode --python $(BIN)/python requirements.lock
+	$(BIN)/uv pip sync --require-hashes --compile-bytecode --python $(BIN)/python requirements.lock
 	$(BIN)/uv pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python --editable .
 	touch $@
 

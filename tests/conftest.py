@@ -13,8 +13,7 @@ import pytest
 pytest.register_assert_rewrite("support.cluster")  # before its import: its assertions, too, say what they found
 from support.cluster import ROOT, Command, Site, hpc_json, need, shared_directory, tiny_data, what_slurm_holds  # noqa: E402
 
-# Workers of pytest-xdist share the machine's users, though each has a testbed of its own.
-USER = "torchrelay-" + os.environ.get("PYTEST_XDIST_WORKER", "test")
+USER = "torchrelay-test"
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it, nor the size of a
 # terminal, which pytest-xdist sets.
 LEAKS = (
@@ -33,13 +32,30 @@ LEAKS = (
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what uses the testbed, so that `-m slurm` selects all of it, before pytest selects; and sort."""
+    """Mark what uses the testbed, so that `-m slurm` and `-m slow` select it, before pytest selects; and sort."""
     for item in items:
         if "testbed" in getattr(item, "fixturenames", ()):
             item.add_marker("slurm")
+        if "slurm" in item.keywords and not item.path.is_relative_to(ROOT / "tests/acceptance"):
+            item.add_marker("slow")
     # What takes long, begun last, would keep a worker busy when the others have nothing left.
-    long = (ROOT / "tests/runs", ROOT / "tests/training/verify_resume")
+    long = [ROOT / "tests" / name for name in ("acceptance", "runs", "training/verify_resume")]
     items.sort(key=lambda item: not any(map(item.path.is_relative_to, long)))
+
+
+_testbed: dict[str, Any] = {}
+"""The testbed that is up, as `hpc testbed up` answered, with its profile."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have the testbed be the kind of cluster that the test's module names as PROFILE, or else the usual one."""
+    profile = getattr(item.module, "PROFILE", "usual")  # type: ignore[attr-defined]  # all items are functions
+    if "testbed" in item.fixturenames and _testbed.get("profile") != profile:  # type: ignore[attr-defined]
+        need("slurmctld", "slurmd", "munged", "sbatch", "ip")
+        _testbed.setdefault("was_up", hpc_json("testbed", "status")["up"])
+        shape = ("--nodes=4", "--gpus-per-node=4") if profile == "usual" else ("--profile", profile)
+        _testbed.update(hpc_json("testbed", "up", *shape), profile=profile)
 
 
 @pytest.fixture(autouse=True)
@@ -60,19 +76,9 @@ def cluster_is_free(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def testbed() -> Iterator[dict[str, Any]]:
     """The testbed, four nodes of four GPUs: started once. It is left running if it ran before."""
-    need("slurmctld", "slurmd", "munged", "sbatch", "ip")
-    was_up = hpc_json("testbed", "status")["up"]
-    yield hpc_json("testbed", "up", "--nodes", "4", "--gpus-per-node", "4")
-    if not was_up:
+    yield _testbed
+    if not _testbed["was_up"]:
         hpc_json("testbed", "down")
-
-
-@pytest.fixture(scope="module")
-def profile(testbed: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[None]:  # noqa: ARG001  # is up first
-    """The testbed as the kind of cluster that the module names as PROFILE; afterwards the usual one."""
-    hpc_json("testbed", "up", "--profile", request.module.PROFILE)
-    yield
-    hpc_json("testbed", "up")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from support.cluster import THREE_EPOCHS, Site, assert_preempted, assert_survive
 PROFILE = "addresses"
 PORTS = range(20_000, 21_000)
 NETWORK = ("--port-range=20000-20999",)
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def test_preempted_run_completes(site: Site) -> None:

@@ -6,7 +6,7 @@ import pytest
 from support.cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
 
 PROFILE = "private"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 def test_preempted_run_completes(site: Site) -> None:

@@ -7,7 +7,7 @@ import pytest
 from support.cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, TWO_NODES, Site, add_script, dead
 
 PROFILE = "ranges"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # A job on all 32, with as many torchruns, takes 13 GB: benchmarks/nodes.py has one.
 NODES = [f"gpu{number:03d}" for number in range(7, 13)]
 # Without torch, which is slow to import on the few cores that there are: the preflight does it, in which all ranks

@@ -7,7 +7,7 @@ import pytest
 from support.cluster import THREE_EPOCHS, Site, assert_continued, dead, preempt
 
 PROFILE = "strict"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from support.cluster import THREE_EPOCHS, THREE_EPOCHS_STEPS, Site, assert_survives_a_node, ranks_of
 
 PROFILE = "suspend"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 HANG = "--hang-timeout=5s"
 
 

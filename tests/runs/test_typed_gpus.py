@@ -16,7 +16,7 @@ from support.cluster import (
 
 SCRIPT = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'] or 'none', 'of', os.environ['WORLD_SIZE'])\n"
 PROFILE = "typed"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400), pytest.mark.usefixtures("profile")]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
 @pytest.fixture
