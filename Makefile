@@ -19,7 +19,7 @@ ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 WITHOUT_APT := $(if $(wildcard /usr/share/datasets/fashion-mnist),--data fashion-mnist,--recipe digits)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all matrix check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-hard matrix check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -66,6 +66,10 @@ else
 	@if apt-cache show apptainer >/dev/null 2>&1; then $(call INSTALL,apptainer); fi  # Debian 12 and 13 do not have it
 	$(BIN)/python -m pytest --tx '$(WORKERS)*popen//python=tests/own-machine' --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(TIER))
 endif
+
+# The same tests under conditions that must not matter, for hours: make test-hard PARTS="processors order"
+test-hard: $(READY)
+	tests/hard $(PARTS)
 
 # Runs benchmarks/gpu/__main__.py on one NVIDIA GPU, in ten minutes. Without a network, name what make gpu-bundle wrote: GPU_BUNDLE=DIR.
 GPU_PYTHON ?= $(if $(wildcard $(READY)),$(BIN)/python,python3)

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 
 pytest.register_assert_rewrite("support.cluster")  # before its import: its assertions, too, say what they found
-from support.cluster import ROOT, Command, Site, hpc_json, need, shared_directory, tiny_data, what_slurm_holds  # noqa: E402
+from support.cluster import (  # noqa: E402
+    ROOT,
+    Command,
+    Site,
+    hpc_json,
+    need,
+    remove_left_directories,
+    shared_directory,
+    tiny_data,
+    what_slurm_holds,
+)
 
 USER = "torchrelay-test"
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it, nor the size of a
@@ -41,6 +51,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # What takes long, begun last, would keep a worker busy when the others have nothing left.
     long = [ROOT / "tests" / name for name in ("acceptance", "runs", "training/verify_resume")]
     items.sort(key=lambda item: not any(map(item.path.is_relative_to, long)))
+
+
+def pytest_report_header() -> list[str]:
+    """Say what this run has cleaned up."""
+    return [f"removed {path}, which an interrupted run had left" for path in remove_left_directories()]
 
 
 _testbed: dict[str, Any] = {}

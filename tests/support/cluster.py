@@ -1,5 +1,6 @@
 """Shared by the tests on the testbed: a tiny data set, submitting and reading runs, waiting for conditions."""
 
+import fcntl
 import json
 import os
 import pwd
@@ -30,6 +31,7 @@ from training.config.dataset_layout import IDX_STEMS
 
 ROOT = Path(__file__).parents[2]
 JSON_SCHEMA = json.loads((ROOT / "docs" / "json.schema.json").read_text())
+SHARED_DIRECTORIES = Path("/var/tmp")
 # Generous: the machine may be busy, and Slurm's own clocks tick in tens of seconds.
 TIMEOUT_SECONDS = 150.0
 # Two nodes with a rank each, which imports torch at every start, on the few cores that there are.
@@ -308,11 +310,29 @@ class Run:
 def shared_directory() -> Path:
     """A new directory outside /tmp, of which each node of the testbed has its own.
 
-    Its name has no digit: a number in a path may be a job's id, which says that the directory is the job's own.
+    Its name has no digit: a number in a path may be a job's id, which says that the directory is the job's own. It is
+    locked as long as this process lives, so that a later one can tell what an interrupted run has left.
     """
-    path = Path("/var/tmp") / f"torchrelay-test-{''.join(secrets.choice(ascii_lowercase) for _ in range(8))}"
-    path.mkdir(mode=0o700)
-    return path
+    name = f"torchrelay-test-{''.join(secrets.choice(ascii_lowercase) for _ in range(8))}"
+    unlocked = SHARED_DIRECTORIES / f".{name}"
+    unlocked.mkdir(mode=0o700)
+    fcntl.flock(os.open(unlocked, os.O_RDONLY), fcntl.LOCK_EX)
+    return unlocked.rename(SHARED_DIRECTORIES / name)
+
+
+def remove_left_directories() -> list[Path]:
+    """Remove the shared directories whose processes have ended, and return them."""
+    removed = []
+    for path in SHARED_DIRECTORIES.glob("torchrelay-test-*"):
+        with suppress(OSError):  # a live process holds the lock; or the directory is another user's, or gone
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+                removed.append(path)
+            finally:
+                os.close(descriptor)
+    return removed
 
 
 @contextmanager
