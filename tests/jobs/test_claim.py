@@ -9,14 +9,13 @@ from threading import Timer
 
 import pytest
 from support.cluster import Command, fill, mounted_volume
+from support.events import cancelled, claimed, recorded_run, write_events
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import append_json_line
-from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
-from hpc.spec import Cluster, Resources, RunSpec
+from hpc.spec import Cluster, RunSpec
 from jobs import claim, node_attempt
 from jobs.claim import HeadLostError
 from jobs.ending import replace_headless_job
@@ -27,11 +26,8 @@ AWAY = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect
 
 def run_with_a_lost_attempt(tmp_path: Path, cluster: Cluster, began: float) -> RunDir:
     """A run whose only attempt has no end."""
-    run = RunDir(tmp_path / "r")
-    run.events.mkdir(parents=True)
-    RunSpec(name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)).save(run)
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01"]}
-    append_json_line(run.events / "attempt-001-node-00.jsonl", {"time": began, "event": "claimed", **claimed})
+    run = recorded_run(tmp_path / "r", cluster=cluster)
+    write_events(run, claimed(began), file="attempt-001-node-00.jsonl")
     return run
 
 
@@ -126,7 +122,7 @@ def test_agents_that_wait_for_a_dead_head_node_replace_the_job_once(
 
 def test_job_of_a_complete_or_cancelled_run_records_why_it_starts_nothing(tmp_path: Path) -> None:
     run = run_with_a_lost_attempt(tmp_path, "local", time.time())
-    EventWriter(run.cancellation).append("cancelled", by="me", final=False)
+    write_events(run, cancelled(), file=run.cancellation.name)
     with pytest.raises(
         TorchrelayError, match=r"run r was cancelled, so this job starts nothing: type hpc resume /.*/r$"
     ):

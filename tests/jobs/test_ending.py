@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 from support.cluster import Command, fill, mounted_volume
+from support.events import claimed, joined, recorded_run, write_events
 
 from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of
+from hpc.core.attempts import attempts_of
 from hpc.core.causes import EXIT_NO_SPACE
-from hpc.core.files import append_json_line
-from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
 from hpc.slurm import resubmit
 from hpc.spec import Resources, RunSpec
 from jobs import ending, last_resort, node_attempt
@@ -49,15 +47,9 @@ def test_agent_that_is_cut_off_leaves() -> None:
 @pytest.fixture
 def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
     """The only agent that is left of two; the head node's has sent no heartbeat for minutes."""
-    run = RunDir(tmp_path / "r")
-    run.events.mkdir(parents=True)
-    spec = RunSpec(
-        name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(nodes="2"), script=("a",)
-    )
-    spec.save(run)
+    run = recorded_run(tmp_path / "r", resources=Resources(nodes="2"))
+    write_events(run, claimed(nodes=("gpu01", "gpu02")), file="attempt-001-node-00.jsonl")
     run.script.touch()
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01", "gpu02"]}
-    append_json_line(event_file(run, 1, 0).path, ledger.record("claimed", **claimed))
     run.alive.touch()
     os.utime(run.alive, (time.time() - 200,) * 2)
     slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-02]|gpu01|0|N/A|N/A|{run.script}|'")
@@ -65,8 +57,8 @@ def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyP
     slurm_command("scancel", f'echo "$@" >> {tmp_path}/cancelled')
     monkeypatch.setattr(node_attempt, "_ALIVE_SECONDS", 0.05)
     return NodeAttempt(
-        run=run, spec=spec, allocation=allocation(1, 2), attempt=attempts_of(ledger.read(run.events))[0],
-        writer=event_file(run, 1, 1),
+        run=run, spec=RunSpec.load(run), allocation=allocation(1, 2), writer=event_file(run, 1, 1),
+        attempt=attempts_of(ledger.read(run.events))[0],
     )  # fmt: skip
 
 
@@ -138,17 +130,13 @@ AWAY = "echo 'slurm_requeue error: Unable to contact slurm controller (connect f
 def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> NodeAttempt:
     """The part of the node gpu01 in a job of two; Slurm does whatever it is asked to."""
     monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.05)
-    run = RunDir(tmp_path / "r")
-    run.events.mkdir(parents=True)
-    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
-    spec.save(run)
+    run = recorded_run(tmp_path / "r")
     for name, answer in {"scontrol": "", "sbatch": "echo 8", "scancel": "", "squeue": ""}.items():
         slurm_command(name, answer)
     slurm_command("sinfo", "printf 'gpu01|idle\\ngpu02|idle*\\n'")
     return NodeAttempt(
-        run=run, spec=spec, allocation=allocation(0, 2),
-        attempt=Attempt(attempt=1, job_id="7", restart=0, secret="n", port=1, nodes=("gpu01", "gpu02"), started=1.0),
-        writer=EventWriter(run.events / "attempt-001-node-00.jsonl"),
+        run=run, spec=RunSpec.load(run), allocation=allocation(0, 2), writer=event_file(run, 1, 0),
+        attempt=attempts_of([claimed(1.0, nodes=("gpu01", "gpu02"))])[0],
     )  # fmt: skip
 
 
@@ -275,7 +263,7 @@ def test_node_is_not_blamed_for_what_the_thawed_srun_of_an_earlier_start_did(
     attempt = claim_next(run, second, port=1, secret="s")
     assert [end["cause"] for end in batch_script.events("attempt_ended")] == ["lost"]
     for number, name in enumerate(second.hostnames):
-        event_file(run, attempt.attempt, number).append("joined", attempt=2, node=name, node_rank=number)
+        write_events(run, joined(None, 2, node=name, node_rank=number), file=f"attempt-002-node-{number:02d}.jsonl")
     assert last_resort.main([str(run.path), "137"]) == 0
     [ended] = replace(batch_script, attempt=attempt).events("attempt_ended")
     assert (ended["cause"], ended["node"]) == ("lost", None)
@@ -288,10 +276,8 @@ def test_run_that_lost_a_node_goes_on_once_there_is_space(
 ) -> None:
     slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
     with mounted_volume(tmp_path / "volume", "size=1m") as volume:
-        run = RunDir(volume / "r")
-        run.events.mkdir(parents=True)
-        node.spec.save(run)
-        there = replace(node, run=run, writer=EventWriter(run.events / "attempt-001-node-00.jsonl"))
+        run = recorded_run(volume / "r")
+        there = replace(node, run=run, writer=event_file(run, 1, 0))
         space = threading.Timer(0.5, fill(volume).unlink)
         space.start()
         assert start_next_attempt(there, ["gpu02"], [])

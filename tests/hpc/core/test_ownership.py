@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 from support.cluster import ROOT
+from support.events import attempt_ended, claimed, recorded_run
 
 from hpc.core.errors import UserError
-from hpc.core.files import append_json_line
-from hpc.core.ledger import record
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
-from hpc.spec import Resources, RunSpec
 from hpc.submit.checks import check_runs_dir
 
 STRANGER = 65534
@@ -42,18 +40,12 @@ def by(uid: int, *command: str, **environment: str) -> "subprocess.CompletedProc
 
 def make_run(path: Path) -> RunDir:
     """A run whose last attempt a node failure ended an hour ago, and whose job is gone."""
-    run = RunDir(path)
-    run.path.mkdir(mode=0o755)
-    for directory in (run.events, run.logs, run.code):
+    hour_ago = time.time() - 3600
+    run = recorded_run(path, claimed(hour_ago), attempt_ended(hour_ago, "node_failure", node="gpu01"))
+    for directory in (run.logs, run.code):
         directory.mkdir()
-    spec = RunSpec(name=run.name, cluster="slurm", resources=Resources(), data=None, script=("a.py",), stage_dir="/tmp")
-    spec.save(run)
     run.script.write_text(f"#!/bin/sh\necho {run.path}\n")
     run.environment.write_text("{}")
-    claim = {"job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01"]}
-    ended = {"cause": "node_failure", "step": 5, "node": "gpu01"}
-    for event, fields in (("claimed", claim), ("attempt_ended", ended)):
-        append_json_line(run.events / "x.jsonl", {**record(event, attempt=1, **fields), "time": time.time() - 3600})
     return run
 
 

@@ -7,30 +7,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.events import attempt_ended, claimed, recorded_run, submitted, write_events
 from support.message_server import SECRET, inbox, write_recipients
 
 from hpc.core import ledger
-from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.notification.delivery import is_due, run_delivery
-from hpc.spec import Notification, Resources, RunSpec
+from hpc.spec import Notification
 
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """One that has failed, and whose recipient is `hook`."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
-    run = RunDir(tmp_path / "r")
-    run.events.mkdir(parents=True)
-    told = Notification(notify=("hook",))
-    spec = RunSpec(
-        name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a",), notification=told
-    )
-    spec.save(run)
-    writer = EventWriter(run.events / "attempt-001-node-00.jsonl")
-    writer.append("claimed", attempt=1, job_id="7", restart=0, secret="n", port=1, nodes=["gpu01"])
-    writer.append("attempt_ended", attempt=1, cause="bad_input", step=0, detail="no such file")
-    return run
+    failed = claimed(), attempt_ended(None, "bad_input", step=0, detail="no such file")
+    return recorded_run(tmp_path / "r", *failed, notification=Notification(notify=("hook",)))
 
 
 @pytest.fixture
@@ -88,8 +79,8 @@ def test_recipient_that_is_gone_costs_a_message(run: RunDir, tmp_path: Path) -> 
 
 
 def test_supervisor_tells_what_no_event_says(run: RunDir, tmp_path: Path) -> None:
-    (run.events / "attempt-001-node-00.jsonl").unlink()
-    EventWriter(run.events / "submit.jsonl").append("submitted", job_id="7", cluster="slurm", started=None)
+    (run.events / "x.jsonl").unlink()
+    write_events(run, submitted())
     with inbox() as found:
         write_recipients(tmp_path / "home", hook=found.address)
         for _ in range(2):

@@ -4,7 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.events import attempt_ended, cancelled, claimed, event, interruption, of_message, resumed
 
+from hpc.core.ledger import Event
 from hpc.notification.delivery import due_messages, without_secrets
 from hpc.notification.notices import Notice, alert_times, notices_of
 from hpc.spec import Notification
@@ -12,56 +14,52 @@ from hpc.spec import Notification
 RUN = Path("/shared/runs/r")
 
 
-def claimed(attempt: int, at: float) -> dict[str, Any]:
-    job = {"job_id": str(attempt), "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01", "gpu02"]}
-    return {"time": at, "event": "claimed", "attempt": attempt, **job}
+def began(attempt: int, at: float) -> Event:
+    return claimed(at, attempt, job_id=str(attempt), nodes=("gpu01", "gpu02"))
 
 
-def ended(attempt: int, at: float, cause: str, **fields: Any) -> dict[str, Any]:
-    return {"time": at, "event": "attempt_ended", "attempt": attempt, "cause": cause, **fields}
+def ended(attempt: int, at: float, cause: str, **fields: Any) -> Event:
+    return attempt_ended(at, cause, attempt=attempt, **fields)
 
 
-def keys(*events: dict[str, Any], interruptions: int = 3) -> list[str]:
+def keys(*events: Event, interruptions: int = 3) -> list[str]:
     return [notice.key for notice in notices_of(RUN, events, interruptions)]
 
 
 def test_run_that_goes_on_is_no_news() -> None:
-    assert keys() == keys(claimed(1, 1)) == keys(claimed(1, 1), ended(1, 2, "preempted")) == []
+    assert keys() == keys(began(1, 1)) == keys(began(1, 1), ended(1, 2, "preempted")) == []
 
 
 def test_end_says_what_happened_and_what_to_type() -> None:
-    [notice] = notices_of(RUN, [claimed(1, 1), ended(1, 2, "bad_input", step=7, detail="no such file")], 3)
+    [notice] = notices_of(RUN, [began(1, 1), ended(1, 2, "bad_input", step=7, detail="no such file")], 3)
     assert (notice.key, notice.title, notice.time) == ("failed-001", "Run r has failed", 2)
     assert notice.body == (
         "Attempt 1, job 1 on gpu01, gpu02.\nIt ended after step 7: bad_input, no such file\n\nhpc logs /shared/runs/r"
     )
-    [notice] = notices_of(RUN, [claimed(1, 1), ended(1, 2, "completed")], 3)
+    [notice] = notices_of(RUN, [began(1, 1), ended(1, 2, "completed")], 3)
     assert (notice.key, notice.title) == ("completed-001", "Run r is complete")
     assert notice.body.endswith("\n\nhpc status /shared/runs/r")
 
 
 def test_what_the_user_ended_or_resumed_is_no_news() -> None:
-    failure = claimed(1, 1), ended(1, 2, "bad_input")
-    assert keys(claimed(1, 1), ended(1, 2, "cancelled")) == []
-    assert keys(*failure, {"time": 3, "event": "cancelled", "by": "me"}) == []
-    resumed = {"time": 3, "event": "resumed", "attempt": 1, "number": 1, "cancellations": 0}
-    assert keys(*failure, resumed) == []
-    assert keys(*failure, resumed, claimed(2, 4), ended(2, 5, "bad_input")) == ["failed-002"]
+    failure = began(1, 1), ended(1, 2, "bad_input")
+    assert keys(began(1, 1), ended(1, 2, "cancelled")) == []
+    assert keys(*failure, cancelled(3)) == []
+    assert keys(*failure, resumed(3)) == []
+    assert keys(*failure, resumed(3), began(2, 4), ended(2, 5, "bad_input")) == ["failed-002"]
 
 
 def test_run_that_slurm_does_not_continue_has_failed() -> None:
-    stopped = {"time": 3, "event": "not_continued", "attempt": 1, "detail": "Slurm refuses"}
-    [notice] = notices_of(RUN, [claimed(1, 1), ended(1, 2, "node_failure"), stopped], 3)
+    stopped = event("not_continued", 3, attempt=1, detail="Slurm refuses")
+    [notice] = notices_of(RUN, [began(1, 1), ended(1, 2, "node_failure"), stopped], 3)
     assert notice.key == "failed-001"
     assert "Nothing starts it again (Slurm refuses): start hpc supervise, or type hpc resume\n" in notice.body
-    assert keys(claimed(1, 1), ended(1, 2, "node_failure"), stopped, claimed(2, 4)) == []
+    assert keys(began(1, 1), ended(1, 2, "node_failure"), stopped, began(2, 4)) == []
 
 
 def test_interruptions_of_and_within_attempts_are_counted_once() -> None:
-    within = [
-        {"time": at, "event": "interruption", "attempt": 1, "cause": "crashed", "failed_at": at} for at in (2.0, 3.0)
-    ]
-    events = claimed(1, 1), *within, ended(1, 4.0, "node_failure", failed_at=3.0), claimed(2, 5)
+    within = [interruption(at, failed_at=at) for at in (2.0, 3.0)]
+    events = began(1, 1), *within, ended(1, 4.0, "node_failure", failed_at=3.0), began(2, 5)
     [notice] = notices_of(RUN, events, 1)
     assert (notice.key, notice.title) == ("interrupted-001", "Run r was interrupted 2 times within an hour")
     assert "Why, the last at the end: crashed, node_failure\n" in notice.body
@@ -69,7 +67,7 @@ def test_interruptions_of_and_within_attempts_are_counted_once() -> None:
 
 
 def test_failure_that_ends_a_run_is_told_once() -> None:
-    assert keys(claimed(1, 1), ended(1, 2, "bad_input"), interruptions=0) == ["failed-001"]
+    assert keys(began(1, 1), ended(1, 2, "bad_input"), interruptions=0) == ["failed-001"]
 
 
 @pytest.mark.parametrize(
@@ -90,13 +88,13 @@ def test_more_than_so_many_within_an_hour(times: list[float], most: int, alerts:
 NOTICE = Notice(key="failed-001", title="t", body="b", time=1000.0)
 
 
-def due(*events: dict[str, Any], now: float, retry: bool) -> list[tuple[str, int]]:
+def due(*events: Event, now: float, retry: bool) -> list[tuple[str, int]]:
     told = Notification(notify=("a", "b"))
     return [(each.recipient, each.number) for each in due_messages(told, [NOTICE], events, now, retry=retry)]
 
 
-def of(recipient: str, event: str, at: float) -> dict[str, Any]:
-    return {"time": at, "event": event, "notice": NOTICE.key, "recipient": recipient}
+def of(recipient: str, kind: str, at: float) -> Event:
+    return of_message(kind, at, notice=NOTICE.key, recipient=recipient)
 
 
 def test_each_recipient_gets_it_once() -> None:

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Command
+from support.events import attempt_ended, claimed, recorded_run
 
 from hpc.core import ledger
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import append_json_line, write_atomic
+from hpc.core.files import write_atomic
 from hpc.core.rundir import RunDir
 from hpc.slurm.executor import SlurmExecutor
-from hpc.spec import Resources, RunSpec
+from hpc.spec import RunSpec
 from hpc.supervise.decide import Action, Decision
 from hpc.supervise.observe import observe
 from hpc.supervise.perform import perform
@@ -28,17 +29,8 @@ def slurm(slurm_command: Command) -> None:
 
 def submitted(path: Path) -> RunDir:
     """A run whose only job is gone."""
-    run = RunDir(path)
-    run.events.mkdir(parents=True)
-    spec = RunSpec(
-        name=path.name, cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)
-    )
-    spec.save(run)
-    write_atomic(run.script, SlurmExecutor(run, spec).script())
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01"]}
-    append_json_line(run.events / "x.jsonl", {"time": time.time() - 900, "event": "claimed", **claimed})
-    ended = {"attempt": 1, "cause": "preempted", "step": 5}
-    append_json_line(run.events / "x.jsonl", {"time": time.time() - 800, "event": "attempt_ended", **ended})
+    run = recorded_run(path, claimed(time.time() - 900), attempt_ended(time.time() - 800, "preempted"))
+    write_atomic(run.script, SlurmExecutor(run, RunSpec.load(run)).script())
     return run
 
 

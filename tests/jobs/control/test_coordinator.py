@@ -5,13 +5,11 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import pytest
+from support.events import claimed, train_started, write_events
 
-from hpc.core import ledger
-from hpc.core.files import append_json_line
 from hpc.core.kernel import steady_time
 from hpc.core.transport import Limits, connect
 from hpc.spec import Recovery
-from jobs.claim import event_file
 from jobs.control import root_failure
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
@@ -33,9 +31,7 @@ def server() -> Iterator[ControlServer]:
 
 def coordinate(node: NodeAttempt, server: ControlServer, hosts: tuple[str, ...] = ("gpu01",)) -> Coordinator:
     """The coordinator of an attempt that trains."""
-    node.run.events.mkdir()
-    claimed = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": hosts}
-    append_json_line(event_file(node.run, 1, 0).path, ledger.record("claimed", **claimed))
+    write_events(node.run, claimed(nodes=hosts), file="attempt-001-node-00.jsonl")
     spec = replace(node.spec, train=TrainConfig(data="x"), recovery=Recovery(hang_timeout="1s"))
     allocation = replace(node.allocation, hostnames=hosts)
     server.directive = Directive(round=1, members=tuple(range(len(hosts))), port=1)
@@ -116,11 +112,7 @@ def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_kn
         )
         for started, failed, step, detail in ((30, 20, 120, "ValueError: x"), (19, 1, 130, "KeyError: y"))
     )  # fmt: skip
-    trainer = node.run.events / "attempt-001-trainer.jsonl"
-    for ago, step in ((29, 0), (18, 118)):
-        append_json_line(
-            trainer, {"time": now - ago, "event": "train_started", "attempt": 1, "step": step, "world_size": 1}
-        )
+    write_events(node.run, train_started(now - 29, 0), train_started(now - 18, 118), file="attempt-001-trainer.jsonl")
     for number in (1, 2):
         server.report(phase=Phase.RUNNING, round=1, failures=failures[:number])
         coordinator.poll()

@@ -1,0 +1,171 @@
+"""Events as `hpc submit`, the agents and rank 0 write them, and run directories whose ledgers have them.
+
+Each function returns an event with all fields that its kind must have (`hpc/core/ledger.py`). `at` is its time in
+seconds since the epoch, by default now.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc.core import ledger
+from hpc.core.files import append_json_line
+from hpc.core.ledger import Event
+from hpc.core.rundir import RunDir
+from hpc.spec import Resources, RunSpec
+
+
+def event(kind: str, at: float | None = None, **fields: Any) -> Event:
+    """Return an event of a kind that has no function of its own here, with these fields."""
+    return {"time": time.time() if at is None else at, "event": kind, **fields}
+
+
+def submitted(
+    at: float | None = None, *, job_id: str = "7", cluster: str = "slurm", started: int | None = None, **more: Any
+) -> Event:
+    """Return the submission of the first job."""
+    return event("submitted", at, job_id=job_id, cluster=cluster, started=started, **more)
+
+
+def claimed(
+    at: float | None = None,
+    attempt: int = 1,
+    *,
+    job_id: str = "7",
+    restart: int = 0,
+    secret: str = "n",
+    port: int = 1,
+    nodes: Sequence[str] = ("gpu01",),
+) -> Event:
+    """Return the beginning of an attempt."""
+    job = {"job_id": job_id, "restart": restart, "secret": secret, "port": port, "nodes": list(nodes)}
+    return event("claimed", at, attempt=attempt, **job)
+
+
+def joined(at: float | None = None, attempt: int = 1, *, node: str = "gpu01", node_rank: int = 0) -> Event:
+    """Return the beginning of an attempt on one of its nodes."""
+    return event("joined", at, attempt=attempt, node=node, node_rank=node_rank)
+
+
+def staged(
+    at: float | None = None,
+    attempt: int = 1,
+    *,
+    node: str = "gpu01",
+    source: str = "/d",
+    in_place: str | None = None,
+    **more: Any,
+) -> Event:
+    """Return the end of a node's copying; with `in_place`, why it reads the data where they are."""
+    return event("staged", at, attempt=attempt, node=node, source=source, in_place=in_place, **more)
+
+
+def train_started(
+    at: float | None = None,
+    step: int = 0,
+    *,
+    attempt: int = 1,
+    world_size: int = 1,
+    total_steps: int | None = None,
+    **seconds: float,
+) -> Event:
+    """Return a start of the ranks, which have restored a step."""
+    known = {"step": step, "world_size": world_size, "total_steps": total_steps}
+    return event("train_started", at, attempt=attempt, **known, **seconds)
+
+
+def first_step(at: float | None = None, step: int = 1, *, attempt: int = 1) -> Event:
+    """Return the first step after a start of the ranks."""
+    return event("first_step", at, attempt=attempt, step=step)
+
+
+def train_stopped(
+    at: float | None = None, step: int = 5, *, attempt: int = 1, signal: str = "SIGTERM", seconds: float = 1.0
+) -> Event:
+    """Return a stop on request, whose step took some seconds to save."""
+    return event("train_stopped", at, attempt=attempt, step=step, signal=signal, seconds=seconds)
+
+
+def interruption(
+    at: float | None = None,
+    cause: str = "crashed",
+    *,
+    attempt: int = 1,
+    step: int | None = 5,
+    failed_at: float | None = None,
+    **more: Any,
+) -> Event:
+    """Return a failure that the attempt survived."""
+    return event("interruption", at, attempt=attempt, cause=cause, step=step, failed_at=failed_at, **more)
+
+
+def rank_failed(
+    at: float | None = None,
+    rank: int = 0,
+    *,
+    attempt: int = 1,
+    round_: int = 1,
+    failed_at: float = 1.0,
+    cause: str = "crashed",
+    **more: Any,
+) -> Event:
+    """Return the failure of one rank, as the agent of its node saw it."""
+    ended = {"exit_code": 1, "signal": None, "cause": cause}
+    return event("rank_failed", at, attempt=attempt, round=round_, rank=rank, failed_at=failed_at, **ended, **more)
+
+
+def attempt_ended(
+    at: float | None = None, cause: str = "completed", *, attempt: int = 1, step: int | None = 5, **more: Any
+) -> Event:
+    """Return the end of an attempt."""
+    return event("attempt_ended", at, attempt=attempt, cause=cause, step=step, **more)
+
+
+def resubmitted(
+    at: float | None = None, job_id: str = "8", *, attempt: int = 1, old_job_id: str = "7", excluded: Sequence[str] = ()
+) -> Event:
+    """Return the submission of another job for the same run."""
+    return event("resubmitted", at, attempt=attempt, job_id=job_id, old_job_id=old_job_id, excluded=list(excluded))
+
+
+def resumed(
+    at: float | None = None, *, attempt: int = 1, number: int = 1, cancellations: int = 0, **more: Any
+) -> Event:
+    """Return the user's resumption, after which as many cancellations no longer count."""
+    return event("resumed", at, attempt=attempt, number=number, cancellations=cancellations, **more)
+
+
+def cancelled(at: float | None = None, *, by: str = "me", final: bool = False) -> Event:
+    """Return the user's cancellation."""
+    return event("cancelled", at, by=by, final=final)
+
+
+def of_message(
+    kind: str, at: float | None = None, *, notice: str = "failed-001", recipient: str = "hook", **more: Any
+) -> Event:
+    """Return an event of a message: notifying, notification_sent or notification_failed."""
+    return event(kind, at, notice=notice, recipient=recipient, **more)
+
+
+def write_events(run: RunDir, *events: Event, file: str = "x.jsonl") -> None:
+    """Append events to a file of a run's ledger; each of them has to be one that `hpc` reads."""
+    run.events.mkdir(parents=True, exist_ok=True)
+    for each in events:
+        append_json_line(run.events / file, each)
+    damaged = [line for line in ledger.read_with_damage(run.events)[1] if f"/{file} is damaged" in line]
+    assert not damaged
+
+
+def script_spec(**settings: Any) -> RunSpec:
+    """Return the spec of a user's script on a cluster, with these settings."""
+    usual = {"name": "r", "cluster": "slurm", "data": None, "stage_dir": "/tmp", "script": ("a.py",)}
+    return RunSpec(**{**usual, "resources": Resources(), **settings})
+
+
+def recorded_run(path: Path, *events: Event, **settings: Any) -> RunDir:
+    """Make the directory of a user's script whose ledger has these events; the settings are those of its spec."""
+    run = RunDir(path)
+    write_events(run, *events)
+    script_spec(**{"name": run.name, **settings}).save(run)
+    return run
