@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.events import script_spec
 
 from hpc.core.attempts import Attempt
 from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import HeldNodeDir
 from hpc.core.rundir import RunDir
-from hpc.spec import Resources, RunSpec
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 
 
@@ -17,9 +17,7 @@ from jobs.node_attempt import NodeAllocation, NodeAttempt
 def node(tmp_path: Path) -> NodeAttempt:
     return NodeAttempt(
         run=RunDir(tmp_path),
-        spec=RunSpec(
-            name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)
-        ),
+        spec=script_spec(),
         allocation=NodeAllocation(
             cluster="slurm", job_id="7", restart=0, node_rank=0, hostnames=("gpu01",), cpus=1
         ),

@@ -14,6 +14,16 @@ from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.report.__main__ import main
 from hpc.spec import Resources, RunSpec
+from support.events import (
+    attempt_ended,
+    claimed,
+    event,
+    first_step,
+    interruption,
+    submitted,
+    train_started,
+    write_events,
+)
 from training.config.train_config import TrainConfig
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
@@ -21,25 +31,22 @@ CLASSES = ("cat", "dog", HOSTILE)
 STEPS, EPOCH = 400, 100
 BEGAN = 1_700_000_000.0
 # Attempt 1 crashes at step 120 and goes on, is preempted at 210; attempt 2 completes.
-EVENTS: tuple[dict[str, Any], ...] = (
-    {"time": 0, "event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30},
-    {"time": 1, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["a1", "a2"]},
-    {"time": 7, "event": "preflight", "attempt": 1, "world_size": 2, "device": "H200", "seconds": 0.1},
-    {"time": 8, "event": "software", "attempt": 1, "torch": "2.15.0", "cuda": "13.2", "driver": "595.1"},
-    {"time": 9, "event": "train_started", "attempt": 1, "step": 0, "total_steps": STEPS, "world_size": 2},
-    {"time": 10, "event": "first_step", "attempt": 1, "step": 1},
-    {"time": 131, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 120, "rank": 1, "node": "a2",
-     "detail": HOSTILE, "failed_at": BEGAN + 130},
-    {"time": 139, "event": "train_started", "attempt": 1, "step": 118, "total_steps": STEPS, "world_size": 2},
-    {"time": 140, "event": "first_step", "attempt": 1, "step": 119},
-    {"time": 234, "event": "attempt_ended", "attempt": 1, "cause": "preempted", "step": 210, "failed_at": BEGAN + 232},
-    {"time": 300, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "secret": "b", "nodes": ["a1", "a3"]},
-    {"time": 309, "event": "train_started", "attempt": 2, "step": 210, "total_steps": STEPS, "world_size": 2},
-    {"time": 310, "event": "first_step", "attempt": 2, "step": 211},
-    {"time": 505, "event": "attempt_ended", "attempt": 2, "cause": "completed", "step": STEPS},
-)  # fmt: skip
-
-
+EVENTS = (
+    submitted(BEGAN, stop_lead_seconds=30),
+    claimed(BEGAN + 1, nodes=("a1", "a2")),
+    event("preflight", BEGAN + 7, attempt=1, world_size=2, device="H200", seconds=0.1),
+    event("software", BEGAN + 8, attempt=1, torch="2.15.0", cuda="13.2", driver="595.1"),
+    train_started(BEGAN + 9, total_steps=STEPS, world_size=2),
+    first_step(BEGAN + 10),
+    interruption(BEGAN + 131, step=120, rank=1, node="a2", detail=HOSTILE, failed_at=BEGAN + 130),
+    train_started(BEGAN + 139, 118, total_steps=STEPS, world_size=2),
+    first_step(BEGAN + 140, 119),
+    attempt_ended(BEGAN + 234, "preempted", step=210, failed_at=BEGAN + 232),
+    claimed(BEGAN + 300, 2, restart=1, nodes=("a1", "a3")),
+    train_started(BEGAN + 309, 210, attempt=2, total_steps=STEPS, world_size=2),
+    first_step(BEGAN + 310, 211, attempt=2),
+    attempt_ended(BEGAN + 505, attempt=2, step=STEPS),
+)
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -60,25 +67,18 @@ def spec_of(name: str, **settings: Any) -> RunSpec:
 def pending_run(path: Path, spec: RunSpec | None = None) -> RunDir:
     """A run that has been submitted, and nothing more."""
     run = RunDir(path)
-    for directory in (run.events, run.logs, run.packages):
+    for directory in (run.logs, run.packages):
         directory.mkdir(parents=True)
     run.revision.write_text(f"{COMMIT}+dirty\n")
     (spec or spec_of(run.name)).save(run)
-    write_events(run, 1)
+    write_events(run, EVENTS[0], file="agent.jsonl")
     return run
-
-
-def write_events(run: RunDir, count: int) -> None:
-    """The first events of the ledger."""
-    for event in EVENTS[:count]:
-        append_json_line(run.events / "agent.jsonl", {**event, "time": BEGAN + event["time"]})
 
 
 def running_run(path: Path, loss: float = 2.0, spec: RunSpec | None = None) -> RunDir:
     """A run in its second attempt; `loss` is that of the first step."""
     run = pending_run(path, spec)
-    run.events.joinpath("agent.jsonl").unlink()
-    write_events(run, len(EVENTS) - 1)
+    write_events(run, *EVENTS[1:-1], file="agent.jsonl")
     run.train_metrics.parent.mkdir()
     for step in range(2, STEPS + 1, 2):
         attempt = 1 if step <= 210 else 2
@@ -109,7 +109,7 @@ def completed_run(path: Path, loss: float = 2.0) -> RunDir:
 
 def complete(run: RunDir) -> None:
     """End a running run, with a test result."""
-    append_json_line(run.events / "agent.jsonl", {**EVENTS[-1], "time": BEGAN + EVENTS[-1]["time"]})
+    write_events(run, EVENTS[-1], file="agent.jsonl")
     _evaluate(run, 4, "test", 0.85)
     run.final.mkdir()
     best = {"epoch": 3, "test_accuracy": 0.875}

@@ -8,35 +8,28 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
 from support.cluster import ROOT
+from support.events import attempt_ended, claimed, interruption, rank_failed, recorded_run, write_events
 
-from hpc.core.files import append_json_line
+from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.logs import __main__ as logs
 from hpc.logs.reader import Tail, lines_before, merged, offset_of_last
-from hpc.spec import Resources, RunSpec
+from hpc.spec import Resources
 
 BLOCK = 2**17
-CRASH = {"exit_code": 1, "signal": None, "cause": "crashed"}
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    found = RunDir(tmp_path / "r")
-    for directory in (found.events, found.attempt_logs(1), found.attempt_logs(2)):
-        directory.mkdir(parents=True)
-    resources = Resources(nodes="2", gpus_per_node="4")
-    RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources, script=("a.py",)).save(found)
-    for attempt in (1, 2):
-        happened(found, "claimed", attempt=attempt, job_id="7", restart=0, secret="a", nodes=["gpu01", "gpu02"])
+    attempts = (claimed(None, number, nodes=("gpu01", "gpu02")) for number in (1, 2))
+    found = recorded_run(tmp_path / "r", *attempts, resources=Resources(nodes="2", gpus_per_node="4"))
+    for number in (1, 2):
+        found.attempt_logs(number).mkdir(parents=True)
     return found
-
-
-def happened(run: RunDir, event: str, **fields: Any) -> None:
-    append_json_line(run.events / "x.jsonl", {"time": time.time(), "event": event, **fields})
 
 
 def printed(capsys: pytest.CaptureFixture[str], run: RunDir, *arguments: str) -> list[str]:
@@ -141,14 +134,14 @@ def test_line_is_shown_as_a_terminal_would(run: RunDir, capsys: pytest.CaptureFi
 def fail(run: RunDir, *, detail: str = "KeyError: 'x'", named: int | None = 5) -> None:
     """Rank 3 fails and is restarted; then rank 5 fails, rank 3 because of it, and the run has ended."""
     peer = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
-    same = {"attempt": 2, "cause": "crashed", "step": 0, "node": "gpu02", "signature": "1: KeyError"}
-    failures = ((1, 3, 10.0, peer), (2, 3, 19.5, peer), (2, 5, 20.0, detail))
-    for round_, rank, at, message in failures:
-        fields = {"attempt": 2, "round": round_, "rank": rank, "node": "gpu02", "failed_at": at, "detail": message}
-        happened(run, "rank_failed", **fields, **CRASH)
-        if round_ == 1:
-            happened(run, "interruption", rank=3, failed_at=at, **same)
-    happened(run, "attempt_ended", rank=named, failed_at=20.0, **same)
+    same = {"attempt": 2, "step": 0, "node": "gpu02", "signature": "1: KeyError"}
+
+    def failed(rank: int, round_: int, at: float, message: str) -> Event:
+        return rank_failed(None, rank, attempt=2, round_=round_, node="gpu02", failed_at=at, detail=message)
+
+    first = failed(3, 1, 10.0, peer), interruption(rank=3, failed_at=10.0, **same)
+    second = failed(3, 2, 19.5, peer), failed(5, 2, 20.0, detail)
+    write_events(run, *first, *second, attempt_ended(None, "crashed", rank=named, failed_at=20.0, **same))
 
 
 @pytest.mark.parametrize("named", [5, None])
@@ -181,14 +174,13 @@ def test_error_that_is_not_in_the_log_shows_its_end(
 def test_run_that_failed_without_a_rank_shows_everything(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     (run.logs / "7_0_log.out").write_text("torchrelay: no space\n")
     run.rank_log(2, 0).write_text("a\n")
-    happened(run, "attempt_ended", attempt=2, cause="no_space", step=0)
+    write_events(run, attempt_ended(None, "no_space", attempt=2, step=0))
     assert printed(capsys, run) == ["[job 7:0] torchrelay: no space", "[2:0] a"]
 
 
 def test_failure_that_another_attempt_follows_hides_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.rank_log(2, 0).write_text("a\n")
-    happened(run, "rank_failed", attempt=2, round=1, rank=0, failed_at=1.0, detail="a", **CRASH)
-    happened(run, "attempt_ended", attempt=2, cause="crashed", step=9, rank=0)
+    write_events(run, rank_failed(attempt=2, detail="a"), attempt_ended(None, "crashed", attempt=2, step=9, rank=0))
     run.rank_log(2, 1).write_text("b\n")
     assert printed(capsys, run) == ["[2:0] a", "[2:1] b"]
 
@@ -301,7 +293,7 @@ def test_following_goes_on_over_attempts_to_the_last_line(run: RunDir, following
     assert line_of(following) == "[1:0] one"
     add(run.rank_log(1, 0), "two\n")
     assert line_of(following) == "[1:0] two"
-    happened(run, "attempt_ended", attempt=1, cause="preempted", step=5)
+    write_events(run, attempt_ended(None, "preempted"))
     add(run.rank_log(2, 3), "three\n")
     assert line_of(following) == "[2:3] three"
     run.rank_log(2, 3).unlink()
@@ -309,7 +301,7 @@ def test_following_goes_on_over_attempts_to_the_last_line(run: RunDir, following
     run.attempt_logs(3).mkdir()
     add(run.rank_log(3, 0), "four\nand no line break")
     assert {line_of(following), line_of(following)} == {"[1:0] late, and killed in the middle of a li", "[3:0] four"}
-    happened(run, "attempt_ended", attempt=2, cause="completed", step=9)
+    write_events(run, attempt_ended(attempt=2, step=9))
     out, err = following.communicate(timeout=60)
     assert (following.returncode, out, err) == (0, "[3:0] and no line break\n", "")
 

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+from support.events import attempt_ended, claimed, interruption, submitted, write_events
 from support.reported_runs import (
     BEGAN,
     CLASSES,
     COMMIT,
-    EVENTS,
     HOSTILE,
     STEPS,
     complete,
@@ -96,10 +96,7 @@ def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> Non
         torch.tensor([0, 0, 0, 1] + [1] * 4 + [0, 0] + [2] * 5),
     )
     run.confusion.write_text(confusion_csv(labels, predicted, names))
-    interruption = next(event for event in EVENTS if event["event"] == "interruption")
-    append_json_line(
-        run.events / "z.jsonl", {**interruption, "time": BEGAN + 132, "detail": "=cmd()", "cause": "+hang"}
-    )
+    write_events(run, interruption(BEGAN + 132, "+hang", step=120, failed_at=BEGAN + 130, detail="=cmd()"))
     written = report(capsys, run.path)
     tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in written.tables}
     assert tables["classes.csv"]["class"].tolist() == [f"'{name}" for name in names]
@@ -333,13 +330,9 @@ def test_page_of_a_running_run(tmp_path: Path, capsys: Capture) -> None:
 
 def test_failed_run_shows_its_last_message(tmp_path: Path, capsys: Capture) -> None:
     run = pending_run(tmp_path / "r")
-    events = [
-        {"event": "submitted", "job_id": "7", "cluster": "local", "started": 0.0},
-        {"event": "claimed", "job_id": "7", "restart": 0, "secret": "a", "nodes": ["a1"]},
-        {"event": "attempt_ended", "cause": "bad_input", "step": None, "detail": "error: --lr is 9 & diverged"},
-    ]
-    lines = [json.dumps({"time": 1_700_000_001.0 + at, "attempt": 1, **event}) for at, event in enumerate(events)]
-    (run.events / "agent.jsonl").write_text("\n".join(lines) + "\n")
+    (run.events / "agent.jsonl").unlink()
+    ended = attempt_ended(BEGAN + 3, "bad_input", step=None, detail="error: --lr is 9 & diverged")
+    write_events(run, submitted(BEGAN + 1, cluster="local", started=0), claimed(BEGAN + 2), ended)
     html = report(capsys, run.path).html
     assert "The run failed. Last message: <code>error: --lr is 9 &amp; diverged</code>" in html
     assert "Nothing interrupted this run." in html

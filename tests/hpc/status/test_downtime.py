@@ -2,36 +2,45 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.events import (
+    attempt_ended,
+    claimed,
+    event,
+    first_step,
+    interruption,
+    resubmitted,
+    resumed,
+    staged,
+    train_started,
+    train_stopped,
+    write_events,
+)
 
 from hpc.core import ledger
 from hpc.core.attempts import attempts_of
 from hpc.core.files import append_json_line
+from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.status.downtime import PARTS, Interruption, goodput, interruptions_of, recovery_by_cause
 from hpc.status.run_view import summarize
 
 
-def interruptions(directory: Path, *events: dict[str, Any]) -> list[Interruption]:
+def interruptions(directory: Path, *events: Event) -> list[Interruption]:
     """The interruptions in these events, written by two writers."""
-    for number, event in enumerate(events):
-        append_json_line(directory / f"writer-{number % 2}.jsonl", event)
-    return interruptions_of(ledger.read(directory))
+    for number in (0, 1):
+        write_events(RunDir(directory), *events[number::2], file=f"writer-{number}.jsonl")
+    return interruptions_of(ledger.read(RunDir(directory).events))
 
 
-def happened(time: float, event: str, attempt: int = 1, **fields: Any) -> dict[str, Any]:
-    return {"time": time, "event": event, "attempt": attempt, **fields}
+def began(at: float, attempt: int = 1) -> Event:
+    return claimed(at, attempt, restart=attempt - 1, nodes=("a", "b"))
 
 
-def claimed(time: float, attempt: int = 1) -> dict[str, Any]:
-    return happened(time, "claimed", attempt, job_id="7", restart=attempt - 1, secret="aa", nodes=["a", "b"])
-
-
-def started(time: float, step: int, attempt: int = 1) -> dict[str, Any]:
+def started(at: float, step: int, attempt: int = 1) -> Event:
     """Rank 0, 5 s after its process began, of which it took 3 to meet the others."""
-    return happened(time, "train_started", attempt, step=step, world_size=4, seconds=5.0, connect_seconds=3.0)
+    return train_started(at, step, attempt=attempt, world_size=4, seconds=5.0, connect_seconds=3.0)
 
 
 def seconds(**parts: float | None) -> dict[str, float | None]:
@@ -39,125 +48,115 @@ def seconds(**parts: float | None) -> dict[str, float | None]:
 
 
 FIRST = (
-    claimed(1.0),
-    happened(2.0, "staged", node="a", source="/d"),
+    began(1.0),
+    staged(2.0, node="a"),
     started(10.0, step=0),
-    happened(11.0, "first_step", step=1),
+    first_step(11.0, 1),
 )
 
 
 def test_run_without_interruption_has_none(tmp_path: Path) -> None:
-    assert interruptions(tmp_path, *FIRST, happened(50.0, "attempt_ended", cause="completed", step=90)) == []
+    assert interruptions(tmp_path, *FIRST, attempt_ended(50.0, step=90)) == []
 
 
 def test_worker_that_was_restarted_in_place(tmp_path: Path) -> None:
-    (interruption,) = interruptions(
+    (found,) = interruptions(
         tmp_path,
         *FIRST,
-        happened(
-            31.0,
-            "interruption",
-            cause="crashed",
-            step=57,
-            rank=3,
-            node="b",
-            detail="KeyError: 1",
-            failed_at=30.5,
-            round=1,
-        ),
+        interruption(31.0, step=57, rank=3, node="b", detail="KeyError: 1", failed_at=30.5, round=1),
         started(40.0, step=55),
-        happened(41.5, "first_step", step=56),
+        first_step(41.5, 56),
     )
-    assert (interruption.cause, interruption.attempt, interruption.step, interruption.failed_at) == (
+    assert (found.cause, found.attempt, found.step, found.failed_at) == (
         "crashed",
         1,
         57,
         30.5,
     )
-    assert (interruption.rank, interruption.node, interruption.detail) == (3, "b", "KeyError: 1")
-    assert interruption.steps_lost == 2
-    assert interruption.seconds == seconds(notice=0.5, rendezvous=7.0, restore=2.0, first_step=1.5, total=11.0)
+    assert (found.rank, found.node, found.detail) == (3, "b", "KeyError: 1")
+    assert found.steps_lost == 2
+    assert found.seconds == seconds(notice=0.5, rendezvous=7.0, restore=2.0, first_step=1.5, total=11.0)
 
 
 def test_worker_that_trained_again_before_its_failure_was_recorded(tmp_path: Path) -> None:
     again = {**started(30.9, step=55), "seconds": 0.3, "connect_seconds": 0.2}
-    crash = happened(31.6, "interruption", cause="crashed", step=57, rank=3, failed_at=30.5, round=1)
-    [interruption] = interruptions(tmp_path, *FIRST, again, happened(31.0, "first_step", step=56), crash)
-    assert interruption.steps_lost == 2
-    assert interruption.seconds == seconds(notice=0.3, restore=0.1, first_step=0.1, total=0.5)
-    [attempt] = attempts_of(ledger.read(tmp_path))
+    crash = interruption(31.6, step=57, rank=3, failed_at=30.5, round=1)
+    [found] = interruptions(tmp_path, *FIRST, again, first_step(31.0, 56), crash)
+    assert found.steps_lost == 2
+    assert found.seconds == seconds(notice=0.3, restore=0.1, first_step=0.1, total=0.5)
+    [attempt] = attempts_of(ledger.read(RunDir(tmp_path).events))
     assert attempt.restored_step == 55, "the ranks that run now have this step"
     assert attempt.interruptions[0].restored_step == 0
 
 
 def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:
-    (interruption,) = interruptions(
+    (found,) = interruptions(
         tmp_path,
         *FIRST,
-        happened(33.0, "train_stopped", step=60, signal="SIGTERM", seconds=2.0),
-        happened(34.0, "attempt_ended", cause="preempted", step=60),
-        happened(35.0, "requeued", job_id="7"),
-        claimed(155.0, attempt=2),
-        happened(156.0, "staged", 2, node="a", source="/d"),
-        happened(158.0, "staged", 2, node="b", source="/d"),
+        train_stopped(33.0, 60, seconds=2.0),
+        attempt_ended(34.0, "preempted", step=60),
+        event("requeued", 35.0, attempt=1, job_id="7"),
+        began(155.0, attempt=2),
+        staged(156.0, 2, node="a"),
+        staged(158.0, 2, node="b"),
         started(166.0, step=60, attempt=2),
-        happened(167.0, "first_step", 2, step=61),
+        first_step(167.0, 61, attempt=2),
     )
-    assert interruption.failed_at == 31.0, "the stop signal"
-    assert interruption.steps_lost == 0
-    assert interruption.seconds == seconds(
+    assert found.failed_at == 31.0, "the stop signal"
+    assert found.steps_lost == 0
+    assert found.seconds == seconds(
         notice=3.0, release=1.0, start=120.0, stage=3.0, rendezvous=6.0, restore=2.0, first_step=1.0, total=136.0
     )
 
 
 def test_pause_until_the_user_resumes_is_no_recovery(tmp_path: Path) -> None:
-    (interruption,) = interruptions(
+    (found,) = interruptions(
         tmp_path,
         *FIRST,
-        happened(34.0, "attempt_ended", cause="cancelled", step=60),
-        happened(9034.0, "resumed", number=1, cancellations=1),
-        happened(9035.0, "resubmitted", job_id="8", excluded=[]),
-        claimed(9040.0, attempt=2),
-        happened(9041.0, "staged", 2, node="a", source="/d"),
+        attempt_ended(34.0, "cancelled", step=60),
+        resumed(9034.0, cancellations=1),
+        resubmitted(9035.0),
+        began(9040.0, attempt=2),
+        staged(9041.0, 2, node="a"),
         started(9050.0, step=60, attempt=2),
-        happened(9051.0, "first_step", 2, step=61),
+        first_step(9051.0, 61, attempt=2),
     )
-    assert (interruption.cause, interruption.steps_lost) == ("cancelled", 0)
-    assert interruption.seconds["total"] == 17.0
+    assert (found.cause, found.steps_lost) == ("cancelled", 0)
+    assert found.seconds["total"] == 17.0
 
 
 def test_attempt_that_ended_without_reporting_is_noticed_by_the_next(tmp_path: Path) -> None:
-    (interruption,) = interruptions(
+    (found,) = interruptions(
         tmp_path,
         *FIRST,
-        claimed(330.0, attempt=2),
-        happened(330.1, "attempt_ended", cause="node_failure", step=60, last_heard=29.0, detail="down: b"),
+        began(330.0, attempt=2),
+        attempt_ended(330.1, "node_failure", step=60, last_heard=29.0, detail="down: b"),
         started(340.0, step=40, attempt=2),
     )
-    assert interruption.steps_lost == 20
-    assert interruption.seconds == seconds(notice=301.0, rendezvous=8.0, restore=2.0, first_step=None, total=311.0), (
+    assert found.steps_lost == 20
+    assert found.seconds == seconds(notice=301.0, rendezvous=8.0, restore=2.0, first_step=None, total=311.0), (
         "no record of the first step: until the training started"
     )
 
 
 def test_lost_node_failed_when_it_was_last_heard_of(tmp_path: Path) -> None:
-    (interruption,) = interruptions(
+    (found,) = interruptions(
         tmp_path,
         *FIRST,
-        happened(35.0, "node_lost", node="b", last_heard=31.0, detail="no word for 4 s"),
-        happened(35.2, "interruption", cause="node_failure", step=60, failed_at=None, round=1),
+        event("node_lost", 35.0, attempt=1, node="b", last_heard=31.0, detail="no word for 4 s"),
+        interruption(35.2, "node_failure", step=60, failed_at=None, round=1),
     )
-    assert (interruption.failed_at, interruption.node) == (31.0, "b")
-    assert interruption.seconds["notice"] == pytest.approx(4.2)
-    assert interruption.seconds["total"] is None, "the ranks have not started yet"
+    assert (found.failed_at, found.node) == (31.0, "b")
+    assert found.seconds["notice"] == pytest.approx(4.2)
+    assert found.seconds["total"] is None, "the ranks have not started yet"
 
 
 def test_second_failure_before_the_ranks_are_back_has_the_steps_of_both(tmp_path: Path) -> None:
     first, second = interruptions(
         tmp_path,
         *FIRST,
-        happened(31.0, "interruption", cause="crashed", step=57, failed_at=31.0, round=1),
-        happened(35.0, "interruption", cause="bad_node", step=None, failed_at=35.0, round=1),
+        interruption(31.0, step=57, failed_at=31.0, round=1),
+        interruption(35.0, "bad_node", step=None, failed_at=35.0, round=1),
         started(45.0, step=50),
     )
     assert (first.steps_lost, first.seconds["total"]) == (None, None)
@@ -166,15 +165,15 @@ def test_second_failure_before_the_ranks_are_back_has_the_steps_of_both(tmp_path
 
 def test_interruption_that_ended_the_attempt_after_all_is_one(tmp_path: Path) -> None:
     """A node is lost, and too few are left to go on without it."""
-    (interruption,) = interruptions(
+    (found,) = interruptions(
         tmp_path,
         *FIRST,
-        happened(31.0, "interruption", cause="node_failure", step=57, node="b", failed_at=30.0, round=1),
-        happened(33.0, "attempt_ended", cause="node_failure", step=57, node="b", failed_at=30.0),
-        claimed(40.0, attempt=2),
+        interruption(31.0, "node_failure", step=57, node="b", failed_at=30.0, round=1),
+        attempt_ended(33.0, "node_failure", step=57, node="b", failed_at=30.0),
+        began(40.0, attempt=2),
         started(50.0, step=50, attempt=2),
     )
-    assert (interruption.steps_lost, interruption.seconds["notice"], interruption.seconds["total"]) == (7, 3.0, 20.0)
+    assert (found.steps_lost, found.seconds["notice"], found.seconds["total"]) == (7, 3.0, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +181,7 @@ def test_interruption_that_ended_the_attempt_after_all_is_one(tmp_path: Path) ->
     [("crashed", True), ("preempted", True), ("bad_input", False), ("cancelled", False), ("completed", False)],
 )
 def test_last_end_is_an_interruption_if_the_run_should_go_on(tmp_path: Path, cause: str, interrupted: bool) -> None:
-    found = interruptions(tmp_path, *FIRST, happened(40.0, "attempt_ended", cause=cause, step=60, failed_at=39.0))
+    found = interruptions(tmp_path, *FIRST, attempt_ended(40.0, cause, step=60, failed_at=39.0))
     assert [interruption.cause for interruption in found] == [cause] * interrupted
 
 
@@ -191,9 +190,9 @@ def test_end_after_too_many_failures_is_none(tmp_path: Path) -> None:
     found = interruptions(
         tmp_path,
         *FIRST,
-        happened(40.0, "interruption", failed_at=39.0, **failure),
+        interruption(40.0, failed_at=39.0, **failure),
         started(45.0, step=60),
-        happened(46.0, "attempt_ended", failed_at=45.0, **failure),
+        attempt_ended(46.0, failed_at=45.0, **failure),
     )
     assert [interruption.recorded_at for interruption in found] == [40.0]
 
@@ -202,11 +201,11 @@ def test_recovery_by_cause(tmp_path: Path) -> None:
     found = interruptions(
         tmp_path,
         *FIRST,
-        happened(30.0, "interruption", cause="crashed", step=20, failed_at=30.0),
+        interruption(30.0, step=20, failed_at=30.0),
         started(40.0, step=19),
-        happened(50.0, "interruption", cause="crashed", step=30, failed_at=50.0),
+        interruption(50.0, step=30, failed_at=50.0),
         started(70.0, step=25),
-        happened(80.0, "interruption", cause="hang", step=40, failed_at=80.0),
+        interruption(80.0, "hang", step=40, failed_at=80.0),
     )
     assert recovery_by_cause(found) == {
         "crashed": {"count": 2, "median_seconds": 15.0, "steps_lost": 6},
@@ -222,39 +221,35 @@ def test_goodput_is_unknown_where_the_time_is_not_recorded() -> None:
 def test_steps_that_a_script_lost_are_unknown(tmp_path: Path) -> None:
     """It reports none; how many it repeats is its own affair."""
     run = RunDir(tmp_path)
-    run.events.mkdir()
-    for event in (
-        claimed(1.0),
-        happened(31.0, "interruption", cause="crashed", step=None, failed_at=30.0),
-        happened(40.0, "attempt_ended", cause="preempted", step=None),
-        claimed(50.0, attempt=2),
-        happened(90.0, "attempt_ended", 2, cause="completed", step=None),
-    ):
-        append_json_line(run.events / "x.jsonl", event)
+    write_events(
+        run,
+        began(1.0),
+        interruption(31.0, step=None, failed_at=30.0),
+        attempt_ended(40.0, "preempted", step=None),
+        began(50.0, attempt=2),
+        attempt_ended(90.0, attempt=2, step=None),
+    )
     summary = summarize(run, None)
     assert (len(summary["interruptions"]), summary["steps_lost"]) == (2, None)
     assert [cost["steps_lost"] for cost in summary["recovery"].values()] == [None, None]
 
 
 def test_run_without_interruption_lost_no_step(tmp_path: Path) -> None:
-    (tmp_path / "events").mkdir()
-    append_json_line(tmp_path / "events" / "x.jsonl", claimed(1.0))
+    write_events(RunDir(tmp_path), began(1.0))
     assert summarize(RunDir(tmp_path), None)["steps_lost"] == 0
 
 
 def test_summary_has_the_interruptions(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    for directory in (run.events, run.train_metrics.parent):
-        directory.mkdir()
-    events = (
+    run.train_metrics.parent.mkdir()
+    write_events(
+        run,
         *FIRST,
-        happened(31.0, "interruption", cause="crashed", step=57, failed_at=30.0),
-        happened(32.0, "rendezvous", round=2, port=1, members=[1]),
+        interruption(31.0, step=57, failed_at=30.0),
+        event("rendezvous", 32.0, attempt=1, round=2, port=1, members=[1]),
         started(40.0, step=55),
-        happened(81.0, "attempt_ended", cause="completed", step=90),
+        attempt_ended(81.0, step=90),
     )
-    for event in events:
-        append_json_line(run.events / "x.jsonl", event)
     append_json_line(run.train_metrics, {"step": 90, "epoch": 1, "time": 80.0, "train_seconds": 60.0})
     summary = json.loads(json.dumps(summarize(run, None)))
     assert (summary["state"], summary["steps_lost"], summary["goodput"]) == ("completed", 2, 0.75)

@@ -6,17 +6,14 @@ import re
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.events import claimed, event, interruption, submitted, write_events
 from support.reported_runs import pending_run, report, spec_of
 
-from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources
 from hpc.status import __main__ as status
-
-FAILED = {"event": "interruption", "attempt": 1, "cause": "crashed", "step": None, "rank": 0, "node": "a1"}
 
 
 @pytest.fixture
@@ -26,14 +23,13 @@ def run(tmp_path: Path) -> RunDir:
     found = pending_run(tmp_path / "r", replace(spec, resources=Resources(nodes="1", gpus_per_node="2")))
     (found.events / "agent.jsonl").unlink()
     now = time.time()
-    claimed = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["a1"]}
-    events: list[tuple[float, dict[str, Any]]] = [
-        (301, {"event": "submitted", "job_id": "7", "cluster": "slurm"}), (300, claimed),
-        (200, {**FAILED, "failed_at": now - 201, "detail": "disk"}),
-        (100, {**FAILED, "failed_at": now - 101, "detail": "network"}),
-    ]  # fmt: skip
-    for ago, event in events:
-        append_json_line(found.events / "agent.jsonl", {"time": now - ago, **event})
+    write_events(
+        found,
+        submitted(now - 301),
+        claimed(now - 300, nodes=("a1",)),
+        interruption(now - 200, step=None, rank=0, node="a1", failed_at=now - 201, detail="disk"),
+        interruption(now - 100, step=None, rank=0, node="a1", failed_at=now - 101, detail="network"),
+    )
     log = found.rank_log(1, 0)
     log.parent.mkdir(parents=True)
     log.write_text("step 1\nstep 2 \x1b[31mloss\n\n")
@@ -77,8 +73,7 @@ def test_ranks_on_cpus_are_not_called_gpus(
     run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    checked = {"time": time.time(), "event": "preflight", "attempt": 1, "device": "CPU", "world_size": 2}
-    append_json_line(run.events / "agent.jsonl", {**checked, "seconds": 0.1})
+    write_events(run, event("preflight", attempt=1, device="CPU", world_size=2, seconds=0.1))
     text = printed(capsys, str(run.path))
     assert "GPU" not in text
     assert re.search(r"^on CPUs +2 ranks\b", text, re.MULTILINE)

@@ -8,46 +8,51 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.table import Table
+from support.events import (
+    attempt_ended,
+    claimed,
+    event,
+    first_step,
+    interruption,
+    of_message,
+    recorded_run,
+    submitted,
+    train_started,
+    train_stopped,
+    write_events,
+)
 
 from hpc.core.causes import JobState
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.slurm.squeue import SlurmJob
-from hpc.spec import Resources, RunSpec
+from hpc.spec import Resources
 from hpc.status import __main__ as status
 from hpc.status import table
 from hpc.status.cells import wait_reason
 from hpc.status.details import budget_lines, interruption_table, largest_parts
 from hpc.status.run_view import summarize
 
-CRASH = {"cause": "crashed", "rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
+CRASH = {"rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
 EVENTS = (
-    {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm", "stop_lead_seconds": 30},
-    {"time": 1.0, "event": "claimed", "job_id": "7", "restart": 0, "secret": "aa", "nodes": ["gpu01", "gpu02"]},
-    {"time": 10.0, "event": "train_started", "step": 0, "total_steps": 90, "world_size": 4, "seconds": 5.0},
-    {"time": 30.0, "event": "interruption", "step": 57, "failed_at": 29.0, **CRASH},
-    {"time": 38.0, "event": "train_started", "step": 55, "total_steps": 90, "world_size": 4, "seconds": 5.0},
-    {"time": 50.0, "event": "interruption", "step": 80, "failed_at": 49.5, **CRASH},
-    {"time": 62.0, "event": "train_started", "step": 79, "total_steps": 90, "world_size": 4, "seconds": 5.0},
-    {"time": 63.0, "event": "first_step", "step": 80},
-    {"time": 65.0, "event": "train_stopped", "step": 85, "signal": "SIGTERM", "seconds": 28.0},
-    {"time": 66.0, "event": "attempt_ended", "cause": "preempted", "step": 85},
+    submitted(0.0, stop_lead_seconds=30),
+    claimed(1.0, nodes=("gpu01", "gpu02")),
+    train_started(10.0, total_steps=90, world_size=4, seconds=5.0),
+    interruption(30.0, step=57, failed_at=29.0, **CRASH),
+    train_started(38.0, 55, total_steps=90, world_size=4, seconds=5.0),
+    interruption(50.0, step=80, failed_at=49.5, **CRASH),
+    train_started(62.0, 79, total_steps=90, world_size=4, seconds=5.0),
+    first_step(63.0, 80),
+    train_stopped(65.0, 85, seconds=28.0),
+    attempt_ended(66.0, "preempted", step=85),
 )
-
-
 RESOURCES = Resources(nodes="2", gpus_per_node="a100:4", partition="gpu")
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    found = RunDir(tmp_path / "r")
-    found.events.mkdir(parents=True)
+    found = recorded_run(tmp_path / "r", *EVENTS, resources=RESOURCES)
     found.eval_metrics.parent.mkdir()
-    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=RESOURCES, script=("a.py",))
-    spec.save(found)
-    for event in EVENTS:
-        attempt = {} if event["event"] == "submitted" else {"attempt": 1}
-        append_json_line(found.events / "x.jsonl", {**event, **attempt})
     append_json_line(found.eval_metrics, {"split": "val", "accuracy": 0.5, "step": 57})
     return found
 
@@ -61,12 +66,13 @@ def test_control_characters_of_ranks_and_nodes_reach_no_terminal(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hostile = "\x1b[2J\x1b]0;owned\x07"
-    failed = {"event": "interruption", "attempt": 2, "step": 3, "cause": hostile, "node": hostile, "rank": 1}
-    claimed = {"event": "claimed", "job_id": "8", "restart": 0, "secret": "b", "nodes": [hostile]}
-    ended = {"event": "attempt_ended", "cause": "bad_input", "step": 3, "detail": hostile}
-    off = {"event": "snapshot_off", "reason": hostile}
-    for number, event in enumerate((claimed, {**failed, "detail": hostile, "failed_at": 80.0}, off, ended)):
-        append_json_line(run.events / "y.jsonl", {"time": 80.0 + number, "attempt": 2, **event})
+    write_events(
+        run,
+        claimed(80.0, 2, job_id="8", nodes=(hostile,)),
+        interruption(81.0, hostile, attempt=2, step=3, rank=1, node=hostile, detail=hostile, failed_at=80.0),
+        event("snapshot_off", 82.0, attempt=2, reason=hostile),
+        attempt_ended(83.0, "bad_input", attempt=2, step=3, detail=hostile),
+    )
     assert printed(capsys, str(run.path)).count(r"\x1b[2J\x1b]0;owned\x07") >= 5
     assert "\x1b" not in printed(capsys, str(run.path)) + printed(capsys, "--runs-dir", str(run.path.parent))
     assert status.wait_for_end(run, None) == 1
@@ -171,10 +177,7 @@ def test_json_has_what_people_see(run: RunDir, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("final", [True, False], ids=["a training", "a script"])
 def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    ended = {"time": 90.0, "event": "attempt_ended", "attempt": 2, "cause": "completed", "step": None}
-    claimed = {**EVENTS[1], "time": 70.0, "attempt": 2}
-    for event in (claimed, ended):
-        append_json_line(run.events / "y.jsonl", event)
+    write_events(run, claimed(70.0, 2), attempt_ended(90.0, attempt=2, step=None))
     if final:
         run.final.mkdir()
         run.final_result.write_text("{}")
@@ -185,10 +188,9 @@ def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys
 def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for number, name in enumerate(("claimed", "train_completed", "attempt_ended", "claimed", "attempt_ended")):
-        fields = {"time": 70.0 + number, "attempt": 2 + (number > 2), "cause": "completed", "step": None}
-        nothing = {"learned_nothing": "the model has learned nothing"} if name == "train_completed" else {}
-        append_json_line(run.events / "y.jsonl", {**EVENTS[1], **fields, "event": name, **nothing})
+    completed = event("train_completed", 71.0, attempt=2, step=90, learned_nothing="the model has learned nothing")
+    write_events(run, claimed(70.0, 2), completed, attempt_ended(72.0, attempt=2))
+    write_events(run, claimed(73.0, 3), attempt_ended(74.0, attempt=3))
     run.final.mkdir()
     run.final_result.write_text("{}")
     assert "warning: the model has learned nothing\n" in printed(capsys, str(run.path))
@@ -219,8 +221,7 @@ def test_used_budgets_are_shown() -> None:
 
 
 def test_suspended_run_says_so(run: RunDir) -> None:
-    claimed = {"event": "claimed", "attempt": 2, "job_id": "8", "restart": 0, "secret": "b", "nodes": ["gpu01"]}
-    append_json_line(run.events / "y.jsonl", {"time": 80.0, **claimed})
+    write_events(run, claimed(80.0, 2, job_id="8"))
     job = SlurmJob(job_id="8", state=JobState.SUSPENDED, reason="None", nodes="gpu01", command=str(run.script))
     row = summarize(run, [job])
     assert (row["state"], row["reason"]) == ("pending", "suspended")
@@ -229,17 +230,14 @@ def test_suspended_run_says_so(run: RunDir) -> None:
 
 def test_message_that_could_not_be_sent_is_shown_until_it_is(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     message, everything = {"notice": "failed-001", "recipient": "hook"}, ("--runs-dir", str(run.path.parent))
-    path = run.events / "notice-failed-001-hook-1.jsonl"
-    append_json_line(path, {"time": 90.0, "event": "notifying", "host": "gpu01", **message})
-    append_json_line(path, {"time": 91.0, "event": "notification_failed", "reason": "no answer", **message})
+    write_events(run, of_message("notifying", 90.0), of_message("notification_failed", 91.0, reason="no answer"))
     assert printed(capsys, *everything).splitlines()[-1] == "r: hook could not be notified: no answer"
     text = " ".join(printed(capsys, str(run.path)).split())
     assert "hook did not get the message failed-001 (no answer): try it with hpc notify hook" in text
     (row,) = json.loads(printed(capsys, *everything, "--json"))
     assert row["unsent"] == [{**message, "problem": "no answer"}]
 
-    again = run.events / "notice-failed-001-hook-2.jsonl"
-    append_json_line(again, {"time": 152.0, "event": "notification_sent", **message})
+    write_events(run, of_message("notification_sent", 152.0), file="notice-failed-001-hook-2.jsonl")
     (row,) = json.loads(printed(capsys, *everything, "--json"))
     assert row["unsent"] == []
     assert "hook" not in printed(capsys, *everything) + printed(capsys, str(run.path))

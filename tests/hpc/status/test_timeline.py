@@ -3,26 +3,36 @@
 from typing import Any
 
 import pytest
+from support.events import (
+    attempt_ended,
+    claimed,
+    first_step,
+    interruption,
+    resubmitted,
+    resumed,
+    submitted,
+    train_started,
+)
 
+from hpc.core.ledger import Event
 from hpc.status.downtime import interruptions_of
 from hpc.status.timeline import GPU_PARTS, Period, gpu_hours, periods_of
 
-Event = dict[str, Any]
 STEPS = 400
 # On two nodes with a rank each: attempt 1 crashes at step 120 and goes on, is preempted at 210; attempt 2 completes.
 EVENTS: tuple[Event, ...] = (
-    {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm"},
-    {"time": 1.0, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["a1", "a2"]},
-    {"time": 9.0, "event": "train_started", "attempt": 1, "step": 0, "world_size": 2, "train_seconds": 0.0},
-    {"time": 10.0, "event": "first_step", "attempt": 1, "step": 1},
-    {"time": 131.0, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 120, "failed_at": 130.0},
-    {"time": 139.0, "event": "train_started", "attempt": 1, "step": 118, "world_size": 2, "train_seconds": 106.2},
-    {"time": 140.0, "event": "first_step", "attempt": 1, "step": 119},
-    {"time": 234.0, "event": "attempt_ended", "attempt": 1, "cause": "preempted", "step": 210, "failed_at": 232.0},
-    {"time": 300.0, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "secret": "b", "nodes": ["a", "b"]},
-    {"time": 309.0, "event": "train_started", "attempt": 2, "step": 210, "world_size": 2, "train_seconds": 189.0},
-    {"time": 310.0, "event": "first_step", "attempt": 2, "step": 211},
-    {"time": 505.0, "event": "attempt_ended", "attempt": 2, "cause": "completed", "step": STEPS},
+    submitted(0.0),
+    claimed(1.0, nodes=("a1", "a2")),
+    train_started(9.0, world_size=2, train_seconds=0.0),
+    first_step(10.0),
+    interruption(131.0, step=120, failed_at=130.0),
+    train_started(139.0, 118, world_size=2, train_seconds=106.2),
+    first_step(140.0, 119),
+    attempt_ended(234.0, "preempted", step=210, failed_at=232.0),
+    claimed(300.0, 2, restart=1, nodes=("a", "b")),
+    train_started(309.0, 210, attempt=2, world_size=2, train_seconds=189.0),
+    first_step(310.0, 211, attempt=2),
+    attempt_ended(505.0, attempt=2, step=STEPS),
 )
 WHOLE = [
     ("queue", 0, 1, None), ("startup", 1, 10, None), ("training", 10, 130, None), ("recovery", 130, 140, 1),
@@ -84,9 +94,7 @@ def test_recovery_whose_beginning_is_not_recorded_ends_with_the_first_step() -> 
 
 
 def test_pause_before_a_resumption_is_neither_queue_nor_recovery() -> None:
-    resumed = {"time": 290.0, "event": "resumed", "attempt": 1, "number": 1, "cancellations": 0}
-    submitted = {"time": 292.0, "event": "resubmitted", "attempt": 1, "job_id": "8"}
-    events = sorted([*events_until(505), resumed, submitted], key=lambda event: event["time"])
+    events = sorted([*events_until(505), resumed(290.0), resubmitted(292.0)], key=lambda event: event["time"])
     found = short(periods(events, 505))
     assert [one for one in found if one[3] == 2] == [
         ("recovery", 290, 292, 2), ("queue", 292, 300, 2), ("recovery", 300, 310, 2),

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead
+from support.events import attempt_ended, claimed, write_events
 
 from hpc.core import ledger
-from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm.client import running_slurm_conf
 from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
@@ -43,11 +43,10 @@ def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs"
     run = site.submit("--data=data", f"--name={name}", f"--runs-dir={runs_dir}", "--nodes=1", PATH=lost)
     run.directory.script.write_text(SLEEP.format(run.directory.path))
     job_id = site.slurm("sbatch", "--parsable", str(run.directory.script)) if holds_nodes else "999999"
-    claim = {"attempt": 1, "job_id": job_id, "restart": 0, "secret": "n", "port": 1, "nodes": ["gpu01"]}
-    line = {"time": time.time() - 900, "event": "claimed", **claim}
-    (run.directory.events / "attempt-001-node-00.jsonl").write_text(json.dumps(line) + "\n")
-    submitted = {**run.events("submitted")[0], "time": time.time() - 1000, "job_id": job_id}
-    (run.directory.events / "submit.jsonl").write_text(json.dumps(submitted) + "\n")
+    now, submission = time.time(), run.events("submitted")[0]
+    (run.directory.events / "submit.jsonl").unlink()
+    write_events(run.directory, {**submission, "time": now - 1000, "job_id": job_id}, file="submit.jsonl")
+    write_events(run.directory, claimed(now - 900, job_id=job_id), file="attempt-001-node-00.jsonl")
     found = Run(site, run.directory, job_id)
     if holds_nodes:
         found.wait("the start", lambda: found.queue("%T") == "RUNNING")
@@ -167,7 +166,7 @@ def test_run_directory_that_is_deleted_or_damaged_harms_no_other(site: Site) -> 
 
 def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
-    EventWriter(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed", step=0)
+    write_events(run.directory, attempt_ended(None, "crashed", step=0))
     assert actions(site, "--dry-run") == {"run": "resubmit"}
     run.site.hpc("cancel", str(run.directory.path))
     assert actions(site) == {"run": "keep"}
@@ -226,7 +225,7 @@ def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
 
 def test_on_end_is_called_once(site: Site) -> None:
     run = crippled(site, "run", holds_nodes=False)
-    EventWriter(run.directory.events / "x.jsonl").append("attempt_ended", attempt=1, cause="bad_input", step=0)
+    write_events(run.directory, attempt_ended(None, "bad_input", step=0))
     tell = program(
         site.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {site.path}/notified'
     )
