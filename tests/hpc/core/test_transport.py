@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from support.waiting import wait_for
 
 from hpc.core import transport
 from hpc.core.transport import Connection, Limits, Server, TransportError, connect
@@ -201,9 +202,7 @@ def test_authenticated_connections_are_limited_and_none_is_cut(serve: Callable[.
             third.receive()
         first.send({})
         assert first.receive() == {"echo": {}}
-    deadline = time.monotonic() + 10
-    while server._authenticated and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: not server._authenticated)
     assert works(server), "places are given back"
 
 

@@ -12,17 +12,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.events import (
+    claimed,
+    first_step,
+    interruption,
+    recorded_run,
+    submitted,
+    train_started,
+    write_events,
+)
+from support.waiting import wait_for
 
 from hpc.core.errors import UserError
 from hpc.core.files import append_json_line, write_json
 from hpc.core.kernel import is_alive, start_time
-from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import HeldNodeDir, NodeDir
 from hpc.core.rundir import RunDir
 from hpc.drill import __main__ as drill
 from hpc.drill import node_faults
 from hpc.drill.__main__ import DrillOptions, DrillTarget, Kind, plan, target_of
-from hpc.spec import Resources, RunSpec
 
 ROOT = Path(__file__).parents[3]
 Process = subprocess.Popen[bytes]
@@ -68,12 +76,10 @@ def test_drill_that_needs_slurm(kind: Kind) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    found = RunDir(tmp_path / "r")
-    for directory in (found.events, found.train_metrics.parent, found.code):
+    found = recorded_run(tmp_path / "r", cluster="local")
+    for directory in (found.train_metrics.parent, found.code):
         directory.mkdir(parents=True)
     (found.packages).symlink_to(ROOT)
-    spec = RunSpec(name="r", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
-    spec.save(found)
     return found
 
 
@@ -131,13 +137,6 @@ def memory(run: RunDir) -> Iterator[NodeDir]:
 def beat(memory: NodeDir, local_rank: int, rank: int, pid: int, at: float = 1.0) -> None:
     text = json.dumps({"rank": rank, "pid": pid, "step": 9, "phase": "step", "count": 1, "time": at})
     memory.heartbeat(local_rank).write_text(text.ljust(512))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def state_of(pid: int) -> str:
@@ -213,9 +212,8 @@ def rank(run: RunDir, memory: NodeDir, spawn: Callable[..., Process]) -> Process
     """The only rank of a run that trains on this machine; its controller is this very process."""
     process, own = spawn(SLEEP), os.getpid()
     beat(memory, 0, 0, process.pid)
-    events = EventWriter(run.events / "x.jsonl")
-    events.append("submitted", job_id=str(own), cluster="local", started=start_time(own))
-    events.append("claimed", attempt=1, job_id=str(own), restart=0, secret="aa", nodes=["here"])
+    submission = submitted(job_id=str(own), cluster="local", started=start_time(own))
+    write_events(run, submission, claimed(job_id=str(own), nodes=("here",)))
     append_json_line(run.train_metrics, {"step": 9, "epoch": 1, "world_size": 1, "time": time.time()})
     return process
 
@@ -225,10 +223,8 @@ def test_drill_waits_for_the_first_step_and_prints_the_cost(
 ) -> None:
     def recover() -> None:
         rank.wait(60)
-        events = EventWriter(run.events / "x.jsonl")
-        events.append("interruption", attempt=1, cause="crashed", step=9, failed_at=time.time(), rank=0, node="here")
-        events.append("train_started", attempt=1, step=7, world_size=1, seconds=0.0, connect_seconds=0.0)
-        events.append("first_step", attempt=1, step=8)
+        write_events(run, interruption(step=9, failed_at=time.time(), rank=0, node="here"))
+        write_events(run, train_started(step=7, seconds=0.0, connect_seconds=0.0), first_step(step=8))
 
     recovery = threading.Thread(target=recover)
     recovery.start()

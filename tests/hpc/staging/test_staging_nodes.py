@@ -6,14 +6,14 @@ import signal
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.staging_nodes import disk, end_nodes, stage, start_nodes
+from support.waiting import wait_for
 
 from hpc.core import ledger
 from hpc.staging.coordination import Address, CacheStatus, choose_owners
@@ -75,13 +75,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 def contents(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_source_is_read_once_and_every_node_has_all_of_it(nodes: Nodes, source: Path) -> None:

@@ -5,13 +5,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.cluster import need
+from support.waiting import wait_for
 
 from hpc.slurm import client
 from hpc.testbed import daemons, layout
@@ -23,13 +24,6 @@ AS_NOBODY = ("setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups")
 JOB_NAME = "torchrelay-test"
 SMALL = ("--nodes", "1", "--gpus-per-node", "1")
 pytestmark = pytest.mark.slurm
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
 
 
 def call(*command: str, slurm_conf: str = "", cwd: Path = ROOT) -> str:

@@ -1,13 +1,13 @@
 """How long silent nodes are waited for, with Slurm's commands as shell scripts that answer as Slurm did."""
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.cluster import Command
+from support.waiting import wait_for
 
 from hpc.spec import Resources
 from jobs.control.patience import IDLE_SECONDS, LINK_SECONDS, Patience
@@ -33,10 +33,7 @@ def seconds(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> Callab
         patience = Patience(replace(node, spec=replace(node.spec, resources=Resources(nodes="2"))))
         assert patience.seconds(["gpu02"]) == LINK_SECONDS, "nobody waits for Slurm"
         asked.touch()
-        deadline = time.monotonic() + 30
-        while any(thread.name == "patience" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
         return patience.seconds(["gpu02"])
 
     return seconds

@@ -5,21 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
-from support.cluster import TIMEOUT_SECONDS
+from support.waiting import wait_for
 
 from hpc.core.nodedir import HeldNodeDir
 from jobs.node_attempt import NodeAttempt
 from jobs.ranks.log_times import noted_log_times
 from jobs.ranks.torchrun import PROCESS_WRAPPER
-
-
-def wait(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def start_rank(node: NodeAttempt, held: HeldNodeDir, script: str) -> "subprocess.Popen[bytes]":
@@ -33,11 +25,11 @@ def test_every_byte_has_a_time_also_the_last_of_a_rank_that_was_killed(node: Nod
     log, times, began = node.run.rank_log(1, 3), node.run.rank_log_times(1, 3), time.time()
     with noted_log_times(node.run, 1, [3]):
         rank = start_rank(node, held, r"printf 'colour \033[1m, no line break'; sleep 600")
-        wait(times.exists)
+        wait_for(times.exists)
         os.killpg(rank.pid, signal.SIGKILL)
         rank.wait()
         again = start_rank(node, held, "echo; echo again; sleep 600")
-        wait(lambda: b"again" in log.read_bytes())
+        wait_for(lambda: b"again" in log.read_bytes())
         os.killpg(again.pid, signal.SIGKILL)
         again.wait()
     assert log.read_bytes() == b"colour \033[1m, no line break\nagain\n", "nothing is added, and nothing is lost"

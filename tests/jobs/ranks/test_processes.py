@@ -6,26 +6,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, need
 from support.staging_nodes import hanging
+from support.waiting import wait_for
 
 from hpc.core.kernel import children, process_state, steady_time
 from hpc.core.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun, handles
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
 
 # A pretended torchrun: its child, a wrapper, has a child, the rank.
 NESTED = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {code!r}], start_new_session={new}))"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT
+from support.waiting import wait_for
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -32,13 +33,6 @@ from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 from training.runtime.run_context import RESTARTS
 
 SECRET = "the attempt's secret"
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # --- torchruns ---
