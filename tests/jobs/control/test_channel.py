@@ -5,11 +5,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import pytest
 from support.cluster import ROOT
+from support.waiting import wait_for
 
 from hpc.core.transport import Limits, TransportError, connect
 from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
@@ -23,13 +24,6 @@ def server() -> Iterator[ControlServer]:
     made = ControlServer("secret", 3)
     yield made
     made.close()
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 HEARTBEAT = RankHeartbeat(
@@ -154,47 +148,51 @@ def test_head_that_hangs_before_the_training_falls_silent() -> None:
     server.close()
 
 
+# For every line: for how long the agent of node 1 has been silent.
 HEAD = """
-import time
-from hpc.core.transport import Limits, TransportError, connect
-from jobs.control.channel import ControlServer
-print(ControlServer("secret", 3).port, flush=True)
-time.sleep(300)
-"""
-
-
-LISTENER = """
-import time
-from hpc.core.transport import Limits, TransportError, connect
+import sys
 from jobs.control.channel import ControlServer
 server = ControlServer("secret", 3)
 print(server.port, flush=True)
-most, until = 0.0, time.monotonic() + 8
-while time.monotonic() < until:
-    most = max(most, server.silent_seconds(1) or 0.0)
-print(most)
+for _ in sys.stdin:
+    print(server.silent_seconds(1), flush=True)
 """
 
 
-def test_agent_that_was_suspended_does_not_count_the_others_as_silent() -> None:
-    with subprocess.Popen([sys.executable, "-c", LISTENER], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
-        assert head.stdout is not None
-        client = ControlClient(["127.0.0.1"], int(head.stdout.readline()), "secret", NodeStatus(node_rank=1))
-        wait_for(client.met.is_set)
-        head.send_signal(signal.SIGSTOP)
-        time.sleep(LOST_SECONDS)
-        head.send_signal(signal.SIGCONT)
-        assert float(head.stdout.readline()) < LOST_SECONDS
-        client.close()
+@pytest.fixture
+def head() -> Iterator["subprocess.Popen[str]"]:
+    """The head node's agent, as a process."""
+    pipes: dict[str, int] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", HEAD], cwd=ROOT, text=True, bufsize=1, **pipes) as process:
+        yield process
+        process.kill()
 
 
-def test_killed_head_falls_silent() -> None:
-    with subprocess.Popen([sys.executable, "-c", HEAD], cwd=ROOT, stdout=subprocess.PIPE, text=True) as head:
-        assert head.stdout is not None
-        client = ControlClient(["127.0.0.1"], int(head.stdout.readline()), "secret", NodeStatus(node_rank=2))
-        wait_for(client.met.is_set)
-        assert client.silent_seconds < LOST_SECONDS
-        head.kill()
+def line_of(head: "subprocess.Popen[str]") -> str:
+    assert head.stdout is not None
+    return head.stdout.readline()
+
+
+def test_agent_that_was_suspended_does_not_count_the_others_as_silent(head: "subprocess.Popen[str]") -> None:
+    with connect(("127.0.0.1", int(line_of(head))), "secret", "control", LIMITS) as connection:
+        connection.send(asdict(NodeStatus(node_rank=1)))
+        connection.receive()
+    head.send_signal(signal.SIGSTOP)
+    time.sleep(LOST_SECONDS)
+    head.send_signal(signal.SIGCONT)
+    silences = list[float]()
+    for _ in range(20):
+        print(file=head.stdin)
+        silences.append(float(line_of(head)))
+        time.sleep(0.02)
+    assert max(silences) < LOST_SECONDS
+
+
+def test_killed_head_falls_silent(head: "subprocess.Popen[str]") -> None:
+    client = ControlClient(["127.0.0.1"], int(line_of(head)), "secret", NodeStatus(node_rank=2))
+    wait_for(client.met.is_set)
+    assert client.silent_seconds < LOST_SECONDS
+    head.kill()
     wait_for(lambda: client.silent_seconds > LOST_SECONDS)
     assert client.head_has_ended
     client.close()
