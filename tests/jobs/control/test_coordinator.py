@@ -6,11 +6,11 @@ from dataclasses import asdict, replace
 
 import pytest
 from support.events import claimed, train_started, write_events
+from support.waiting import wait_for
 
 from hpc.core.kernel import steady_time
 from hpc.core.transport import Limits, connect
 from hpc.spec import Recovery
-from jobs.control import root_failure
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
@@ -38,6 +38,16 @@ def coordinate(node: NodeAttempt, server: ControlServer, hosts: tuple[str, ...] 
     return Coordinator(replace(node, spec=spec, allocation=allocation), server, StopRequest())
 
 
+def poll_until(coordinator: Coordinator, node: NodeAttempt, kind: str, count: int = 1) -> None:
+    """Poll until the ledger has as many events of a kind."""
+
+    def is_recorded() -> bool:
+        coordinator.poll()
+        return len(node.events(kind)) == count
+
+    wait_for(is_recorded)
+
+
 def test_loss_of_many_nodes_is_one_line(node: NodeAttempt, server: ControlServer) -> None:
     """A switch that fails takes hundreds of nodes."""
     coordinator = coordinate(node, server, tuple(f"gpu{number:03d}" for number in range(1, 8)))
@@ -46,10 +56,7 @@ def test_loss_of_many_nodes_is_one_line(node: NodeAttempt, server: ControlServer
         with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
             connection.send(asdict(status))
             connection.receive()
-    deadline = time.monotonic() + 30
-    while not all(server.is_silent(rank) for rank in range(1, 7)):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: all(server.is_silent(rank) for rank in range(1, 7)))
     coordinator.poll()
     [interruption] = node.events("interruption")
     assert interruption["detail"] == "lost contact with gpu002 ... gpu007 (6)"
@@ -89,21 +96,16 @@ def test_ranks_that_wait_for_a_dead_node_are_no_hang(node: NodeAttempt, server: 
     with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
         connection.send(asdict(status))
         connection.receive()
-    deadline = time.monotonic() + 30
-    while not node.events("node_lost"):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-        if (server.silent_seconds(1) or 0.0) > 1.0:  # before, a hang would be none of its doing
-            coordinator.poll()
+    wait_for(lambda: (server.silent_seconds(1) or 0.0) > 1.0)  # before, a hang would be none of its doing
+    poll_until(coordinator, node, "node_lost")
     coordinator.poll()
     assert [event["cause"] for event in node.events("interruption")] == ["node_failure"]
     assert server.directive.abort_count == 0
 
 
 def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(
-    node: NodeAttempt, server: ControlServer, monkeypatch: pytest.MonkeyPatch
+    node: NodeAttempt, server: ControlServer
 ) -> None:
-    monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 0.0)
     coordinator, now = coordinate(node, server), steady_time()
     failures = tuple(
         RankFailure(
@@ -115,7 +117,7 @@ def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_kn
     write_events(node.run, train_started(now - 29, 0), train_started(now - 18, 118), file="attempt-001-trainer.jsonl")
     for number in (1, 2):
         server.report(phase=Phase.RUNNING, round=1, failures=failures[:number])
-        coordinator.poll()
+        poll_until(coordinator, node, "interruption", number)
     interruptions = node.events("interruption")
     assert [event["step"] for event in interruptions] == [120, 130]
     assert [event["pause_seconds"] for event in interruptions] == [0.0, 0.0], "118 new steps lie between the two"
@@ -124,14 +126,13 @@ def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_kn
 def test_clock_that_is_set_back_hides_no_hang(
     node: NodeAttempt, server: ControlServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 0.0)
     coordinator = coordinate(node, server)
     failure = RankFailure(
         node="gpu01", round=1, rank=0, started_at=steady_time() - 20, failed_at=steady_time() - 10, exit_code=1,
         signal=None, cause="crashed", step=7, detail="x",
     )  # fmt: skip
     server.report(phase=Phase.RUNNING, round=1, failures=(failure,))
-    coordinator.poll()
+    poll_until(coordinator, node, "interruption")
     assert [event["cause"] for event in node.events("interruption")] == ["crashed"]
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() - 3600)

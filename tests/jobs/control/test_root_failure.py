@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from jobs.control import root_failure
 from jobs.control.messages import RankFailure
 from jobs.control.root_failure import RootFailure
 
@@ -16,9 +15,8 @@ def failure(rank: int, at: float, **fields: Any) -> RankFailure:
 
 
 @pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch) -> RootFailure:
-    monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 0.0)
-    return RootFailure()
+def root() -> RootFailure:
+    return RootFailure(settle_seconds=0.0)
 
 
 def test_first_to_fail_is_found_once(root: RootFailure) -> None:
@@ -37,16 +35,17 @@ def test_bad_node_comes_before_ranks_that_left_because_of_it(root: RootFailure) 
     assert root.find({failure(0, 5.0), bad_node}, all_heard=True) == bad_node
 
 
-def test_failure_waits_for_all_nodes_to_report(root: RootFailure, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_waits_for_all_nodes_to_report(root: RootFailure) -> None:
     assert root.find({failure(0, 5.1)}, all_heard=False) is None
     assert root.find({failure(0, 5.1), failure(1, 5.0)}, all_heard=True) == failure(1, 5.0)
-    monkeypatch.setattr(root_failure, "_SETTLE_SECONDS", 60.0)
-    assert root.find({failure(2, 9.0)}, all_heard=True) is None, "others may have ended with it"
+    others_may_follow = RootFailure(settle_seconds=60.0)
+    assert others_may_follow.find({failure(2, 9.0)}, all_heard=True) is None
 
 
 def test_victims_of_a_known_interruption_are_no_failures(root: RootFailure) -> None:
-    root.explained_until = 4.0
-    assert root.find({failure(0, 5.0)}, all_heard=True) is None, "it was started before the interruption"
+    known = failure(2, 4.0)
+    assert root.find({known}, all_heard=True) == known
+    assert root.find({known, failure(0, 5.0)}, all_heard=True) is None, "it was started before the interruption"
     root.aborted_at = 7.0
     aborted = failure(1, 9.0, started_at=8.0, signal="SIGABRT")
     assert root.find({aborted}, all_heard=True) is None, "the directive to abort came late"
