@@ -15,10 +15,12 @@ from pathlib import Path
 import pyte
 import pytest
 from support.cluster import ROOT, hpc
+from support.events import claimed, recorded_run, submitted
 
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 
+# The intervals are constants of the verb, which no flag changes: the test would last minutes.
 WATCH = (
     "import sys; from hpc.status import __main__ as status, run_view; "
     "run_view._QUEUE_SECONDS = run_view._AWAY_SECONDS = 0.1; "
@@ -60,6 +62,7 @@ class Terminal:
         return not self._screen.cursor.hidden
 
     def wait(self, condition: Callable[[str], object]) -> str:
+        """Wait until all that is asked of the screen holds at once: a new table may be half drawn over the old one."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition(self.text):
             assert time.monotonic() < deadline, self.text
@@ -93,16 +96,10 @@ def watching(*arguments: str, lines: int = 24, columns: int = 120) -> Iterator[T
         os.close(descriptor)
 
 
-def make_run(runs: Path, name: str, *, claimed: bool = True) -> RunDir:
-    run = RunDir(runs / name)
-    run.events.mkdir(parents=True)
+def make_run(runs: Path, name: str) -> RunDir:
+    run = recorded_run(runs / name, submitted(1.0, job_id="1"), claimed(2.0, job_id="1"))
     run.train_metrics.parent.mkdir()
-    run.spec.write_text("{}")
     run.script.write_text("#!/bin/sh\n")
-    append_json_line(run.events / "x.jsonl", {"time": 1.0, "event": "submitted", "job_id": "1", "cluster": "slurm"})
-    if claimed:
-        claim = {"attempt": 1, "job_id": "1", "restart": 0, "secret": "a", "nodes": ["gpu01"]}
-        append_json_line(run.events / "x.jsonl", {"time": 2.0, "event": "claimed", **claim})
     return run
 
 
@@ -112,8 +109,8 @@ def test_table_is_drawn_over_itself_until_ctrl_c(tmp_path: Path, squeue: Callabl
     with watching("--runs-dir", str(tmp_path)) as terminal:
         for step in (5, 6, 7):
             append_json_line(run.train_metrics, {"step": step, "epoch": 1})
-            shown = terminal.wait(lambda text, step=step: re.search(rf"running .* {step}\b", text))
-            assert shown.count("ETA") == 1, shown
+            row = re.compile(rf"running .* {step}\b")
+            terminal.wait(lambda text, row=row: row.search(text) and text.count("ETA") == 1)
         later = make_run(tmp_path, "later")
         terminal.wait(lambda text: "later" in text)
         assert later.name in terminal.text
@@ -130,14 +127,12 @@ def test_watch_survives_slurm_being_away(tmp_path: Path, squeue: Callable[[str],
     with watching("--runs-dir", str(tmp_path)) as terminal:
         terminal.wait(lambda text: "higher" in text)
         squeue("echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
-        shown = terminal.wait(lambda text: "Slurm does not answer" in text)
-        assert "running" in shown, "so the ledger says"
-        assert "Unable to contact" in shown
+        away = ("Slurm does not answer", "Unable to contact", "running")  # as the ledger says
+        terminal.wait(lambda text: all(words in text for words in away))
         append_json_line(run.train_metrics, {"step": 77, "epoch": 1})
         terminal.wait(lambda text: " 77 " in text)
         squeue(answers)
-        shown = terminal.wait(lambda text: "higher" in text)
-        assert "does not answer" not in shown
+        terminal.wait(lambda text: "higher" in text and "does not answer" not in text)
         assert terminal.scrolled == 0
 
 
@@ -153,8 +148,7 @@ def test_long_table_is_cut_and_begins_with_runs_that_have_not_ended(
     with watching("--runs-dir", str(tmp_path), lines=lines, columns=columns) as terminal:
         for i in range(3):
             append_json_line(waits.train_metrics, {"step": i, "epoch": 1})
-            shown = terminal.wait(lambda text: "waits" in text and "..." in text)
-            assert shown.startswith("run ")
+            terminal.wait(lambda text: text.startswith("run ") and "waits" in text and "..." in text)
         for _ in range(10):
             terminal.read()
         assert terminal.scrolled == 0
