@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.events import attempt_ended, cancelled, claimed, event, recorded_run, staged, submitted, write_events
 
 from hpc.core import ledger
 from hpc.core.files import append_json_line
+from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import parse_jobs
@@ -22,8 +23,8 @@ from hpc.status.run_view import StatusCache, jobs_by_run
 from hpc.supervise import __main__ as supervise
 
 Squeue = Callable[[str], None]
-CLAIMED = {"event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "a", "nodes": ["gpu01"]}
-ENDED = {"event": "attempt_ended", "attempt": 1, "step": 5}
+CLAIMED, PREEMPTED, CANCELLED = claimed(1.0), attempt_ended(2.0, "preempted"), cancelled(2.0)
+REFUSED, COMPLETED = attempt_ended(2.0, "bad_input"), attempt_ended(2.0, "completed")
 ALIVE = "7|{state}|{reason}|gpu01|gpu01|0|N/A|{start}|{script}|"
 
 
@@ -33,14 +34,10 @@ def printing(tmp_path: Path, *lines: str) -> str:
     return f"exec cat {tmp_path}/queue"
 
 
-def make_run(tmp_path: Path, *events: dict[str, Any], name: str = "r") -> RunDir:
-    run = RunDir(tmp_path / "runs" / name)
-    run.events.mkdir(parents=True)
+def make_run(tmp_path: Path, *events: Event, name: str = "r") -> RunDir:
+    run = recorded_run(tmp_path / "runs" / name, submitted(0.0), *events)
     run.train_metrics.parent.mkdir()
-    run.spec.write_text("{}")
     run.script.write_text("#!/bin/sh\n")
-    for i, event in enumerate(({"event": "submitted", "job_id": "7", "cluster": "slurm"}, *events)):
-        append_json_line(run.events / "x.jsonl", {"time": float(i), **event})
     return run
 
 
@@ -60,15 +57,15 @@ AWAY = {
     [
         ([], "pending"),
         ([CLAIMED], "running"),
-        ([CLAIMED, {**ENDED, "cause": "preempted"}], "pending"),
-        ([CLAIMED, {**ENDED, "cause": "bad_input"}], "failed"),
-        ([CLAIMED, {**ENDED, "cause": "cancelled"}], "cancelled"),
-        ([CLAIMED, {**ENDED, "cause": "completed"}], "completed"),
-        ([CLAIMED, {"event": "cancelled"}], "cancelled"),
+        ([CLAIMED, PREEMPTED], "pending"),
+        ([CLAIMED, REFUSED], "failed"),
+        ([CLAIMED, attempt_ended(2.0, "cancelled")], "cancelled"),
+        ([CLAIMED, COMPLETED], "completed"),
+        ([CLAIMED, CANCELLED], "cancelled"),
     ],
 )
 def test_without_slurm_the_state_comes_from_the_ledger(
-    how: str, events: list[dict[str, Any]], state: str, tmp_path: Path, squeue: Squeue, monkeypatch: pytest.MonkeyPatch
+    how: str, events: list[Event], state: str, tmp_path: Path, squeue: Squeue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path, *events)
     squeue(AWAY.get(how, ""))
@@ -111,8 +108,7 @@ def test_job_that_slurm_does_not_list_is_gone(tmp_path: Path, squeue: Squeue) ->
     assert StatusCache().summary(run)["state"] == "failed"
 
 
-PREEMPTED = {**ENDED, "cause": "preempted"}
-CANCELLED = "7|CANCELLED|None|||0|N/A|N/A|{script}|"
+SCANCELLED = "7|CANCELLED|None|||0|N/A|N/A|{script}|"
 GONE = "its job is gone: continue it with hpc supervise --once, or hpc resume"
 NEVER = "its job is gone and never started: continue with hpc resume"
 
@@ -124,18 +120,18 @@ NEVER = "its job is gone and never started: continue with hpc resume"
         (([CLAIMED], "", 120), ("pending", GONE)),
         (([CLAIMED], "", 900), ("failed", GONE)),
         (([CLAIMED, PREEMPTED], "", 120), ("pending", GONE)),
-        (([CLAIMED, {**ENDED, "cause": "bad_input"}], "", 120), ("failed", "given up: bad_input")),
-        (([CLAIMED, {**ENDED, "cause": "completed"}], "", 120), ("completed", None)),
+        (([CLAIMED, REFUSED], "", 120), ("failed", "given up: bad_input")),
+        (([CLAIMED, COMPLETED], "", 120), ("completed", None)),
         (([], "", 120), ("failed", NEVER)),
-        (([], CANCELLED, 120), ("cancelled", "its job was cancelled with scancel")),
-        (([CLAIMED, PREEMPTED], CANCELLED, 120), ("cancelled", "its job was cancelled with scancel")),
-        (([CLAIMED, PREEMPTED, {"event": "scancelled", "job_id": "7"}], "", 120),
+        (([], SCANCELLED, 120), ("cancelled", "its job was cancelled with scancel")),
+        (([CLAIMED, PREEMPTED], SCANCELLED, 120), ("cancelled", "its job was cancelled with scancel")),
+        (([CLAIMED, PREEMPTED, event("scancelled", 3.0, attempt=1, job_id="7")], "", 120),
          ("cancelled", "its job was cancelled with scancel")),
-        (([CLAIMED, {"event": "cancelled"}], "", 120), ("cancelled", None)),
+        (([CLAIMED, CANCELLED], "", 120), ("cancelled", None)),
     ],
 )  # fmt: skip
 def test_run_without_a_job_has_the_supervisors_reason(
-    known: tuple[list[dict[str, Any]], str, float],
+    known: tuple[list[Event], str, float],
     shown: tuple[str, str | None],
     tmp_path: Path,
     squeue: Squeue,
@@ -143,7 +139,7 @@ def test_run_without_a_job_has_the_supervisors_reason(
 ) -> None:
     (events, listed, seconds_ago), (state, reason) = known, shown
     began = time.time() - seconds_ago
-    run = make_run(tmp_path, *({"time": began + number, **event} for number, event in enumerate(events)))
+    run = make_run(tmp_path, *({**event, "time": began + event["time"] - 1.0} for event in events))
     squeue(printing(tmp_path, listed.format(script=run.script)))
     row = StatusCache().summary(run)
     assert (row["state"], row["reason"]) == (state, reason)
@@ -304,12 +300,12 @@ def test_later_summary_has_what_changed(tmp_path: Path, squeue: Squeue) -> None:
     cache = StatusCache()
     assert [row["step"] for row in cache.summaries([run, failed])] == [None, None]
     append_json_line(run.train_metrics, {"step": 6})
-    append_json_line(failed.events / "cancel.jsonl", {"time": 9.0, "event": "cancelled"})
+    write_events(failed, cancelled(9.0), file="cancel.jsonl")
     assert [(row["step"], row["state"]) for row in cache.summaries([run, failed])] == [
         (6, "running"),
         (None, "cancelled"),
     ]
-    append_json_line(failed.events / "by-hand.jsonl", {"time": 10.0, **CLAIMED})
+    write_events(failed, claimed(10.0), file="by-hand.jsonl")
     assert [row["attempt"] for row in cache.summaries([run, failed])] == [1, 1]
 
 
@@ -327,32 +323,29 @@ def test_ledger_skips_what_is_no_event(tmp_path: Path) -> None:
     assert [event["event"] for event in ledger.read(tmp_path)] == ["a", "b"]
 
 
-def staging(node: str, done: int, left: float) -> dict[str, Any]:
-    return {
-        "event": "staging", "attempt": 1, "node": node, "source": "/data", "activity": "copying", "bytes_done": done,
-        "bytes_total": 200_000_000, "bytes_per_second": 10_000_000, "eta_seconds": left,
-    }  # fmt: skip
+def staging(node: str, done: int, left: float) -> Event:
+    return event(
+        "staging", 2.0, attempt=1, node=node, source="/data", activity="copying", bytes_done=done,
+        bytes_total=200_000_000, bytes_per_second=10_000_000, eta_seconds=left,
+    )  # fmt: skip
 
 
 def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None:
-    claim = {**CLAIMED, "port": 1, "nodes": ["gpu01", "gpu02"]}
+    claim = claimed(1.0, nodes=("gpu01", "gpu02"))
     copies = (staging("gpu01", 150_000_000, 5.0), staging("gpu02", 50_000_000, 135.0))
     run = make_run(tmp_path, claim, *copies)
     squeue(printing(tmp_path, alive(run, "RUNNING")))
     row = StatusCache().summary(run)
     assert (row["staging"]["node"], row["staging"]["bytes_done"]) == ("gpu02", 50_000_000), "the slowest"
     assert wait_reason(row) == "copying data, 25%, 10 MB/s, 2:15 left"
-    staged = {"event": "staged", "attempt": 1, "source": "/d", "in_place": None}
-    done = [{**staged, "node": node} for node in ("gpu01", "gpu02")]
+    done = [staged(3.0, node=node) for node in ("gpu01", "gpu02")]
     other = make_run(tmp_path, claim, *copies, *done, name="other")
     squeue(printing(tmp_path, alive(other, "RUNNING")))
     assert StatusCache().summary(other)["staging"] is None
 
 
-def test_two_thousand_runs_cost_one_call_of_squeue(
-    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
-) -> None:
-    runs = [make_run(tmp_path, CLAIMED, name=f"r{number:04d}") for number in range(2000)]
+def test_many_runs_cost_one_call_of_squeue(tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [make_run(tmp_path, CLAIMED, name=f"r{number:03d}") for number in range(200)]
     lines = (alive(run, "RUNNING").replace("7|", f"{number}|", 1) for number, run in enumerate(runs))
     squeue(f"echo called >> {tmp_path}/calls; {printing(tmp_path, *lines)}")
     assert status.main(["--runs-dir", str(tmp_path / "runs")]) == 0
