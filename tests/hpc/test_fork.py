@@ -1,44 +1,40 @@
 """`hpc fork` without Slurm: a new run goes on from another one's newest checkpoint that is intact."""
 
 import json
+import re
 import shutil
-from collections.abc import Iterator
 
 import pytest
 from support.cluster import (
     SHORT_LOCAL,
-    SHORT_LOCAL_CONSTANT_LR,
     Run,
     Site,
-    add_script,
     assert_equal,
     refused,
-    site_without_slurm,
     submit_and_wait,
 )
+from support.events import attempt_ended, claimed, recorded_run
 
 from hpc.core.files import read_json_lines
+from hpc.core.rundir import RunDir
 from training.checkpoint.storage import list_checkpoints
 
 pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with site_without_slurm() as site:
-        yield site
+def parent(local_site: Site) -> Run:
+    """A complete training of 2 epochs with the checkpoints of all 8 steps; tests that damage it take a copy."""
+    return submit_and_wait(local_site, *SHORT_LOCAL, "--name=parent", "--epochs=2", "--keep-checkpoints=8")
 
 
-@pytest.fixture(scope="module")
-def parent(site: Site) -> Run:
-    """A complete training of 2 epochs, of which the last two checkpoints are left: those of steps 7 and 8."""
-    return submit_and_wait(site, *SHORT_LOCAL_CONSTANT_LR, "--name=parent", "--epochs=2")
+def copy_of(run: Run, name: str) -> RunDir:
+    return RunDir(shutil.copytree(run.directory.path, run.directory.path.with_name(name)))
 
 
-def files_of(run: Run) -> dict[str, bytes]:
+def files_of(run: RunDir) -> dict[str, bytes]:
     """All files of a run, by their paths in it."""
-    path = run.directory.path
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    return {str(file.relative_to(run.path)): file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +42,6 @@ def files_of(run: Run) -> dict[str, bytes]:
     [
         ((), "no run is named: type hpc fork NAME --name NEW"),
         (("parent",), "the new run has no name: type hpc fork parent --name NEW"),
-        (("--lr", "0.1", "parents", "--name=x"), "there is no run 'parents': existing runs: parent"),
         (("parent", "--name=x"), "--epochs is 2, and step-00000008 of run parent is after epoch 2: use --epochs 3 or"),
         (("parent", "--name=x", "--batch-size=8"), "--batch-size cannot change in a training that has begun"),
         (("parent", "--name=x", "--weights=a.pth"), "--weights cannot change in a training that has begun"),
@@ -56,21 +51,30 @@ def files_of(run: Run) -> dict[str, bytes]:
         (("parent", "--name=parent", "--epochs=3"), "exists already"),
     ],
 )
-def test_wrong_command_lines_say_what_to_type(site: Site, parent: Run, arguments: tuple[str, ...], says: str) -> None:
-    assert says in refused(site, "fork", *arguments)
-    assert [path.name for path in (site.path / "runs").glob("[!.]*")] == [parent.directory.name]
+def test_wrong_command_lines_say_what_to_type(
+    local_site: Site, parent: Run, arguments: tuple[str, ...], says: str
+) -> None:
+    before = sorted(parent.directory.path.parent.iterdir())
+    assert says in refused(local_site, "fork", *arguments)
+    assert sorted(parent.directory.path.parent.iterdir()) == before
 
 
-def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(site: Site, parent: Run) -> None:
+def test_wrong_name_lists_the_runs_that_there_are(local_site: Site, parent: Run) -> None:
+    says = refused(local_site, "fork", "--lr", "0.1", "parents", "--name=x")
+    assert re.search(rf"there is no run 'parents': existing runs: .*\b{parent.directory.name}\b", says)
+
+
+def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(local_site: Site, parent: Run) -> None:
     """With other flags, and without changing anything in the other run."""
-    newest, before_it = list_checkpoints(parent.directory.checkpoints)
+    original = copy_of(parent, "damaged")
+    newest, before_it, *_ = list_checkpoints(original.checkpoints)
     damaged = newest / "state.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    before = files_of(parent)
-    arguments = ("parent", "--name=low", "--epochs=3", "--lr-scheduler=step", "--lr-step-epochs=1", "--lr=0.01")
-    done = site.hpc("fork", *arguments, "--wait", "--json")
+    before = files_of(original)
+    arguments = ("damaged", "--name=low", "--epochs=3", "--lr-scheduler=step", "--lr-step-epochs=1", "--lr=0.01")
+    done = local_site.hpc("fork", *arguments, "--wait", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
-    path = site.path / "runs" / "low"
+    path = local_site.path / "runs" / "low"
     spec = json.loads((path / "spec.json").read_text())
     assert spec["forked_from"] == str(before_it)
     assert (spec["train"]["batch_size"], spec["train"]["lr"]) == (64, 0.01), "what was not typed is the other run's"
@@ -79,24 +83,20 @@ def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(site: Site, pare
     assert [lines[step]["attempt"] for step in (7, 8)] == [0, 1]
     assert lines[12]["lr"] == pytest.approx(0.0001), "the new schedule, at its place"
     assert json.loads(done.stdout)["status"]["goodput"] < 1
-    assert files_of(parent) == before
+    assert files_of(original) == before
 
 
-def test_fork_without_other_flags_has_the_bits_of_one_training(site: Site) -> None:
-    whole = submit_and_wait(site, *SHORT_LOCAL, "--name=whole", "--epochs=2", "--keep-checkpoints=8")
-    for checkpoint in list_checkpoints(whole.directory.checkpoints)[:3]:
-        shutil.move(checkpoint, site.path)
-    fork = site.hpc("fork", "whole", "--name=same", "--wait")
+def test_fork_without_other_flags_has_the_bits_of_one_training(local_site: Site, parent: Run) -> None:
+    for checkpoint in list_checkpoints(copy_of(parent, "begun").checkpoints)[:3]:
+        shutil.rmtree(checkpoint)
+    fork = local_site.hpc("fork", "begun", "--name=same", "--wait")
     assert fork.returncode == 0, fork.stdout + fork.stderr
     assert "after step 5" not in fork.stderr
-    for checkpoint in site.path.glob("step-*"):
-        shutil.move(checkpoint, whole.directory.checkpoints)
-    same = Run(site, type(whole.directory)(site.path / "runs" / "same"), "")
+    same = Run(local_site, RunDir(local_site.path / "runs" / "same"), "")
     assert [event["step"] for event in same.events("train_started")] == [5]
-    assert_equal(whole.directory, same.directory)
+    assert_equal(parent.directory, same.directory)
 
 
-def test_own_script_is_not_forked(site: Site) -> None:
-    add_script(site, "mine.py", "")
-    submit_and_wait(site, "--cluster=local", "--nodes=1", "--gpus-per-node=1", "--name=mine", "--", "mine.py")
-    assert "run mine runs mine.py, which keeps its own checkpoints" in refused(site, "fork", "mine", "--name=x")
+def test_own_script_is_not_forked(local_site: Site) -> None:
+    recorded_run(local_site.path / "runs" / "mine", claimed(), attempt_ended(), cluster="local", script=("mine.py",))
+    assert "run mine runs mine.py, which keeps its own checkpoints" in refused(local_site, "fork", "mine", "--name=x")

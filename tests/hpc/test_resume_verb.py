@@ -3,24 +3,21 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.cluster import (
-    SHORT_LOCAL,
     SHORT_LOCAL_CONSTANT_LR,
     Run,
     Site,
     add_script,
     assert_equal,
     refused,
-    site_without_slurm,
     submit_and_wait,
 )
+from support.events import cancelled, write_events
 
-from hpc.core.ledger import EventWriter
 from hpc.core.resumption import current_spec, is_cancelled, is_cancelled_now, record_resumption
 from hpc.core.rundir import RunDir
 from hpc.flags import named_run, with_own_flags
@@ -29,15 +26,9 @@ pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with site_without_slurm() as site:
-        yield site
-
-
-@pytest.fixture(scope="module")
-def complete(site: Site) -> Run:
+def complete(local_site: Site) -> Run:
     """A complete training of 2 epochs at a constant learning rate."""
-    return submit_and_wait(site, *SHORT_LOCAL_CONSTANT_LR, "--name=complete", "--epochs=2")
+    return submit_and_wait(local_site, *SHORT_LOCAL_CONSTANT_LR, "--name=complete", "--epochs=2")
 
 
 @pytest.mark.parametrize(
@@ -53,35 +44,40 @@ def complete(site: Site) -> Run:
         (("--epoch=4",), "--epoch"),
     ],
 )
-def test_wrong_command_lines_say_what_to_type(site: Site, complete: Run, flags: tuple[str, ...], says: str) -> None:
-    assert says in refused(site, "resume", "complete", *flags)
+def test_wrong_command_lines_say_what_to_type(
+    local_site: Site, complete: Run, flags: tuple[str, ...], says: str
+) -> None:
+    assert says in refused(local_site, "resume", "complete", *flags)
     assert complete.status()["state"] == "completed"
     assert not complete.events("resumed")
 
 
-def test_run_that_is_not_named_or_not_there_is_refused(site: Site) -> None:
-    assert "type hpc resume NAME" in refused(site, "resume", "--epochs", "4")
-    assert "there is no run 'nope'" in refused(site, "resume", "--epochs", "4", "nope")
+def test_run_that_is_not_named_or_not_there_is_refused(local_site: Site) -> None:
+    assert "type hpc resume NAME" in refused(local_site, "resume", "--epochs", "4")
+    assert "there is no run 'nope'" in refused(local_site, "resume", "--epochs", "4", "nope")
 
 
-def test_epochs_that_change_earlier_learning_rates_are_refused(site: Site) -> None:
-    run = submit_and_wait(site, *SHORT_LOCAL, "--name=cosine", "--epochs=1")
-    says = refused(site, "resume", "cosine", "--epochs=2")
+def test_epochs_that_change_earlier_learning_rates_are_refused(local_site: Site, complete: Run) -> None:
+    run = RunDir(shutil.copytree(complete.directory.path, local_site.path / "runs" / "cosine"))
+    spec = json.loads(run.spec.read_text())
+    spec["train"]["lr_scheduler"] = "cosine"
+    run.spec.write_text(json.dumps(spec))
+    says = refused(local_site, "resume", "cosine", "--epochs=4")
     assert "with --lr-scheduler cosine the learning rate of every step depends on it" in says
-    assert "type hpc fork cosine --name NEW --epochs 2" in says
-    assert run.directory.final_result.exists()
+    assert "type hpc fork cosine --name NEW --epochs 4" in says
+    assert run.final_result.exists()
 
 
-def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(site: Site, complete: Run) -> None:
-    whole = submit_and_wait(site, *SHORT_LOCAL_CONSTANT_LR, "--name=whole", "--epochs=4")
-    copy = site.path / "runs" / "longer"
+def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(local_site: Site, complete: Run) -> None:
+    whole = submit_and_wait(local_site, *SHORT_LOCAL_CONSTANT_LR, "--name=whole", "--epochs=4")
+    copy = local_site.path / "runs" / "longer"
     shutil.copytree(complete.directory.path, copy)
-    done = site.hpc("resume", "longer", "--epochs", "4", "--wait", "--json")
+    done = local_site.hpc("resume", "longer", "--epochs", "4", "--wait", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     answer = json.loads(done.stdout)
     assert answer["changed"] == {"--epochs": 4}
     assert answer["status"]["state"] == "completed"
-    run = Run(site, RunDir(copy), answer["job_id"])
+    run = Run(local_site, RunDir(copy), answer["job_id"])
     assert [attempt["cause"] for attempt in answer["status"]["attempts"]] == ["completed", "completed"]
     assert [event["step"] for event in run.events("train_started")] == [0, 8]
     assert_equal(whole.directory, run.directory)
@@ -94,56 +90,55 @@ def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(site: Site, c
 FAILING = "raise SystemExit('no luck')\n"
 
 
-def test_failed_script_is_mended_and_resumed(site: Site) -> None:
-    add_script(site, "inner/mine.py", FAILING)
+def test_failed_script_is_mended_and_resumed(local_site: Site) -> None:
+    add_script(local_site, "inner/mine.py", FAILING)
     flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=1")
-    inner = replace(site, path=site.path / "inner")
+    inner = replace(local_site, path=local_site.path / "inner")
     run = submit_and_wait(inner, *flags, "--name=mended", "--runs-dir=../runs", "--", "mine.py")
     assert run.status()["state"] == "failed"
-    says = refused(site, "resume", "mended", "--epochs=3")
+    says = refused(local_site, "resume", "mended", "--epochs=3")
     assert "--epochs is a flag of our trainer, but run mended runs mine.py" in says
     (inner.path / "mine.py").write_text("import os\nprint('mended in', os.getcwd())\n")
-    (site.path / "elsewhere").mkdir()
-    again = site.hpc("resume", "mended", "--wait")
+    (local_site.path / "elsewhere").mkdir()
+    again = local_site.hpc("resume", "mended", "--wait")
     assert again.returncode == 1, "the old code fails again"
     assert len(run.events("attempt_ended")) == 2
     resume = (sys.executable, "-m", "hpc", "resume", "../runs/mended", "--new-code", "--wait")
-    done = site.type("sh", "-c", 'cd elsewhere && exec "$@"', "sh", *resume)
+    done = local_site.type("sh", "-c", 'cd elsewhere && exec "$@"', "sh", *resume)
     assert done.returncode == 0, done.stdout + done.stderr
     assert run.directory.rank_log(3, 0).read_text().splitlines()[-1] == f"mended in {run.directory.code}/inner"
-    assert "its script ended with exit code 0" in refused(site, "resume", "mended")
+    assert "its script ended with exit code 0" in refused(local_site, "resume", "mended")
     assert not list(run.directory.path.glob(".resume-*")), "nothing temporary is left"
 
 
-def test_cancelled_for_good_is_not_resumed(site: Site, complete: Run) -> None:
-    copies = [site.path / "runs" / name for name in ("one", "two")]
+def test_cancelled_for_good_is_not_resumed(local_site: Site, complete: Run) -> None:
+    copies = [local_site.path / "runs" / name for name in ("one", "two")]
     for copy in copies:
         shutil.copytree(complete.directory.path, copy)
         shutil.rmtree(copy / "final")
         (copy / "events" / "attempt-001-end.jsonl").unlink()
-    done = site.hpc("cancel", "one", "two", "--json")
+    done = local_site.hpc("cancel", "one", "two", "--json")
     assert done.returncode == 0, done.stderr
     assert [row["state"] for row in json.loads(done.stdout)] == ["cancelled", "cancelled"]
-    assert site.hpc("cancel", "one", "--final").returncode == 0
-    assert "was cancelled with --final: continue under a new name with hpc fork one" in refused(site, "resume", "one")
-    assert "there is no run 'none'" in refused(site, "cancel", "two", "none")
+    assert local_site.hpc("cancel", "one", "--final").returncode == 0
+    assert "was cancelled with --final: continue under a new name with hpc fork one" in refused(
+        local_site, "resume", "one"
+    )
+    assert "there is no run 'none'" in refused(local_site, "cancel", "two", "none")
 
 
 # --- its parts ---
 
 
 def test_only_cancellations_that_the_resumption_has_seen_are_taken_back(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    run.events.mkdir()
-    cancelled = EventWriter(run.cancellation)
-    cancelled.append("cancelled", by="me", final=False)
-    seen = [{"event": "cancelled"}]
+    run, seen = RunDir(tmp_path), [cancelled()]
+    write_events(run, *seen, file=run.cancellation.name)
     assert is_cancelled(seen)
     assert is_cancelled_now(run)
     assert record_resumption(run, 1, seen, attempt=1)
     assert not record_resumption(run, 1, seen, attempt=1), "another process was first"
     assert not is_cancelled_now(run)
-    cancelled.append("cancelled", by="me", final=False)
+    write_events(run, cancelled(), file=run.cancellation.name)
     assert is_cancelled_now(run), "whatever the clocks say"
 
 
@@ -158,7 +153,7 @@ def test_flags_of_the_run_are_kept_unless_they_are_typed() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--after", "--after-ok"])
-def test_chain_without_slurm_is_refused(site: Site, complete: Run, flag: str) -> None:
-    says = refused(site, "submit", *SHORT_LOCAL_CONSTANT_LR, flag, complete.directory.name)
+def test_chain_without_slurm_is_refused(local_site: Site, complete: Run, flag: str) -> None:
+    says = refused(local_site, "submit", *SHORT_LOCAL_CONSTANT_LR, flag, complete.directory.name)
     assert f"{flag} complete: Slurm keeps the order of runs, and this run has --cluster local" in says
-    assert "there is no run 'nope'" in refused(site, "submit", *SHORT_LOCAL_CONSTANT_LR, flag, "nope")
+    assert "there is no run 'nope'" in refused(local_site, "submit", *SHORT_LOCAL_CONSTANT_LR, flag, "nope")
