@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import SMALL_BATCH, Run, Site, commands, is_on
+from support.cluster import SMALL_BATCH, Run, Site, add_script, commands, is_on
 from support.staging_nodes import hanging
 
 pytestmark = pytest.mark.slurm
@@ -38,9 +38,7 @@ def photos(site: Site, name: str = "photos") -> Path:
     for number in range(40):
         (path / f"{number}.jpg").write_bytes(os.urandom(50_000))
     (path / "large.bin").write_bytes(os.urandom(20 * MB))
-    (site.path / "look.py").write_text(SCRIPT)
-    for command in (("git", "init", "-q"), ("git", "add", "look.py")):
-        assert site.type(*command).returncode == 0
+    add_script(site, "look.py", SCRIPT)
     return path
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import Site, mounted_volume
+from support.cluster import Site, add_script, mounted_volume
 from support.environments import BASE, SITE, make_venv, pack
 from support.staging_nodes import disk, end_nodes, start_nodes
 
@@ -137,10 +137,8 @@ def test_ranks_of_a_run_start_from_the_copy(shared: Path) -> None:
     real = next(Path(path) for path in sys.path if (Path(path) / "torch").is_dir())
     for part in ("torch", *(path.name for path in real.glob("torch-*.dist-info"))):
         (venv / SITE / part).symlink_to(real / part)
-    (shared / "my.py").write_text(SCRIPT)
     site = Site(shared, "/nonexistent")
-    for command in (("git", "init", "-q"), ("git", "add", "my.py")):
-        assert site.type(*command).returncode == 0
+    add_script(site, "my.py", SCRIPT)
     (shared / "disk").mkdir()
     flags = ("--cluster=local", "--nodes=1", "--stage-env", "--stage-dir=disk", "--name=own", "--wait", "--json")
     done = site.type(str(venv / "bin" / "python"), "-m", "hpc", "submit", *flags, "--", "my.py")
