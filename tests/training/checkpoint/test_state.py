@@ -26,7 +26,8 @@ from training.runtime.heartbeat import Heartbeat, Phase
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
-# These belong to the process. Nothing that is computed depends on them.
+# These belong to the process. Nothing that is computed depends on them. Many are private: the test looks at every
+# attribute that there is, so that it finds a new one, and can name those that it leaves out only by where they are.
 NOT_STATE = {
     "context.attempt",  # the number of this process
     "context.started",  # a clock
@@ -235,8 +236,8 @@ def test_the_thread_that_writes_uses_the_gpu_of_its_rank(
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     second = replace(group, device=torch.device("cuda", 1))
-    background = writer.StateWriter(trainer.snapshots, trainer.state, second)._background  # noqa: SLF001
-    found = list[tuple[str, torch.device]]()
-    background.submit(lambda: found.extend(chosen))
-    background.wait()
-    assert found == [("writer_0", second.device)]
+    checkpoints = writer.CheckpointDestination(trainer.context, group, trainer.logger, sharded=False)
+    on_second = writer.StateWriter(checkpoints, trainer.state, second)
+    on_second.save()
+    on_second.wait()
+    assert chosen == [("writer_0", second.device)]

@@ -16,7 +16,8 @@ from training.verify_resume.compare import compare_runs
 
 FLAGS = ("--epochs=2", "--batch-size=40", "--log-every=1", "--lr=0.05", "--checkpoint-every=3", "--ema-decay=0.9")
 FLAGS += ("--snapshot-every=2",)
-# What a rank does, by the name of the function that does it.
+# What a rank does, by the name of the function that does it: a signal has to arrive in the middle of the program, which
+# offers no such place. `find` fails for a name that is gone.
 MOMENTS = {
     "connecting to the other ranks": "training.engine.launch:connect",
     "the preflight": "training.engine.launch:run_preflight",
