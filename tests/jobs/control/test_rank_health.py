@@ -60,40 +60,36 @@ def test_stopped_process_hangs_in_every_phase() -> None:
     )
 
 
-def test_rank_that_stopped_alone_is_named() -> None:
-    found = find_hang(
-        of(*(heartbeat(rank, still=31) for rank in (0, 1, 3)), heartbeat(2, still=31, phase="load")), "30s"
-    )
+OTHERS = "and the others wait for it"
+
+
+@pytest.mark.parametrize(
+    ("heartbeats", "rank", "detail"),
+    [
+        (
+            (*(heartbeat(rank, still=31) for rank in (0, 1, 3)), heartbeat(2, still=31, phase="load")),
+            *(2, f"rank 2 has been in load after step 10 for 31 s, {OTHERS}"),
+        ),
+        ((heartbeat(0, still=31), heartbeat(1, still=31, state="T")), 1, f"rank 1 is stopped, {OTHERS}"),
+        (
+            (heartbeat(0, still=31), heartbeat(1, still=31, state="D")),
+            *(1, f"rank 1 waits in the kernel for a device or storage, {OTHERS}"),
+        ),
+        (
+            (heartbeat(0, still=31, step=11, phase="load"), heartbeat(1, still=31)),
+            *(1, f"rank 1 has been in step after step 10 for 31 s, {OTHERS}"),
+        ),
+        ((heartbeat(0, still=31), heartbeat(1, still=35)), None, "no rank has moved for 35 s: 2 in step after step 10"),
+    ],
+    ids=["stopped alone", "stopped process", "cannot be killed", "a step behind", "all of them"],
+)
+def test_rank_for_which_the_others_wait_is_named(
+    heartbeats: tuple[RankHeartbeat, ...], rank: int | None, detail: str
+) -> None:
+    found = find_hang(of(*heartbeats), "30s")
     assert found is not None
-    assert found.rank == 2
-    assert found.detail == "rank 2 has been in load after step 10 for 31 s, and the others wait for it"
-
-
-def test_stopped_process_is_named_wherever_it_is() -> None:
-    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=31, state="T")), "30s")
-    assert found is not None
-    assert found.rank == 1
-    assert found.detail == "rank 1 is stopped, and the others wait for it"
-
-
-def test_rank_that_cannot_be_killed_is_named() -> None:
-    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=31, state="D")), "30s")
-    assert found is not None
-    assert (found.rank, found.unkillable) == (1, (1,))
-    assert found.detail == "rank 1 waits in the kernel for a device or storage, and the others wait for it"
-
-
-def test_the_one_of_two_that_is_a_step_behind_is_named() -> None:
-    found = find_hang(of(heartbeat(0, still=31, step=11, phase="load"), heartbeat(1, still=31)), "30s")
-    assert found is not None
-    assert found.rank == 1
-
-
-def test_hang_of_all_names_nobody() -> None:
-    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=35)), "30s")
-    assert found is not None
-    assert found.rank is None
-    assert found.detail == "no rank has moved for 35 s: 2 in step after step 10"
+    assert (found.rank, found.detail) == (rank, detail)
+    assert found.unkillable == ((1,) if heartbeats[1].state == "D" else ())
 
 
 def test_straggler_is_reported_once_when_it_has_been_slow_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
