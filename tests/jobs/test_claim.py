@@ -146,7 +146,7 @@ def test_agents_wait_for_space_in_the_run_directory(tmp_path: Path, monkeypatch:
         filler = fill(volume)
         with pytest.raises(OSError, match="No space left"):
             claim.claim_next(run, head, 1, "m")
-        space, stopped = Timer(1.5, filler.unlink), lambda: False
+        space, stopped = Timer(3.0, filler.unlink), lambda: False
 
         def wait_and_claim() -> None:
             node_attempt.await_storage(run, stopped, lambda: claim.claim_next(run, head, 1, "m"))
@@ -154,7 +154,7 @@ def test_agents_wait_for_space_in_the_run_directory(tmp_path: Path, monkeypatch:
         claiming = Timer(0.0, wait_and_claim)
         for timer in (space, claiming):
             timer.start()
-        joined = claim.join(run, other, stopped, timeout_seconds=0.8)
+        joined = claim.join(run, other, stopped, timeout_seconds=2.0)
         claiming.join()
         assert joined is not None
         assert joined.attempt == 2

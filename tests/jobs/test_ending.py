@@ -89,11 +89,11 @@ def test_agent_that_takes_over_sends_heartbeats(survivor: NodeAttempt, tmp_path:
 def test_agent_that_takes_over_is_left_to_finish_while_it_lives(
     survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resubmit, "HANDOVER_SECONDS", 0.5)
+    monkeypatch.setattr(resubmit, "HANDOVER_SECONDS", 2.0)
     assert ending.record_end(survivor, cause="node_failure", step=None)
 
     def other() -> None:
-        for _ in range(20):
+        for _ in range(30):  # longer than an agent is given that sends no heartbeat
             time.sleep(0.1)
             survivor.run.alive.touch()
         survivor.record_event("resubmitted", job_id="8", old_job_id="7", excluded=[])
