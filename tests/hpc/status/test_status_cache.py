@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from support.events import attempt_ended, cancelled, claimed, event, recorded_run, staged, submitted, write_events
 
-from hpc.core import ledger
 from hpc.core.files import append_json_line
 from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
@@ -100,12 +99,6 @@ def test_state_of_a_job_that_slurm_holds(word: str, state: str, tmp_path: Path, 
     run = make_run(tmp_path, CLAIMED)
     squeue(printing(tmp_path, alive(run, word)))
     assert StatusCache().summary(run)["state"] == state
-
-
-def test_job_that_slurm_does_not_list_is_gone(tmp_path: Path, squeue: Squeue) -> None:
-    run = make_run(tmp_path, CLAIMED)
-    squeue("exit 0")
-    assert StatusCache().summary(run)["state"] == "failed"
 
 
 SCANCELLED = "7|CANCELLED|None|||0|N/A|N/A|{script}|"
@@ -315,12 +308,6 @@ def test_calls_in_quick_succession_query_slurm_once(tmp_path: Path, squeue: Sque
     cache = StatusCache()
     assert [cache.summary(run)["state"] for _ in range(5)] == ["running"] * 5
     assert (tmp_path / "asked").read_text() == "asked\n"
-
-
-def test_ledger_skips_what_is_no_event(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"time": 2.0, "event": "b"}\n{"time": 1.0}\n')
-    (tmp_path / "b.jsonl").write_text('{"time": 1.5, "event": "a"}\n{"time": 3.0, "event": "c", "x": {"y"')
-    assert [event["event"] for event in ledger.read(tmp_path)] == ["a", "b"]
 
 
 def staging(node: str, done: int, left: float) -> Event:
