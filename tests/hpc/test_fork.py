@@ -5,14 +5,7 @@ import re
 import shutil
 
 import pytest
-from support.cluster import (
-    SHORT_LOCAL,
-    Run,
-    Site,
-    assert_equal,
-    refused,
-    submit_and_wait,
-)
+from support.cluster import SHORT_LOCAL, Run, Site, assert_equal, refused, submit_and_wait
 from support.events import attempt_ended, claimed, recorded_run
 
 from hpc.core.files import read_json_lines

@@ -7,15 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.cluster import (
-    SHORT_LOCAL_CONSTANT_LR,
-    Run,
-    Site,
-    add_script,
-    assert_equal,
-    refused,
-    submit_and_wait,
-)
+from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, add_script, assert_equal, refused, submit_and_wait
 from support.events import cancelled, write_events
 
 from hpc.core.resumption import current_spec, is_cancelled, is_cancelled_now, record_resumption

@@ -12,15 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.events import (
-    claimed,
-    first_step,
-    interruption,
-    recorded_run,
-    submitted,
-    train_started,
-    write_events,
-)
+from support.events import claimed, first_step, interruption, recorded_run, submitted, train_started, write_events
 from support.waiting import wait_for
 
 from hpc.core.errors import UserError
