@@ -1,5 +1,6 @@
 """Shared by the tests on the testbed: a tiny data set, submitting and reading runs, waiting for conditions."""
 
+import csv
 import fcntl
 import json
 import os
@@ -53,6 +54,11 @@ TEN_EPOCHS = (
     "--snapshot-every=5",
     "--log-samples",
 )
+# Interrupted only after the test has seen its steps, because each of its 90 takes longer than to look.
+VERY_FEW_EPOCHS = (*TEN_EPOCHS, "--epochs=3")
+SLOW_STEPS = {"TORCHRELAY_FAULT": "slow@0:0!"}
+# The ranks of two nodes without Slurm: they compute the same with one import of torch.
+TWO_RANKS_HERE = ("--cluster=local", "--nodes=1", "--gpus-per-node=2")
 
 # Without Slurm, on one rank: 4 steps an epoch of `tiny_data(..., train=320, test=100)`, each of them saved.
 SHORT_LOCAL = (
@@ -258,6 +264,11 @@ class Run:
         """Wait until the metrics have this many steps."""
         self.wait(f"step {count}", lambda: len(self.steps()) >= count)
 
+    def wait_for_more_steps(self, attempt: int = 1) -> None:
+        """Wait until an attempt trains, and has made some steps since now."""
+        self.wait(f"attempt {attempt}", lambda: self.attempts_logged()[-1:] == [attempt])
+        self.wait_for_steps(len(self.steps()) + 5)
+
     def nodes(self) -> list[str]:
         """Those of the first attempt."""
         return self.events("claimed")[0]["nodes"]
@@ -438,6 +449,31 @@ def agent_pids(run: Run, node: str) -> list[int]:
     return [int(at.name) for at in agents if is_on(at, node)]
 
 
+def assert_complete(run: Run, status: dict[str, Any], ranks: int, tested: int) -> None:
+    """A training on two nodes has come to its end in one attempt, and everything is where it belongs.
+
+    Args:
+        run: its directory.
+        status: its entry of `hpc status --json`.
+        ranks: how many it had.
+        tested: the number of test images.
+    """
+    assert (status["state"], status["world_size"]) == ("completed", ranks)
+    [attempt] = status["attempts"]
+    assert attempt["cause"] == "completed"
+    nodes = attempt["nodes"]
+    assert len(set(nodes)) == 2
+    directory = run.directory.path
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert sorted(event["node"] for event in run.events("staged")) == sorted(nodes)
+    logs = sorted(path.name for path in run.directory.attempt_logs(1).glob("*.log"))
+    assert logs == [f"rank-0{rank}.log" for rank in range(ranks)]
+    with (directory / "final" / "confusion.csv").open() as file:
+        counted = sum(int(cell) for row in list(csv.reader(file))[1:] for cell in row[1:])
+    assert counted == tested, "every test image once"
+    assert (directory / "code" / ".torchrelay" / "hpc" / "submit" / "__main__.py").is_file()
+
+
 def assert_equal(one: RunDir, other: RunDir) -> None:
     """Two trainings have computed the same, in every bit."""
     from training.verify_resume.compare import compare_runs
@@ -481,6 +517,25 @@ def assert_survives_a_node(site: Site, *flags: str, place: int = 1) -> Run:
     with dead(site, run.nodes()[place]):
         assert_continued(run, "node_failure")
     return run
+
+
+def assert_loses_a_node(site: Site, run: Run, attempt: int, place: int = 1) -> list[dict[str, Any]]:
+    """A run with steps that are slow loses a node in an attempt, and another job completes it. Returns its attempts.
+
+    Args:
+        site: of an administrator.
+        run: is training, or about to.
+        attempt: counted from 1.
+        place: of the node in its job; 0 is the head node.
+    """
+    run.wait_for_more_steps(attempt)
+    with dead(site, run.events("claimed")[-1]["nodes"][place]):
+        attempts: list[dict[str, Any]] = run.wait_for_state("completed")["attempts"]
+    lost, last = attempts[attempt - 1 :]
+    assert (lost["cause"], last["cause"]) == ("node_failure", "completed")
+    assert lost["job_id"] != last["job_id"]
+    run.assert_no_gap()
+    return attempts
 
 
 def assert_nothing_left(run: Run) -> None:

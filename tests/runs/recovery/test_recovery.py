@@ -1,59 +1,89 @@
-"""Failures of ranks, and signals, on a real Slurm: the run goes on, and ends with the same weights."""
+"""Signals, cancellations, lost links and nodes on a real Slurm: a run goes on, and ends with the same weights.
+
+tests/acceptance has preemptions, killed and hung ranks, spares, elastic runs and lost head nodes.
+"""
 
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from support.cluster import (
     ENDLESS,
-    TEN_EPOCHS,
+    SLOW_STEPS,
+    TWO_RANKS_HERE,
+    VERY_FEW_EPOCHS,
     Run,
     Site,
+    add_script,
     agent_pids,
     assert_equal,
-    assert_nothing_left,
-    rank_pids,
+    dead,
+    refused,
 )
 
-from hpc.core.rundir import RunDir
+from hpc.slurm.client import TESTBED_DIRECTORY
+from jobs.control.channel import LOST_SECONDS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
-def test_killed_worker(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=worker", "--nodes=2", *TEN_EPOCHS)
-    run.wait_for_steps(20)
-    nodes = run.nodes()
-    [victim] = rank_pids(run, nodes[1])
-    os.kill(victim, signal.SIGKILL)
-    run.wait("the interruption", lambda: run.events("interruption"))
-    status = run.wait_for_state("completed")
+def submit_undisturbed(site: Site) -> Run:
+    """The same training as the test's, which runs meanwhile."""
+    return site.submit("--data=data", "--name=undisturbed", *VERY_FEW_EPOCHS, *TWO_RANKS_HERE)
+
+
+def assert_ended_as(run: Run, undisturbed: Run) -> None:
+    """No step is missing, and every bit is as in the other run."""
+    undisturbed.wait_for_state("completed")
     run.assert_no_gap()
-    assert_equal(undisturbed, run.directory)
-    [attempt] = status["attempts"]
-    [interruption] = status["interruptions"]
-    assert (interruption["cause"], interruption["node"], interruption["rank"]) == (
-        "crashed",
-        nodes[1],
-        interruption["rank"],
-    )
-    assert "signal SIGKILL" in interruption["detail"]
-    assert interruption["steps_lost"] <= 6, "the snapshot interval and the step under way"
-    assert attempt["cause"] == "completed"
-    assert_nothing_left(run)
+    assert_equal(undisturbed.directory, run.directory)
 
 
-def test_cancelled_run_is_resumed(site: Site, undisturbed: RunDir) -> None:
-    """Not while its job is there; a job that is submitted by hand says so; then with the bits of a run in one go."""
-    run = site.submit("--data=data", "--name=paused", "--nodes=2", *TEN_EPOCHS)
-    run.wait_for_steps(20)
-    busy = site.hpc("resume", "paused", "--time=2h")
-    assert (busy.returncode, busy.stderr.count("\n")) == (2, 1)
-    assert f"has job {run.job_id}, which is running" in busy.stderr
+def send(run: Run, job_id: str, *names: str) -> None:
+    """Bare signals to every process of the agents' step, as on clusters that send nothing else."""
+    for name in names:
+        run.site.slurm("scancel", f"--signal={name}", f"{job_id}.0")
+
+
+def test_signals_at_any_moment_and_cancellation_lose_no_step(site: Site) -> None:
+    large = site.path / "data" / "large"
+    with large.open("wb") as file:
+        file.truncate(2 * 2**30)  # seconds of copying, no space
+    run = site.submit("--data=data", "--name=paused", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
+    run.wait("the staging", lambda: len(run.events("joined")) == 2)
+    assert not run.events("staged"), "the copy was too quick for this test"
+    large.unlink()
+    send(run, run.job_id, "TERM")
+    run.wait_for_release()
+
+    run.wait("the rendezvous", lambda: run.events("rendezvous"))
+    send(run, run.job_id, "TERM")
+    run.wait_for_release()
+
+    undisturbed = submit_undisturbed(site)
+    run.wait_for_more_steps(3)
+    send(run, run.job_id, "USR2", "TERM", "TERM", "USR2")
+    run.wait_for_release()
+    assert len(run.events("requeued")) == 3, "one for each attempt, whatever the number of signals"
+
+    # A requeue that Slurm refuses is replaced by a new job.
+    run.wait_for_more_steps(4)
+    site.slurm("scontrol", "update", f"JobId={run.job_id}", "Requeue=0")
+    send(run, run.job_id, "TERM")
+    run.wait("the new job", lambda: run.events("resubmitted"))
+    [resubmitted] = run.events("resubmitted")
+    assert resubmitted["job_id"] != run.job_id
+
+    # A cancelled run is resumed; not while its job is there, and a job that is submitted by hand says so.
+    run.wait_for_more_steps(5)
+    busy = refused(site, "resume", "paused", "--time=2h")
+    assert f"has job {resubmitted['job_id']}, which is running" in busy
     run.cancel()
-    before = run.steps()
     by_hand = site.slurm("sbatch", "--parsable", str(run.directory.script))
     run.wait("the refusal", lambda: run.events("refused"))
     shown = site.hpc("status", "paused").stdout
@@ -62,97 +92,56 @@ def test_cancelled_run_is_resumed(site: Site, undisturbed: RunDir) -> None:
     answer = json.loads(site.hpc("resume", "paused", "--time=2h", "--json").stdout)
     assert answer["changed"] == {"--time": "02:00:00"}
     assert site.slurm("squeue", "--noheader", f"--jobs={answer['job_id']}", "--format=%l") == "2:00:00"
+
     status = run.wait_for_state("completed")
-    run.assert_no_gap()
-    assert run.steps()[: len(before)] == before
-    assert_equal(undisturbed, run.directory)
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["cancelled", "completed"]
-    assert status["attempts"][1]["job_id"] == answer["job_id"]
+    assert_ended_as(run, undisturbed)
+    causes = ["requeued", "requeued", "time_limit", "requeued", "cancelled", "completed"]
+    assert [attempt["cause"] for attempt in status["attempts"]] == causes
+    jobs = [*[run.job_id] * 4, resubmitted["job_id"], answer["job_id"]]
+    assert [attempt["job_id"] for attempt in status["attempts"]] == jobs
     assert status["steps_lost"] == 0
     assert not any("starts nothing" in warning for warning in status["warnings"])
-    assert len(run.events("resumed")) == len(run.events("resubmitted")) == 1
+    assert [len(run.events(kind)) for kind in ("requeued", "resubmitted", "resumed")] == [3, 2, 1]
+
+
+@contextmanager
+def without_link(node: str) -> Iterator[None]:
+    """A node that nobody reaches."""
+    link = ("nsenter", f"--net={TESTBED_DIRECTORY / 'ns' / node}.net", "ip", "link", "set", "eth0")
+    subprocess.run([*link, "down"], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*link, "up"], check=True)
+
+
+def test_links_that_are_lost_for_seconds_and_a_lost_head_node(site: Site) -> None:
+    run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
+    undisturbed = submit_undisturbed(site)
+    run.wait_for_more_steps()
+    nodes = run.nodes()
+    for number, node in enumerate(nodes, 1):
+        with without_link(node):
+            time.sleep(LOST_SECONDS + 3)
+        run.wait("the restored ranks", lambda: len(run.events("train_started")) == number + 1)  # noqa: B023
+        run.wait_for_more_steps()
+        assert [event["node"] for event in run.events("node_returned")] == [nodes[1]] * number
+    assert not run.events("resubmitted")
+    with dead(site, nodes[0]):
+        # Who is left hands the run to a new job, long before Slurm notices.
+        run.wait("the new job", lambda: run.events("resubmitted"))
+        status = run.wait_for_state("completed")
+    assert_ended_as(run, undisturbed)
+    first, second = status["attempts"]
+    assert (first["cause"], second["cause"]) == ("node_failure", "completed")
+    [resubmitted] = run.events("resubmitted")
+    assert (first["job_id"], second["job_id"]) == (run.job_id, resubmitted["job_id"]) != (run.job_id, run.job_id)
+    assert nodes[0] in resubmitted["excluded"]
+    assert not set(resubmitted["excluded"]) & set(second["nodes"])
     assert not run.events("requeued")
-
-
-def test_hung_worker(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=hang", "--nodes=2", "--hang-timeout=5s", *TEN_EPOCHS)
-    run.wait_for_steps(20)
-    [victim] = rank_pids(run, run.nodes()[1])
-    os.kill(victim, signal.SIGSTOP)
-    run.wait("the interruption", lambda: run.events("interruption"))
-    status = run.wait_for_state("completed")
-    run.assert_no_gap()
-    assert_equal(undisturbed, run.directory)
-    [interruption] = status["interruptions"]
-    assert interruption["cause"] == "hang"
-    assert "is stopped, and the others wait for it" in interruption["detail"]
-    logs = "".join(path.read_text() for path in run.directory.attempt_logs(1).glob("rank-*.log"))
-    assert "Fatal Python error: Aborted" in logs, "the stacks of the ranks that waited"
-
-
-def test_suspension_is_no_hang(site: Site) -> None:
-    run = site.submit("--data=data", "--name=suspended", *ENDLESS, "--hang-timeout=5s")
-    run.wait_for_steps(20)
-    site.slurm("scontrol", "suspend", run.job_id)
-    run.wait("the suspension", lambda: run.queue("%T") == "SUSPENDED")
-    before = len(run.steps())
-    time.sleep(8)
-    site.slurm("scontrol", "resume", run.job_id)
-    run.wait("new steps", lambda: len(run.steps()) > before + 100)
-    assert not run.events("interruption"), run.evidence()
-    assert not run.events("node_lost")
-    assert run.status()["state"] == "running"
-
-
-def send(run: Run, *names: str) -> None:
-    """Bare signals to every process of the agents' step, as on clusters that send nothing else."""
-    for name in names:
-        run.site.slurm("scancel", f"--signal={name}", f"{run.job_id}.0")
-
-
-MOMENTS = {
-    "staging": (lambda run: len(run.events("joined")) == 2, ("TERM",), "requeued"),
-    "rendezvous": (lambda run: run.events("rendezvous"), ("TERM",), "requeued"),
-    "steps": (lambda run: len(run.steps()) > 50, ("USR2", "TERM", "TERM", "USR2"), "time_limit"),
-}
-
-
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_signals_end_in_a_saved_state_and_one_requeue(site: Site, undisturbed: RunDir, moment: str) -> None:
-    reached, signals, cause = MOMENTS[moment]
-    large = site.path / "data" / "large"
-    if moment == "staging":
-        with large.open("wb") as file:
-            file.truncate(2 * 2**30)  # seconds of copying, no space
-    run = site.submit("--data=data", f"--name=term-{moment}", "--nodes=2", *TEN_EPOCHS)
-    run.wait(f"the {moment}", lambda: reached(run))
-    if moment == "staging":
-        assert not run.events("staged"), "the copy was too quick for this test"
-        large.unlink()
-    send(run, *signals)
-    run.wait_for_release()
-    before = run.steps()
-    status = run.wait_for_state("completed")
-    run.assert_no_gap()
-    assert run.steps()[: len(before)] == before
-    assert [attempt["cause"] for attempt in status["attempts"]] == [cause, "completed"]
-    assert status["steps_lost"] == 0
-    assert len(run.events("requeued")) == 1
-    assert_equal(undisturbed, run.directory)
-
-
-def test_refused_requeue_is_replaced_by_a_new_job(site: Site, undisturbed: RunDir) -> None:
-    run = site.submit("--data=data", "--name=refused", "--nodes=2", *TEN_EPOCHS)
-    run.wait_for_steps(20)
-    site.slurm("scontrol", "update", f"JobId={run.job_id}", "Requeue=0")
-    send(run, "TERM")
-    run.wait("the new job", lambda: run.events("resubmitted"))
-    status = run.wait_for_state("completed")
-    run.assert_no_gap()
-    assert status["steps_lost"] == 0
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["requeued", "completed"]
-    assert status["attempts"][1]["job_id"] == run.events("resubmitted")[0]["job_id"] != run.job_id
-    assert_equal(undisturbed, run.directory)
+    assert [interruption["cause"] for interruption in status["interruptions"]] == ["node_failure"] * 3
+    assert max(interruption["steps_lost"] for interruption in status["interruptions"]) <= 6
+    run.wait("the end of the crippled job", lambda: run.job_id not in site.slurm("squeue", "--me", "-h", "-o%A"))
 
 
 STEPS = """
@@ -179,9 +168,7 @@ for step in range(1, 10**9):
 
 
 def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
-    (site.path / "steps.py").write_text(STEPS)
-    for command in (("git", "init", "-q"), ("git", "add", "steps.py")):
-        assert site.type(*command).returncode == 0
+    add_script(site, "steps.py", STEPS)
     flags = ("--nodes=2", "--gpus-per-node=1", "--hang-timeout=3s", "--name=steps")
     run = site.submit(*flags, "--", "steps.py")
     run.wait("the interruption", lambda: run.events("interruption"))

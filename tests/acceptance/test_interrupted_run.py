@@ -1,0 +1,80 @@
+"""One run is preempted, then a rank is killed, then one hangs: it ends with the bits of an undisturbed run."""
+
+import importlib.metadata
+import json
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from support.cluster import (
+    SLOW_STEPS,
+    TWO_RANKS_HERE,
+    VERY_FEW_EPOCHS,
+    Run,
+    Site,
+    assert_equal,
+    assert_nothing_left,
+    preempt,
+    rank_pids,
+)
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+
+
+def check_report(run: Run, stopped: int) -> None:
+    """The report of a run that was preempted after a step: what it was made from, and what it cost."""
+    answer = json.loads(run.site.hpc("report", str(run.directory.path), "--json").stdout)
+    page = Path(answer["report"]).read_text()
+    facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
+    assert facts["torch"] == importlib.metadata.version("torch")
+    assert facts["Jobs"] == run.job_id
+    assert set(facts["Nodes"].split(", ")) >= set(run.nodes())
+    assert float(facts["rank-hours"]) > 0
+    assert re.search(r"<b>productive [\d.e-]+</b>", page)
+    [queue] = set(re.findall(rf"#1 preempted at step {stopped}: ([\w. ]+) in the queue", page))
+    assert queue != "0.0 s"
+
+
+def strike(run: Run, number: int, count: int) -> None:
+    """Send a signal to the rank of the other node, and wait until it has interrupted the run for so many times."""
+    [victim] = rank_pids(run, run.events("claimed")[-1]["nodes"][1])
+    os.kill(victim, number)
+    run.wait("the interruption", lambda: len(run.events("interruption")) == count)
+
+
+def test_preemption_killed_rank_and_hang_leave_the_bits_as_they_are(site: Site) -> None:
+    run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, "--hang-timeout=8s", **SLOW_STEPS)
+    run.wait_for_more_steps()
+    preempt(run)
+    run.wait("the preemption", lambda: run.queue("%T") == "PENDING")
+    stopped = run.steps()[-1]
+    run.wait_for_release()
+    undisturbed = site.submit("--data=data", "--name=undisturbed", *VERY_FEW_EPOCHS, *TWO_RANKS_HERE)
+    run.wait_for_more_steps(2)
+    strike(run, signal.SIGKILL, 1)
+    run.wait("the restored ranks", lambda: len(run.events("train_started")) == 3)
+    run.wait_for_more_steps(2)
+    strike(run, signal.SIGSTOP, 2)
+    status = run.wait_for_state("completed")
+
+    undisturbed.wait_for_state("completed")
+    run.assert_no_gap()
+    assert_equal(undisturbed.directory, run.directory)
+
+    first, second = status["attempts"]
+    assert (first["cause"], second["cause"]) == ("preempted", "completed")
+    assert first["last_step"] == second["first_step"] == stopped, "it continued at the very next step"
+    assert len(run.events("requeued")) == 1
+    preempted, killed, hung = status["interruptions"]
+    assert (preempted["cause"], preempted["steps_lost"]) == ("preempted", 0)
+    assert (killed["cause"], killed["node"]) == ("crashed", second["nodes"][1])
+    assert "signal SIGKILL" in killed["detail"]
+    assert hung["cause"] == "hang"
+    assert "is stopped, and the others wait for it" in hung["detail"]
+    assert max(killed["steps_lost"], hung["steps_lost"]) <= 6, "the snapshot interval and the step under way"
+    logs = "".join(path.read_text() for path in run.directory.attempt_logs(2).glob("rank-*.log"))
+    assert "Fatal Python error: Aborted" in logs, "the stacks of the ranks that waited"
+    check_report(run, stopped)
+    assert_nothing_left(run)

@@ -1,0 +1,37 @@
+"""The distribution's Chromium, in which tests open reports."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, sync_playwright
+
+# Bokeh draws in its own time.
+DRAWN = "!document.getElementById('plots') || globalThis.Bokeh?.documents[0]?.is_idle"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Page]:
+    """A page in a window of its own, which has asked nobody for anything and reports no error."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        reason = "needs the package chromium"
+        pytest.fail(reason) if os.environ.get("TORCHRELAY_REQUIRE_SLURM") else pytest.skip(reason)
+    errors, requests = list[str](), list[str]()
+    with sync_playwright() as playwright:
+        # Without its sandbox, which root cannot use: the page is our own.
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        # Bokeh says when it is ready.
+        page.on("console", lambda message: message.type == "info" or errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        page.goto(path.as_uri())
+        page.wait_for_function(DRAWN)
+        assert not errors
+        assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
+        yield page
+        browser.close()
