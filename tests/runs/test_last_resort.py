@@ -1,5 +1,6 @@
 """Agents that fail or are killed before they can have the run continue: it does, without a supervisor."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -7,89 +8,78 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.cluster import ENDLESS, SMALL_BATCH, Run, Site, agent_pids
+from support.cluster import ENDLESS, SLOW_STEPS, SMALL_BATCH, Run, Site, agent_pids
 
 from hpc.slurm.client import TESTBED_DIRECTORY
 from hpc.testbed.nodes import processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 ONE_NODE = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
-# The agents of the job's first start import for a minute: until then they handle no signal.
+# Until a file exists, the agents import for a minute, and handle no signal until then.
 SLOW_START = """
 import os, sys, time
-if "jobs.agent" in sys.orig_argv and "SLURM_RESTART_COUNT" not in os.environ:
+if "jobs.agent" in sys.orig_argv and not os.path.exists({!r}):
     time.sleep(60)
 """
 
 
-def submit_with_slow_agents(site: Site, *flags: str) -> Run:
-    """A run whose agents have just been started and handle no signal yet."""
-    (site.path / "slow").mkdir()
-    (site.path / "slow" / "sitecustomize.py").write_text(SLOW_START)
-    path = os.pathsep.join(filter(None, [str(site.path / "slow"), os.environ.get("PYTHONPATH")]))
-    run = site.submit("--data=data", *SMALL_BATCH, "--epochs=1", *flags, PYTHONPATH=path)
-    run.wait("the agent", lambda: run.queue("%T") == "RUNNING" and agent_pids(run, run.queue("%N")[:5]))
-    return run
+def wait_for_agent(run: Run, job_id: str) -> int:
+    """Wait until the job of one node has started its agent. Returns the agent's process."""
+
+    def found() -> list[int]:
+        state, _, node = run.site.slurm("squeue", "-h", f"--jobs={job_id}", "--format=%T %N").partition(" ")
+        return agent_pids(run, node) if state == "RUNNING" else []
+
+    run.wait("the agent", found)
+    return found()[0]
 
 
-def test_signal_before_the_agents_can_handle_it_costs_one_requeue(site: Site) -> None:
-    run = submit_with_slow_agents(site, *ONE_NODE)
+def test_agents_that_handle_no_signal_yet_and_one_that_is_killed(site: Site) -> None:
+    """Whatever ends an agent before it can have its run continue: the job does, once, unless somebody else has."""
+    slow, quick = site.path / "slow", site.path / "quick"
+    slow.mkdir()
+    (slow / "sitecustomize.py").write_text(SLOW_START.format(str(quick)))
+    path = os.pathsep.join(filter(None, [str(slow), os.environ.get("PYTHONPATH")]))
+    run = site.submit("--data=data", *ENDLESS, *ONE_NODE, "--name=slow", PYTHONPATH=path, **SLOW_STEPS)
+
+    wait_for_agent(run, run.job_id)
     site.slurm("scancel", "--signal=TERM", f"{run.job_id}.0")
     run.wait_for_release()
-    status = run.wait_for_state("completed")
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["requeued", "completed"]
-    assert status["job_id"] == run.job_id
+    assert [attempt["cause"] for attempt in run.status()["attempts"]] == ["requeued"]
     assert len(run.events("requeued")) == 1
 
-
-@pytest.mark.parametrize("how", ["scancel", "hpc cancel"])
-def test_cancelled_before_the_agents_can_handle_it(site: Site, how: str) -> None:
-    run = submit_with_slow_agents(site, *ONE_NODE)
-    if how == "scancel":
-        site.slurm("scancel", run.job_id)
-    else:
-        assert site.hpc("cancel", str(run.directory.path)).returncode == 0
-    run.wait("the end of the job", lambda: not run.is_alive())
-    assert run.status()["state"] == "cancelled"
-    assert not run.events("requeued")
-
-
-def test_requeue_by_somebody_else_is_not_repeated(site: Site) -> None:
-    run = submit_with_slow_agents(site, *ONE_NODE)
+    # A requeue by somebody else is not repeated.
+    wait_for_agent(run, run.job_id)
     site.slurm("scontrol", "requeue", run.job_id)
     run.wait_for_release()
-    status = run.wait_for_state("completed")
-    assert [attempt["cause"] for attempt in status["attempts"]][-1] == "completed"
-    assert "Restarts=1 " in site.slurm("scontrol", "--oneliner", "show", "job", run.job_id)
-    assert not run.events("requeued")
-
-
-def test_killed_agent_of_a_single_node(site: Site) -> None:
-    run = site.submit("--data=data", *ENDLESS, *ONE_NODE)
-    run.wait_for_steps(20)
-    [agent] = agent_pids(run, run.queue("%N"))
-    os.kill(agent, signal.SIGKILL)
-    run.wait_for_release()
-    stopped = run.steps()[-1]
-    run.wait_for_steps(stopped + 5)
-    run.assert_no_gap()
-    first, second = run.status()["attempts"]
-    assert (first["cause"], second["cause"]) == ("lost", None)
-    assert "SIGKILL" in first["detail"]
+    wait_for_agent(run, run.job_id)
+    assert "Restarts=2 " in site.slurm("scontrol", "--oneliner", "show", "job", run.job_id)
     assert len(run.events("requeued")) == 1
-    run.cancel()
 
-
-def test_failed_run_stays_failed(site: Site) -> None:
-    (site.path / "crash.py").write_text("raise SystemExit('no luck')\n")
-    for command in (("git", "init", "-q"), ("git", "add", "crash.py")):
-        assert site.type(*command).returncode == 0
-    run = site.submit(*ONE_NODE, "--name=crash", "--", "crash.py")
-    run.wait_for_state("failed")
+    # Neither way to cancel the run is taken for a failure.
+    assert site.hpc("cancel", "slow").returncode == 0
     run.wait("the end of the job", lambda: not run.is_alive())
-    assert "JobState=FAILED" in site.slurm("scontrol", "show", "job", run.job_id)
-    assert len(run.status()["attempts"]) == 1
-    assert not Path(run.directory.path, "final").exists()
+    assert run.status()["state"] == "cancelled"
+    second = json.loads(site.hpc("resume", "slow", "--json").stdout)["job_id"]
+    wait_for_agent(run, second)
+    site.slurm("scancel", second)
+    run.wait("the end of the job", lambda: not run.is_alive())
+    assert run.status()["state"] == "cancelled"
+    assert len(run.events("requeued")) == 1
+
+    # One that is killed while its rank trains.
+    quick.touch()
+    third = Run(site, run.directory, json.loads(site.hpc("resume", "slow", "--json").stdout)["job_id"])
+    third.wait_for_steps(5)
+    os.kill(wait_for_agent(third, third.job_id), signal.SIGKILL)
+    third.wait_for_release()
+    killed = third.status()["attempts"][-1]
+    assert killed["cause"] == "lost"
+    assert "SIGKILL" in killed["detail"]
+    assert len(run.events("requeued")) == 2
+    third.wait_for_more_steps(killed["attempt"] + 1)
+    third.assert_no_gap()
+    third.cancel()
 
 
 @contextmanager
