@@ -1,15 +1,17 @@
 """Runs that wait for others (`--after`, `--after-ok`) on Slurm, by an ordinary user; the comment of a run's job."""
 
-import re
-
 import pytest
-from support.cluster import ENDLESS, THREE_EPOCHS, Run, Site, add_script, dead, refused
+from support.cluster import Run, Site, add_script, dead, refused
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 ONE = ("--gpus-per-node=1", "--cpus-per-gpu=1")
-# It ends when there is a file.
+# It logs as many epochs as it has had attempts, and ends when there is a file.
 WAITS = """
-import pathlib, sys, time
+import json, os, pathlib, sys, time
+metrics = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"], "metrics")
+metrics.mkdir(exist_ok=True)
+with open(metrics / "train.jsonl", "a") as file:
+    print(json.dumps({"step": 1, "epoch": int(os.environ["TORCHRELAY_ATTEMPT"])}), file=file)
 while not pathlib.Path(sys.argv[1]).exists():
     time.sleep(0.2)
 sys.exit(pathlib.Path(sys.argv[1]).read_text() or 0)
@@ -22,10 +24,10 @@ def waiting(site: Site, name: str, *flags: str) -> Run:
     return site.submit(*ONE, f"--name={name}", *flags, "--", "b.py")
 
 
-def endless(site: Site, name: str) -> Run:
+def endless(site: Site, name: str, *flags: str) -> Run:
     """A run that has begun, and ends when there is the file `end`."""
     add_script(site, "a.py", WAITS)
-    run = site.submit(*ONE, f"--name={name}", "--", "a.py", str(site.path / "end"))
+    run = site.submit(*ONE, f"--name={name}", *flags, "--", "a.py", str(site.path / "end"))
     run.wait("its start", lambda: run.events("rendezvous"))
     return run
 
@@ -48,36 +50,48 @@ def assert_began_after(run: Run, other: Run) -> None:
     assert claim["time"] >= other.events("attempt_ended")[-1]["time"]
 
 
-def test_run_begins_when_another_one_is_complete_though_that_is_requeued(ordinary_user: Site) -> None:
+def test_runs_begin_when_others_are_complete_though_these_are_requeued(ordinary_user: Site) -> None:
+    """One whose job begins too early, because somebody has removed its dependency, goes back into the queue."""
     site = ordinary_user
-    first = site.submit("--name=first", *THREE_EPOCHS)
+    first = endless(site, "first")
     second, third = waiting(site, "second", "--after-ok=first"), waiting(site, "third", "--after=second")
-    assert (waits_for(second), waits_for(third)) == (
-        f"afterany:{first.job_id}(unfulfilled)",
+    early = waiting(site, "early", "--after=first", "--nodes=2")
+    unfulfilled = f"afterany:{first.job_id}(unfulfilled)"
+    assert [waits_for(run) for run in (second, third, early)] == [
+        unfulfilled,
         f"afterany:{second.job_id}(unfulfilled)",
-    )
+        unfulfilled,
+    ]
     assert "pending: waits until run first has completed" in site.hpc("status", "second").stdout
-    first.wait_for_steps(20)
+    first.wait("the comment of its job", lambda: first.queue("%k").startswith("first, attempt 1"))
     site.slurm("scontrol", "requeue", first.job_id)
     first.wait_for_release()
     first.wait("its second attempt", lambda: len(first.events("claimed")) == 2)
     assert second.queue("%T %r") == "PENDING Dependency"
+    site.slurm("scontrol", "update", f"JobId={early.job_id}", "Dependency=")
+    early.wait("its start", lambda: early.events("deferred"))
+    early.wait("the dependency", lambda: waits_for(early) == unfulfilled)
+    assert early.status()["state"] == "pending"
+    first.wait("the comment of its job", lambda: first.queue("%k") == "first, attempt 2, epoch 2")
+    end(site)
     first.wait_for_state("completed")
     assert_began_after(second, first)
     assert_began_after(third, second)
+    with site.supervised():
+        assert_began_after(early, first)
     assert not [*second.events("deferred"), *third.events("deferred")]
     assert [run.status()["waits_for"] for run in (second, third)] == [[], []]
 
 
 def test_run_waits_on_when_the_job_of_another_one_is_replaced(site: Site, ordinary_user: Site) -> None:
-    first = ordinary_user.submit("--name=first", *THREE_EPOCHS)
+    first = endless(ordinary_user, "first", "--nodes=2")
     second = waiting(ordinary_user, "second", "--after-ok=first")
-    first.wait_for_steps(20)
     with dead(site, first.nodes()[0]):
         first.wait("its next job", lambda: first.events("resubmitted"))
         job_id = first.events("resubmitted")[0]["job_id"]
         assert job_id != first.job_id
         first.wait("the dependency on it", lambda: waits_for(second) == f"afterany:{job_id}(unfulfilled)")
+        end(ordinary_user)
         first.wait_for_state("completed")
         assert_began_after(second, first)
 
@@ -106,10 +120,11 @@ def test_run_is_held_while_one_that_must_be_complete_has_failed(ordinary_user: S
 
 def test_run_that_waits_for_a_cancelled_job_goes_on_when_its_run_is_cancelled(ordinary_user: Site) -> None:
     site = ordinary_user
-    first = endless(site, "first")
+    first = endless(site, "first", "--sbatch=comment=mine")
     second = site.submit(*ONE, "--name=second", "--sbatch=hold", "--", "a.py", str(site.path / "end"))
     third = waiting(site, "third", "--after=second", "--after=first")
     site.slurm("scancel", second.job_id)
+    assert first.queue("%k") == "mine", "a comment that was given stays"
     end(site)
     first.wait_for_state("completed")
     third.wait("the hold", lambda: third.queue("%r") == "job requeued in held state")
@@ -117,33 +132,3 @@ def test_run_that_waits_for_a_cancelled_job_goes_on_when_its_run_is_cancelled(or
     assert site.hpc("cancel", "second").returncode == 0
     with site.supervised():
         assert third.wait_for_state("completed")
-
-
-def test_job_that_starts_too_early_goes_back_into_the_queue(ordinary_user: Site) -> None:
-    first = endless(ordinary_user, "first")
-    second = waiting(ordinary_user, "second", "--after=first", "--nodes=2")
-    ordinary_user.slurm("scontrol", "update", f"JobId={second.job_id}", "Dependency=")
-    second.wait("its start", lambda: second.events("deferred"))
-    second.wait("the dependency", lambda: waits_for(second) == f"afterany:{first.job_id}(unfulfilled)")
-    assert second.status()["state"] == "pending"
-    end(ordinary_user)
-    with ordinary_user.supervised():
-        assert_began_after(second, first)
-
-
-def test_comment_of_the_job_has_attempt_and_epoch(ordinary_user: Site) -> None:
-    run = ordinary_user.submit("--name=long", "--data=data", *ENDLESS)
-    run.wait("the comment", lambda: re.fullmatch(r"long, attempt 1, epoch \d+", run.queue("%k")))
-    ordinary_user.slurm("scontrol", "requeue", run.job_id)
-    run.wait_for_release()
-    run.wait("the comment", lambda: re.fullmatch(r"long, attempt 2, epoch \d+", run.queue("%k")))
-    run.cancel()
-
-
-def test_given_comment_stays(ordinary_user: Site) -> None:
-    add_script(ordinary_user, "a.py", WAITS)
-    run = ordinary_user.submit(*ONE, "--sbatch=comment=mine", "--", "a.py", str(ordinary_user.path / "end"))
-    run.wait("its start", lambda: run.events("rendezvous"))
-    assert run.queue("%k") == "mine"
-    end(ordinary_user)
-    run.wait_for_state("completed")
