@@ -66,6 +66,11 @@ SHORT_LOCAL = (
     *("--log-every=1", "--checkpoint-every=1", "--val-split=0.2"),
 )
 SHORT_LOCAL_CONSTANT_LR = (*SHORT_LOCAL, "--lr-scheduler=constant")
+# A user's script whose first attempt waits to be interrupted. It imports nothing of torch, so it starts at once.
+WAITS_AT_FIRST = """
+import os, time
+time.sleep(600 if os.environ["TORCHRELAY_ATTEMPT"] == "1" else 0)
+"""
 
 
 @contextmanager
