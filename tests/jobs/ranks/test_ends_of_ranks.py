@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.cluster import ROOT
+from support.cluster import ROOT, parent
 
 from hpc.core.errors import BadNodeError
 from hpc.core.kernel import process_state
@@ -37,13 +37,13 @@ def wait_for(path: Path) -> str:
 # The kernel takes a while to free a rank's memory. Meanwhile the main thread is a zombie and another thread exists.
 LARGE = """
 import os, sys, threading, time
-memory = bytearray(1_000_000_000)
+memory = bytearray(500_000_000)
 memory[::4096] = b"x" * len(memory[::4096])
 threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
 print(os.getpid(), file=open(sys.argv[1], "w"), flush=True)
 time.sleep(1000)
 """
-# Starts and ends ranks as torchrun does in a round.
+# Starts and ends ranks as torchrun does in a round; of the second one, the wrapper is killed.
 ENDS = """
 import os, signal, sys, time
 from pathlib import Path
@@ -52,33 +52,36 @@ from torch.distributed.run import run_script_path
 from hpc.core.kernel import adopt_orphans
 from training.runtime.torchrun_main import end_ranks
 
-noted, kills, *program = sys.argv[1:]
+program = sys.argv[1:]
 if __name__ == "__main__":
     adopt_orphans()
     specs, environment = DefaultLogsSpecs(), {"RANK": "0", "LOCAL_RANK": "0"}
-    ranks = start_processes("t", run_script_path, {0: program}, {0: environment}, specs, start_method="fork")
-    while not Path(noted).exists() or not Path(noted).read_text():
-        time.sleep(0.02)
-    rank = Path(noted).read_text().strip()
-    if kills == "wrapper":
-        os.kill(ranks.pids()[0], signal.SIGKILL)
-    end_ranks(ranks)
-    tasks = Path("/proc", rank, "task")
-    print("left:", [each.name for each in tasks.iterdir()] if tasks.exists() else [])
+    for is_wrapper_killed in (False, True):
+        noted = Path(f"{program[-1]}-{is_wrapper_killed}")
+        started = {0: [*program[:-1], str(noted)]}
+        ranks = start_processes("t", run_script_path, started, {0: environment}, specs, start_method="fork")
+        while not noted.exists() or not noted.read_text().endswith("\\n"):
+            time.sleep(0.02)
+        rank = noted.read_text().strip()
+        if is_wrapper_killed:
+            os.kill(ranks.pids()[0], signal.SIGKILL)
+        end_ranks(ranks)
+        tasks = Path("/proc", rank, "task")
+        print("left:", [each.name for each in tasks.iterdir()] if tasks.exists() else [])
 """
 
 
-@pytest.mark.parametrize("kills", ["nothing", "wrapper"])
-def test_torchrun_waits_for_ranks_not_for_their_wrappers_alone(node: Path, kills: str) -> None:
+@pytest.mark.slow
+def test_torchrun_waits_for_ranks_not_for_their_wrappers_alone(node: Path) -> None:
     (node / "large.py").write_text(LARGE)
     (node / "ends.py").write_text(ENDS)
     wrapper = [str(PROCESS_WRAPPER), "rank", str(node), str(node)]
     program = [*wrapper, "script", str(node / "large.py"), str(node / "pid")]
-    command = [sys.executable, str(node / "ends.py"), str(node / "pid"), kills, *program]
+    command = [sys.executable, str(node / "ends.py"), *program]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
     )
-    assert done.stdout.endswith("left: []\n"), done.stdout
+    assert [line for line in done.stdout.splitlines() if line.startswith("left")] == ["left: []"] * 2, done.stdout
 
 
 # Each start of the rank leaves processes behind in their own sessions; some are orphans. They keep a port that the next
@@ -139,7 +142,7 @@ def start(argv: list[str]) -> Torchrun:
 
 
 def environment() -> dict[str, str]:
-    return torchrun_environment(alone(), {**os.environ, "TORCHRELAY_PRELOAD": ""})
+    return torchrun_environment(alone(), dict(os.environ))
 
 
 def test_what_a_rank_leaves_behind_ends_with_it(node: Path, left_behind: list[str]) -> None:
@@ -156,21 +159,16 @@ def test_what_a_rank_leaves_behind_ends_with_it(node: Path, left_behind: list[st
         assert not pids_left(node)
 
 
-@pytest.mark.parametrize("dies", ["nobody", "torchrun"])
-def test_what_a_rank_leaves_behind_ends_with_torchrun(node: Path, left_behind: list[str], dies: str) -> None:
+@pytest.mark.slow
+def test_what_a_rank_leaves_behind_ends_when_torchrun_is_killed(node: Path, left_behind: list[str]) -> None:
     with start(left_behind) as torchrun:
         wait_for(node / "stays")
-        if dies == "torchrun":
-            [rank] = torchrun.ranks()
-            os.kill(parent(parent(rank)), signal.SIGKILL)
-            while torchrun.exit_code is None:
-                time.sleep(0.02)
-            assert torchrun.exit_code == -signal.SIGKILL
+        [rank] = torchrun.ranks()
+        os.kill(parent(parent(rank)), signal.SIGKILL)
+        while torchrun.exit_code is None:
+            time.sleep(0.02)
+        assert torchrun.exit_code == -signal.SIGKILL
     assert not pids_left(node)
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 AGENT = """
@@ -182,6 +180,7 @@ with Torchrun(sys.argv[1:], os.environ, Path("/")):
 """
 
 
+@pytest.mark.slow
 def test_what_a_rank_leaves_behind_ends_when_its_agent_is_killed(node: Path, left_behind: list[str]) -> None:
     agent = subprocess.Popen([sys.executable, "-c", AGENT, *left_behind], cwd=ROOT, env=environment())
     wait_for(node / "stays")

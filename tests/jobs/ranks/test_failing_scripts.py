@@ -17,6 +17,7 @@ from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 
+pytestmark = pytest.mark.slow
 # At each start, rank 1 fails in the next way and rank 0 loses its peer.
 SCRIPT = """
 import ctypes, os, signal, sys, time
