@@ -1,4 +1,4 @@
-"""A small script that uses the copied helper, under torchrun with the environment that a run gives it."""
+"""A small script that uses the copied helper, in ranks with the environment that a run gives it."""
 
 import json
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import training.relay
+from support.trainings import run_forked
 
 # A model of one rank's own noise: whether random numbers, weights and own objects go on is seen in the last line.
 SCRIPT = """
@@ -73,6 +74,12 @@ distributed.destroy_process_group()
 """
 
 
+def run_relay(program: str, *words: str, directory: Path, **settings: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a program in forked ranks, in a directory that has a copy of the helper."""
+    shutil.copy(training.relay.__file__, directory / "relay.py")
+    return run_forked(program, *words, directory=directory, **settings)
+
+
 @dataclass(frozen=True)
 class Script:
     """The script in a directory of its own, with the directories of a run."""
@@ -80,23 +87,25 @@ class Script:
     path: Path
 
     def run(
-        self, steps: int, *, stop_at: int = -1, kill_at: int = -1, ranks: int = 2, **environment: str
-    ) -> "subprocess.CompletedProcess[str]":
+        self, steps: int, *, stop_at: int = -1, kill_at: int = -1, ranks: int = 2, torchrun: bool = False,
+        **environment: str,
+    ) -> "subprocess.CompletedProcess[str]":  # fmt: skip
         """Run it to its end."""
-        results = self.path / "results"
         for directory in ("run/events", "snapshots", "heartbeats", "results"):
             (self.path / directory).mkdir(parents=True, exist_ok=True)
+        words = [str(number) for number in (steps, stop_at, kill_at)]
+        environment = {
+            "TORCHRELAY_RUN_DIR": str(self.path / "run"), "TORCHRELAY_ATTEMPT": "1",
+            "TORCHRELAY_SNAPSHOTS": str(self.path / "snapshots"), "RESULTS": str(self.path / "results"), **environment,
+        }  # fmt: skip
+        if not torchrun:
+            return run_relay(SCRIPT, *words, directory=self.path, ranks=ranks, **environment)
         shutil.copy(training.relay.__file__, self.path / "relay.py")
         (self.path / "script.py").write_text(SCRIPT)
-        words = [str(self.path / "script.py"), str(steps), str(stop_at), str(kill_at)]
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        ours = {
-            "TORCHRELAY_RUN_DIR": str(self.path / "run"), "TORCHRELAY_ATTEMPT": "1", "RESULTS": str(results),
-            "TORCHRELAY_SNAPSHOTS": str(self.path / "snapshots"), "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
         return subprocess.run(
-            [*launch, *words], env={**os.environ, **ours, **environment}, cwd=self.path, capture_output=True, text=True,
-            check=False, timeout=200,
+            [*launch, "script.py", *words], env={**os.environ, **environment}, cwd=self.path, capture_output=True,
+            text=True, check=False, timeout=200,
         )  # fmt: skip
 
     def results(self, rank: int) -> list[dict[str, Any]]:

@@ -7,8 +7,13 @@ import contextlib
 import gzip
 import io
 import json
+import multiprocessing
 import os
 import pickle
+import runpy
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from hpc.core.rundir import RunDir
-from training.verify_resume.local_launch import kill_ranks, start_ranks
+from training.verify_resume.local_launch import free_port, kill_ranks, start_ranks, wait_for_ranks
 
 if TYPE_CHECKING:
     from training.data.dataset import Data
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from training.runtime.process_group import ProcessGroup
 
 _TIMEOUT_SECONDS = 120
+needs_compiler = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("c++")), reason="needs a C++ compiler")
 # The fixture `ask`: runs a program with arguments, and returns its exit code, stdout and stderr.
 Ask = Callable[..., tuple[int, str, str]]
 
@@ -125,6 +132,13 @@ class Starter:
         self.started.append(training)
         return training
 
+    def copy(self, training: Training, run: str = "run") -> Training:
+        """Take over a copy of another one's run, whose attempts count."""
+        copy = Training(run_dir=self.directory / run, log=training.log, ranks=[])
+        shutil.copytree(training.run_dir, copy.run_dir)
+        self.started += [copy] * len(list(training.run_dir.parent.glob(f"{training.run_dir.name}-*.log")))
+        return copy
+
     def complete(
         self, *flags: str, run: str = "run", world_size: int = 1, prepare: Callable[[], None] | None = None
     ) -> Training:
@@ -134,6 +148,40 @@ class Starter:
         assert codes == [0] * world_size, training.output()
         assert (training.run_dir / "final" / "result.json").exists(), training.output()
         return training
+
+
+def run_forked(
+    program: str, *words: str, directory: Path, ranks: int = 1, **environment: str
+) -> "subprocess.CompletedProcess[str]":
+    """Run the text of a program in a directory, in ranks that are forks of a process which has imported torch.
+
+    Once a rank has failed, the others are ended, as by torchrun. The exit code is the first that is not 0.
+    """
+    (directory / "script.py").write_text(program)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    files = [directory / name for name in ("stdout", "stderr")]
+    for file in files:
+        file.unlink(missing_ok=True)
+    started = []
+    for rank in map(str, range(ranks)):
+        place = {**common, "RANK": rank, "LOCAL_RANK": rank, **environment}
+        process = multiprocessing.get_context("forkserver").Process(target=_run_rank, args=(directory, words, place))
+        process.start()
+        started.append(process)
+    codes = wait_for_ranks(started, grace_seconds=1)
+    stdout, stderr = (file.read_text() for file in files)
+    return subprocess.CompletedProcess(words, next(filter(None, codes), 0), stdout, stderr)
+
+
+def _run_rank(directory: Path, words: tuple[str, ...], environment: dict[str, str]) -> None:
+    """Runs in the process of a rank."""
+    os.chdir(directory)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), descriptor)
+    os.environ |= environment
+    sys.argv = ["script.py", *words]
+    sys.path.insert(0, str(directory))
+    runpy.run_path("script.py", run_name="__main__")
 
 
 def load(path: Path, **settings: object) -> "Data":

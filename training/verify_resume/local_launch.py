@@ -29,10 +29,7 @@ def start_ranks(
     argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
 ) -> list[BaseProcess]:
     """Start ranks with these arguments, whose output goes to the file `log`; each calls `prepare` before it begins."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))  # a free port
-        port = listener.getsockname()[1]
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}
     ranks: list[BaseProcess] = []
     for rank, argv in enumerate(argvs):
@@ -41,6 +38,13 @@ def start_ranks(
         process.start()
         ranks.append(process)
     return ranks
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def wait_for_ranks(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:

@@ -1,16 +1,17 @@
 """Memory that a step frees is there for the next one, without the kernel."""
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
-from support.cluster import ROOT
+from support.trainings import run_forked
 
-# In a process of its own: the C library is set for good. Huge pages would make the faults few.
+# In a process of its own: the C library is set for good. Huge pages would make the faults few; and by default glibc
+# decides by what it has allocated before whether a tensor is given back.
 STEPS = """
 import ctypes, resource, sys, torch
-PR_SET_THP_DISABLE = 41
-ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+PR_SET_THP_DISABLE, M_MMAP_THRESHOLD = 41, -3
+library = ctypes.CDLL(None)
+library.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+library.mallopt(M_MMAP_THRESHOLD, 2**17)
 from training.engine.freed_memory import keep_freed_memory
 if sys.argv[1] == "kept":
     keep_freed_memory()
@@ -25,13 +26,12 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def page_faults(memory: str) -> int:
-    # So each tensor is given back. By default glibc decides by what it has allocated before.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**17)}
-    command = [sys.executable, "-c", STEPS, memory]
-    return int(subprocess.check_output(command, cwd=ROOT, env=environment, text=True))
+def page_faults(memory: str, directory: Path) -> int:
+    done = run_forked(STEPS, memory, directory=directory)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
 
 
-def test_steps_reuse_memory() -> None:
-    assert page_faults("kept") < 1000
-    assert page_faults("given back") > 100_000, "ten steps of 64 MiB"
+def test_steps_reuse_memory(tmp_path: Path) -> None:
+    assert page_faults("kept", tmp_path) < 1000
+    assert page_faults("given back", tmp_path) > 100_000, "ten steps of 64 MiB"

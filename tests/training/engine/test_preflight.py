@@ -4,10 +4,10 @@ import importlib.metadata
 import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import BadNodeError, TorchrelayError, UserError
+from training.engine import preflight
 from training.engine.preflight import count_wrong, run_preflight, wrong_in_attention, wrong_in_convolution
 from training.runtime.fault_injection import parse_fault
 from training.runtime.process_group import ProcessGroup
@@ -31,11 +32,11 @@ SHORT = ("--epochs=1", "--batch-size=64")
 
 def test_every_start_of_the_ranks_records_a_preflight(start: Starter) -> None:
     run = start.complete(*SHORT, world_size=3).run_dir
-    [preflight] = events(run, "preflight")
-    assert preflight["world_size"] == 3
-    assert preflight["allreduce_gb_per_second"] > 0
-    assert 0 <= preflight["seconds"] <= events(run, "train_started")[0]["seconds"]
-    assert preflight["time"] <= events(run, "train_started")[0]["time"]
+    [event] = events(run, "preflight")
+    assert event["world_size"] == 3
+    assert event["allreduce_gb_per_second"] > 0
+    assert 0 <= event["seconds"] <= events(run, "train_started")[0]["seconds"]
+    assert event["time"] <= events(run, "train_started")[0]["time"]
     [software] = events(run, "software")
     assert software["torch"] == importlib.metadata.version("torch")
     assert software["python"] == platform.python_version()
@@ -197,21 +198,25 @@ def test_it_is_said_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.Monk
     assert why_no_gpu((device_file,)) == f"{version} is built for CPUs alone"
 
 
-def test_rank_that_must_use_a_gpu_finds_its_node_bad(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "training.engine.preflight", str(tmp_path / "run"), "1"]
-    environment = {**os.environ, "TORCHRELAY_DEVICE": "cuda", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == EXIT_BAD_NODE
-    assert re.match("error: local rank 0 on .* cannot use the GPU that was asked for .*: ", done.stderr)
-    assert not (tmp_path / "run").exists()
+def as_a_program(run_dir: Path, attempt: str, **environment: str) -> None:
+    """In a rank: be the preflight, and nothing else."""
+    os.environ |= environment
+    sys.exit(preflight.main(str(run_dir), attempt))
 
 
-def test_the_preflight_is_a_program_of_its_own(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    argv += ["--rdzv-endpoint=localhost:0", "-m", "training.engine.preflight", str(tmp_path / "run"), "3"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
-    [line] = done.stdout.splitlines()
+def test_rank_that_must_use_a_gpu_finds_its_node_bad(start: Starter) -> None:
+    run = start.directory / "run"
+    ranks = start(prepare=partial(as_a_program, run, "1", TORCHRELAY_DEVICE="cuda", CUDA_VISIBLE_DEVICES=""))
+    assert ranks.wait() == [EXIT_BAD_NODE]
+    assert re.match("error: local rank 0 on .* cannot use the GPU that was asked for .*: ", ranks.output())
+    assert not run.exists()
+
+
+def test_the_preflight_is_a_program_of_its_own(start: Starter) -> None:
+    run = start.directory / "run"
+    ranks = start(world_size=2, prepare=partial(as_a_program, run, "3"))
+    assert ranks.wait() == [0, 0], ranks.output()
+    [line] = [line for line in ranks.output().splitlines() if "[Gloo]" not in line]
     assert line.startswith("preflight: 2 ranks on CPU, all-reduce ")
-    [preflight] = events(tmp_path / "run", "preflight")
-    assert (preflight["attempt"], preflight["world_size"], preflight["device"]) == (3, 2, "CPU")
+    [event] = events(run, "preflight")
+    assert (event["attempt"], event["world_size"], event["device"]) == (3, 2, "CPU")

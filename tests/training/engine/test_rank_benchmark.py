@@ -1,13 +1,13 @@
 """Which pairs of nodes `hpc smoke` measures at the same time, and what two ranks measure."""
 
 import json
-import subprocess
 import sys
 from itertools import chain, combinations
-from pathlib import Path
 
 import pytest
+from support.trainings import Starter
 
+from training.engine import rank_benchmark
 from training.engine.rank_benchmark import pair_rounds
 
 
@@ -20,12 +20,15 @@ def test_every_pair_is_in_one_round_and_no_node_in_two_pairs_of_it(nodes: int) -
         assert len(busy) == len(set(busy))
 
 
-def test_two_ranks_of_one_node_measure_their_devices_and_the_all_reduce() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    module = ["-m", "training.engine.rank_benchmark", "here"]
-    root = Path(__file__).parents[3]
-    done = subprocess.run([*command, *module], cwd=root, capture_output=True, text=True, check=True)
-    line = next(line for line in done.stdout.splitlines() if line.startswith("benchmark: "))
+def measure() -> None:
+    """In a rank: be the benchmark, and nothing else."""
+    sys.exit(rank_benchmark.main("here"))
+
+
+def test_two_ranks_of_one_node_measure_their_devices_and_the_all_reduce(start: Starter) -> None:
+    ranks = start(world_size=2, prepare=measure)
+    assert ranks.wait() == [0, 0], ranks.output()
+    line = next(line for line in ranks.output().splitlines() if line.startswith("benchmark: "))
     found = json.loads(line.removeprefix("benchmark: "))
     assert [(rank["rank"], rank["node"]) for rank in found["ranks"]] == [(0, "here"), (1, "here")]
     assert all(rank["teraflops"] > 0 for rank in found["ranks"])

@@ -1,4 +1,4 @@
-"""The helper for scripts of one's own, copied, under torchrun: two ranks, stopped, killed and restored."""
+"""The helper for scripts of one's own, copied: two ranks, stopped, killed and restored."""
 
 import json
 import os
@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.relay_script import Script
+from support.relay_script import Script, run_relay
 
 import training.relay
 
@@ -25,7 +25,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Script:
 
 def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: Path) -> None:
     script = Script(tmp_path)
-    assert script.run(40, stop_at=20).returncode == 0
+    done = script.run(40, stop_at=20, torchrun=True)
+    assert done.returncode == 0, done.stderr
     first = [script.results(rank)[0] for rank in (0, 1)]
     assert all(result["stopped"] for result in first)
     assert first[0]["step"] == first[1]["step"] == 21, "a step after the signal, which one rank got"
@@ -86,13 +87,6 @@ def test_shards_are_saved_whole_and_fit_another_number_of_ranks(tmp_path: Path) 
     assert script.results(0)[-1]["restored"] == 20
 
 
-def run_alone(code: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "PYTHONPATH": str(Path(training.relay.__file__).parent), **environment}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
-
-
 def test_outside_of_a_run_nothing_is_stopped_written_or_imported() -> None:
     code = (
         "import signal, sys, relay\n"
@@ -100,12 +94,18 @@ def test_outside_of_a_run_nothing_is_stopped_written_or_imported() -> None:
         "    relay.report(step=1, loss=0.5)\n"
         "    print(saved.step, relay.should_stop(), signal.getsignal(signal.SIGTERM), 'torch' in sys.modules)\n"
     )
-    done = run_alone(code)
+    environment = {**os.environ, "PYTHONPATH": str(Path(training.relay.__file__).parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout == "0 False 0 False\n", done.stderr
 
 
+def run_alone(code: str, directory: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run a script of a run as its only rank; the directory is that of the run, too."""
+    return run_relay(code, directory=directory, TORCHRELAY_RUN_DIR=str(directory), **environment)
+
+
 def test_ranks_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:
-    done = run_alone("import relay; relay.should_stop()", TORCHRELAY_RUN_DIR=str(tmp_path), WORLD_SIZE="2", RANK="0")
+    done = run_alone("import relay; relay.should_stop()", tmp_path, WORLD_SIZE="2")
     assert "should_stop() needs the other ranks: call it after torch.distributed.init_process_group()" in done.stderr
 
 
@@ -117,13 +117,13 @@ def test_state_that_could_not_be_restored_is_refused_before_the_first_step(tmp_p
         "    def load_state_dict(self, state): pass\n"
         "with relay.state(odd=Odd()): pass\n"
     )
-    done = run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path))
+    done = run_alone(code, tmp_path)
     assert "TypeError: state(odd=...): its state_dict() holds more than tensors, numbers and texts" in done.stderr
 
 
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     code = "import relay; relay.report(step=3, loss=float('nan'), lr=0.1)"
-    assert run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path)).returncode == 0
+    assert run_alone(code, tmp_path).returncode == 0
     [line] = map(json.loads, (tmp_path / "metrics" / "train.jsonl").read_text().splitlines())
     assert (line["step"], line["loss"], line["lr"]) == (3, None, 0.1)
 
@@ -135,7 +135,7 @@ def test_signal_that_the_run_was_submitted_with_stops_it_too(tmp_path: Path) -> 
         "    os.kill(os.getpid(), signal.SIGHUP)\n"
         "    print(relay.should_stop(), relay.should_stop())\n"
     )
-    done = run_alone(code, TORCHRELAY_RUN_DIR=str(tmp_path), TORCHRELAY_STOP_SIGNAL="SIGHUP")
+    done = run_alone(code, tmp_path, TORCHRELAY_STOP_SIGNAL="SIGHUP")
     assert done.stdout == "True True\n", done.stderr
     assert (tmp_path / "checkpoints" / "step-00000000").is_dir(), "whatever the step"
 
@@ -153,7 +153,7 @@ def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":
         "    print('restored', saved.step)\n"
         f"    saved.step = {step}\n"
     )
-    return run_alone(code, TORCHRELAY_RUN_DIR=str(directory), TORCHRELAY_ATTEMPT="1")
+    return run_alone(code, directory, TORCHRELAY_ATTEMPT="1")
 
 
 def test_copy_of_a_checkpoint_in_its_directory_is_left_alone(tmp_path: Path) -> None:
@@ -185,6 +185,6 @@ def test_checkpoint_and_its_name_are_on_the_disk(tmp_path: Path) -> None:
 def test_torn_line_costs_no_other(tmp_path: Path) -> None:
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics" / "train.jsonl").write_text('{"step": 1}\n{"step": ')
-    assert run_alone("import relay; relay.report(step=3, lr=0.1)", TORCHRELAY_RUN_DIR=str(tmp_path)).returncode == 0
+    assert run_alone("import relay; relay.report(step=3, lr=0.1)", tmp_path).returncode == 0
     first, torn, last = (tmp_path / "metrics" / "train.jsonl").read_text().splitlines()
     assert (json.loads(first)["step"], torn, json.loads(last)["step"]) == (1, '{"step": ', 3)

@@ -1,15 +1,15 @@
 """Collectives between real processes."""
 
-import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cluster import ROOT, tiny_data
+from support.cluster import ROOT
 from support.trainings import Starter
 from torch import Tensor, distributed
 
@@ -17,57 +17,49 @@ from jobs.ranks.rendezvous import pick_port
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from
 
+# In processes of its own: torch reads its log level when it is imported.
 CONNECT = """
-import json, os, sys
-from torch import distributed
-from training.runtime.process_group import connect, disconnect
+import os, sys, time
+from training.runtime.process_group import connect
 from training.runtime.run_context import rank_info_from
-group = connect(rank_info_from(os.environ))
+time.sleep(float(sys.argv[1]))
+connect(rank_info_from(os.environ))
 """
 
 
-def ranks(*programs: str) -> list["subprocess.CompletedProcess[str]"]:
-    """Run a program as each rank."""
-    port = str(pick_port())
-    started = []
-    for rank, program in enumerate(programs):
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(programs), "LOCAL_WORLD_SIZE": len(programs)}
-        environment = {**os.environ, **{name: str(number) for name, number in numbers.items()}}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
-        pipe = subprocess.PIPE
-        started.append(
-            subprocess.Popen(
-                [sys.executable, "-c", program],
-                cwd=ROOT,
-                env=environment,
-                stdout=pipe,
-                stderr=pipe,
-                text=True,
-            )
+def test_rank_that_comes_first_is_not_refused_by_rank_0() -> None:
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port())}
+    common |= {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", CONNECT, seconds],
+            cwd=ROOT,
+            env={**os.environ, **common, "RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
         )
-    found = []
-    for process in started:
-        output, errors = process.communicate(timeout=200)
-        found.append(subprocess.CompletedProcess(process.args, process.returncode, output, errors))
-    return found
+        for rank, seconds in (("0", "2"), ("1", "0"))
+    ]
+    errors = [process.communicate(timeout=200)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], errors
+    assert "The client socket has connected to" in errors[1]
+    assert "not yet listening" not in errors[1], "it waits before it tries again"
 
 
-def test_rank_that_comes_first_is_not_refused_by_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
-    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    late = CONNECT.replace("group =", "import time; time.sleep(2); group =")
-    zero, one = ranks(late, CONNECT)
-    assert (zero.returncode, one.returncode) == (0, 0), zero.stderr + one.stderr
-    assert "The client socket has connected to" in one.stderr
-    assert "not yet listening" not in one.stderr, "it waits before it tries again"
+VALUES = [{"accuracy": 0.1 + 0.2, "path": "ä\udcff"}, None, [1, [2, "x" * 1000]]]
 
 
-def test_every_rank_has_the_values_of_all() -> None:
-    values = [{"accuracy": 0.1 + 0.2, "path": "ä\udcff"}, None, [1, [2, "x" * 1000]]]
-    programs = [f"{CONNECT}print(json.dumps(group.all_gather_json({value!r}))); disconnect()" for value in values]
-    for done in ranks(*programs):
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout) == values
+def exchange_values() -> None:
+    """In a rank: have the values of all."""
+    group = connect(rank_info_from(os.environ))
+    assert group.all_gather_json(VALUES[group.rank]) == VALUES
+    disconnect()
+    sys.exit(0)
+
+
+def test_every_rank_has_the_values_of_all(start: Starter) -> None:
+    training = start(world_size=3, prepare=exchange_values)
+    assert training.wait() == [0, 0, 0], training.output()
 
 
 def sent_tensors() -> dict[str, Tensor]:
@@ -116,31 +108,33 @@ def test_every_rank_receives_the_tensors_of_one_bit_by_bit_in_buckets(start: Sta
     assert training.wait() == [0, 0, 0], training.output()
 
 
-def test_pickle_of_a_process_that_poses_as_a_rank_is_not_read(tmp_path: Path) -> None:
-    evil = tmp_path / "evil"
-    impostor = f"""
-class Pickled:
-    def __reduce__(self):
-        return os.system, ("touch {evil}",)
-distributed.all_gather_object([None, None], Pickled(), group=group.control)
-"""
-    victim, _ = ranks(CONNECT + "group.all_gather_json(True)", CONNECT + impostor)
-    assert not evil.exists()
-    assert "Error" in victim.stderr.splitlines()[-1]
+def pose_as_rank_1(evil: Path) -> None:
+    """In rank 1: send a pickle that runs a command. In rank 0: receive it."""
+
+    class Pickled:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.system, (f"touch {evil}",)
+
+    group = connect(rank_info_from(os.environ))
+    if group.rank == 1:
+        distributed.all_gather_object([None, None], Pickled(), group=group.control)
+    group.all_gather_json(True)
+
+
+def test_pickle_of_a_process_that_poses_as_a_rank_is_not_read(start: Starter, tmp_path: Path) -> None:
+    training = start(world_size=2, prepare=partial(pose_as_rank_1, tmp_path / "evil"))
+    assert training.wait()[0] == 1, training.output()
+    assert not (tmp_path / "evil").exists()
+
+
+def remove_the_unpickler() -> None:
+    from torch.distributed import distributed_c10d
+
+    del distributed_c10d._unpickler  # noqa: SLF001
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_nothing_is_unpickled_in_a_training(tmp_path: Path, strategy: str) -> None:
+def test_nothing_is_unpickled_in_a_training(start: Starter, strategy: str) -> None:
     """Neither by the trainer nor by what it uses of torch."""
-    data = tiny_data(tmp_path / "data", 256, 64)
-    flags = [f"--data={data}", f"--run-dir={tmp_path}", "--epochs=2", "--batch-size=64", f"--strategy={strategy}"]
-    program = f"""
-import runpy, sys
-from torch.distributed import distributed_c10d
-del distributed_c10d._unpickler
-sys.argv[1:] = {flags!r}
-runpy.run_module("training", run_name="__main__", alter_sys=True)
-"""
-    for done in ranks(program, program):
-        assert done.returncode == 0, done.stderr
-    assert (tmp_path / "final").exists()
+    flags = ("--epochs=2", "--batch-size=64", f"--strategy={strategy}")
+    start.complete(*flags, world_size=2, prepare=remove_the_unpickler)
