@@ -46,6 +46,20 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The model of the CPU, such as `INTEL(R) XEON(R) PLATINUM 8592+, family 6, model 207`, or else `aarch64`."""
+    try:
+        first = cpuinfo.read_text().partition("\n\n")[0]
+    except OSError:
+        first = ""
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    try:
+        # A virtual machine may hide the name, but not the numbers, by which libraries choose their kernels.
+        return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
+    except KeyError:
+        return platform.machine()
+
+
 def _event() -> torch.cuda.Event:
     """Make an event for which threads wait asleep; by default they would keep a core busy that the training needs."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]

@@ -24,7 +24,7 @@ from torch import nn
 
 from training.config.train_config import TrainConfig
 from training.runtime.process_group import ProcessGroup
-from training.runtime.rank_device import device_name
+from training.runtime.rank_device import device_name, processor_name
 
 # cuBLAS and NCCL read these when they start. NVLS adds in another order from call to call (NVIDIA/nccl#1497); a ring
 # adds in the order of the ranks.
@@ -111,7 +111,13 @@ class Numerics:
                 **{name: os.environ.get(name) for name in _NCCL_NAMES},
             }
         else:
-            self.values |= {"instructions": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads()}
+            # torch chooses its kernels by instruction set; oneDNN, and the library for matrix products, by model.
+            self.values |= {
+                "processor": _distinct(group.all_gather_json(processor_name())),
+                "instructions": torch.backends.cpu.get_cpu_capability(),
+                "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA"),
+                "threads": torch.get_num_threads(),
+            }
         self.changes: list[str] = []
         """What differs from the restored state's, such as `torch 2.11.0 instead of 2.15.0`."""
 

@@ -1,9 +1,11 @@
 """What `--repeatability` and `--tf32` set, and what the state says of the numbers that it was computed with."""
 
 import os
+import platform
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torchvision import models
 
 from training.config.train_config import TrainConfig
 from training.runtime.process_group import ProcessGroup
+from training.runtime.rank_device import processor_name
 from training.runtime.repeatability import (
     Numerics,
     configure,
@@ -94,9 +97,20 @@ def test_a_state_says_what_has_changed_since_it_was_computed(group: ProcessGroup
     numerics = Numerics(CONFIG, group)
     numerics.load_state_dict(numerics.state_dict())
     assert numerics.changes == []
-    numerics.load_state_dict({**numerics.state_dict(), "torch": "2.0.0", "ranks": 8, "NCCL_ALGO": "Ring"})
+    others = {"torch": "2.0.0", "ranks": 8, "processor": "EPYC", "NCCL_ALGO": "Ring"}
+    numerics.load_state_dict(numerics.state_dict() | others)
     ours = torch.__version__
     assert numerics.changes == [
-        "ranks 1 instead of 8", f"torch {ours} instead of 2.0.0", "NCCL_ALGO None instead of Ring"
-    ]  # fmt: skip
+        "ranks 1 instead of 8",
+        f"torch {ours} instead of 2.0.0",
+        f"processor {processor_name()} instead of EPYC",
+        "NCCL_ALGO None instead of Ring",
+    ]
     assert describe_numerics(numerics.values) == f"--repeatability run, 1 rank on CPU, torch {ours}"
+
+
+def test_processor_has_its_name_and_the_numbers_of_its_model(tmp_path: Path) -> None:
+    text = "processor : 0\ncpu family\t: 6\nmodel\t\t: 207\nmodel name\t: XEON\n\nprocessor : 1\nmodel name : EPYC\n"
+    (tmp_path / "cpuinfo").write_text(text)
+    assert processor_name(tmp_path / "cpuinfo") == "XEON, family 6, model 207"
+    assert processor_name(tmp_path / "none") == platform.machine()
