@@ -5,7 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.attempts import Attempt, attempts_of, budget_now, budget_of, last_job_id, may_restart_after
+from hpc.core.attempts import (
+    Attempt,
+    attempts_of,
+    budget_now,
+    budget_of,
+    last_job_id,
+    lost_nodes,
+    may_restart_after,
+    not_continued,
+    outcome_of,
+)
 from hpc.core.causes import PastInterruption
 from hpc.core.errors import TorchrelayError
 from hpc.core.ledger import EventWriter
@@ -50,6 +60,40 @@ def test_attempts_of_a_history() -> None:
     assert second.members == ("c", "d")
 
 
+def test_attempt_has_what_its_claim_says() -> None:
+    first, second = attempts_of([{**HISTORY[1], "port": 5, "addresses": ["10.0.0.1"]}, HISTORY[-2]])
+    assert (first.attempt, first.job_id, first.restart, first.secret) == (1, "7", 0, "aa")
+    assert (first.port, first.addresses, first.members) == (5, ("10.0.0.1",), ("a", "b"))
+    assert (second.port, second.addresses, second.history) == (0, (), ())
+
+
+def test_attempts_are_in_the_order_of_their_numbers_whatever_the_clocks_say() -> None:
+    late_claim = {**HISTORY[1], "time": 99.0}
+    events = [*HISTORY[2:], late_claim, {"time": 100.0, "event": "train_started", "attempt": 7, "step": 3}]
+    first, second = attempts_of(events)
+    assert (first.attempt, first.ended, second.attempt) == (1, 12.0, 2)
+
+
+def test_rendezvous_with_a_node_that_the_claim_lacks_has_the_others_as_members() -> None:
+    joined = {"time": 5.0, "event": "rendezvous", "attempt": 1, "round": 3, "port": 1, "members": [2, 1, 0, -1]}
+    assert attempts_of([*HISTORY, joined])[0].members == ("b", "a")
+
+
+def test_end_that_another_process_recorded_is_the_last_sign_of_life() -> None:
+    end = {**HISTORY[-3], "last_heard": 9.0, "failed_at": 8.0, "detail": "no heartbeat", "signature": "1: x"}
+    [attempt] = attempts_of([*HISTORY[:-3], end])
+    assert (attempt.ended, attempt.failed_at, attempt.detail, attempt.signature) == (9.0, 8.0, "no heartbeat", "1: x")
+
+
+def test_interruption_leaves_the_step_of_the_ranks_unknown_until_they_start_again() -> None:
+    interrupted = {**HISTORY[3], "failed_at": 2.9}
+    [attempt] = attempts_of([*HISTORY[:3], interrupted])
+    assert (attempt.restored_step, attempt.interrupted_at) == (None, 2.9)
+    without_step = {"time": 3.0, "event": "interruption", "attempt": 1, "cause": "lost"}
+    [attempt] = attempts_of([*HISTORY[:3], without_step])
+    assert attempt.interruptions == (PastInterruption(cause="lost", restored_step=0),)
+
+
 def ended(cause: str, step: int | None, restored: int | None = None) -> Attempt:
     return replace(attempts_of(HISTORY)[0], cause=cause, last_step=step, restored_step=restored, interruptions=())
 
@@ -79,12 +123,18 @@ def test_interruption_that_ended_the_attempt_counts_once() -> None:
     attempt = replace(ended("bad_node", 20), interruptions=(bad,), interrupted_at=9.0, failed_at=9.0)
     assert budget_of([attempt]).failures == 1
     assert budget_of([replace(attempt, failed_at=10.0)]).failures == 2, "another one"
+    assert budget_of([replace(attempt, failed_at=None, interrupted_at=None)]).failures == 2, "their times are unknown"
+    first = replace(CRASHED, step=15)
+    last = replace(attempt, cause="lost", last_step=21, interruptions=(first, bad))
+    assert last.history == (first, replace(bad, cause="lost", step=21)), "the end knows more than the interruption"
 
 
 def test_attempt_that_began_at_a_later_step_has_used_nothing() -> None:
     running = replace(ended("crashed", None), cause=None)
     assert budget_now([ended("crashed", 20), running]).used != []
     assert budget_now([ended("crashed", 20), replace(running, restored_step=20)]).used == []
+    assert budget_now([ended("crashed", 20)]).failures == 1
+    assert budget_now([]).used == []
 
 
 def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
@@ -151,7 +201,64 @@ def test_newest_job_is_known_though_the_clocks_were_set_back() -> None:
     assert last_job_id(sorted(events, key=lambda event: event["time"])) == "8"
     events.append({"time": 5000.0, "event": "claimed", "attempt": 2, "job_id": "9"})
     assert last_job_id(sorted(events, key=lambda event: event["time"])) == "9"
+    requeued = {"time": 1.0, "event": "requeued", "attempt": 2, "job_id": "10"}
+    assert last_job_id([requeued, *events]) == "10"
+    assert last_job_id([{"time": 1.0, "event": "train_started", "attempt": 9}]) is None
     assert last_job_id([]) is None
+
+
+def test_node_is_lost_until_it_returns() -> None:
+    lost, returned = ({"event": event, "node": "a"} for event in ("node_lost", "node_returned"))
+    other = {"event": "node_lost", "node": "b"}
+    assert lost_nodes([lost, other, lost, {"event": "joined", "node": "c"}]) == ["a", "b", "a"]
+    assert lost_nodes([lost, other, returned]) == ["b"]
+    assert lost_nodes([returned, lost]) == ["a"]
+
+
+CANCELLED = {"event": "cancelled"}
+NOT_CONTINUED = {"event": "not_continued", "attempt": 1, "detail": "sbatch refused it"}
+
+
+@pytest.mark.parametrize(
+    ("cause", "changes", "events", "outcome"),
+    [
+        ("completed", {}, [], "completed"),
+        ("completed", {}, [CANCELLED], "cancelled"),
+        ("crashed", {}, [], None),
+        ("crashed", {}, [NOT_CONTINUED], "failed"),
+        ("crashed", {}, [{**NOT_CONTINUED, "attempt": 2}], None),
+        ("crashed", {}, [{**NOT_CONTINUED, "event": "resubmitted"}], None),
+        ("crashed", {"resumed": 9.0}, [NOT_CONTINUED], None),
+        ("completed", {"resumed": 9.0}, [], None),
+        ("bad_input", {}, [], "failed"),
+        ("cancelled", {}, [], None),
+        ("cancelled", {}, [NOT_CONTINUED], None),
+        (None, {}, [NOT_CONTINUED], None),
+    ],
+)
+def test_outcome_of_a_run(
+    cause: str | None, changes: dict[str, float], events: list[dict[str, object]], outcome: str | None
+) -> None:
+    attempts = [replace(attempts_of(HISTORY)[0], cause=cause, interruptions=(), **changes)]
+    assert outcome_of(attempts, events) == outcome
+    assert outcome_of([], events) == ("cancelled" if CANCELLED in events else None)
+
+
+def test_reason_why_no_job_followed_is_that_of_the_attempt() -> None:
+    attempt = attempts_of(HISTORY)[0]
+    other = {**NOT_CONTINUED, "attempt": 2, "detail": "another"}
+    assert not_continued(attempt, [other, NOT_CONTINUED]) == "sbatch refused it"
+    assert not_continued(attempt, [other]) is None
+
+
+def test_attempt_without_a_recorded_end_counts_as_lost() -> None:
+    running = replace(attempts_of(HISTORY)[0], cause=None, last_step=None, interruptions=())
+    assert may_restart_after([])
+    assert may_restart_after([running])
+    assert may_restart_after([running] * 4)
+    lost = [replace(running, cause="lost")] * 4
+    assert not may_restart_after([*lost, running])
+    assert may_restart_after([*lost, replace(running, cause="preempted")])
 
 
 def test_failures_before_a_resumption_no_longer_count() -> None:

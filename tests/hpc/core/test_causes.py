@@ -28,12 +28,16 @@ QUIET = Ending(finished=False, cancelled=False, signal=None, job_state=JobState.
         ({"preempted": True, "signal": "SIGTERM"}, Cause.PREEMPTED, True),
         ({"preempted": True, "signal": "SIGTERM", "job_state": JobState.PENDING}, Cause.PREEMPTED, False),
         ({"preempted": True, "signal": "SIGTERM", "job_state": JobState.CANCELLED}, Cause.PREEMPTED, True),
+        ({"preempted": True, "signal": "SIGTERM", "job_state": JobState.PREEMPTED}, Cause.PREEMPTED, True),
+        ({"job_state": JobState.PREEMPTED}, Cause.PREEMPTED, True),
         ({"signal": "SIGUSR2"}, Cause.TIME_LIMIT, True),
         ({"signal": "SIGTERM", "job_state": JobState.TIMEOUT}, Cause.TIME_LIMIT, True),
         ({"signal": "SIGTERM", "job_state": JobState.PENDING}, Cause.REQUEUED, False),
+        ({"job_state": JobState.PENDING}, Cause.REQUEUED, False),
         ({"signal": "SIGTERM"}, Cause.REQUEUED, True),
         ({"signal": "SIGTERM", "job_state": JobState.NODE_FAIL}, Cause.NODE_FAILURE, False),
         ({}, Cause.CRASHED, True),
+        ({"job_state": JobState.UNKNOWN}, Cause.CRASHED, True),
         ({"failure": Cause.HANG}, Cause.HANG, True),
         ({"failure": Cause.HANG, "signal": "SIGTERM"}, Cause.REQUEUED, True),
         ({"failure": Cause.BAD_NODE}, Cause.BAD_NODE, True),
@@ -47,6 +51,16 @@ def test_cause_and_requeue(changes: dict[str, object], cause: Cause, requeue: bo
     assert cause_of(ending) is cause
     may_restart = budget_after([PastInterruption(cause=cause)]).may_restart
     assert must_requeue(cause, ending.job_state, may_restart=may_restart) is requeue
+
+
+def test_words_of_events_and_messages_are_the_names() -> None:
+    assert [cause.value for cause in Cause] == [cause.name.lower() for cause in Cause]
+    assert [state.value for state in JobState] == [state.name for state in JobState]
+
+
+def test_job_is_alive_until_slurm_has_ended_it() -> None:
+    alive = {state for state in JobState if state.alive}
+    assert alive == {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.ENDING}
 
 
 def test_budget_that_is_used_up_ends_the_run() -> None:
@@ -96,6 +110,10 @@ def test_budget_that_is_used_up_ends_the_run() -> None:
             Cause.BAD_NODE,
         ),
         (1, None, False, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.", Cause.BAD_NODE),
+        (1, None, False, "NVRM: GPU 0000:3b:00.0: GPU has fallen off the bus.", Cause.BAD_NODE),
+        (1, None, False, "NVRM: Xid (PCI:0000:3b:00): 48", Cause.BAD_NODE),
+        (1, None, False, "Unable to determine the device handle: GPU is lost.", Cause.BAD_NODE),
+        (1, None, False, "ncclInternalError: Internal check failed.", Cause.BAD_NODE),
     ],
 )  # fmt: skip
 def test_cause_of_a_ranks_exit(
@@ -114,6 +132,10 @@ def test_cause_of_a_ranks_exit(
         ("what():  [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 600 s", True),
         ("what():  [Rank 1] watchdog thread terminated with exception: NCCL error: remote process exited", True),
         ("what():  [Rank 1] Process group watchdog thread terminated with exception: CUDA error: launch failed", False),
+        ("ncclRemoteError: A call failed.", True),
+        ("NCCL communicator was aborted on rank 1.", True),
+        ("RuntimeError: Gloo connectFullMesh failed with [/x/pair.cc:152]", True),
+        ("BrokenPipeError: [Errno 32] Broken pipe", True),
         ("ValueError: no luck", False),
         ("", False),
     ],

@@ -1,17 +1,23 @@
-"""Who submits a run's next job: claims are files, and processes."""
+"""Who records the end of an attempt, and who submits the run's next job, without which nodes."""
 
+import os
+import shlex
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cluster import Command
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt
+from hpc.core.causes import Cause
+from hpc.core.errors import TorchrelayError
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.slurm import resubmit
@@ -33,6 +39,17 @@ def run(tmp_path: Path) -> RunDir:
     found = RunDir(tmp_path)
     found.events.mkdir()
     return found
+
+
+def spec_of(script: tuple[str, ...] = ("a.py",), cluster: str = "slurm", **resources: Any) -> RunSpec:
+    return RunSpec(
+        name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=Resources(**resources), script=script
+    )
+
+
+def attempt(**changes: Any) -> Attempt:
+    usual = {"attempt": 1, "job_id": "7", "restart": 0, "secret": "n", "port": 1, "nodes": ("gpu01", "gpu02")}
+    return Attempt(**{**usual, "started": time.time() - 300, **changes})
 
 
 def claims(run: RunDir, attempt: int = 1) -> bool:
@@ -97,10 +114,8 @@ def test_preemption_in_the_log_of_the_job(run: RunDir, words: str, seconds: int,
 
 def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> None:
     """With GraceTime=0 they have no time to record the end."""
-    RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)).save(run)
-    last = Attempt(
-        attempt=1, job_id="7", restart=0, secret="n", port=1, nodes=("gpu01",), started=time.time() - 300
-    )  # fmt: skip
+    spec_of().save(run)
+    last = attempt(nodes=("gpu01",))
     run.logs.mkdir()
     at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
     (run.logs / "7_0_log.out").write_text(LOG.format(at=at, words="PREEMPTION"))
@@ -120,5 +135,181 @@ def test_job_that_needs_an_excluded_node_is_submitted_without_exclusions(
     slurm_command("squeue", "exit 0")
     refused = f"echo 'sbatch: error: Batch job submission failed: {refusal}' >&2; exit 1"
     slurm_command("sbatch", f'case "$*" in *--exclude*) {refused};; *) echo 9;; esac')
-    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
-    assert resubmit.submit_next_job(run, spec, ["gpu02"], []) == "9"
+    assert resubmit.submit_next_job(run, spec_of(), ["gpu02"], []) == "9"
+
+
+def test_job_that_was_queued_already_is_the_next_one(run: RunDir, slurm_command: Command) -> None:
+    """The reply of an earlier sbatch may have been lost."""
+    run.script.write_text("#!/bin/sh\n")
+    line = f"{{}}|{{}}|None||n/a|0|N/A|N/A|{run.script}|"
+    jobs = [line.format(6, "PENDING"), line.format(7, "RUNNING"), line.format(8, "PENDING")]
+    slurm_command("squeue", "\n".join(f"echo {shlex.quote(job)}" for job in jobs))
+    slurm_command("sbatch", "echo 9")
+    assert resubmit.submit_next_job(run, spec_of(), [], ["6", "7"]) == "8"
+    assert resubmit.submit_next_job(run, spec_of(), [], ["6", "7", "8"]) == "9"
+
+
+def test_job_gets_the_environment_of_the_submission_and_the_exclusions(run: RunDir, slurm_command: Command) -> None:
+    run.script.write_text("#!/bin/sh\n")
+    slurm_command("squeue", "exit 0")
+    slurm_command("sbatch", f'echo "$WORD $*" > {run.path}/asked; echo 9')
+    assert resubmit.submit_next_job(run, spec_of(), ["gpu02", "gpu03"], []) == "9"
+    assert "--exclude=gpu02,gpu03" in (run.path / "asked").read_text()
+    run.environment.write_text(f'{{"WORD": "hers", "PATH": "{os.environ["PATH"]}"}}')
+    assert resubmit.submit_next_job(run, spec_of(), [], []) == "9"
+    asked = (run.path / "asked").read_text()
+    assert asked.startswith("hers ")
+    assert "--exclude" not in asked
+    assert asked.endswith(f"{run.script}\n")
+
+
+@pytest.mark.parametrize(
+    ("refusal", "excluded"), [("Invalid account", ["gpu02"]), ("is not available", ["gpu04"])], ids=["other", "given"]
+)
+def test_refusal_that_no_other_exclusions_would_change_is_told(
+    run: RunDir, slurm_command: Command, refusal: str, excluded: list[str]
+) -> None:
+    run.script.write_text("#!/bin/sh\n")
+    slurm_command("squeue", "exit 0")
+    slurm_command("sbatch", f"echo >> {run.path}/asked; echo '{refusal}' >&2; exit 1")
+    with pytest.raises(TorchrelayError, match=refusal):
+        resubmit.submit_next_job(run, spec_of(exclude="gpu04"), excluded, [])
+    assert (run.path / "asked").read_text() == "\n", "it was asked once"
+
+
+def test_without_the_failed_nodes_means_with_those_that_the_user_excludes(run: RunDir, slurm_command: Command) -> None:
+    run.script.write_text("#!/bin/sh\n")
+    slurm_command("squeue", "exit 0")
+    slurm_command(
+        "sbatch", 'case "$*" in *gpu02*) echo "is not available" >&2; exit 1;; *--exclude=gpu04*) echo 9;; esac'
+    )
+    assert resubmit.submit_next_job(run, spec_of(exclude="gpu04"), ["gpu04", "gpu02"], []) == "9"
+
+
+HOUR = 3600.0
+
+
+def event(name: str, node: str | None, hours_ago: float, **fields: Any) -> dict[str, Any]:
+    return {"time": time.time() - hours_ago * HOUR, "event": name, "node": node, **fields}
+
+
+@pytest.mark.parametrize(
+    ("events", "failed", "expected"),
+    [
+        ([], [], []),
+        ([], ["gpu02"], ["gpu02"]),
+        ([event("node_lost", "gpu01", 1)], [], ["gpu01"]),
+        ([event("node_lost", "gpu01", 5.9)], [], ["gpu01"]),
+        ([event("node_lost", "gpu01", 6.1)], [], []),
+        ([event("rank_failed", "gpu01", 1, cause="bad_node")], [], ["gpu01"]),
+        ([event("attempt_ended", "gpu01", 1, cause="lost")], [], ["gpu01"]),
+        ([event("attempt_ended", "gpu01", 1, cause="node_failure")], [], ["gpu01"]),
+        ([event("rank_failed", "gpu01", 1, cause="crashed")], [], []),
+        ([event("joined", "gpu01", 1)], [], []),
+        ([event("attempt_ended", None, 1, cause="lost")], [], []),
+        ([event("node_lost", "gpu01", 2), event("node_returned", "gpu01", 1)], [], []),
+        ([event("node_returned", "gpu01", 2), event("node_lost", "gpu01", 1)], [], ["gpu01"]),
+        ([event("node_returned", "gpu02", 1), event("node_lost", "gpu01", 2)], [], ["gpu01"]),
+        # The job needs two of five nodes, of which one is down.
+        ([event("node_lost", f"gpu0{n}", 5 - n) for n in (1, 2, 3)], [], ["gpu03", "gpu02"]),
+        ([event("node_lost", "gpu01", 1)], ["gpu02", "gpu03"], ["gpu02", "gpu03"]),
+        ([event("node_lost", "gpu01", 1)], ["gpu02", "gpu03", "gpu04"], []),
+        ([event("node_lost", "gpu05", 1), event("node_lost", "gpu01", 2)], ["gpu02"], ["gpu02", "gpu01"]),
+        ([event("node_lost", "gpu01", 1)] * 2 + [event("node_lost", "gpu02", 2)], ["gpu02"], ["gpu02", "gpu01"]),
+    ],
+)  # fmt: skip
+def test_next_job_excludes_as_many_of_the_failed_nodes_as_it_can(
+    slurm_command: Command, events: list[dict[str, Any]], failed: list[str], expected: list[str]
+) -> None:
+    slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|gpu*|idle\"; done; echo 'gpu05|gpu*|down'")
+    assert resubmit.nodes_to_exclude(spec_of(nodes="2"), events, failed) == expected
+
+
+def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(slurm_command: Command) -> None:
+    slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|big|idle\"; done; echo 'gpu09|gpu*|idle'")
+    slurm_command("scontrol", 'case "$*" in "show hostnames gpu0[3-4]") echo gpu03; echo gpu04;; esac')
+    spec = spec_of(nodes="1", partition="big", exclude="gpu0[3-4]")
+    assert resubmit.nodes_to_exclude(spec, []) == ["gpu0[3-4]"]
+    assert resubmit.nodes_to_exclude(spec, [], ["gpu01"]) == ["gpu0[3-4]", "gpu01"]
+    assert resubmit.nodes_to_exclude(spec, [], ["gpu01", "gpu02"]) == ["gpu0[3-4]"], "which of them work is unknown"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "sinfo", "cause", "found", "node", "detail"),
+    [
+        ("slurm", "echo 'gpu01|idle'; echo 'gpu02|down'", Cause.LOST, "node_failure", "gpu02", "gone; down: gpu02"),
+        ("slurm", "echo 'gpu01|idle'", Cause.LOST, "lost", "gpu01", "gone"),
+        ("slurm", "echo 'gpu02|down'", Cause.NODE_FAILURE, "node_failure", "gpu02", "gone; down: gpu02"),
+        ("slurm", "echo 'gpu02|down'", Cause.TIME_LIMIT, "time_limit", "gpu01", "gone"),
+        ("slurm", "echo no answer >&2; exit 1", Cause.LOST, "lost", "gpu01", "gone; Slurm does not report its nodes: "),
+        ("local", "echo 'gpu02|down'", Cause.LOST, "lost", "gpu01", "gone"),
+    ],
+)
+def test_end_that_no_agent_recorded(  # noqa: PLR0917
+    run: RunDir, slurm_command: Command, cluster: str, sinfo: str, cause: Cause, found: str, node: str, detail: str
+) -> None:
+    slurm_command("sinfo", sinfo)
+    spec_of(cluster=cluster).save(run)
+    last = attempt(nodes=("gpu01", "gpu02"))
+    assert not resubmit.has_ended(run, 1)
+    assert resubmit.record_missing_end(run, last, "gone", cause=cause, suspect="gpu01")
+    assert resubmit.has_ended(run, 1)
+    assert not resubmit.has_ended(run, 2)
+    assert not resubmit.record_missing_end(run, last, "again", cause=cause), "the first record stays"
+    [ended] = ledger.read(run.events)
+    assert (ended["event"], ended["attempt"], ended["cause"], ended["node"]) == ("attempt_ended", 1, found, node)
+    assert ended["detail"].startswith(detail)
+    assert (ended["step"], ended["last_heard"]) == (None, last.started), "a script has no steps; no agent was heard"
+
+
+def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, slurm_command: Command) -> None:
+    slurm_command("sinfo", "echo 'gpu01|idle'")
+    spec_of().save(run)
+    run.alive.touch()
+    run.train_metrics.parent.mkdir()
+    heard = time.time() - 60
+    os.utime(run.alive, (heard, heard))
+    append_json_line(run.train_metrics, {"step": 7})
+    append_json_line(run.train_metrics, {"step": 8})
+    assert resubmit.record_missing_end(run, attempt(), "gone")
+    [ended] = ledger.read(run.events)
+    assert (ended["step"], ended.get("node")) == (8, None)
+    assert abs(ended["last_heard"] - heard) < 30
+
+
+def test_claim_names_a_process_and_is_valid_as_long_as_that_lives() -> None:
+    claim = {"time": 1000.0, **resubmit.this_process()}
+    assert resubmit.handover_deadline(claim) == 1000.0 + resubmit.HANDOVER_SECONDS
+    assert resubmit.handover_deadline({**claim, "started": 1}) == 0.0, "another process has its number"
+    assert resubmit.handover_deadline({**claim, "started": 1, "host": "another"}) == 1100.0
+    assert (claim["host"], claim["pid"]) == (socket.gethostname(), os.getpid())
+    assert resubmit.handover_deadline(None) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("names", "unfinished"),
+    [
+        ([], None),
+        (["claimed"], None),
+        (["submitting"], "submitting"),
+        (["submitting", "submitted"], None),
+        (["resubmitting"], "resubmitting"),
+        (["resubmitting", "claimed"], "resubmitting"),
+        (["resubmitting", "resubmitted"], None),
+        (["resubmitting", "requeued"], None),
+        (["resubmitting", "resubmitted", "resubmitting"], "resubmitting"),
+    ],
+)
+def test_handover_is_unfinished_until_its_job_is_recorded(names: list[str], unfinished: str | None) -> None:
+    for number, fields in ((0, {}), (3, {"attempt": 3})):
+        other = {"event": "resubmitting", "attempt": 2}
+        found = resubmit.unfinished_handover([*({"event": name, **fields} for name in names), other], number)
+        assert (found["event"] if found else None) == unfinished
+
+
+def test_script_of_a_run_that_was_copied_works_on_the_original(tmp_path: Path) -> None:
+    runs = [RunDir(tmp_path / name) for name in ("it's mine", "a copy")]
+    for run in runs:
+        run.path.mkdir()
+        run.script.write_text(f"#!/bin/sh\n# Don't edit\nsrun python -m jobs.agent {shlex.quote(str(runs[0].path))}\n")
+    assert [resubmit.has_own_script(run) for run in runs] == [True, False]
