@@ -10,12 +10,12 @@ from pathlib import Path
 from support.cluster import ROOT, commands, need, remove_left_directories, shared_directory
 from support.waiting import wait_for
 
-# In the machine: a user, a file that all nodes of its testbed see, and a process in a session of its own.
+# In the machine: a user, a file in memory, and a process in a session of its own.
 LEAVES_THINGS = """
 import subprocess, sys, time
 from pathlib import Path
 subprocess.run(["useradd", "torchrelay-left"], check=True)
-Path("/var/tmp", sys.argv[1]).touch()
+Path("/dev/shm", sys.argv[1]).touch()
 subprocess.Popen(["setsid", "sh", "-c", "sleep 600", sys.argv[1]])
 Path(sys.argv[2]).touch()
 time.sleep(600)
@@ -33,7 +33,7 @@ def test_machine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         starter.send_signal(signal.SIGKILL)
     wait_for(lambda: not [words for _, words in commands() if name.encode() in words])
     assert "torchrelay-left" not in {entry.pw_name for entry in pwd.getpwall()}
-    assert not Path("/var/tmp", name).exists()
+    assert not Path("/dev/shm", name).exists()
 
 
 def test_next_run_removes_the_directories_of_a_killed_one() -> None:
