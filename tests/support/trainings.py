@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -29,11 +30,16 @@ from hpc.core.rundir import RunDir
 from training.verify_resume.local_launch import free_port, kill_ranks, start_ranks, wait_for_ranks
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from training.data.batch_schedule import BatchRequest
     from training.data.dataset import Data
+    from training.data.loader import Batch, ImageSource
     from training.engine.trainer import Trainer
     from training.runtime.process_group import ProcessGroup
 
 _TIMEOUT_SECONDS = 120
+slow = partial(pytest.param, marks=pytest.mark.slow)
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("c++")), reason="needs a C++ compiler")
 # The fixture `ask`: runs a program with arguments, and returns its exit code, stdout and stderr.
 Ask = Callable[..., tuple[int, str, str]]
@@ -102,6 +108,27 @@ def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     """The events of that name, of all attempts."""
     files = sorted((run_dir / "events").glob("*.jsonl"))
     return [event for file in files for event in lines(file) if event["event"] == name]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in lines(run_dir / "metrics" / "train.jsonl")]
+
+
+def result(run_dir: Path, model: str = "final") -> dict[str, Any]:
+    """What was measured of the last model, or of the `best` one."""
+    return dict(json.loads((run_dir / model / "result.json").read_text()))
+
+
+def final(run_dir: Path) -> "dict[str, Tensor]":
+    """The weights of the last model."""
+    from safetensors.torch import load_file
+
+    return load_file(run_dir / "final" / "model.safetensors")
+
+
+def same(one: "dict[str, Tensor]", other: "dict[str, Tensor]") -> bool:
+    """Whether all bits are the same."""
+    return one.keys() == other.keys() and all(value.equal(other[name]) for name, value in one.items())
 
 
 class Starter:
@@ -194,6 +221,14 @@ def load(path: Path, **settings: object) -> "Data":
     return load_data(config, check_data(path), folder_size=config.image_size or 16)
 
 
+def asked(source: "ImageSource", requests: "list[BatchRequest]", workers: int = 0) -> "list[Batch]":
+    """What a loader with as many workers answers."""
+    from training.data.loader import load_batches
+
+    with load_batches(source, requests, workers, pin_memory=False) as batches:
+        return list(batches)
+
+
 def trainer_with(group: "ProcessGroup", data: Path, directory: Path, **settings: object) -> "Trainer":
     """A trainer in this process, with these flags; a step has 20 images."""
     from training.config.train_config import TrainConfig
@@ -202,6 +237,13 @@ def trainer_with(group: "ProcessGroup", data: Path, directory: Path, **settings:
 
     config = TrainConfig(**{"data": str(data), "batch_size": 20, **settings})  # type: ignore[arg-type]  # its fields
     return make_trainer(RunContext(config=config, run_dir=RunDir(directory), attempt=1, started=0.0), group)
+
+
+def pixel_tolerance() -> int:
+    """How far a pixel that we scale may be from torchvision's, which on CPUs without AVX scales float32 and rounds."""
+    import torch
+
+    return 0 if torch.backends.cpu.get_cpu_capability().startswith("AVX") else 1
 
 
 def agree_at_each_step() -> None:
@@ -245,6 +287,13 @@ def make_folder(directory: Path, parts: tuple[str, ...] = ("train", "val", "test
                 image = Image.fromarray(pixels.astype(np.uint8))
                 image.save(directory / part / name / f"{number}.{'png' if number % 2 else 'jpg'}")
     return directory
+
+
+def pack_folder(folder: Path, packed: Path) -> Path:
+    """Pack images in 40 x 40 pixels."""
+    command = [sys.executable, "-m", "training.pack", str(folder), str(packed), "--size", "40"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return packed
 
 
 class _Python2Pickler(pickle._Pickler):  # noqa: SLF001  # the one in Python, which can be extended

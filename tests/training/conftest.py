@@ -1,12 +1,13 @@
 """The fixtures of the trainer's tests."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from support.trainings import Ask, Starter, make_cifar, make_folder, make_idx
+from support.trainings import Ask, Starter, make_cifar, make_folder, make_idx, pack_folder
 
 from hpc.core.program import json_report
 from hpc.core.program import run as run_program
@@ -18,6 +19,7 @@ from training.verify_resume.local_launch import prepare_server
 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_server() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"  # as in a job, whatever is set here: idle threads would take the cores' time
     prepare_server()
 
 
@@ -29,6 +31,12 @@ def idx_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def folder_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_folder(tmp_path_factory.mktemp("data") / "folder")
+
+
+@pytest.fixture(scope="session")
+def packed_data(folder_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The image folder, packed."""
+    return pack_folder(folder_data, tmp_path_factory.mktemp("data") / "packed")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from support.trainings import Starter, events
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import BadNodeError, TorchrelayError, UserError
@@ -57,10 +58,12 @@ def test_a_device_that_computes_wrongly_is_found(group: ProcessGroup) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("count", [wrong_in_convolution, wrong_in_attention])
 def test_one_wrong_element_of_what_a_model_computes_is_found(count: Count, dtype: torch.dtype) -> None:
-    wrong, total = count(torch.device("cpu"), dtype)
-    assert wrong == 0
-    assert total > 10_000
-    assert count(torch.device("cpu"), dtype, falsify=True) == (1, total)
+    # Where ATEN_CPU_CAPABILITY switches AVX-512 off, torch's fused attention for bfloat16 ends with an error.
+    with sdpa_kernel(SDPBackend.MATH):
+        wrong, total = count(torch.device("cpu"), dtype)
+        assert wrong == 0
+        assert total > 10_000
+        assert count(torch.device("cpu"), dtype, falsify=True) == (1, total)
 
 
 def test_attention_whose_result_is_transposed_in_memory_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

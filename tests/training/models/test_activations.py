@@ -2,12 +2,10 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.trainings import Starter
+from support.trainings import Starter, final, same, slow
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torchvision.models import convnext, swin_transformer, vision_transformer
@@ -85,19 +83,14 @@ def test_each_block_is_computed_again_only_in_training() -> None:
     assert len(calls) == 3
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_a_training_may_compute_again_from_its_middle_on(start: Starter, strategy: str) -> None:
     flags = ("--model=resnet20", "--epochs=1", "--batch-size=90", f"--strategy={strategy}")
     whole = start.complete(*flags, run="whole", world_size=2).run_dir
     cut = start(*flags, "--fault=stop@1:0", run="cut", world_size=2)
     assert cut.wait() == [0, 0], cut.output()
     start.complete(*flags, "--checkpoint-activations", run="cut", world_size=2)
-    assert same_weights(whole, cut.run_dir)
-
-
-def same_weights(one: Path, other: Path) -> bool:
-    first, second = (load_file(run / "final" / "model.safetensors") for run in (one, other))
-    return all(torch.equal(value, second[name]) for name, value in first.items())
+    assert same(final(whole), final(cut.run_dir))
 
 
 def test_a_model_without_blocks_is_refused(start: Starter) -> None:

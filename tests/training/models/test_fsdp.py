@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainings import Starter, Training, events, lines
+from support.trainings import Starter, Training, events, final, lines, losses, same, slow
 from torch import Tensor
 
 from hpc.core.errors import UserError
@@ -37,27 +37,17 @@ FSDP = (*FLAGS, "--strategy=fsdp")
 LONGER = (*FSDP, "--epochs=5")
 
 
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in lines(run_dir / "metrics" / "train.jsonl")]
-
-
-def final(run_dir: Path) -> dict[str, Tensor]:
-    return load_file(run_dir / "final" / "model.safetensors")
-
-
 def newest(run_dir: Path) -> Path:
     return list_checkpoints(run_dir / "checkpoints")[0]
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
-
-
 NORMALISED = ("--model=resnet20", "--memory-format=contiguous")
-# DDP and FSDP sum in different orders. On some processors the rounding moves a ReLU's input in ResNet-20 across zero:
-# a change in the last bit of one weight changes losses by 7e-5, too. A --clip-grad-norm that is 2 % off changes them
-# by 3e-3.
-FLIPPED = 1e-3
+
+
+def changes(run_dir: Path, before: dict[str, Tensor]) -> Tensor:
+    """How far a training has moved its weights from those that it began with."""
+    after = final(run_dir)
+    return torch.cat([(after[name] - value).double().flatten() for name, value in before.items()])
 
 
 @pytest.mark.parametrize(
@@ -70,17 +60,27 @@ FLIPPED = 1e-3
     ],
 )
 def test_it_trains_as_ddp_does(start: Starter, world_size: int, options: tuple[str, ...]) -> None:
-    whole = start.complete(*FLAGS, *options, run="ddp", world_size=world_size).run_dir
-    parts = start.complete(*FSDP, *options, run="fsdp", world_size=world_size).run_dir
-    tolerance = 5e-3 if "--amp=bf16" in options else FLIPPED if "--model=resnet20" in options else 2e-5
-    assert losses(parts) == pytest.approx(losses(whole), rel=tolerance)
-    [one, other] = (final(run) for run in (whole, parts))
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        torch.testing.assert_close(other[name], value, rtol=tolerance, atol=tolerance)
+    # Three steps, enough for momentum: the two sum in different orders, and on some processors the rounding moves an
+    # input of a ReLU across zero, which later steps amplify. A --clip-grad-norm that is 2 % off moves weights 2 % less.
+    flags = ("--epochs=1", "--batch-size=60", "--log-every=1", "--lr=0.02", "--warmup-epochs=0", *options)
+    whole = start.complete(*flags, run="ddp", world_size=world_size).run_dir
+    parts = start.complete(*flags, "--strategy=fsdp", run="fsdp", world_size=world_size).run_dir
+    # A sum in bfloat16 is rounded to 8 bits.
+    tolerance = 5e-3 if "--amp=bf16" in options else 1e-3
+    assert len(losses(whole)) == 3
+    assert losses(parts) == pytest.approx(losses(whole), rel=tolerance / 20)
+    assert final(whole).keys() == final(parts).keys()
+    model = "resnet20" if NORMALISED[0] in options else "small-cnn"
+    config = TrainConfig(data=str(start.data), model=model)
+    before = dict(build_model(config, classes=3, channels=1, size=12).named_parameters())
+    expected = changes(whole, before)
+    difference = (changes(parts, before) - expected).norm() / expected.norm()
+    assert difference < tolerance
+    for name in final(whole).keys() - before:
+        torch.testing.assert_close(final(parts)[name], final(whole)[name], rtol=tolerance, atol=tolerance)
     tested = [lines(run / "metrics" / "eval.jsonl")[-1] for run in (whole, parts)]
     assert tested[0]["total"] == tested[1]["total"] == 101
-    assert tested[1]["loss"] == pytest.approx(tested[0]["loss"], rel=tolerance)
+    assert tested[1]["loss"] == pytest.approx(tested[0]["loss"], rel=tolerance / 20)
 
 
 def test_each_rank_holds_and_saves_its_part(start: Starter) -> None:
@@ -103,7 +103,7 @@ def uncut(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[floa
     return losses(start.complete(*FSDP, "--optimizer=adamw", "--lr=0.002", world_size=2).run_dir)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), slow(2, 1), slow(1, 2)])
 def test_it_goes_on_with_another_number_of_ranks(start: Starter, uncut: list[float], before: int, after: int) -> None:
     options = ("--optimizer=adamw", "--lr=0.002")
     cut = start(*FSDP, *options, "--fault=stop@5:0", run="cut", world_size=before)
@@ -118,13 +118,15 @@ def newest_before(training: Training, attempt: int) -> str:
     return str(events(training.run_dir, "train_started")[attempt]["restored_from"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("ddp", "fsdp"), ("fsdp", "ddp")])
 def test_every_value_arrives_whoever_saved_it(start: Starter, before: str, after: str) -> None:
-    first = start.complete(*FLAGS, *NORMALISED, f"--strategy={before}", world_size=3)
+    flags = ("--epochs=1", "--batch-size=60", *NORMALISED)
+    first = start.complete(*flags, f"--strategy={before}", world_size=3)
     saved = final(first.run_dir)
     (first.run_dir / "final").rename(start.directory / "kept")
-    again = start.complete(*FLAGS, *NORMALISED, f"--strategy={after}", world_size=2)
-    assert newest_before(again, 1) == f"step-{STEPS:08d}"
+    again = start.complete(*flags, f"--strategy={after}", world_size=2)
+    assert newest_before(again, 1) == "step-00000003"
     assert same(final(again.run_dir), saved)
 
 
@@ -192,6 +194,7 @@ def test_what_one_rank_cannot_write_is_no_checkpoint_and_all_know(start: Starter
     assert not list((training.run_dir / "checkpoints").glob(".*"))
 
 
+@pytest.mark.slow
 def test_a_frozen_model_with_weights_of_a_file_trains_its_head_alone(start: Starter, tmp_path: Path) -> None:
     config = TrainConfig(data="x", model="resnet20", seed=5)
     weights = {k: v.contiguous() for k, v in build_model(config, classes=3, channels=1, size=12).state_dict().items()}
@@ -206,6 +209,7 @@ def test_a_frozen_model_with_weights_of_a_file_trains_its_head_alone(start: Star
     torch.testing.assert_close(parts["fc.weight"], whole["fc.weight"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_best_model_is_tested_and_kept_as_with_ddp(start: Starter) -> None:
     flags = ("--epochs=3", "--batch-size=20", "--val-split=0.2", "--lr=0.1", "--lr-scheduler=constant")
     flags = (*flags, "--warmup-epochs=0")
@@ -219,29 +223,35 @@ def test_the_best_model_is_tested_and_kept_as_with_ddp(start: Starter) -> None:
 # --- snapshots ---
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> NodeDir:
-    (tmp_path / "node").mkdir(mode=0o700)
-    return NodeDir(tmp_path / "node")
-
-
-def killed(start: Starter, node: NodeDir) -> Training:
+@pytest.fixture(scope="module")
+def killed_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
     """A training of two ranks that is killed at its 40th step, with snapshots and no newer checkpoint than step 3."""
-    flags = ("--checkpoint-every=3", "--keep-checkpoints=99", "--snapshot-every=1", f"--node-dir={node.path}")
-    cut = start(*LONGER, *flags, "--fault=step@40:1", world_size=2)
+    start = Starter(idx_data, tmp_path_factory.mktemp("killed"))
+    (start.directory / "node").mkdir(mode=0o700)
+    flags = ("--checkpoint-every=3", "--keep-checkpoints=99", "--snapshot-every=1")
+    cut = start(*LONGER, *flags, f"--node-dir={start.directory / 'node'}", "--fault=step@40:1", world_size=2)
     cut.ranks[1].join()
     cut.kill()
     for path in list_checkpoints(cut.run_dir / "checkpoints"):
         if step_of(path) > 3:
-            for file in path.iterdir():
-                file.unlink()
-            path.rmdir()
+            shutil.rmtree(path)
     return cut
 
 
-def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, node: NodeDir) -> None:
+@pytest.fixture
+def cut(start: Starter, killed_once: Training) -> Training:
+    """A copy of it."""
+    return start.copy(killed_once)
+
+
+@pytest.fixture
+def node(start: Starter, killed_once: Training) -> NodeDir:
+    """A copy of its node's memory."""
+    return NodeDir(shutil.copytree(killed_once.run_dir.with_name("node"), start.directory / "node"))
+
+
+def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, cut: Training, node: NodeDir) -> None:
     whole = start.complete(*LONGER, run="whole", world_size=2)
-    cut = killed(start, node)
     names = {path.name for path in node.snapshots.iterdir()}
     assert names == {"rank-00000-of-00002", "rank-00001-of-00002"}
     assert save_newest_as_checkpoint(node, RunDir(cut.run_dir)) is None, "no agent takes a part for the whole"
@@ -253,8 +263,10 @@ def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, node: N
     assert not list(node.snapshots.rglob("step-*"))
 
 
-def test_snapshots_of_parts_are_of_no_use_to_other_ranks_nor_if_one_is_lost(start: Starter, node: NodeDir) -> None:
-    cut = killed(start, node)
+@pytest.mark.slow
+def test_snapshots_of_parts_are_of_no_use_to_other_ranks_nor_if_one_is_lost(
+    start: Starter, cut: Training, node: NodeDir
+) -> None:
     checkpoint = f"step-{step_of(newest(cut.run_dir)):08d}"
     stopped = start(*LONGER, f"--node-dir={node.path}", "--fault=stop@6:0", world_size=3)
     assert stopped.wait() == [0, 0, 0], stopped.output()
@@ -262,8 +274,9 @@ def test_snapshots_of_parts_are_of_no_use_to_other_ranks_nor_if_one_is_lost(star
     assert not {path.name for path in node.snapshots.iterdir()} - {f"rank-0000{rank}-of-00003" for rank in range(3)}
 
 
-def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start: Starter, node: NodeDir) -> None:
-    cut = killed(start, node)
+def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(
+    start: Starter, cut: Training, node: NodeDir
+) -> None:
     checkpoint = newest(cut.run_dir).name
     for path in list_checkpoints(node.snapshots / "rank-00001-of-00002"):
         manifest, numbers = path / "manifest.json", path / STATE_VALUES
@@ -271,9 +284,10 @@ def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(start:
         known = json.loads(manifest.read_text())
         known["files"][STATE_VALUES] = describe_file(numbers)
         manifest.write_text(json.dumps(known))
-    again = start.complete(*LONGER, f"--node-dir={node.path}", world_size=2)
-    assert newest_before(again, 1) == checkpoint
-    assert events(again.run_dir, "train_started")[1]["source"] == "checkpoint"
+    stopped = start(*LONGER, f"--node-dir={node.path}", "--fault=stop@6:0", world_size=2)
+    assert stopped.wait() == [0, 0], stopped.output()
+    assert newest_before(stopped, 1) == checkpoint
+    assert events(stopped.run_dir, "train_started")[1]["source"] == "checkpoint"
 
 
 # --- several nodes ---
@@ -298,6 +312,7 @@ def uneven_nodes() -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2" if int(os.environ["RANK"]) < 2 else "1"
 
 
+@pytest.mark.slow
 def test_shards_within_nodes_train_as_shards_over_all_of_them(start: Starter, on_nodes: Path) -> None:
     assert losses(start.complete(*FSDP, *CLIPPED, world_size=4).run_dir) == pytest.approx(losses(on_nodes), rel=2e-5)
     # The second node's ranks hold the same shards, and write none.
@@ -306,6 +321,7 @@ def test_shards_within_nodes_train_as_shards_over_all_of_them(start: Starter, on
     assert files[2] == files[3] == set()
 
 
+@pytest.mark.slow
 def test_they_go_on_exactly_and_with_fewer_ranks_in_a_row(start: Starter, on_nodes: Path) -> None:
     nodes = (*FSDP, *CLIPPED, "--fsdp-mesh=node")
     cut = start(*nodes, "--fault=stop@5:3", run="cut", world_size=4, prepare=two_nodes)
@@ -376,18 +392,23 @@ def fused() -> None:
         OPTIMIZERS[name] = lambda groups, config, settings, make=make: make(groups, config, settings | {"fused": True})
 
 
-@pytest.mark.parametrize("name", get_args(Optimizer))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(get_args(Optimizer)) - {"sgd"}))
 def test_torch_can_shard_the_optimizers_that_are_fused_on_gpus(start: Starter, name: str) -> None:
     flags = (*FSDP, f"--optimizer={name}", "--lr=0.002")
-    training = start(*flags, run="fused", world_size=2, prepare=fused)
-    if name == "sgd":
-        assert training.wait() == [1, 1], training.output()
-        assert (
-            "NotImplementedError: Operator aten._fused_sgd_.default does not have a sharding strategy"
-            in training.output()
-        )
-        return
-    assert training.wait() == [0, 0], training.output()
-    plain = final(start.complete(*flags, run="plain", world_size=2).run_dir)
-    for key, value in final(training.run_dir).items():
-        torch.testing.assert_close(value, plain[key], rtol=2e-5, atol=2e-5)
+    whole = start.complete(*flags, run="whole", world_size=2, prepare=fused).run_dir
+    cut = start(*flags, "--fault=stop@5:0", world_size=2, prepare=fused)
+    assert cut.wait() == [0, 0], cut.output()
+    start.complete(*flags, world_size=2, prepare=fused)
+    assert same(final(cut.run_dir), final(whole))
+    # Adam divides by roots of sums, which on some processors the two kernels round differently.
+    plain = start.complete(*flags, run="plain", world_size=2).run_dir
+    assert losses(whole) == pytest.approx(losses(plain), rel=1e-3)
+
+
+def test_torch_cannot_shard_the_fused_sgd(start: Starter) -> None:
+    """Should that change, `training.engine.optim` need not leave it out."""
+    training = start(*FSDP, world_size=2, prepare=fused)
+    assert training.wait() == [1, 1], training.output()
+    message = "NotImplementedError: Operator aten._fused_sgd_.default does not have a sharding strategy"
+    assert message in training.output()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.trainings import Starter, lines, trainer_with
+from support.trainings import Starter, lines, needs_compiler, trainer_with
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
@@ -65,14 +65,8 @@ def broadcast_in_each_step() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_broadcast_of_batch_statistics_in_each_step_would_change_no_bit(start: Starter, strategy: str) -> None:
-    flags = (
-        "--epochs=1",
-        "--batch-size=20",
-        "--lr=0.02",
-        "--model=resnet20",
-        f"--strategy={strategy}",
-        "--val-split=0.2",
-    )
+    flags = ("--epochs=1", "--batch-size=54", "--lr=0.02", "--model=resnet20", f"--strategy={strategy}")
+    flags = (*flags, "--val-split=0.2")  # three steps
     runs = [
         start.complete(*flags, run=name, world_size=2, prepare=prepare).run_dir
         for name, prepare in (("without", None), ("with", broadcast_in_each_step))
@@ -97,6 +91,8 @@ def test_rank_0_broadcasts_buffers_in_each_step_only_if_the_forward_pass_may_rea
     assert wrapped.will_sync_module_buffers()
 
 
+@pytest.mark.slow
+@needs_compiler
 def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_before() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -109,19 +105,18 @@ def test_a_compiled_model_has_the_same_names_and_gradients_and_is_evaluated_as_b
     assert torch.equal(model(images), evaluated)
     assert not counters["frames"], "an evaluation compiles nothing"
     model.train().zero_grad()
-    model(images).square().sum().backward()
+    # torch's cache in /tmp may hold code for another instruction set, with which the gradients are wrong.
+    with inductor.patch(force_disable_caches=True):
+        model(images).square().sum().backward()
     assert counters["frames"]["ok"] == 1
-    assert torch.allclose(model[0].weight.grad, expected, atol=1e-6)
+    torch.testing.assert_close(model[0].weight.grad, expected)
     assert list(model.state_dict()) == names
 
 
-def test_a_compiler_that_is_missing_is_said_in_one_line(
-    group: ProcessGroup, idx_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(inductor.cpp, "cxx", ("no-such-compiler",))
-    monkeypatch.setattr(inductor, "force_disable_caches", True)
+def test_a_compiler_that_is_missing_is_said_in_one_line(group: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:
     trainer = trainer_with(group, idx_data, tmp_path / "run", compile=True)
-    with pytest.raises(SharedError, match=r"--compile does not work here: .*[Cc]ompiler"):
+    without = inductor.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True})
+    with without, pytest.raises(SharedError, match=r"--compile does not work here: .*[Cc]ompiler"):
         trainer.stepper.warm_up(1, 12)
 
 

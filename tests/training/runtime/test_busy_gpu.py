@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.trainings import needs_compiler
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from hpc.core.errors import BadNodeError, TorchrelayError
@@ -105,6 +106,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 RANK = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, restarts=0)
 
 
+@needs_compiler
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 def test_a_rank_that_the_driver_has_refused_is_started_again_once_it_accepts_new_processes(driver: Path) -> None:
     driver.touch()
@@ -113,6 +115,7 @@ def test_a_rank_that_the_driver_has_refused_is_started_again_once_it_accepts_new
     assert raised.value.exit_code == TorchrelayError.exit_code
 
 
+@needs_compiler
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 @pytest.mark.usefixtures("driver")
 def test_a_driver_that_goes_on_refusing_makes_its_node_a_bad_one() -> None:
