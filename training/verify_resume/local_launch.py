@@ -22,7 +22,7 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 def prepare_server() -> None:
     """Let the server import what ranks need, once the first rank starts. One thread per rank, as with torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _FORKSERVER.set_forkserver_preload(["training.__main__", *MODULES])
+    _FORKSERVER.set_forkserver_preload(["training.__main__", "training.config.command_line", *MODULES])
 
 
 def start_ranks(

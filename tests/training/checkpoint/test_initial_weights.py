@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainings import Starter, make_idx
+from support.trainings import Starter, final, make_idx
 from torch import Tensor, nn
 
 from hpc.core.errors import UserError
@@ -43,10 +43,6 @@ def make_weights(path: Path, classes: int = 3, around: str = "", prefix: str = "
     else:
         torch.save({around: named} if around else named, path)
     return weights
-
-
-def final(run_dir: Path) -> dict[str, Tensor]:
-    return load_file(run_dir / "final" / "model.safetensors")
 
 
 def parameters_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.trainings import load
+from support.trainings import asked, load
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -22,7 +22,7 @@ from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import MemoryImages
-from training.data.loader import Batch, ImageSource, load_batches
+from training.data.loader import ImageSource
 from training.data.transforms.augment import make_augmentation
 from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, derive_key
@@ -55,11 +55,6 @@ def name(options: dict[str, Any]) -> str:
 
 def look(source: ImageSource, epoch: int | None, count: int = 8) -> Tensor:
     return source[BatchRequest(indices=tuple(range(count)), epoch=epoch)].images
-
-
-def asked(source: ImageSource, requests: list[BatchRequest], workers: int = 0) -> list[Batch]:
-    with load_batches(source, requests, workers, pin_memory=False) as batches:
-        return list(batches)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
@@ -144,7 +139,7 @@ def test_loader_workers_pay_for_scaling_and_policies(idx_data: Path, folder_data
 
 
 def test_all_but_a_policy_is_done_to_images_in_memory_without_torchvision(idx_data: Path) -> None:
-    code = "import sys; from trainer_rig import load; from pathlib import Path; "
+    code = "import sys; from support.trainings import load; from pathlib import Path; "
     code += "load(Path(sys.argv[1]), flip='on', random_erasing=0.5); sys.exit('torchvision' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code, str(idx_data)], env=environment, check=False)
@@ -181,7 +176,7 @@ def test_a_padded_crop_moves_images_in_memory_by_no_more_than_the_padding(kind: 
 def test_a_padded_crop_moves_an_image_of_a_file_by_no_more_than_an_eighth() -> None:
     photo = Image.new("RGB", (96, 64))
     photo.paste((255, 255, 255), (46, 30, 48, 32))  # one pixel of the 32 x 32 in the middle
-    brightest = [int(as_photo(index, photo, 32, crop="padded")[0].argmax()) for index in range(400)]
+    brightest = [int(as_photo(index, photo, 32, crop="padded")[0].argmax()) for index in range(100)]
     for places in zip(*(divmod(place, 32) for place in brightest), strict=True):
         assert sorted(set(places)) == list(range(11, 20))
 

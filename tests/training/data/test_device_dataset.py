@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from support.trainings import Starter, lines, load
-from torch import Tensor
+from support.trainings import Starter, asked, final, lines, load
 
 from hpc.core.errors import UserError
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest, evaluation_requests
 from training.data.build import move_to_device, synthetic_data, too_large
 from training.data.dataset import Data
-from training.data.loader import Batch, ImageSource, load_batches, load_device_batches
+from training.data.loader import Batch, load_device_batches
 from training.verify_resume.__main__ import verify
 
 CPU = torch.device("cpu")
@@ -37,11 +35,6 @@ def path(request: pytest.FixtureRequest) -> Path:
 def on_device(data: Data, **options: Any) -> Data:
     config = TrainConfig(**{"data": ".", "data_on_device": "on", **options})
     return move_to_device(config, data, CPU)
-
-
-def asked(source: ImageSource, requests: list[BatchRequest], workers: int) -> list[Batch]:
-    with load_batches(source, requests, workers, pin_memory=False) as batches:
-        return list(batches)
 
 
 def same(one: Batch, other: Batch) -> bool:
@@ -103,10 +96,6 @@ def test_on_a_gpu_images_must_fit_and_auto_leaves_most_of_it_free() -> None:
     assert too_large(8 * 10**8 + 1, 8 * 10**9, "auto")
 
 
-def weights(run_dir: Path) -> dict[str, Tensor]:
-    return load_file(run_dir / "final" / "model.safetensors")
-
-
 def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter, idx_data: Path) -> None:
     start.data = idx_data
     flags = (
@@ -117,7 +106,7 @@ def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter
     )
     one = start.complete(*flags, "--data-on-device=on", "--num-workers=3", run="on", world_size=2)
     other = start.complete(*flags, "--num-workers=1", run="off", world_size=2)
-    assert all(torch.equal(value, weights(other.run_dir)[name]) for name, value in weights(one.run_dir).items())
+    assert all(map(torch.equal, final(one.run_dir).values(), final(other.run_dir).values()))
     assert [", images in its memory" in each.output() for each in (one, other)] == [True, False]
     evaluations = [lines(each.run_dir / "metrics" / "eval.jsonl") for each in (one, other)]
     for seen, expected in zip(*evaluations, strict=True):
@@ -127,6 +116,7 @@ def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter
     ).read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[2], [3, 2, 1]])
 def test_a_cut_training_is_exact_with_data_on_the_device(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int]

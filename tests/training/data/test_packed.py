@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.trainings import Starter, load, make_folder
+from support.trainings import Starter, asked, load, make_folder, pack_folder, slow
 from torch import Tensor
 
 from hpc.core.errors import UserError
@@ -21,7 +21,7 @@ from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, read_index, write_index
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
-from training.data.loader import Batch, ImageSource, load_batches
+from training.data.loader import ImageSource
 from training.verify_resume.__main__ import verify
 
 OPTIONS: list[dict[str, Any]] = [
@@ -35,29 +35,13 @@ SHORT = {"epochs": 2, "batch_size": 8, "log_every": 1, "lr": 0.02, "checkpoint_e
 COUNT = 27
 
 
-def pack(source: Path, packed: Path, *flags: str) -> Path:
-    command = [sys.executable, "-m", "training.pack", source, packed, "--size", "40", *flags]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return packed
-
-
-@pytest.fixture(scope="module")
-def packed_once(folder_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pack(folder_data, tmp_path_factory.mktemp("packed") / "packed")
-
-
 @pytest.fixture
-def packed(packed_once: Path, tmp_path: Path) -> Path:
+def packed(packed_data: Path, tmp_path: Path) -> Path:
     """One to damage."""
     (tmp_path / "packed").mkdir()
-    for path in packed_once.iterdir():
+    for path in packed_data.iterdir():
         (tmp_path / "packed" / path.name).write_bytes(path.read_bytes())
     return tmp_path / "packed"
-
-
-def asked(source: ImageSource, requests: list[BatchRequest], workers: int = 0) -> list[Batch]:
-    with load_batches(source, requests, workers, pin_memory=False) as batches:
-        return list(batches)
 
 
 def look(source: ImageSource, epoch: int | None) -> Tensor:
@@ -65,8 +49,8 @@ def look(source: ImageSource, epoch: int | None) -> Tensor:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_a_rank_sees_is_a_matter_of_seed_epoch_and_index_alone(packed_once: Path, options: dict[str, Any]) -> None:
-    source, other = (load(packed_once, seed=seed, **options).train for seed in (0, 1))
+def test_what_a_rank_sees_is_a_matter_of_seed_epoch_and_index_alone(packed_data: Path, options: dict[str, Any]) -> None:
+    source, other = (load(packed_data, seed=seed, **options).train for seed in (0, 1))
     requests = [BatchRequest(indices=tuple(range(start, COUNT, 3)), epoch=1) for start in range(3)]
     for batch, request, same in zip(asked(source, requests), requests, asked(source, requests, workers=2), strict=True):
         assert all(map(torch.equal, batch, same))
@@ -78,8 +62,8 @@ def test_what_a_rank_sees_is_a_matter_of_seed_epoch_and_index_alone(packed_once:
         assert not torch.equal(look(source, 2), look(other, 2))
 
 
-def test_parts_labels_and_classes_are_those_of_the_folder(folder_data: Path, packed_once: Path) -> None:
-    folder, packed = load(folder_data), load(packed_once)
+def test_parts_labels_and_classes_are_those_of_the_folder(folder_data: Path, packed_data: Path) -> None:
+    folder, packed = load(folder_data), load(packed_data)
     assert packed.classes == folder.classes
     for one, other in ((folder.train, packed.train), (folder.val, packed.val), (folder.test, packed.test)):
         assert one is not None
@@ -88,58 +72,62 @@ def test_parts_labels_and_classes_are_those_of_the_folder(folder_data: Path, pac
         assert [one.name(index) for index in range(len(one))] == [other.name(index) for index in range(len(other))]
 
 
-def test_an_evaluation_sees_the_middle_without_scaling_where_it_fits(packed_once: Path) -> None:
-    pixels = np.load(packed_once / "val-pixels.npy")
-    val = load(packed_once, image_size=35).val  # 224 of 256 is 35 of 40
+def test_an_evaluation_sees_the_middle_without_scaling_where_it_fits(packed_data: Path) -> None:
+    pixels = np.load(packed_data / "val-pixels.npy")
+    val = load(packed_data, image_size=35).val  # 224 of 256 is 35 of 40
     assert val is not None
     assert torch.equal(look(val, None), torch.from_numpy(pixels)[:, 2:37, 2:37].permute(0, 3, 1, 2))
 
 
 def test_the_same_part_is_held_out_as_of_the_folder(tmp_path: Path) -> None:
     source = make_folder(tmp_path / "photos", parts=("train",))
-    sources = [load(path, val_split=0.3) for path in (source, pack(source, tmp_path / "packed"))]
+    sources = [load(path, val_split=0.3) for path in (source, pack_folder(source, tmp_path / "packed"))]
     for part in ("train", "val"):
         one, other = (getattr(data, part) for data in sources)
         assert [one.name(index) for index in range(len(one))] == [other.name(index) for index in range(len(other))]
 
 
-def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, packed_once: Path) -> None:
+def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, packed_data: Path) -> None:
     sources = [make_folder(tmp_path / name, parts=("train", "val", "test")) for name in ("a", "b")]
     (sources[1] / "val" / "red" / "0.jpg").write_bytes((sources[1] / "val" / "green" / "0.jpg").read_bytes())
-    prints = [load(pack(source, source.with_suffix(".packed"))).fingerprint for source in sources]
-    assert prints[0] == load(packed_once).fingerprint
+    prints = [load(pack_folder(source, source.with_suffix(".packed"))).fingerprint for source in sources]
+    assert prints[0] == load(packed_data).fingerprint
     assert prints[0] != prints[1]
 
 
-def test_nothing_is_read_before_it_is_asked_for_nor_copied_into_memory(packed_once: Path) -> None:
-    mapped = f"{packed_once}/train-pixels.npy"
-    source = load(packed_once).train
+def test_nothing_is_read_before_it_is_asked_for_nor_copied_into_memory(packed_data: Path) -> None:
+    mapped = f"{packed_data}/train-pixels.npy"
+    source = load(packed_data).train
     assert mapped in Path("/proc/self/maps").read_text()
     assert len(source) == COUNT
 
 
-def test_training_from_packed_data_imports_no_torchvision(packed_once: Path) -> None:
-    code = "import sys; from trainer_rig import load; from pathlib import Path; load(Path(sys.argv[1]))"
+def test_training_from_packed_data_imports_no_torchvision(packed_data: Path) -> None:
+    code = "import sys; from support.trainings import load; from pathlib import Path; load(Path(sys.argv[1]))"
     code += "; sys.exit('torchvision' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code, packed_once], env=environment, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code, packed_data], env=environment, check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [([2], {"num_workers": 1}), ([1], {"auto_augment": "randaugment", "mixup": 0.2, "num_workers": 2})],
+    [
+        ([2], {"num_workers": 1}),
+        slow([1], {"auto_augment": "randaugment", "mixup": 0.2, "num_workers": 2}),
+    ],
 )
 def test_a_cut_training_from_packed_data_is_bit_identical(
-    packed_once: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int], options: dict[str, Any]
+    packed_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int], options: dict[str, Any]
 ) -> None:
-    config = TrainConfig(data=str(packed_once), **{**SHORT, "epochs": 3, **options})  # type: ignore[arg-type]  # any field
+    config = TrainConfig(data=str(packed_data), **{**SHORT, "epochs": 3, **options})  # type: ignore[arg-type]  # any field
     assert verify(config, ranks, 3, tmp_path), capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_training_that_goes_on_with_other_ranks_has_the_same_samples(
-    packed_once: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    packed_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = TrainConfig(data=str(packed_once), **SHORT)  # type: ignore[arg-type]  # any of its fields
+    config = TrainConfig(data=str(packed_data), **SHORT)  # type: ignore[arg-type]  # any of its fields
     assert verify(config, [3, 2, 1], 2, tmp_path), capsys.readouterr().out
 
 
@@ -148,7 +136,7 @@ def test_corrupt_images_of_packed_data_count_as_those_of_a_folder(start: Starter
     spoiled = [source / "train" / "red" / f"{number}.png" for number in (3, 5)]
     for path in spoiled:
         path.write_bytes(b"no image")
-    start.data = pack(source, tmp_path / "packed")
+    start.data = pack_folder(source, tmp_path / "packed")
     flags = ["--epochs=1", "--batch-size=9", "--image-size=32", "--num-workers=1"]
     said = start.complete(*flags).output()
     for path in spoiled:
@@ -178,7 +166,7 @@ def special(directory: Path) -> dict[str, Path]:
 
 def test_images_of_all_kinds_look_as_in_the_folder(tmp_path: Path) -> None:
     paths = special(tmp_path / "photos" / "class")
-    pack(tmp_path / "photos", tmp_path / "packed")
+    pack_folder(tmp_path / "photos", tmp_path / "packed")
     everything = BatchRequest(indices=tuple(range(len(paths))), epoch=None)
     folder, packed = (load(tmp_path / name, val_split=0.0, image_size=35).train for name in ("photos", "packed"))
     seen, expected = (source[everything].images.float() for source in (packed, folder))

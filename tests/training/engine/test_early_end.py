@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainings import Starter, agree_at_each_step, events, lines, make_folder
+from support.trainings import Starter, agree_at_each_step, events, lines, make_folder, result, slow
 
 from hpc.core.causes import EXIT_DIVERGED
 from hpc.submit.__main__ import main as submit
@@ -21,10 +21,6 @@ from training.runtime.train_progress import Progress
 
 # 193 images: 9 steps an epoch. A rate so small that the validation accuracy stays the same.
 STILL = ("--lr=1e-30", "--weight-decay=0", "--batch-size=20", "--log-every=4", "--epochs=30")
-
-
-def result(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "final" / "result.json").read_text())
 
 
 def validations(run_dir: Path) -> list[int]:
@@ -87,7 +83,9 @@ def test_flags_without_effect_are_warned_of_at_submission_and_at_the_start(
     assert "warning: --lr-step-epochs 5 has no effect" in start.complete(*flags).output()
 
 
-@pytest.mark.parametrize("fault", ["step@20:1", "stop@20:0", "evaluate@27:0", "save@36:0", "evaluate@36:1"])
+@pytest.mark.parametrize(
+    "fault", ["evaluate@27:0", slow("step@20:1"), slow("stop@20:0"), slow("save@36:0"), slow("evaluate@36:1")]
+)
 def test_patience_counts_across_restarts(start: Starter, fault: str) -> None:
     flags = (*STILL, "--early-stopping-patience=3", "--checkpoint-every=5")
     codes = start(*flags, f"--fault={fault}", world_size=2).wait()
@@ -204,7 +202,7 @@ def spoil_and_agree(step: int, rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [("--log-every=9",), ("--log-every=50", "--checkpoint-every=8"), ("--grad-accum-steps=2",)]
+    "flags", [("--log-every=9",), slow(("--log-every=50", "--checkpoint-every=8")), slow(("--grad-accum-steps=2",))]
 )
 def test_the_first_step_with_a_nan_loss_and_its_images_are_recorded(start: Starter, flags: tuple[str, ...]) -> None:
     flags = ("--epochs=3", "--batch-size=20", "--log-samples", *flags)

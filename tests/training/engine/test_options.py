@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.trainings import Starter, events, lines, make_idx
+from support.trainings import Starter, events, final, lines, losses, same
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -26,14 +26,6 @@ from training.runtime.run_context import RunContext
 
 # One step of plain gradient descent on everything.
 ONE_STEP = ("--epochs=1", "--batch-size=193", "--momentum=0", "--weight-decay=0", "--warmup-epochs=0", "--lr=0.1")
-
-
-def final(run_dir: Path) -> dict[str, Tensor]:
-    return load_file(run_dir / "final" / "model.safetensors")
-
-
-def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in lines(run_dir / "metrics" / "train.jsonl")]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -114,17 +106,16 @@ def test_a_step_whose_float16_gradients_overflow_is_left_out_and_the_scale_halve
     assert not any(map(torch.equal, before, trainer.state.model.parameters()))
 
 
-def test_synchronised_normalisation_of_shares_is_that_of_the_whole_batch(start: Starter, tmp_path: Path) -> None:
-    start.data = make_idx(tmp_path / "large", size=32)
-    flags = (*ONE_STEP, "--model=resnet18", "--image-size=32", "--val-split=0.8", "--batch-size=41")
+def test_synchronised_normalisation_of_shares_is_that_of_the_whole_batch(start: Starter) -> None:
+    flags = (*ONE_STEP, "--model=resnet20", "--val-split=0.8", "--batch-size=41")
     whole = final(start.complete(*flags, run="whole").run_dir)
     shared = final(start.complete(*flags, "--sync-bn", run="shared", world_size=2).run_dir)
     apart = final(start.complete(*flags, run="apart", world_size=2).run_dir)
     statistics = [name for name in whole if name.endswith(("running_mean", "running_var"))]
-    assert len(statistics) == 40
+    assert len(statistics) > 30
     assert all(torch.allclose(whole[name], shared[name], rtol=1e-3, atol=1e-5) for name in statistics)
     assert sum(torch.allclose(whole[name], apart[name], rtol=1e-3, atol=1e-5) for name in statistics) < 5
-    assert int(shared["bn1.num_batches_tracked"]) == 1
+    assert {int(shared[name]) for name in shared if name.endswith("num_batches_tracked")} == {1}
 
 
 def nondeterministic_model(classes: int, channels: int, size: int) -> nn.Module:
@@ -231,4 +222,4 @@ def test_steps_during_the_write_of_a_checkpoint_do_not_change_it(start: Starter)
     assert late.wait() == [-9], late.output()
     assert [path.name for path in list_checkpoints(late.run_dir / "checkpoints")] == ["step-00000018", "step-00000009"]
     resumed = start.complete(*flags).run_dir
-    assert all(torch.equal(value, final(resumed)[name]) for name, value in final(whole).items())
+    assert same(final(resumed), final(whole))

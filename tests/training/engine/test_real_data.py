@@ -6,14 +6,9 @@ photographs as PNGs and JPEGs.
 
 import csv
 import io
-import json
-import os
-import subprocess
-import sys
 from importlib.resources import files
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +16,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 from support.real_images import CLASSES, real_images
-from support.trainings import Ask, Starter, lines, write_cifar
+from support.trainings import Ask, Starter, lines, result, write_cifar
 
 from training import export
 from training.config.dataset_layout import CIFAR, check_data
@@ -77,28 +72,17 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def result(run: Path) -> dict[str, Any]:
-    return dict(json.loads((run / "final" / "result.json").read_text()))
-
-
-def test_torchrun_trains_on_cifars_batches_of_real_clothes(batches: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    command = [*torchrun, "--rdzv-endpoint=localhost:0", "-m", "training", f"--data={batches}"]
-    flags = [
-        f"--run-dir={tmp_path / 'run'}",
-        "--epochs=6",
-        "--batch-size=50",
-        "--lr=0.05",
-        "--flip=off",
-        "--ema-decay=0.99",
-    ]
-    subprocess.run([*command, *flags], env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-    outcome = result(tmp_path / "run")
+@pytest.mark.slow
+def test_cifars_batches_of_real_clothes_are_learned(start: Starter, batches: Path) -> None:
+    start.data = batches
+    flags = ("--epochs=6", "--batch-size=50", "--lr=0.05", "--flip=off", "--ema-decay=0.99")
+    outcome = result(start.complete(*flags, world_size=2).run_dir)
     assert outcome["classes"] == list(CLASSES)
     assert outcome["test_total"] == 500
     assert outcome["test_accuracy"] > 0.65, "a tenth would be chance"
 
 
+@pytest.mark.slow
 def test_a_folder_of_real_clothes_is_learned(start: Starter, wardrobe: Path) -> None:
     start.data = wardrobe
     flags = ("--epochs=4", "--batch-size=20", "--lr=0.03", "--image-size=28", "--crop=padded", "--num-workers=0")
@@ -161,6 +145,7 @@ def test_the_vgg19_recipe_trains_the_head_alone_at_its_rate(start: Starter, albu
     assert changed(thawed, before) == {"features", "fc"}
 
 
+@pytest.mark.slow
 def test_the_finetune_recipe_trains_everything_and_lowers_the_rate_on_a_plateau(
     start: Starter, album: Path, tmp_path: Path
 ) -> None:

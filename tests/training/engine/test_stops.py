@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from support.trainings import Starter, agree_at_each_step, events, lines
+from support.trainings import Starter, agree_at_each_step, events, final, lines, same
 
 from hpc.core.causes import EXIT_NO_SPACE
 from hpc.core.kernel import in_signal_mask
@@ -128,12 +126,12 @@ def test_a_signal_while_torch_is_being_imported_is_remembered(idx_data: Path, tm
     assert "stopped by SIGTERM" in output
 
 
-def test_torchrun_forwards_the_signal_and_resumes(idx_data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+@pytest.mark.slow
+def test_torchrun_forwards_the_signal(start: Starter) -> None:
+    run = start.directory / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    argv = [*torchrun, "--rdzv-endpoint=localhost:0", "-m", "training", "--data", str(idx_data), "--run-dir", str(run)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([*argv, *FLAGS], env=environment, stderr=subprocess.DEVNULL) as process:
+    argv = [*torchrun, "--rdzv-endpoint=localhost:0", "-m", "training", f"--data={start.data}", f"--run-dir={run}"]
+    with subprocess.Popen([*argv, *FLAGS], stderr=subprocess.DEVNULL) as process:
         while not trained_steps(run):
             assert process.poll() is None
             time.sleep(0.01)
@@ -141,7 +139,7 @@ def test_torchrun_forwards_the_signal_and_resumes(idx_data: Path, tmp_path: Path
         process.wait()
     [stopped] = events(run, "train_stopped")
     assert not (run / "final").exists()
-    subprocess.run([*argv, "--attempt=2", *FLAGS], env=environment, check=True)
+    start.complete(*FLAGS, "--attempt=2", world_size=2)
     assert events(run, "train_started")[1]["step"] == stopped["step"]
     assert_whole_history(run)
 
@@ -201,19 +199,24 @@ def die_at_fsync(number: int) -> None:
     os.fsync = fsync
 
 
+SAVING = (*FLAGS, "--checkpoint-every=5", "--keep-checkpoints=1")
+
+
+@pytest.fixture(scope="module")
+def whole(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Starter(idx_data, tmp_path_factory.mktemp("whole")).complete(*SAVING).run_dir
+
+
 # A checkpoint flushes two files, the manifest, and two directories: the second of them after the rename.
 @pytest.mark.parametrize("number", [6, 8, 9, 10])
-def test_a_kill_in_the_middle_of_a_save_leaves_an_older_state(start: Starter, number: int) -> None:
-    flags = (*FLAGS, "--checkpoint-every=5", "--keep-checkpoints=1")
-    whole = start.complete(*flags, run="whole").run_dir
-    training = start(*flags, prepare=partial(die_at_fsync, number))
+def test_a_kill_in_the_middle_of_a_save_leaves_an_older_state(start: Starter, whole: Path, number: int) -> None:
+    training = start(*SAVING, prepare=partial(die_at_fsync, number))
     assert training.wait() == [-signal.SIGKILL]
-    run = start.complete(*flags).run_dir
+    run = start.complete(*SAVING).run_dir
     assert events(run, "train_started")[1]["step"] == (10 if number == 10 else 5)
     assert not events(run, "checkpoint_rejected")
     assert names(run / "checkpoints") == [f"step-{STEPS:08d}"], "the killed writer's files are still there"
-    weights = [load_file(path / "final" / "model.safetensors") for path in (whole, run)]
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+    assert same(final(whole), final(run))
 
 
 def test_a_torn_newest_checkpoint_is_skipped_with_a_warning(start: Starter) -> None:

@@ -147,8 +147,8 @@ def test_class_may_have_any_name(name: str) -> None:
 # --- a model that learned nothing ---
 
 
-def test_model_no_better_than_the_most_frequent_class_has_learned_nothing(start: Starter) -> None:
-    weights = load_file(start.complete(*FLAGS).run_dir / "final" / "model.safetensors")
+def test_model_no_better_than_the_most_frequent_class_has_learned_nothing(start: Starter, run: Path) -> None:
+    weights = load_file(run / "final" / "model.safetensors")
     # With weights of zero all classes are equally likely: the first is predicted, which 34 of the 101 images have.
     save_file({name: torch.zeros_like(value) for name, value in weights.items()}, start.directory / "zero.safetensors")
     still = ("--weights", str(start.directory / "zero.safetensors"), "--lr=1e-30", "--weight-decay=0")
@@ -160,7 +160,7 @@ def test_model_no_better_than_the_most_frequent_class_has_learned_nothing(start:
     )
     assert useless.output().splitlines()[-2] == f"warning: {sentence}"
     assert [event["learned_nothing"] for event in events(useless.run_dir, "train_completed")] == [sentence]
-    assert [event["learned_nothing"] for event in events(start.directory / "run", "train_completed")] == [None]
+    assert [event["learned_nothing"] for event in events(run, "train_completed")] == [None]
 
 
 @pytest.mark.parametrize(
@@ -311,6 +311,7 @@ def stop_in_the_test_of_the_best() -> None:
     Evaluator.evaluate_weights = stopped  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_test_of_the_best_model_changes_nothing(start: Starter) -> None:
     whole = start(*SHAKY, run="whole", world_size=2, prepare=evaluate_in_small_batches)
     assert whole.wait() == [0, 0], whole.output()

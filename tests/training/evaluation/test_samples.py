@@ -1,18 +1,23 @@
-"""The sample predictions that a training leaves: honest ones, the same for any number of ranks."""
+"""The sample predictions that a training leaves are honest ones."""
 
 import base64
 import csv
 import io
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
-from support.trainings import Starter, load, make_folder
+from support.trainings import Starter, Training, load, make_folder
 
 SHORT = ("--epochs=1", "--batch-size=20", "--lr=0.05")
+
+
+@pytest.fixture(scope="module")
+def run(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return Starter(idx_data, tmp_path_factory.mktemp("samples")).complete(*SHORT)
 
 
 def samples(run_dir: Path) -> list[dict[str, Any]]:
@@ -23,9 +28,9 @@ def pixels(sample: dict[str, Any]) -> np.ndarray:
     return np.array(Image.open(io.BytesIO(base64.b64decode(sample["png"]))))
 
 
-def test_samples_are_images_of_the_test_set_with_their_classes(start: Starter) -> None:
-    found = samples(start.complete(*SHORT).run_dir)
-    test = load(start.data).test
+def test_samples_are_images_of_the_test_set_with_their_classes(run: Training, idx_data: Path) -> None:
+    found = samples(run.run_dir)
+    test = load(idx_data).test
     assert test is not None
     assert [sample["kind"] for sample in found].count("even") == 12
     for sample in found:
@@ -35,26 +40,15 @@ def test_samples_are_images_of_the_test_set_with_their_classes(start: Starter) -
         assert 1 / 3 <= sample["probability"] <= 1, "of the class that it was taken for, the likeliest of three"
 
 
-def test_errors_are_listed_by_confidence(start: Starter) -> None:
-    run = start.complete(*SHORT).run_dir
-    errors = [sample for sample in samples(run) if sample["kind"] == "mistake"]
+def test_errors_are_listed_by_confidence(run: Training) -> None:
+    errors = [sample for sample in samples(run.run_dir) if sample["kind"] == "mistake"]
     assert all(sample["true"] != sample["predicted"] for sample in errors)
     sure = [sample["probability"] for sample in errors]
     assert sure == sorted(sure, reverse=True)
-    with (run / "final" / "confusion.csv").open(newline="") as file:
+    with (run.run_dir / "final" / "confusion.csv").open(newline="") as file:
         confusion = {row["true class"]: row for row in csv.DictReader(file)}
     wrong = sum(int(confusion[one][other]) for one in "012" for other in "012" if one != other)
     assert len(errors) == min(12, wrong)
-
-
-def test_samples_are_the_same_for_any_number_of_ranks(start: Starter) -> None:
-    first = start.complete(*SHORT, run="1").run_dir
-    for world_size in (2, 3):
-        run = start.directory / str(world_size)
-        shutil.copytree(first, run)
-        shutil.rmtree(run / "final")
-        start.complete(*SHORT, run=str(world_size), world_size=world_size)
-        assert samples(run) == samples(first)
 
 
 def test_photographs_are_scaled_down_and_corrupt_ones_left_out(start: Starter, tmp_path: Path) -> None:

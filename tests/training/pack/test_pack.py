@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.cluster import mounted_volume
-from support.trainings import load, make_folder
+from support.trainings import load, make_folder, slow
 
 from training.config.packed_index import INDEX, read_index
 from training.data.batch_schedule import BatchRequest
@@ -159,7 +159,7 @@ def processes_below(directory: Path) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, slow(signal.SIGINT)])
 def test_an_ended_packer_resumes_with_the_images_that_have_no_record(many: Path, tmp_path: Path, number: int) -> None:
     pack(many, tmp_path / "whole")
     with packer_at_its_last_image(many, tmp_path, "--num-workers", "2") as process:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.relay_script import Script, run_relay
+from support.trainings import slow
 
 import training.relay
 
@@ -23,9 +24,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Script:
     return script
 
 
-def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: Path) -> None:
+@pytest.mark.parametrize("torchrun", [False, slow(True)])
+def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: Path, *, torchrun: bool) -> None:
     script = Script(tmp_path)
-    done = script.run(40, stop_at=20, torchrun=True)
+    done = script.run(40, stop_at=20, torchrun=torchrun)
     assert done.returncode == 0, done.stderr
     first = [script.results(rank)[0] for rank in (0, 1)]
     assert all(result["stopped"] for result in first)

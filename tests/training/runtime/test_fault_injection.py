@@ -129,7 +129,7 @@ def write_forever() -> None:
         (1, ("--fault=step@5:1",), None),
         (1, ("--fault=step@5:1", "--checkpoint-every=4"), write_forever),
         (1, ("--fault=evaluate@9:1",), None),
-        (2, ("--fault=step@5:2", "--model=shufflenet_v2_x0_5", "--image-size=24", "--sync-bn"), None),
+        (2, ("--fault=step@5:2", "--model=resnet20", "--sync-bn"), None),
     ],
 )
 def test_a_rank_whose_peer_was_killed_ends_by_itself(

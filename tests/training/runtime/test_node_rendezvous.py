@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT
+from support.trainings import slow
 from support.waiting import wait_for
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -70,7 +71,7 @@ def starts(directory: Path, rank: int) -> list[str]:
     return log.read_text().splitlines() if log.exists() else []
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, slow(1)])
 def test_when_a_rank_dies_the_ranks_of_all_nodes_are_restarted(tmp_path: Path, pair: Rendezvous, killed: int) -> None:
     with torchrun(tmp_path, pair) as first, torchrun(tmp_path, replace(pair, node=1)) as second:
         wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from support.cluster import ROOT, tiny_data
 
@@ -29,6 +30,7 @@ print(json.dumps([record, len(looked)]))
 """
 
 
+@pytest.mark.slow
 def test_torchrun_prepares_all_without_threads_and_without_a_look_at_the_gpus(tmp_path: Path) -> None:
     """CUDA cannot be used in a fork of a process that has; and threads do not survive a fork."""
     # numpy starts threads when it is imported; torch would at the first operation on many elements.

@@ -27,6 +27,7 @@ connect(rank_info_from(os.environ))
 """
 
 
+@pytest.mark.slow
 def test_rank_that_comes_first_is_not_refused_by_rank_0() -> None:
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port())}
     common |= {"TORCH_CPP_LOG_LEVEL": "INFO", "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "GLOO_SOCKET_IFNAME": "lo"}

@@ -1,7 +1,6 @@
 """Cut runs end as whole ones do: `training.verify_resume` with every option, and it reports when they do not."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainings import Starter, make_folder, make_idx
+from support.trainings import Starter, Training, make_folder, make_idx, slow
 
 from hpc.core import program
 from hpc.core.rundir import RunDir
@@ -33,20 +32,21 @@ SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2, "loss": "bce"}),
         (2, {"amp": "fp16", "grad_accum_steps": 3, "clip_grad_norm": 0.5, "log_samples": True, **SNAPSHOTS}),
-        (2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9,
-             "adam_beta2": 0.95, "layer_decay": 0.75, "min_lr": 0.0001}),
-        (2, {**SMALL_NORM, "sync_bn": True, "ema_decay": 0.99, "batch_size": 20, **SNAPSHOTS}),
-        (2, {"lr_scheduler": "plateau", "plateau_patience": 0, "lr_gamma": 0.5, "optimizer": "adam", "lr": 0.002,
-             "static_graph": True, "grad_accum_steps": 2, "epochs": 3, "early_stopping_patience": 3,
-             "class_weights": "balanced"}),
-        (2, {"lr_scheduler": "one-cycle", "optimizer": "sgd", "decay_norm_and_bias": True, "lr_scaling": "sqrt",
-             "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0, **SNAPSHOTS}),
-        (3, {"strategy": "fsdp", "amp": "bf16", "grad_accum_steps": 2, "clip_grad_norm": 0.5, "optimizer": "adamw",
-             "lr": 0.002, "layer_decay": 0.75, **SNAPSHOTS}),
-        (4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
-             "repeatability": "strict"}),
+        slow(3, {"strategy": "fsdp", "amp": "bf16", "grad_accum_steps": 2, "clip_grad_norm": 0.5, "optimizer": "adamw",
+                 "lr": 0.002, "layer_decay": 0.75, **SNAPSHOTS}),
+        slow(1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2, "loss": "bce"}),
+        slow(2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9,
+                 "adam_beta2": 0.95, "layer_decay": 0.75, "min_lr": 0.0001}),
+        slow(2, {**SMALL_NORM, "sync_bn": True, "ema_decay": 0.99, "batch_size": 20, **SNAPSHOTS}),
+        slow(2, {"lr_scheduler": "plateau", "plateau_patience": 0, "lr_gamma": 0.5, "optimizer": "adam", "lr": 0.002,
+                 "static_graph": True, "grad_accum_steps": 2, "epochs": 3, "early_stopping_patience": 3,
+                 "class_weights": "balanced"}),
+        slow(2, {"lr_scheduler": "one-cycle", "optimizer": "sgd", "decay_norm_and_bias": True, "lr_scaling": "sqrt",
+                 "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0,
+                 **SNAPSHOTS}),
+        slow(4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
+                 "repeatability": "strict"}),
     ],
 )  # fmt: skip
 def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
@@ -60,6 +60,7 @@ def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
     assert "after 4 of 4 cuts" in output
 
 
+@pytest.mark.slow
 def test_a_frozen_pretrained_model_is_bit_identical_too(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,9 +82,9 @@ def test_a_frozen_pretrained_model_is_bit_identical_too(
 @pytest.mark.parametrize(
     "options",
     [
-        {"crop": "resized", "flip": "on", "random_erasing": 0.5, "num_workers": 0},
-        {"auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2, "repeated_augmentation": 4},
-        {"auto_augment": "trivialaugment", "num_workers": 1, "crop": "padded", "model": "mobilenet_v3_small"},
+        {"crop": "resized", "flip": "on", "random_erasing": 0.5, "num_workers": 1},
+        slow({"auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2, "repeated_augmentation": 4}),
+        slow({"auto_augment": "trivialaugment", "num_workers": 0, "crop": "padded", "model": "mobilenet_v3_small"}),
     ],
 )
 def test_augmentation_and_loader_workers_are_exact_too(
@@ -97,6 +98,7 @@ def test_augmentation_and_loader_workers_are_exact_too(
     assert "after 3 of 3 cuts" in output
 
 
+@pytest.mark.slow
 def test_images_in_color_in_memory_and_the_rarer_flags_are_exact_too(
     cifar_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +115,7 @@ def test_images_in_color_in_memory_and_the_rarer_flags_are_exact_too(
     assert len(list_checkpoints(tmp_path / "interrupted" / "checkpoints")) == 1
 
 
+@pytest.mark.slow
 def test_images_that_cannot_be_read_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = make_folder(tmp_path / "data", parts=("train", "val", "test"))
     for name in ("train/red/2.jpg", "train/green/5.png", "test/red/0.jpg"):
@@ -131,6 +134,7 @@ def test_images_that_cannot_be_read_are_exact_too(tmp_path: Path, capsys: pytest
     assert len(result["corrupt_images"]) == 2
 
 
+@pytest.mark.slow
 def test_generated_images_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = TrainConfig(synthetic=True, image_size=8, epochs=1, batch_size=4, checkpoint_every="20", log_every=5)
     assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
@@ -141,7 +145,7 @@ def test_generated_images_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFi
 NORMALISED = {"model": "resnet20", "sync_bn": True, "lr": 0.0003}
 
 
-@pytest.mark.parametrize("options", [{}, {"mixup": 0.2, "cutmix": 1.0, "grad_accum_steps": 2}, NORMALISED])
+@pytest.mark.parametrize("options", [{"mixup": 0.2, "cutmix": 1.0, "grad_accum_steps": 2}, slow({}), slow(NORMALISED)])
 def test_fewer_ranks_train_on_the_same_samples_to_the_same_losses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
 ) -> None:
@@ -187,13 +191,16 @@ def test_a_verification_that_could_not_make_its_cuts_proves_nothing(
     assert "could be made: use more --epochs or fewer --cuts" in capsys.readouterr().out
 
 
+@pytest.fixture(scope="module")
+def finished(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    start = Starter(idx_data, tmp_path_factory.mktemp("finished"))
+    return start.complete("--epochs=1", "--batch-size=20", "--ema-decay=0.9")
+
+
 @pytest.fixture
-def two_runs(start: Starter) -> tuple[RunDir, RunDir]:
+def two_runs(start: Starter, finished: Training) -> tuple[RunDir, RunDir]:
     """The same finished training, twice."""
-    one = start.complete("--epochs=1", "--batch-size=20", "--ema-decay=0.9", run="one").run_dir
-    other = one.with_name("other")
-    shutil.copytree(one, other)
-    return RunDir(one), RunDir(other)
+    return RunDir(start.copy(finished, "one").run_dir), RunDir(start.copy(finished, "other").run_dir)
 
 
 def differing(one: RunDir, other: RunDir) -> dict[str, str]:
@@ -257,6 +264,7 @@ def test_a_mistake_is_reported_in_one_line(
     assert len(printed.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_verification_is_a_command_of_its_own(idx_data: Path, tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "training.verify_resume", "--data", str(idx_data), "--cuts=1", "--ranks=1"]
     environment = {"PATH": "/usr/bin:/bin", "TMPDIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
