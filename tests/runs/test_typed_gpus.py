@@ -4,48 +4,59 @@ import json
 import re
 
 import pytest
-from support.cluster import (
-    SMALL_BATCH,
-    THREE_EPOCHS,
-    Site,
-    add_script,
-    assert_preempted,
-    assert_survives_a_node,
-    preempt,
-)
+from support.cluster import WAITS_AT_FIRST, Run, Site, add_script, dead, preempt
 
-SCRIPT = "import os; print('sees', os.environ['CUDA_VISIBLE_DEVICES'] or 'none', 'of', os.environ['WORLD_SIZE'])\n"
+SCRIPT = """
+import os
+gpus = os.environ["CUDA_VISIBLE_DEVICES"]
+print("ranks:", os.environ["WORLD_SIZE"], "GPUs:", len(gpus.split(",")) if gpus else 0)
+"""
 PROFILE = "typed"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
-@pytest.fixture
-def script(site: Site) -> str:
-    add_script(site, "look.py", SCRIPT)
-    return "look.py"
-
-
-def test_gpus_of_a_type(site: Site, script: str) -> None:
-    run = site.submit("--nodes=1", "--gpus-per-node=h100:2", "--cpus-per-gpu=1", "--name=typed", "--", script)
+def assert_ran(run: Run, node: str, ranks: int, gpus: int) -> str:
+    """The run has completed there, and its script has seen so many GPUs. Returns what Slurm knows of its job."""
     [attempt] = run.wait_for_state("completed")["attempts"]
-    assert attempt["nodes"] == ["gpu03"]
+    assert attempt["nodes"] == [node]
+    assert f"ranks: {ranks} GPUs: {gpus}" in run.directory.rank_log(1, 0).read_text().splitlines()
+    return run.site.slurm("scontrol", "show", "job", run.job_id)
+
+
+def test_gpus_of_a_type_none_and_what_sbatch_is_told_to_request(site: Site) -> None:
+    add_script(site, "look.py", SCRIPT)
+    script = ("--", "look.py")
+    none = site.submit("--gpus-per-node=0", "--name=none", *script)
+    typed = site.submit("--nodes=1", "--gpus-per-node=h100:2", "--cpus-per-gpu=1", "--name=typed", *script)
+    own = site.submit("--gpus-per-node=0", "--cpus-per-gpu=1", "--sbatch=gres=gpu:h100:1", "--name=own", *script)
+    exclusive = ("--sbatch=nodelist=gpu01", "--sbatch=exclusive")
+    whole = site.submit("--gpus-per-node=0", "--cpus-per-gpu=1", *exclusive, "--name=whole", *script)
+    job = assert_ran(none, "gpu04", ranks=1, gpus=0)
+    assert "gres" not in job
+    assert "NumCPUs=8 " in job, "all of the node's"
     # 22.05 prints gres:gpu, 24.11 gres/gpu.
-    assert re.search("TresPerNode=gres[:/]gpu:h100:2", site.slurm("scontrol", "show", "job", run.job_id))
-    assert "sees 0,1 of 2" in site.hpc("logs", "typed", "--all").stdout
+    assert re.search("TresPerNode=gres[:/]gpu:h100:2", assert_ran(typed, "gpu03", ranks=2, gpus=2))
+    assert_ran(own, "gpu03", ranks=1, gpus=1)
+    assert "NumCPUs=8 " in assert_ran(whole, "gpu01", ranks=1, gpus=0), "but no GPU that it did not ask for"
 
 
-def test_preempted_run_on_gpus_of_a_type_completes(site: Site) -> None:
-    run = site.submit(*THREE_EPOCHS, "--gpus-per-node=a100:1")
-    run.wait_for_steps(20)
-    preempt(run)
-    run.wait_for_release()
-    assert_preempted(run)
-    assert [event["nodes"] for event in run.events("claimed")] == [["gpu01", "gpu02"]] * 2
-
-
-def test_run_that_lost_a_node_continues_on_gpus_of_another_type(site: Site) -> None:
-    run = assert_survives_a_node(site)
-    assert "gpu03" in run.events("claimed")[1]["nodes"], "of the others one is dead, and one has no GPUs"
+def test_preempted_run_gets_gpus_of_its_type_again_and_one_that_lost_a_node_those_of_another(site: Site) -> None:
+    add_script(site, "waits.py", WAITS_AT_FIRST)
+    typed = site.submit("--nodes=2", "--gpus-per-node=a100:1", "--cpus-per-gpu=1", "--name=typed", "--", "waits.py")
+    typed.wait("its start", lambda: typed.events("rendezvous"))
+    preempt(typed)
+    typed.wait_for_release()
+    attempts = typed.wait_for_state("completed")["attempts"]
+    assert [(attempt["cause"], attempt["nodes"]) for attempt in attempts] == [
+        ("preempted", ["gpu01", "gpu02"]),
+        ("completed", ["gpu01", "gpu02"]),
+    ]
+    run = site.submit("--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1", "--name=any", "--", "waits.py")
+    run.wait("its start", lambda: run.events("rendezvous"))
+    with dead(site, run.nodes()[1]):
+        attempts = run.wait_for_state("completed")["attempts"]
+    assert [attempt["cause"] for attempt in attempts] == ["node_failure", "completed"]
+    assert "gpu03" in attempts[1]["nodes"], "of the others one is dead, and one has no GPUs"
 
 
 def test_doctor_runs_on_nodes_of_several_types(site: Site) -> None:
@@ -61,28 +72,3 @@ def test_types_that_the_partition_lacks_are_refused(site: Site) -> None:
         assert done.stderr == f"hpc submit: --gpus-per-node is {gpus}, but {has}\n"
     done = site.hpc("submit", "--data=data", "--nodes=2", "--gpus-per-node=h100:2")
     assert "but partition gpu has 1 with 2 or more h100 GPUs: use --nodes 1 or fewer" in done.stderr
-
-
-def test_training_without_gpus_goes_to_the_node_without(site: Site) -> None:
-    run = site.submit("--data=data", *SMALL_BATCH, "--epochs=1", "--gpus-per-node=0", "--log-every=1")
-    status = run.wait_for_state("completed")
-    assert (status["attempts"][0]["nodes"], status["world_size"]) == (["gpu04"], 1)
-    job = site.slurm("scontrol", "show", "job", run.job_id)
-    assert "gres" not in job
-    assert "NumCPUs=8 " in job, "all of the node's"
-
-
-def test_exclusive_job_gets_whole_nodes_and_no_gpus_it_did_not_ask_for(site: Site, script: str) -> None:
-    flags = ("--gpus-per-node=0", "--cpus-per-gpu=1", "--sbatch=nodelist=gpu01", "--sbatch=exclusive")
-    run = site.submit(*flags, "--name=whole", "--", script)
-    run.wait_for_state("completed")
-    job = site.slurm("scontrol", "show", "job", run.job_id)
-    assert "NumCPUs=8 " in job
-    assert "sees none of 1" in site.hpc("logs", "whole", "--all").stdout
-
-
-def test_gres_of_the_users_own(site: Site, script: str) -> None:
-    run = site.submit("--gpus-per-node=0", "--sbatch=gres=gpu:h100:1", "--name=own", "--", script)
-    [attempt] = run.wait_for_state("completed")["attempts"]
-    assert attempt["nodes"] == ["gpu03"]
-    assert "sees 0 of 1" in site.hpc("logs", "own", "--all").stdout
