@@ -1,27 +1,36 @@
-"""`hpc fork` on Slurm, by an ordinary user: of a run that trains, and of one that is complete."""
+"""`hpc fork` of a run that trains, and an `hpc evaluate` that is interrupted, on Slurm, by an ordinary user."""
 
+import csv
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
-from support.cluster import TINY_BATCH, TWO_NODES, Run, Site
+from support.cluster import TINY_BATCH, TWO_NODES, Run, Site, preempt, rank_pids
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
+from hpc.spec import RunSpec
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 EPOCH = 118  # steps
-EPOCHS = 8  # so many that the source still trains when it is forked
 
 
-def fork(site: Site, source: Run, name: str, *flags: str) -> Run:
-    done = site.hpc("fork", source.directory.name, f"--name={name}", "--json", *flags)
+def made_by(site: Site, verb: str, source: Run, name: str, *flags: str) -> Run:
+    """The run that a verb makes of another one."""
+    done = site.hpc(verb, source.directory.name, f"--name={name}", "--json", *flags)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     return Run(site, RunDir(site.path / "runs" / name), answer["job_id"])
 
 
-def newest_saved(run: Run) -> int:
-    return max(event["step"] for event in run.events("checkpoint_saved"))
+def stop_ranks(run: Run) -> list[int]:
+    """Have all ranks stand still until they get SIGCONT. Returns their processes."""
+    pids = [pid for node in run.nodes() for pid in rank_pids(run, node)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    return pids
 
 
 def assert_continues(run: Run, since: int, until: int) -> None:
@@ -32,17 +41,38 @@ def assert_continues(run: Run, since: int, until: int) -> None:
     assert attempts == {**dict.fromkeys(range(1, since + 1), 0), **dict.fromkeys(range(since + 1, until + 1), 1)}
 
 
-def test_fork_of_a_running_and_of_a_complete_run_goes_on_from_the_newest_state(ordinary_user: Site) -> None:
-    flags = ("--data=data", *TWO_NODES, *TINY_BATCH, "--log-every=1", "--checkpoint-every=5", "--lr-scheduler=constant")
-    source = ordinary_user.submit("--name=source", f"--epochs={EPOCHS}", *flags)
-    source.wait_for_steps(20)
-    before = newest_saved(source)
-    early = fork(ordinary_user, source, "early", "--lr=0.01", "--nodes=1")
-    (from_checkpoint,) = [int(path.name.removeprefix("step-")) for path in early.directory.checkpoints.glob("step-*")]
-    assert before <= from_checkpoint < EPOCHS * EPOCH
-    assert_continues(early, from_checkpoint, EPOCHS * EPOCH)
+def assert_counts_every_image_once(source: Run, site: Site) -> None:
+    """On two nodes, of all 60,000 images of Fashion-MNIST, preempted in the middle."""
+    flags = ("--data=fashion-mnist", "--split=train", "--nodes=2")
+    run = made_by(source.site, "evaluate", source, "evaluation", *flags)
+    run.wait("the first batches", lambda: run.events("first_step"))
+    # Slurm's SIGCONT comes with the SIGTERM of the preemption: the ranks are in the middle until then.
+    stop_ranks(run)
+    assert not run.directory.final_result.exists()
+    preempt(run, site)
+    run.wait_for_release()
+    status = run.wait_for_state("completed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
+    result = json.loads(run.directory.final_result.read_text())
+    assert (result["test_total"], result["world_size"], result["attempt"]) == (60_000, 2, 2)
+    with (run.directory.final / "confusion.csv").open() as file:
+        _, *rows = csv.reader(file)
+    assert [sum(map(int, row[1:])) for row in rows] == [6_000] * 10
 
-    source.wait_for_state("completed")
-    longer = fork(ordinary_user, source, "longer", f"--epochs={EPOCHS + 1}")
-    assert_continues(longer, EPOCHS * EPOCH, (EPOCHS + 1) * EPOCH)
-    assert source.status()["state"] == "completed"
+
+def test_fork_of_a_running_run_is_evaluated_over_a_preemption(ordinary_user: Site, site: Site) -> None:
+    endless = ("--data=data", *TWO_NODES, *TINY_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
+    source = ordinary_user.submit("--name=source", "--lr-scheduler=constant", *endless)
+    source.wait_for_steps(20)
+    pids = stop_ranks(source)
+    epochs = source.steps()[-1] // EPOCH + 2
+    saved = max(event["step"] for event in source.events("checkpoint_saved"))
+    fork = made_by(ordinary_user, "fork", source, "fork", "--lr=0.01", "--nodes=1", f"--epochs={epochs}")
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    source.wait_for_steps(len(source.steps()) + 5)
+    source.cancel()
+    begin = int(Path(str(RunSpec.load(fork.directory).forked_from)).name.removeprefix("step-"))
+    assert begin >= saved
+    assert_continues(fork, begin, epochs * EPOCH)
+    assert_counts_every_image_once(fork, site)
