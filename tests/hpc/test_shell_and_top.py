@@ -1,4 +1,4 @@
-"""`hpc shell` and `hpc top` beside a training: on the nodes of a real Slurm, and on this machine."""
+"""`hpc shell` and `hpc top` beside a script: on the nodes of a real Slurm, and on this machine."""
 
 import json
 import os
@@ -8,11 +8,25 @@ import time
 from pathlib import Path
 
 import pytest
-from support.cluster import ENDLESS, TIMEOUT_SECONDS, Run, Site, refused, tiny_data
+from support.cluster import TIMEOUT_SECONDS, TWO_NODES, Run, Site, add_script, refused
 
 from hpc.top import parse
 
-WAITING = ("--synthetic", "--name=waits", "--gpus-per-node=1", "--batch-size=8", "--sbatch=begin=now+1hour")
+# It works and logs for ever.
+BUSY = """
+import json, os, time
+from pathlib import Path
+metrics = Path(os.environ["TORCHRELAY_RUN_DIR"], "metrics")
+metrics.mkdir(exist_ok=True)
+step = 0
+while True:
+    step += 1
+    sum(range(500_000))
+    if os.environ["RANK"] == "0":
+        with open(metrics / "train.jsonl", "a") as file:
+            print(json.dumps({"step": step, "attempt": 1}), file=file)
+    time.sleep(0.05)
+"""
 
 
 def typed_into_shell(run: Run, node: str, line: str) -> str:
@@ -41,7 +55,8 @@ def typed_into_shell(run: Run, node: str, line: str) -> str:
 
 @pytest.mark.slurm
 def test_shell_and_top_run_beside_the_ranks(site: Site) -> None:
-    run = site.submit("--data=data", "--name=run", *ENDLESS)
+    add_script(site, "busy.py", BUSY)
+    run = site.submit("--name=run", *TWO_NODES, "--", "busy.py")
     run.wait_for_steps(2)
     nodes = run.nodes()
 
@@ -65,24 +80,20 @@ def test_shell_and_top_run_beside_the_ranks(site: Site) -> None:
 
     before = len(run.steps())
     run.wait_for_steps(before + 2)
-    assert len(run.events("claimed")) == 1, "the training went on"
+    assert len(run.events("claimed")) == 1, "the script went on"
     run.cancel()
-    for verb in ("shell", "top"):
-        assert "run run has no running job: hpc status run says why" in refused(site, verb, "run")
-
-
-@pytest.mark.slurm
-def test_run_that_waits_has_no_node(site: Site) -> None:
-    run = site.submit(*WAITING)
-    for verb in ("shell", "top"):
-        assert "run waits has no running job" in refused(site, verb, "waits")
-    run.cancel()
+    waits = site.submit("--name=waits", *TWO_NODES, "--sbatch=hold", "--", "busy.py")
+    for name in ("run", "waits"):
+        for verb in ("shell", "top"):
+            assert f"run {name} has no running job: hpc status {name} says why" in refused(site, verb, name)
+    waits.cancel()
 
 
 def test_run_on_this_machine(shared: Path) -> None:
-    tiny_data(shared / "data")
     site = Site(shared, "/nonexistent")
-    run = site.submit("--data=data", "--cluster=local", "--name=run", *ENDLESS)
+    add_script(site, "busy.py", BUSY)
+    two_ranks = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-gpu=1")
+    run = site.submit("--cluster=local", "--name=run", *two_ranks, "--", "busy.py")
     run.wait_for_steps(2)
     ranks = json.loads(site.hpc("top", "run", "--json").stdout)
     assert [rank["rank"] for rank in ranks] == [0, 1]
