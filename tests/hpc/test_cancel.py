@@ -33,15 +33,6 @@ def test_job_that_was_submitted_by_another_path_is_ended(site: Site, hide: str) 
     assert run.status()["state"] == "cancelled"
 
 
-def test_job_of_the_original_survives_the_end_of_a_copy(site: Site) -> None:
-    run = site.submit(*WAITING)
-    shutil.copytree(run.directory.path, site.path / "copies" / "run")
-    done = site.hpc("cancel", "run", "--runs-dir=copies")
-    assert done.returncode == 0, done.stderr
-    assert is_queued(run)
-    run.cancel()
-
-
 @pytest.fixture
 def volume(site: Site) -> Iterator[Path]:
     with mounted_volume(site.path / "volume", "size=200m,mode=755") as path:
@@ -61,8 +52,12 @@ def test_job_is_ended_on_a_full_disk(site: Site, volume: Path) -> None:
     assert run.status()["state"] == "cancelled"
 
 
-def test_run_is_cancelled_though_scancel_fails(site: Site) -> None:
+def test_run_is_cancelled_though_its_copy_was_and_scancel_fails(site: Site) -> None:
     run = site.submit(*WAITING)
+    shutil.copytree(run.directory.path, site.path / "copies" / "run")
+    copied = site.hpc("cancel", "run", "--runs-dir=copies")
+    assert copied.returncode == 0, copied.stderr
+    assert is_queued(run), "the job is that of the original"
     clients = site.path / "bin"
     clients.mkdir()
     (clients / "scancel").write_text("#!/bin/sh\necho scancel: error: Socket timed out >&2; exit 1\n")
@@ -77,7 +72,7 @@ def test_run_is_cancelled_though_scancel_fails(site: Site) -> None:
     run.cancel()
 
 
-def test_resumption_that_slurm_refuses_changes_nothing(site: Site) -> None:
+def test_resumption_that_slurm_refuses_changes_nothing_and_others_submit_one_job(site: Site) -> None:
     run = site.submit(*WAITING)
     run.cancel()
     script, code = run.directory.script.read_bytes(), run.directory.code.stat().st_ino
@@ -99,13 +94,8 @@ def test_resumption_that_slurm_refuses_changes_nothing(site: Site) -> None:
     assert site.slurm("squeue", "--me", "--noheader", "--format=%A %P %m") == f"{answer['job_id']} urgent 100M"
     run.cancel()
     assert run.status()["state"] == "cancelled"
-
-
-def test_two_resumptions_at_once_submit_one_job(site: Site) -> None:
-    run = site.submit(*WAITING)
-    run.cancel()
     words = f"{sys.executable} -m hpc resume run"
     both = site.type("sh", "-c", f"{words} & {words} & wait", PYTHONPATH=str(ROOT))
     assert both.stdout.count("goes on in job") == 1, both.stdout + both.stderr
-    assert len(run.events("resumed")) == len(run.events("resubmitted")) == 1
+    assert len(run.events("resumed")) == len(run.events("resubmitted")) == 2, "of two at once, one submits a job"
     run.cancel()
