@@ -18,8 +18,8 @@ from support.cluster import TIMEOUT_SECONDS, Site
 from hpc.slurm.client import TESTBED_DIRECTORY
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
-FOUR = ("--nodes=4", "--gpus-per-node=1")
-NODES = ("gpu01", "gpu02", "gpu03", "gpu04")
+THREE, TWO = ("--nodes=3", "--gpus-per-node=1"), ("--nodes=2", "--gpus-per-node=1")
+NODES = ("gpu01", "gpu02", "gpu03")
 
 
 def smoke(site: Site, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -50,7 +50,7 @@ def slow_link(sender: str, receiver: str, testbed: dict[str, Any]) -> Iterator[N
 def test_smoke_measures_all_and_the_next_one_names_the_pair_that_has_become_slow(
     ordinary_user: Site, testbed: dict[str, Any]
 ) -> None:
-    _, first = smoke(ordinary_user, *FOUR)
+    _, first = smoke(ordinary_user, *THREE)
     assert [node["name"] for node in first["nodes"]] == list(NODES)
     for node in first["nodes"]:
         assert (node["problem"], node["staging_problem"]) == ("", "")
@@ -61,20 +61,20 @@ def test_smoke_measures_all_and_the_next_one_names_the_pair_that_has_become_slow
     assert [one["message_bytes"] for one in first["all_reduce"]] == [2**10, 2**13, 2**16, 2**20, 2**24]
     assert sorted(tuple(pair["nodes"]) for pair in first["pairs"]) == list(combinations(NODES, 2))
     assert first["changes"] == []
-    with slow_link("gpu02", "gpu04", testbed):
-        code, second = smoke(ordinary_user, *FOUR)
+    with slow_link("gpu02", "gpu03", testbed):
+        code, second = smoke(ordinary_user, *THREE)
     assert code == 1
-    assert "gpu02 - gpu04" in [one["where"] for one in second["slow"]]
-    assert ("gpu02 - gpu04", "sends") in [(one["where"], one["what"]) for one in second["changes"]]
+    assert "gpu02 - gpu03" in [one["where"] for one in second["slow"]]
+    assert ("gpu02 - gpu03", "sends") in [(one["where"], one["what"]) for one in second["changes"]]
     kept = sorted((ordinary_user.path / "runs").iterdir())
     assert [str(path) for path in kept if path in map(Path, second["files"])] == sorted(second["files"])
     assert len(kept) == 4, "a file of each kind for each, and nothing else"
-    assert "gpu02 - gpu04: it sends" in Path(second["files"][1]).read_text()
+    assert "gpu02 - gpu03: it sends" in Path(second["files"][1]).read_text()
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "scancel"])
 def test_smoke_that_is_interrupted_keeps_nothing_and_leaves_nothing(ordinary_user: Site, how: str) -> None:
-    command = [sys.executable, "-m", "hpc", "smoke", *FOUR]
+    command = [sys.executable, "-m", "hpc", "smoke", *TWO]
     out: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     typed = ordinary_user._as_the_user({})  # noqa: SLF001 - as its other methods do
     with subprocess.Popen(command, **typed, **out, start_new_session=True) as running:
