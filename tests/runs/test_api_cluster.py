@@ -12,7 +12,7 @@ import json, subprocess, time
 import hpc
 
 run = hpc.submit(hpc.TrainingRun(
-    name="pets", data="data", nodes=2, gpus_per_node=1, cpus_per_gpu=1, batch_size=16, epochs=3, log_every=1,
+    name="pets", data="data", nodes=1, gpus_per_node=1, cpus_per_gpu=1, batch_size=16, epochs=3, log_every=1,
 ))
 while len(run.metrics()) < 20:
     time.sleep(0.3)

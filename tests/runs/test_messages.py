@@ -3,20 +3,12 @@
 import json
 
 import pytest
-from support.cluster import Run, Site, add_script
+from support.cluster import WAITS_AT_FIRST, Run, Site, add_script
 from support.message_server import SECRET, inbox, write_recipients
 
 from hpc.testbed.layout import LOGIN_ADDRESS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-# The first of its attempts waits to be interrupted.
-WAITS_ONCE = """
-import pathlib, sys, time
-begun = pathlib.Path(sys.argv[1])
-is_first = not begun.exists()
-begun.touch()
-time.sleep(600 if is_first else 0)
-"""
 
 
 def submit(site: Site, *arguments: str) -> Run:
@@ -43,11 +35,11 @@ def age_messages(run: Run) -> None:
 
 
 def test_run_that_is_interrupted_and_complete_sends_both_messages_once(site: Site) -> None:
-    add_script(site, "a.py", WAITS_ONCE)
+    add_script(site, "a.py", WAITS_AT_FIRST)
     with inbox(LOGIN_ADDRESS) as found:
         write_recipients(site.path / "home", hook=found.address)
-        run = submit(site, "--nodes=2", "--", "a.py", str(site.path / "begun"))
-        run.wait("the start", (site.path / "begun").exists)
+        run = submit(site, "--nodes=2", "--", "a.py")
+        run.wait("the start", lambda: run.events("rendezvous"))
         site.slurm("scontrol", "requeue", run.job_id)
         # The requeue ends all that the job has left, but not this.
         run.wait("the first message", lambda: outcomes(run, "hook"))

@@ -32,7 +32,7 @@ def requeue(run: Run) -> None:
 
 def test_requeued_training_is_one_run_with_each_step_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = {**mlflow_environment(site.path), "WANDB_MODE": "offline"}
-    run = site.submit(*THREE_EPOCHS, "--tracker=mlflow", "--tracker=wandb", "--name=pets", **environment)
+    run = site.submit(*THREE_EPOCHS, "--nodes=1", "--tracker=mlflow", "--tracker=wandb", "--name=pets", **environment)
     run.wait_for_steps(20)
     requeue(run)
     assert run.attempts_logged() == [1, 2]
