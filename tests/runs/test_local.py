@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -65,53 +64,48 @@ def test_two_pretended_nodes_train(site: Site) -> None:
     assert all(began <= line["time"] <= ended for line in lines)
 
 
-def test_interrupted_run_requeues_itself_and_can_be_cancelled(site: Site) -> None:
-    run = site.submit("--data=data", LOCAL, *ENDLESS)
+@pytest.mark.slow
+def test_submission_returns_and_the_run_requeues_itself_until_it_is_cancelled(site: Site) -> None:
+    """A pipe reader must not wait for the run: the controller keeps none of the caller's streams."""
+    run = site.submit("--data=data", LOCAL, *ENDLESS, "--nodes=1")
     run.wait_for_steps(20)
+    followed = site.hpc("logs", run.directory.name, "--rank=0")
+    # Where no DNS answers, a warning of torch's comes first.
+    assert any(line.startswith("[1:0") and "] starting" in line for line in followed.stdout.splitlines())
     os.kill(int(run.job_id), signal.SIGTERM)
     run.wait("the second attempt", lambda: 2 in run.attempts_logged())
     run.assert_no_gap()
     first, second = run.status()["attempts"]
     assert first["cause"] == "requeued"
     assert second["first_step"] == first["last_step"]
-    assert site.hpc("cancel", str(run.directory.path)).returncode == 0
-    assert run.status()["state"] == "cancelled"
+    # No signal reaches the run.
+    EventWriter(run.directory.cancellation).append("cancelled", by="me")
     run.wait("the end", lambda: not run.is_alive())
-    assert len(run.status()["attempts"]) == 2
+    assert [event["cause"] for event in run.events("attempt_ended")] == ["requeued", "cancelled"]
+    assert len(run.events("requeued")) == 1
+    assert run.status()["state"] == "cancelled"
 
 
-def test_two_kills_in_an_unlucky_minute_end_nothing(site: Site) -> None:
-    """The second one comes as soon as the ranks are back, about where the first one came."""
-    run = site.submit("--data=data", LOCAL, *ENDLESS, "--snapshot-every=off", "--checkpoint-every=1000000")
-    run.wait_for_steps(200)
+def test_killed_and_stopped_ranks_are_replaced(site: Site) -> None:
+    """The second is killed as soon as the ranks are back, about where the first one was."""
+    never_saved = ("--snapshot-every=off", "--checkpoint-every=1000000")
+    run = site.submit("--data=data", LOCAL, *ENDLESS, *never_saved, "--hang-timeout=15s")
+    run.wait_for_steps(20)
     victim, rank = next(iter(ranks_of(run).items()))
     # A rank whose wrapper is killed cannot report itself, and its peer complains of a lost connection.
     os.kill(parent(victim), signal.SIGKILL)
     run.wait("the second start", lambda: len(run.events("first_step")) == 2)
     os.kill(next(iter(ranks_of(run))), signal.SIGKILL)
     run.wait("the third start", lambda: len(run.events("first_step")) == 3)
-    first, _ = run.events("interruption")
-    assert (first["cause"], first["rank"]) == ("crashed", rank)
+    first, second = run.events("interruption")
+    assert (first["cause"], first["rank"], second["cause"]) == ("crashed", rank, "crashed")
     assert first["detail"].endswith("signal SIGKILL: its process wrapper was killed")
     assert run.status()["state"] == "running"
-    run.cancel()
-
-
-def test_suspended_run_does_not_hang(site: Site) -> None:
-    """All its processes stop, as when Slurm suspends a job."""
-    run = site.submit("--data=data", LOCAL, *ENDLESS, "--hang-timeout=5s")
-    run.wait_for_steps(50)
-    path = str(run.directory.path).encode()
-    pids = [int(at.name) for at, words in commands() if path in b" ".join(words)]
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for pid in pids:
-            os.kill(pid, number)
-        if number == signal.SIGSTOP:
-            before = len(run.steps())
-            time.sleep(8)
-    run.wait("new steps", lambda: len(run.steps()) > before + 100)
-    assert not run.events("interruption"), run.evidence()
-    assert not run.events("node_lost")
+    victim, rank = next(iter(ranks_of(run).items()))
+    os.kill(victim, signal.SIGSTOP)
+    run.wait("the hang", lambda: len(run.events("interruption")) == 3)
+    hang = run.events("interruption")[2]
+    assert (hang["cause"], hang["rank"]) == ("hang", rank)
     run.cancel()
 
 
@@ -123,11 +117,10 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 def test_dead_gpu_marks_its_node_as_bad(site: Site) -> None:
-    (site.path / "dead.py").write_text(DEAD_GPU)
-    for command in (("git", "init", "-q"), ("git", "add", "dead.py")):
-        assert site.type(*command).returncode == 0
-    run = site.submit(LOCAL, "--nodes=2", "--gpus-per-node=1", "--name=dead", "--", "dead.py")
+    add_script(site, "dead.py", DEAD_GPU)
+    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=2", "--name=dead", "--", "dead.py")
     run.wait("the end of the attempt", lambda: run.events("attempt_ended"))
     [ended] = run.events("attempt_ended")[:1]
     assert (ended["cause"], ended["rank"]) == ("bad_node", 1)
@@ -135,21 +128,21 @@ def test_dead_gpu_marks_its_node_as_bad(site: Site) -> None:
     run.cancel()
 
 
-# torchrun restarts it at once: it must not fail again before the first failure has been judged.
+# torchrun restarts it at once: it fails again when the first failure has been judged, and after a pause.
 FAILING = """
 import os, pathlib, time
-starts = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"], "starts")
-with starts.open("a") as file:
-    file.write("x")
-time.sleep(4)
-raise ValueError(f"another message every time: {starts.read_text()}")
+run, restarts = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"]), int(os.environ["TORCHRELAY_RESTARTS"])
+def interruptions():
+    return sum(path.read_text().count('"interruption"') for path in run.glob("events/*.jsonl"))
+while restarts > 1 or (restarts == 1 and interruptions() != 1):
+    time.sleep(0.1)
+raise ValueError(f"another message every time: {'x' * interruptions()}")
 """
 
 
+@pytest.mark.slow
 def test_run_waits_between_failures_and_a_signal_ends_the_wait(site: Site) -> None:
-    (site.path / "failing.py").write_text(FAILING)
-    for command in (("git", "init", "-q"), ("git", "add", "failing.py")):
-        assert site.type(*command).returncode == 0
+    add_script(site, "failing.py", FAILING)
     run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=failing", "--", "failing.py")
     run.wait("the third interruption", lambda: len(run.events("interruption")) == 3)
     assert [event["pause_seconds"] for event in run.events("interruption")] == [0.0, 10.0, 30.0]
@@ -165,113 +158,94 @@ def test_run_waits_between_failures_and_a_signal_ends_the_wait(site: Site) -> No
     run.cancel()
 
 
-LEAVES = """
-import os, subprocess, time
-here = os.environ["TORCHRELAY_RUN_DIR"]
+OWN = """
+import os, subprocess, sys, time, helper
 left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-with open(f"{here}/left-{os.environ['RANK']}", "w") as file:
-    print(left.pid, file=file)
-while not os.path.exists(f"{here}/end"):
+print(helper.WORD, left.pid, sys.argv[1:], os.environ["WORLD_SIZE"], os.environ["TORCHRELAY_DATA"], flush=True)
+while not os.path.exists(os.environ["TORCHRELAY_RUN_DIR"] + "/end"):
     time.sleep(0.1)
 """
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_no_process_of_a_rank_outlives_the_run(site: Site, cancelled: bool) -> None:
-    (site.path / "leaves.py").write_text(LEAVES)
-    for command in (("git", "init", "-q"), ("git", "add", "leaves.py")):
-        assert site.type(*command).returncode == 0
-    run = site.submit(LOCAL, "--nodes=2", "--gpus-per-node=1", "--name=leaves", "--grace=3s", "--", "leaves.py")
-    notes = [run.directory.path / f"left-{rank}" for rank in range(2)]
-    run.wait("the ranks", lambda: all(note.exists() and note.read_text() for note in notes))
-    pids = [int(note.read_text()) for note in notes]
-    assert all(process_state(pid) for pid in pids)
-    if cancelled:
-        run.cancel()
-    else:
-        (run.directory.path / "end").touch()
-        run.wait_for_state("completed")
-    run.wait("the end", lambda: not run.is_alive())
-    assert not any(process_state(pid) for pid in pids)
+def printed(log: Path) -> str:
+    """Return the last line of a rank's log once it is whole; empty: there is none yet."""
+    text = log.read_text() if log.exists() else ""
+    return text.splitlines()[-1] if text.endswith("\n") else ""
 
 
-def test_own_script_with_its_arguments_and_environment(site: Site) -> None:
-    (site.path / "src").mkdir()
+@pytest.mark.slow
+def test_own_script_has_its_arguments_and_environment_and_leaves_no_process(site: Site) -> None:
+    add_script(site, "src/my.py", OWN)
     (site.path / "src" / "helper.py").write_text("WORD = 'old'\n")
-    (site.path / "src" / "my.py").write_text(
-        "import os, sys, helper\n"
-        "print(helper.WORD, sys.argv[1:], os.environ['WORLD_SIZE'], os.environ['TORCHRELAY_DATA'], flush=True)\n"
-    )
-    for command in (("git", "init", "-q"), ("git", "add", "src/my.py")):
-        assert site.type(*command).returncode == 0
     flags = ("--nodes=2", "--data=data", "--name=own", "--include=src/h*.py")
     run = site.submit(LOCAL, *flags, "--", "src/my.py", "a b", "--x=$HOME")
     (site.path / "src" / "helper.py").write_text("WORD = 'edited after the submission'\n")
+    logs = [run.directory.rank_log(1, rank) for rank in range(2)]
+    run.wait("the ranks", lambda: all("/tmp/torchrelay-" in printed(log) for log in logs))
+    words = [printed(log).split(" ", 2) for log in logs]
+    assert [word for word, _, _ in words] == ["old"] * 2, "the snapshot runs, not the edited file"
+    assert all(rest.startswith("['a b', '--x=$HOME'] 2 /tmp/torchrelay-") for *_, rest in words)
+    pids = [int(pid) for _, pid, _ in words]
+    assert all(map(process_state, pids))
+    (run.directory.path / "end").touch()
     run.wait_for_state("completed")
-    for rank in (0, 1):
-        word, rest = run.directory.rank_log(1, rank).read_text().splitlines()[-1].split(" ", 1)
-        assert word == "old", "the snapshot runs, not the edited file"
-        assert rest.startswith("['a b', '--x=$HOME'] 2 /tmp/torchrelay-")
-
-
-def test_script_in_place_has_the_files_around_it(site: Site) -> None:
-    """In no repository, so that there is nothing to copy."""
-    (site.path / "src").mkdir()
-    (site.path / "helper.py").write_text("WORD = 'from the top'\n")
-    (site.path / "src" / "my.py").write_text("import os, helper\nprint(helper.WORD, os.getcwd(), flush=True)\n")
-    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=own", "--no-snapshot", "--", "src/my.py")
-    run.wait_for_state("completed")
-    assert run.directory.rank_log(1, 0).read_text().splitlines()[-1] == f"from the top {site.path}"
-    assert [path.name for path in run.directory.code.iterdir()] == [".torchrelay"]
-
-
-def test_script_starts_where_it_was_submitted(site: Site) -> None:
-    files = {
-        "mingpt/main.py": "import os, sys, model\n"
-        "print(open(sys.argv[1]).read(), model.WORD, sys.path[0], os.getcwd(), flush=True)\n",
-        "mingpt/model.py": "WORD = 'imported'\n",
-        "mingpt/data/input.txt": "read",
-    }
-    for name, text in files.items():
-        add_script(site, name, text)
-    here = replace(site, path=site.path / "mingpt")
-    flags = (LOCAL, "--nodes=1", "--gpus-per-node=1", "--runs-dir=../runs")
-    runs = [
-        here.submit(*flags, "--name=script", "--", "main.py", "data/input.txt"),
-        here.submit(*flags, "--name=module", "--", "-m", "main", "data/input.txt"),
-        here.submit(*flags, "--name=in-place", "--no-snapshot", "--", "main.py", "data/input.txt"),
-    ]
-    places = [*(run.directory.code / "mingpt" for run in runs[:2]), here.path]
-    for run, place in zip(runs, places, strict=True):
-        run.wait_for_state("completed")
-        assert run.directory.rank_log(1, 0).read_text().splitlines()[-1] == f"read imported {place} {place}"
-    shown = here.hpc("submit", *flags, "--name=told", "--wait", "--", "../mingpt/main.py", "data/input.txt").stdout
-    assert f"main.py starts in {site.path}/runs/told/code/mingpt\n" in shown
-
-
-def test_cancelled_run_ends_though_no_signal_reaches_it(site: Site) -> None:
-    run = site.submit("--data=data", LOCAL, *ENDLESS)
-    run.wait_for_steps(5)
-    EventWriter(run.directory.cancellation).append("cancelled", by="me")
     run.wait("the end", lambda: not run.is_alive())
-    assert [(event["attempt"], event["cause"]) for event in run.events("attempt_ended")] == [(1, "cancelled")]
-    assert run.events("requeued") == []
+    assert not any(map(process_state, pids))
 
 
-def test_last_words_of_a_rank_reach_no_terminal(site: Site) -> None:
-    (site.path / "my.py").write_text("raise SystemExit('\\x1b]0;owned\\x07\\x1b[2J')\n")
-    for command in (("git", "init", "-q"), ("git", "add", "my.py")):
-        assert site.type(*command).returncode == 0
+MAIN = """
+import os, subprocess, sys, time, model
+print(open(sys.argv[1]).read(), model.WORD, sys.path[0], os.getcwd(), flush=True)
+if "stay" in sys.argv:
+    print(subprocess.Popen(["sleep", "1000"], start_new_session=True).pid, flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_script_starts_where_it_was_submitted(site: Site) -> None:
+    files = {"main.py": MAIN, "model.py": "WORD = 'imported'\n", "data/input.txt": "read"}
+    here = replace(site, path=site.path / "mingpt")
+    for name, text in files.items():
+        (here.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (here.path / name).write_text(text)
+    flags = (LOCAL, "--nodes=1", "--gpus-per-node=1", "--runs-dir=../runs", "--grace=3s")
+    # In no repository, so that there is nothing to copy.
+    in_place = here.submit(*flags, "--name=in-place", "--no-snapshot", "--", "main.py", "data/input.txt", "stay")
+    log = in_place.directory.rank_log(1, 0)
+    in_place.wait("the script", lambda: printed(log).isdigit())
+    *_, line, pid = log.read_text().splitlines()
+    assert line == f"read imported {here.path} {here.path}"
+    assert [path.name for path in in_place.directory.code.iterdir()] == [".torchrelay"]
+    assert process_state(int(pid))
+    in_place.cancel()
+    assert not process_state(int(pid)), "nothing outlives a cancelled run"
+    for name, text in files.items():
+        add_script(site, f"mingpt/{name}", text)
+    for name, script in (("script", ["../mingpt/main.py"]), ("module", ["-m", "main"])):
+        done = here.hpc("submit", *flags, f"--name={name}", "--wait", "--", *script, "data/input.txt")
+        assert done.returncode == 0, done.stdout + done.stderr
+        run, place = RunDir(site.path / "runs" / name), f"{site.path}/runs/{name}/code/mingpt"
+        assert printed(run.rank_log(1, 0)) == f"read imported {place} {place}"
+        assert (f"main.py starts in {place}\n" in done.stdout) == (name == "script")
+
+
+def test_last_words_of_a_rank_are_recorded_and_reach_no_terminal(site: Site) -> None:
+    add_script(site, "my.py", "raise ValueError(f'{chr(27)}]0;owned{chr(7)}{chr(27)}[2J')\n")
     waited = site.hpc("submit", LOCAL, "--name=bad", "--nodes=1", "--gpus-per-node=1", "--wait", "--", "my.py")
     assert waited.returncode == 1
-    run = site.path / "runs" / "bad"
-    [agent_log] = run.joinpath("logs").glob("*_0_log.out")
+    run = RunDir(site.path / "runs" / "bad")
+    [ended] = [event for event in ledger.read(run.events) if event["event"] == "attempt_ended"]
+    assert (ended["cause"], ended["rank"]) == ("crashed", 0)
+    assert ended["detail"].endswith("ValueError: \x1b]0;owned\x07\x1b[2J")
+    [agent_log] = run.logs.glob("*_0_log.out")
     printed = [site.hpc(verb, "bad").stdout for verb in ("status", "logs")]
     for text in (waited.stdout + waited.stderr, agent_log.read_text(), *printed):
         assert r"\x1b]0;owned\x07\x1b[2J" in text
         assert "\x1b" not in text
 
 
+@pytest.mark.slow
 def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site) -> None:
     run = site.submit("--data=data", LOCAL, *ENDLESS)
     run.wait_for_steps(20)
@@ -306,17 +280,7 @@ def test_untracked_script_is_refused(site: Site) -> None:
     assert not (site.path / "runs").exists()
 
 
-def test_submission_returns_though_the_run_goes_on(site: Site) -> None:
-    """A pipe reader must not wait for the run: the controller keeps none of the caller's streams."""
-    run = site.submit("--data=data", LOCAL, "--nodes=1", "--gpus-per-node=1", "--epochs=100000", "--log-every=1")
-    run.wait_for_steps(1)
-    assert run.is_alive()
-    followed = site.hpc("logs", run.directory.name, "--rank=0")
-    # Where no DNS answers, a warning of torch's comes first.
-    assert any(line.startswith("[1:0") and "] starting" in line for line in followed.stdout.splitlines())
-    run.cancel()
-
-
+@pytest.mark.slow
 def test_images_are_packed_on_the_node_once(site: Site) -> None:
     for number in range(24):
         directory = site.path / "photos" / f"class-{number % 2}"
