@@ -1,44 +1,135 @@
-"""The scripts of `make gpu` run: on the CPU, in their small form, as on a machine without a network."""
+"""The scripts of `make gpu` in their small form, on the CPU, as on a machine without a network."""
 
+import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.real_images import needs_fashion_mnist
 
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import bundle, exactness, stalls, throughput, two_ranks
+from benchmarks.gpu.part import data_directory
+from training.config.command_line import parse_flags
+from training.config.dataset_layout import FASHION_MNIST
+from training.verify_resume.__main__ import VerifyOptions
+from training.verify_resume.local_launch import prepare_server
+
+pytestmark = pytest.mark.timeout(1000)
 REPOSITORY = Path(__file__).parents[2]
 
 
-# Every script; `files` does what the other measurements of throughput do, too.
-PARTS = ("launcher", "two-ranks", "exactness", "files", "repeatability", "stalls", "accuracy")
+def test_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "stalls", "speed"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "there is no part speed: use some of launcher, two-ranks" in capsys.readouterr().err
+
+
+def test_part_is_killed_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    [part] = [part for part in gpu.PARTS if part.name == "stalls"]
+    found = [gpu._run(part, tmp_path / "none.json", seconds, small=True) for seconds in (0.01, 0.0)]  # noqa: SLF001
+    assert [each["problem"] for each in found] == ["killed after 0 s", "not run: the time was over"]
+    gpu.show(found)
+    assert "not run: the time was over" in capsys.readouterr().out
+
+
+def test_ours_is_compared_with_the_loop_by_hand_and_the_fastest_rival() -> None:
+    options = throughput.Options(case="resnet50-files")
+    speeds = {
+        (throughput.JPEG, throughput.OURS): 100.0, (throughput.JPEG, "hand-written"): 80.0,
+        (throughput.JPEG, "timm"): 125.0, (throughput.PACKED, throughput.OURS): 190.0,
+        (throughput.SYNTHETIC, throughput.OURS): 200.0,
+    }  # fmt: skip
+    rows = [{"images": images, "loop": loop, "images_per_second": speed} for (images, loop), speed in speeds.items()]
+    by_hand, by_fastest, packed = throughput.goals(options, rows)
+    assert (by_hand.value, by_fastest.value, packed.value) == (1.25, 0.8, 0.95)
+    assert packed.met is None, "not on a GPU"
+
+
+def test_snapshot_that_takes_longer_is_taken_less_often() -> None:
+    row = {"model": "m", "waits": 0, "snapshot_ms": 40.0, "snapshot_measured_ms": 0.0, "checkpoint_ms": 5.0}
+    waits, checkpoint, snapshots = stalls.goals(row)
+    assert (waits.value, checkpoint.value, snapshots.value) == (0, 5.0, 0.04)
+    assert stalls.goals(row | {"snapshot_measured_ms": 40.0})[2].value == 0.005
+
+
+@pytest.mark.parametrize("name", [*exactness.TRAININGS, *exactness.SMALL])
+def test_flags_of_the_trainings_are_flags(name: str) -> None:
+    flags = (exactness.TRAININGS | exactness.SMALL)[name]
+    data = [] if "--synthetic" in flags else [f"--data={FASHION_MNIST}"]
+    options = parse_flags(VerifyOptions, [*exactness._COMMON, *data, *flags], "verify_resume")  # noqa: SLF001
+    assert (options.cuts, options.ranks) == (2, "1")
 
 
 @needs_fashion_mnist
-@pytest.mark.timeout(1000)
-def test_every_script_of_make_gpu_measures_something(tmp_path: Path) -> None:
+def test_images_that_the_device_makes_are_the_same(tmp_path: Path) -> None:
+    assert exactness.same_images(data_directory(tmp_path))
+
+
+def check(part: dict[str, Any]) -> None:
+    """On a CPU speeds say nothing; that bits are the same must hold here too."""
+    assert part["rows"]
+    assert part["goals"]
+    assert all(goal["value"] is True for goal in part["goals"] if goal["goal"] == "the same bits"), part
+
+
+def in_fork(module: str, output: Path, *arguments: str) -> None:
+    """Run a part in a process that has imported torch already."""
+    with output.with_suffix(".log").open("wb", 0) as log:
+        for descriptor in (1, 2):
+            os.dup2(log.fileno(), descriptor)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    sys.argv = [module, "--small", f"--output={output}", *arguments]
+    importlib.import_module(f"benchmarks.gpu.{module}").main()
+
+
+@pytest.mark.slow
+@needs_fashion_mnist
+@pytest.mark.parametrize("name", ["exactness", "files", "repeatability", "stalls", "accuracy"])
+def test_part_measures_something(name: str, tmp_path: Path) -> None:
+    prepare_server()
+    [part] = [part for part in gpu.PARTS if part.name == name]
+    output = tmp_path / "part.json"
+    arguments = (part.module, output, *part.arguments)
+    process = multiprocessing.get_context("forkserver").Process(target=in_fork, args=arguments)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, output.with_suffix(".log").read_text()
+    check(json.loads(output.read_text()))
+
+
+@pytest.mark.slow
+@needs_fashion_mnist
+def test_two_ranks_end_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are forks of the server that the tests have, which no other process could share."""
+    prepare_server()
+    output = tmp_path / "part.json"
+    monkeypatch.setattr(sys, "argv", ["two_ranks", "--small", f"--output={output}"])
+    two_ranks.main()
+    check(json.loads(output.read_text()))
+
+
+@pytest.mark.slow
+@needs_fashion_mnist
+def test_launcher_is_run_as_a_part(tmp_path: Path) -> None:
     output = tmp_path / "gpu.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--small", "--minutes=15", f"--output={output}", *PARTS],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=1000,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--minutes=15", f"--output={output}", "launcher"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    parts = json.loads(output.read_text())["parts"]
-    assert [part["part"] for part in parts] == list(PARTS)
-    assert all(part["rows"] and part["goals"] for part in parts), parts
-    # On a CPU speeds say nothing; that bits are the same must hold here too.
-    bits = {goal["name"]: goal["value"] for part in parts for goal in part["goals"] if goal["goal"] == "the same bits"}
-    assert "two ranks on one GPU, killed twice" in bits
-    assert set(bits.values()) == {True}, bits
-    assert [goal["value"] for goal in parts[0]["goals"]] == [0, 0], "steps lost, processes left"
+    [part] = json.loads(output.read_text())["parts"]
+    check(part)
+    assert [goal["value"] for goal in part["goals"]] == [0, 0], "steps lost, processes left"
 
 
 @needs_fashion_mnist
 def test_the_bundle_holds_all_that_a_python_without_them_lacks(tmp_path: Path) -> None:
-    bundle = [sys.executable, "-m", "benchmarks.gpu.bundle", str(tmp_path / "bundle")]
-    subprocess.run(bundle, cwd=REPOSITORY, check=True, capture_output=True)
+    bundle.main(tmp_path / "bundle")
     names = "tyro, docstring_parser, typeguard, platformdirs, submitit, cloudpickle"
     # Without site-packages: what is imported is the bundle's.
     found = subprocess.run(

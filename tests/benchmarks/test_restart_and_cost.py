@@ -1,29 +1,47 @@
-"""The scripts that measure restarts and the tool itself, in their small form, as far as they need no Slurm."""
+"""What the scripts that measure restarts and the tool itself conclude; and one restart, of one rank."""
 
-import subprocess
-import sys
-from pathlib import Path
+import pytest
+from support.real_images import needs_fashion_mnist
 
-REPOSITORY = Path(__file__).parents[2]
+from benchmarks.cost import __main__ as cost
+from benchmarks.cost.start import Start
+from benchmarks.restart import __main__ as restart
+from benchmarks.restart.marks import Mark
 
-
-def printed(script: str, *flags: str) -> str:
-    command = [sys.executable, "-m", f"benchmarks.{script}", "--small", *flags]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+CASE = restart.Case(kind="forked", model="small-cnn", ranks=1)
 
 
-def test_parts_of_a_restart_add_up_to_its_total() -> None:
-    head, _, row = printed("restart", "--kinds", "forked").splitlines()
-    cells = dict(zip(head.strip("| ").split(" | "), row.strip("| ").split(" | "), strict=True))
-    parts = [name for name in cells if name.endswith(", s") and name.split(",")[0] not in {"total", "least", "most"}]
-    assert len(parts) == 11
-    assert abs(sum(float(cells[part]) for part in parts) - float(cells["total, s"])) < 0.1
-    assert float(cells["first step, s"]) > 0
-    assert cells["restarts"] == "1"
+def test_a_part_of_a_restart_ends_where_the_last_process_has_passed_it() -> None:
+    """But the notice, where the first torchrun has passed it: that of the killed rank."""
+    found = [
+        Mark(who=who, pid=1, name=name, at=at)
+        for who, name, at in [
+            ("torchrun-0", "noticed", 101.0), ("torchrun-1", "noticed", 109.0),
+            ("rank-0", "imported", 103.0), ("rank-1", "imported", 105.0),
+            ("rank-0", "stepped", 107.0), ("rank-1", "stepped", 106.0),
+        ]
+    ]  # fmt: skip
+    parts = restart.parts_of(found, killed_at=100.0, last=2)
+    assert set(parts) == {*restart.PARTS, "total"}
+    passed = {name: seconds for name, seconds in parts.items() if seconds}
+    assert passed == {"notice": 1.0, "import": 4.0, "first step": 2.0, "total": 7.0}
+    row = restart.row(CASE, [parts, {}])
+    assert (row["total, s"], row["least, s"], row["restarts"], row["hung"]) == (7.0, 7.0, 1, 1)
 
 
-def test_a_heartbeat_costs_something() -> None:
-    _, _, row = printed("cost", "--parts", "heartbeat").strip().splitlines()
-    assert float(row.strip("| ")) > 0
+@pytest.mark.slow
+@needs_fashion_mnist
+def test_parts_of_a_restart_add_up_to_its_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restart, "_SECONDS_BETWEEN_KILLS", 0.0)
+    [parts] = restart.measure(CASE, kills=1)
+    total = parts.pop("total")
+    assert sum(parts.values()) == pytest.approx(total)
+    assert all(seconds > 0 for seconds in parts.values()), "every mark was passed"
+
+
+def test_a_heartbeat_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "_BEATS", 100)
+    start = Start(parts={}, processes=[], beats_per_second=10.0, step_seconds=0.05)
+    [row] = cost.heartbeat_rows([start])
+    assert row["a beat, us of CPU"] > 0
+    assert (row["beats per second"], row["steps per second"]) == (10.0, 20.0)
