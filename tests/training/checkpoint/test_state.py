@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -98,20 +99,6 @@ def equal(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-@pytest.fixture
-def stopped_run(start: Starter) -> tuple[TrainConfig, Path]:
-    """The settings of a run in which everything has a state, and its directory."""
-    flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema_decay": 0.9, "optimizer": "adamw"}
-    config = TrainConfig(data=str(start.data), lr=0.002, model="shufflenet_v2_x0_5", image_size=32, **flags)  # type: ignore[arg-type]
-    return config, start.directory / "run"
-
-
-def test_a_restored_trainer_equals_the_saved_one(group: ProcessGroup, stopped_run: tuple[TrainConfig, Path]) -> None:
-    saved, restored = trained_and_restored(group, *stopped_run)
-    assert saved.state.progress.step == 15
-    assert differing(saved, restored) == set()
-
-
 def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -> tuple[Trainer, Trainer]:
     """A trainer after 15 steps, in the middle of an epoch, and a new one that has resumed from its checkpoint."""
     context = RunContext(config=config, run_dir=RunDir(path), attempt=1, started=0.0)
@@ -130,6 +117,31 @@ def trained_and_restored(group: ProcessGroup, config: TrainConfig, path: Path) -
     restored.resume()
     restored.logger.close()
     return saved, restored
+
+
+HOLDERS = "stepper", "loss_meter", "checkpoint_writer", "corrupt_images", "state", "state.progress", "data"
+
+
+def test_a_restored_trainer_equals_the_saved_one_and_a_new_attribute_that_is_not_saved_is_found(
+    group: ProcessGroup, start: Starter
+) -> None:
+    """With settings with which everything has a state."""
+    flags = {"epochs": 3, "batch_size": 20, "log_every": 4, "amp": "fp16", "ema_decay": 0.9, "optimizer": "adamw"}
+    config = TrainConfig(data=str(start.data), lr=0.002, model="shufflenet_v2_x0_5", image_size=32, **flags)  # type: ignore[arg-type]
+    saved, restored = trained_and_restored(group, config, start.directory / "run")
+    assert saved.state.progress.step == 15
+    assert differing(saved, restored) == set()
+
+    def holders(trainer: Trainer) -> list[Any]:
+        return [trainer, *(attrgetter(path)(trainer) for path in HOLDERS)]
+
+    for one, other in zip(holders(saved), holders(restored), strict=True):
+        for holder, value in ((one, torch.tensor(0.7)), (other, torch.tensor(0.0))):
+            object.__setattr__(holder, "momentum_of_the_loss", value)
+        [found] = differing(saved, restored)
+        assert found.endswith("momentum_of_the_loss")
+        for holder in (one, other):
+            object.__delattr__(holder, "momentum_of_the_loss")
 
 
 class CountingHeartbeat(Heartbeat):
@@ -190,22 +202,6 @@ def test_a_tensor_of_another_shape_is_refused(group: ProcessGroup, start: Starte
         trainer.state.load_state_dict(tensors | {name: wrong}, values)
 
 
-@pytest.mark.parametrize(
-    "holder", ["", "stepper", "loss_meter", "checkpoint_writer", "corrupt_images", "state", "state.progress", "data"]
-)
-def test_a_new_attribute_that_is_not_saved_is_found(
-    group: ProcessGroup, stopped_run: tuple[TrainConfig, Path], holder: str
-) -> None:
-    saved, restored = trained_and_restored(group, *stopped_run)
-    for trainer, value in ((saved, torch.tensor(0.7)), (restored, torch.tensor(0.0))):
-        target: Any = trainer
-        for name in filter(None, holder.split(".")):
-            target = getattr(target, name)
-        object.__setattr__(target, "momentum_of_the_loss", value)
-    [found] = differing(saved, restored)
-    assert found.endswith("momentum_of_the_loss")
-
-
 def test_memory_of_the_host_is_in_blocks_that_fit_all_types(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "_BLOCK_BYTES", 1024)
     tensors = {
@@ -238,6 +234,7 @@ def test_the_thread_that_writes_uses_the_gpu_of_its_rank(
     second = replace(group, device=torch.device("cuda", 1))
     checkpoints = writer.CheckpointDestination(trainer.context, group, trainer.logger, sharded=False)
     on_second = writer.StateWriter(checkpoints, trainer.state, second)
+    on_second.restart_interval(due=True)
     on_second.save()
     on_second.wait()
     assert chosen == [("writer_0", second.device)]
