@@ -78,7 +78,13 @@ def uninterrupted(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> R
     return RunDir(start.complete(*FLAGS, world_size=2).run_dir)
 
 
-@pytest.mark.parametrize("numbers", [(signal.SIGTERM,), (signal.SIGUSR2, signal.SIGTERM) * 2], ids=["once", "both"])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        pytest.param((signal.SIGTERM,), id="once"),
+        pytest.param((signal.SIGUSR2, signal.SIGTERM) * 2, id="both", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_request_to_stop_costs_nothing(
     start: Starter, uninterrupted: RunDir, moment: str, numbers: tuple[int, ...]
