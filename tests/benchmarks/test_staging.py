@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def test_ours_reads_the_files_once_and_cp_once_per_node(tmp_path: Path) -> None:

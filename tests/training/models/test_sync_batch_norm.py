@@ -1,6 +1,6 @@
 """Batch normalization over all ranks computes what torch's own computes on the whole batch.
 
-With more than one rank: tests/training/engine/test_options.py.
+With more than one rank: tests/training/engine/test_trainer_options.py.
 """
 
 import pytest
