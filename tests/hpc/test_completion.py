@@ -2,10 +2,10 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.cluster import hpc
 
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.completion import OPTIONS
@@ -23,8 +23,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("completion")
     for shell in ("bash", "zsh", "fish"):
-        command = [sys.executable, "-m", "hpc", "completion", shell]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        done = hpc("completion", shell)
+        assert done.returncode == 0, done.stderr
         (directory / shell).write_text(done.stdout)
     return directory
 

@@ -1,13 +1,12 @@
 """`hpc config`: the user's defaults, and where they come from."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support import cluster
 
 from hpc.submit import sbatch_variables
 from hpc.submit.options import SubmitTraining, flag_names
@@ -15,9 +14,7 @@ from training.config import defaults as files
 
 
 def hpc(tmp_path: Path, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), "COLUMNS": "200", **variables}
-    command = [sys.executable, "-m", "hpc", *arguments]
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    return cluster.hpc(*arguments, cwd=tmp_path, XDG_CONFIG_HOME=str(tmp_path), COLUMNS="200", **variables)
 
 
 def shown(tmp_path: Path, **variables: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.cluster import tiny_data
+from support.cluster import hpc, tiny_data
 
 from hpc.__main__ import PROGRAMS, VERBS
 
@@ -22,13 +22,27 @@ def beside_other_packages(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def hpc(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def type_hpc(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([HPC, *arguments], cwd=directory, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("verb", [*VERBS, *PROGRAMS])
-def test_every_verb_answers_help_beside_packages_of_the_same_names(verb: str, beside_other_packages: Path) -> None:
-    done = hpc(beside_other_packages, verb, "--help")
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_answers_help(verb: str, tmp_path: Path) -> None:
+    done = hpc(verb, "--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"usage: hpc {verb}")
+
+
+# Those that import torch take a while. All verbs start alike, and so do all programs.
+IMPORT_TORCH = {"predict", "export", "profile", "verify", "preflight"}
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["submit", "report", *(pytest.param(name, marks=[pytest.mark.slow] * (name in IMPORT_TORCH)) for name in PROGRAMS)],
+)
+def test_help_is_answered_beside_packages_of_the_same_names(verb: str, beside_other_packages: Path) -> None:
+    done = type_hpc(beside_other_packages, verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: hpc {verb}")
 
@@ -61,19 +75,20 @@ def test_python_without_our_dependencies_is_told_what_to_type(tmp_path: Path) ->
     assert f"torchrelay is not installed for {sys.executable}: type " in done.stderr
 
 
+@pytest.mark.slow
 def test_processes_of_a_program_start_beside_packages_of_the_same_names(beside_other_packages: Path) -> None:
     data = tiny_data(beside_other_packages / "data", train=300, test=60)
-    done = hpc(beside_other_packages, "verify", f"--data={data}", "--epochs=1", "--batch-size=100", "--cuts=1")
+    done = type_hpc(beside_other_packages, "verify", f"--data={data}", "--epochs=1", "--batch-size=100", "--cuts=1")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_list_of_verbs_names_all(tmp_path: Path) -> None:
-    done = hpc(tmp_path, "--help")
+    done = type_hpc(tmp_path, "--help")
     assert done.returncode == 0
     assert all(f"\n  {verb} " in done.stdout for verb in (*VERBS, *PROGRAMS))
 
 
 def test_unknown_verb_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    done = hpc(tmp_path, "sumbit")
+    done = type_hpc(tmp_path, "sumbit")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "hpc: there is no verb 'sumbit': did you mean submit?\n"

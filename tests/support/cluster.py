@@ -27,6 +27,7 @@ from hpc.core.files import read_json_lines
 from hpc.core.kernel import is_alive
 from hpc.core.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
+from support.forked_hpc import can_fork, run_forked
 from support.real_images import real_images
 from training.config.dataset_layout import IDX_STEMS
 
@@ -108,16 +109,7 @@ def checked_json(
 
 def hpc(*arguments: str, cwd: Path | None = None, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Type `hpc ...`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "hpc", *arguments],
-        cwd=cwd or ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    return checked_json(arguments, done)
+    return checked_json(arguments, run_forked(arguments, cwd or ROOT, {**os.environ, **environment}))
 
 
 def hpc_json(*arguments: str, cwd: Path | None = None) -> Any:
@@ -197,6 +189,9 @@ class Site:
 
     def hpc(self, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
         """Run `hpc ...` in it."""
+        own = {**os.environ, "SLURM_CONF": self.slurm_conf, **environment}
+        if self.user is None and can_fork(own):
+            return checked_json(arguments, run_forked(arguments, self.path, own))
         return checked_json(arguments, self.type(sys.executable, "-m", "hpc", *arguments, **environment))
 
     def slurm(self, *command: str) -> str:

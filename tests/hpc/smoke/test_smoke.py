@@ -1,13 +1,9 @@
 """`hpc smoke` as it is typed where it cannot work."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[3]
+from support.cluster import hpc
 
 
 @pytest.mark.parametrize(
@@ -18,9 +14,7 @@ ROOT = Path(__file__).parents[3]
     ],
 )
 def test_smoke_that_cannot_work_says_why_and_keeps_nothing(tmp_path: Path, flags: tuple[str, ...], says: str) -> None:
-    environment = {"PATH": "/nonexistent", "PYTHONPATH": str(ROOT), "HOME": os.environ.get("HOME", "/")}
-    command = [sys.executable, "-m", "hpc", "smoke", *flags]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = hpc("smoke", *flags, cwd=tmp_path, PATH="/nonexistent")
     assert (done.returncode, done.stdout) == (2, "")
     assert says in done.stderr
     assert list(tmp_path.iterdir()) == []

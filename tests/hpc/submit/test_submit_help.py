@@ -1,10 +1,9 @@
 """The help of `hpc submit`: two screens, and each flag once; of the verbs whose defaults are those of a run."""
 
 import re
-import subprocess
-import sys
 
 import pytest
+from support.cluster import hpc
 
 from hpc.core import program
 from hpc.submit.options import SubmitTraining
@@ -13,9 +12,9 @@ _LINES_OF_TWO_SCREENS = 100
 
 
 def printed(flag: str, verb: str = "submit") -> str:
-    command = [sys.executable, "-m", "hpc", verb, flag]
-    environment = {"COLUMNS": "80", "PATH": "/usr/bin:/bin"}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout
+    done = hpc(verb, flag, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def flags_in(text: str) -> set[str]:
