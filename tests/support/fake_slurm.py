@@ -11,7 +11,14 @@ from pathlib import Path
 
 from support.cluster import Site
 
-SINFO = "echo 'gpu*|up|1-00:00:00|n/a|1-infinite|4|8|gpu:4'"
+# What the testbed prints.
+SINFO_TEXT = """gpu*|up|1-00:00:00|1:00:00|1-infinite|4|8|gpu:4
+urgent|up|4:00:00|30:00|1-infinite|4|8|gpu:4"""
+SINFO = f"""case "$*" in
+    *'%N|%P|%T'*) printf 'gpu0%d|gpu*|idle\\n' 1 2 3 4;;
+    *'%N|%T'*) printf 'gpu0%d|idle\\n' 1 2 3 4;;
+    *) echo '{SINFO_TEXT}';;
+esac"""
 # Queues one job for each call; SQUEUE lists them. {0} is the site.
 SBATCH = (
     'for script; do :; done; echo "$script" >> {0}/queued; id=$(wc -l < {0}/queued); '
@@ -35,6 +42,8 @@ def clients(directory: Path, **programs: str) -> str:
 def queueing_site(path: Path) -> tuple[Site, dict[str, str]]:
     """Return a site whose Slurm queues jobs but starts none, and the environment that uses it."""
     programs = {"sbatch": SBATCH.format(path), "squeue": SQUEUE.format(path), "sinfo": SINFO, "scontrol": "exit 1"}
+    # The real one would wait for its slurmdbd.
+    programs["sacct"] = "exit 1"
     return Site(path, "/nonexistent"), {"PATH": clients(path / "bin", **programs), "SLURM_CONF": "/nonexistent"}
 
 

@@ -1,10 +1,15 @@
-"""Each mistake ends with exit code 2 and one line with the value and the fix; nothing is queued or left behind."""
+"""Each mistake ends with exit code 2 and one line with the value and the fix; nothing is queued or left behind.
+
+What is refused before sbatch is called is tested with a sinfo that prints what the testbed's prints.
+"""
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,16 +17,17 @@ from typing import Any
 
 import pytest
 from support.cluster import TIMEOUT_SECONDS, Site, mounted_volume, shared_directory, tiny_data
+from support.fake_slurm import SINFO, SINFO_TEXT, clients
+
+from hpc.slurm.client import parse_partitions, partitions
+
+NOTHING_QUEUES = "echo 'sbatch was called' >&2; exit 1"
 
 
-@pytest.fixture(scope="module")
-def site(testbed: dict[str, Any]) -> Iterator[Site]:
-    path = shared_directory()
-    tiny_data(path / "data")
+def write_files(path: Path) -> None:
+    """Write what the mistakes name."""
+    tiny_data(path / "data", train=320, test=100)
     (path / "empty").mkdir()
-    node_local = Path("/tmp/torchrelay-test-data")
-    shutil.rmtree(node_local, ignore_errors=True)  # of an earlier run that was killed
-    tiny_data(node_local)
     (path / "text").mkdir()
     (path / "text" / "notes.txt").write_text("no image")
     (path / "runs" / "taken").mkdir(parents=True)
@@ -31,12 +37,55 @@ def site(testbed: dict[str, Any]) -> Iterator[Site]:
     (path / "broken.yaml").write_text("a: [\n")
     (path / "type.yaml").write_text("data: data\nepochs: many\n")
     (path / "file").write_text("")
+
+
+@pytest.fixture(scope="module")
+def files() -> Iterator[Path]:
+    path = shared_directory()
+    write_files(path)
+    (path / "torchrelay.yaml").write_text("")
+    clients(path / "bin", sbatch=NOTHING_QUEUES, squeue="exit 0", scontrol="exit 1", sinfo=SINFO)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def site(files: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A site whose Slurm consists of shell scripts."""
+    monkeypatch.setenv("PATH", str(files / "bin"), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(files))
+    return Site(files, "/nonexistent")
+
+
+@pytest.fixture(scope="module")
+def cluster(testbed: dict[str, Any]) -> Iterator[Site]:
+    """The same files on the testbed."""
+    path = shared_directory()
+    write_files(path)
     yield Site(path, testbed["slurm_conf"])
     shutil.rmtree(path)
-    shutil.rmtree(node_local)
 
 
-@pytest.mark.slurm
+def refused(site: Site, *arguments: str, **environment: str) -> str:
+    """The line with which a submission is refused; the fixture `testbed` sees to it that no job is left."""
+    before = sorted(site.path.rglob("*"))
+    done = site.hpc("submit", *arguments, **environment)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert sorted(site.path.rglob("*")) == before
+    return done.stderr
+
+
+@pytest.fixture
+def defaults(site: Site) -> Iterator[Path]:
+    """The user's file of defaults."""
+    path = site.path / "torchrelay.yaml"
+    yield path
+    path.write_text("")
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "variables", "message"),
     [
@@ -46,32 +95,16 @@ def site(testbed: dict[str, Any]) -> Iterator[Site]:
         ("partition: one\n", [], {}, r"--partition 'one' does not exist"),
         ("", ["-p", "three"], {"SBATCH_PARTITION": "two"}, r"--partition 'three' does not exist"),
         ("", [], {"SBATCH_TIMELIMIT": "2880"}, r"--time is 2880m, but partition gpu allows"),
-        ("", [], {"SBATCH_CONSTRAINT": "nosuchfeature"}, r"sbatch refused the job: .*[Ff]eature"),
-        ("sbatch: nosuchoption\n", [], {}, r"sbatch refused the job: .*nosuchoption"),
         ("nodez: 5\n", [], {}, r"defaults \S+/torchrelay.yaml: there is no flag 'nodez': did you mean nodes"),
     ],
 )
 def test_bad_defaults_are_refused_and_the_nearest_place_wins(
-    site: Site, text: str, arguments: list[str], variables: dict[str, str], message: str
+    site: Site, defaults: Path, text: str, arguments: list[str], variables: dict[str, str], message: str
 ) -> None:
-    (site.path / "torchrelay.yaml").write_text(text)
-    printed = refused(site, "--data=data", *arguments, XDG_CONFIG_HOME=str(site.path), **variables)
-    assert re.search(message, printed)
+    defaults.write_text(text)
+    assert re.search(message, refused(site, "--data=data", *arguments, **variables))
 
 
-def refused(site: Site, *arguments: str, **environment: str) -> str:
-    before = sorted(site.path.rglob("*"))
-    done = site.hpc("submit", *arguments, **environment)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert sorted(site.path.rglob("*")) == before
-    assert site.slurm("squeue", "--noheader", "--me", "--states=PENDING,RUNNING") == ""
-    return done.stderr
-
-
-@pytest.mark.slurm
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -86,7 +119,6 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--data=empty"], r"--data is .*/empty, but there are no images"),
         (["--data=text"], r"--data is .*/text, but there are no images"),
         (["--data=file"], r"--data is .*/file, which is not a directory"),
-        (["--data=/tmp/torchrelay-test-data"], r"--data /tmp/.* is on this node's own disk"),
         (["--model=resnet51"], r"--model is 'resnet51', which is not known: did you mean .*resnet50"),
         (["--nodes=2", "--gpus-per-node=4", "--batch-size=7"], r"--batch-size is 7, too small for the 8 ranks"),
         (["--batch-size=0"], r"--batch-size is 0: use 1 or more"),
@@ -128,9 +160,6 @@ def refused(site: Site, *arguments: str, **environment: str) -> str:
         (["--stage-dir=$(pwd)"], r"--stage-dir is '\$\(pwd\)': write variables as \$NAME or \$\{NAME\}"),
         (["--gpus-per-node=a100:2"], r"partition gpu has 4 without a type per node: use --gpus-per-node 4 or fewer"),
         (["--sbatch=requeue"], r"--sbatch requeue: runs are always requeued: leave it out"),
-        (["--sbatch=mail-type"], r"sbatch refused the job: .*mail-type"),
-        (["--sbatch=mem-bind=nonsense"], r"sbatch refused the job: .*mem-bind"),
-        (["--constraint=nosuchfeature", "--runs-dir=new/runs"], r"sbatch refused the job: .*[Ff]eature"),
         (["--cluster=cloud"], r"invalid choice 'cloud'"),
         (["--", "nowhere.py"], r"script 'nowhere.py' does not exist"),
         (["--"], r"--"),
@@ -143,20 +172,47 @@ def test_refused(site: Site, arguments: list[str], message: str) -> None:
     assert re.search(message, refused(site, *data, *arguments))
 
 
+def test_data_on_a_nodes_own_disk_are_refused(site: Site) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as disk:
+        data = tiny_data(Path(disk, "data"), train=10, test=10)
+        assert f"--data {data} is on this node's own disk" in refused(site, f"--data={data}")
+
+
+def test_testbed_prints_what_the_shell_script_prints(cluster: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster.slurm_conf)
+    assert partitions() == parse_partitions(SINFO_TEXT)
+    for flag, message in (("--nodes=5", "partition gpu has 4"), ("--partition=gpux", "with one of gpu, urgent")):
+        assert message in refused(cluster, "--data=data", flag)
+
+
 # sbatch's own refusals, of which --dry-run hears from `sbatch --test-only`.
-REFUSALS = [
-    ("--constraint=a100", r"sbatch refused the job: Invalid feature specification$"),
-    ("--exclude=gpu99", r"sbatch refused the job: Invalid node name specified$"),
-    ("--mem=640G", r"sbatch refused the job: .*Requested node configuration is not available"),
-    ("--sbatch=foo=bar", r"sbatch refused the job: unrecognized option '--foo=bar'$"),
-]
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--constraint=a100"], r"Invalid feature specification$"),
+        (["--constraint=a100", "--runs-dir=new/runs"], r"Invalid feature specification$"),
+        (["--constraint=a100", "--dry-run"], r"Invalid feature specification$"),
+        (["--exclude=gpu99"], r"Invalid node name specified$"),
+        (["--exclude=gpu99", "--dry-run"], r"Invalid node name specified$"),
+        (["--mem=640G"], r".*Requested node configuration is not available"),
+        (["--mem=640G", "--dry-run"], r".*Requested node configuration is not available"),
+        (["--sbatch=foo=bar"], r"unrecognized option '--foo=bar'$"),
+        (["--sbatch=foo=bar", "--dry-run"], r"unrecognized option '--foo=bar'$"),
+        (["--sbatch=mail-type"], r".*mail-type"),
+        (["--sbatch=mem-bind=nonsense"], r".*mem-bind"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_sbatch_refuses(cluster: Site, arguments: list[str], message: str) -> None:
+    printed = refused(cluster, "--data=data", *arguments)
+    assert re.search(f"sbatch refused the job: {message}", printed, re.MULTILINE)
 
 
-@pytest.mark.slurm
-@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)], ids=["submit", "dry-run"])
-@pytest.mark.parametrize(("flag", "message"), REFUSALS)
-def test_what_sbatch_refuses(site: Site, flag: str, message: str, dry_run: tuple[str, ...]) -> None:
-    assert re.search(message, refused(site, "--data=data", flag, *dry_run), re.MULTILINE)
+def test_sbatch_refuses_bad_defaults(cluster: Site) -> None:
+    assert "Invalid feature" in refused(cluster, "--data=data", SBATCH_CONSTRAINT="nosuchfeature")
+    (cluster.path / "torchrelay.yaml").write_text("sbatch: nosuchoption\n")
+    line = refused(cluster, "--data=data", XDG_CONFIG_HOME=str(cluster.path))
+    assert re.search(r"sbatch refused the job: .*nosuchoption", line)
 
 
 @pytest.fixture
@@ -165,25 +221,22 @@ def volume(site: Site) -> Iterator[Path]:
         yield path
 
 
-@pytest.mark.slurm
 @pytest.mark.usefixtures("volume")
 def test_full_runs_directory(site: Site) -> None:
     assert "volume: its file system is full" in refused(site, "--data=data", "--runs-dir=volume")
 
 
-@pytest.mark.slurm
 def test_read_only_runs_directory(site: Site, volume: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro,size=200m", str(volume)], check=True)
     assert re.search("volume.* not writable", refused(site, "--data=data", "--runs-dir=volume/new"))
 
 
-@pytest.mark.slurm
-def test_controller_that_is_down(site: Site) -> None:
-    configuration = Path(site.slurm_conf).read_text()
+def test_controller_that_is_down(cluster: Site) -> None:
+    configuration = Path(cluster.slurm_conf).read_text()
     dead = re.sub(r"(?m)^SlurmctldPort=.*$", "SlurmctldPort=1", configuration)
     assert dead != configuration
-    (site.path / "dead.conf").write_text(dead)
-    line = refused(site, "--data=data", SLURM_CONF=str(site.path / "dead.conf"))
+    (cluster.path / "dead.conf").write_text(dead)
+    line = refused(cluster, "--data=data", SLURM_CONF=str(cluster.path / "dead.conf"))
     assert "Slurm does not answer" in line
     assert "--cluster local" in line
 
@@ -205,42 +258,36 @@ def wait_for_nodes(site: Site) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.slurm
-def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
-    wait_for_nodes(site)
-    before = sorted(site.path.rglob("*"))
-    done = site.hpc("submit", "--data=data", "--nodes=2", "--gpus-per-node=4", "--dry-run", "--name=it's $dry")
-    assert done.returncode == 0
+def test_dry_run_prints_the_script_and_leaves_nothing(cluster: Site) -> None:
+    """Flags override the file."""
+    wait_for_nodes(cluster)
+    (cluster.path / "good.yaml").write_text("nodes: 3\ngpus_per_node: 4\ntime: 3h\ndata: data\nsbatch: [comment=a b]\n")
+    before = sorted(cluster.path.rglob("*"))
+    done = cluster.hpc("submit", "--config=good.yaml", "--nodes=2", "--dry-run", "--name=it's $dry")
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "#!/bin/bash"
-    for line in ("--nodes=2", "--gpus-per-node=4", "--cpus-per-task=8", "--requeue", "--partition=gpu", "--time=60"):
+    for line in ("--nodes=2", "--gpus-per-node=4", "--cpus-per-task=8", "--requeue", "--partition=gpu", "--time=180"):
         assert f"#SBATCH {line}" in lines
+    assert "#SBATCH --comment='a b'" in lines
     assert subprocess.run(["bash", "-n"], input=done.stdout, text=True, check=False).returncode == 0
     assert re.fullmatch(r"hpc submit: Slurm expects to start it at \S+ on gpu\[01-02\]\n", done.stderr)
-    assert sorted(site.path.rglob("*")) == before
+    assert sorted(cluster.path.rglob("*")) == before
 
 
-@pytest.mark.slurm
-def test_dry_run_on_a_cluster_whose_nodes_are_out_of_service(site: Site) -> None:
+def test_dry_run_on_a_cluster_whose_nodes_are_out_of_service(cluster: Site) -> None:
     """sbatch would queue the job, though `sbatch --test-only` refuses it."""
-    site.slurm("scontrol", "update", "NodeName=gpu[01-03]", "State=drain", "Reason=test")
+    cluster.slurm("scontrol", "update", "NodeName=gpu[01-03]", "State=drain", "Reason=test")
     try:
-        done = site.hpc("submit", "--data=data", "--nodes=2", "--dry-run", "--json")
+        done = cluster.hpc("submit", "--data=data", "--nodes=2", "--dry-run", "--json")
     finally:
-        site.slurm("scontrol", "update", "NodeName=gpu[01-03]", "State=resume")
-        wait_for_nodes(site)
+        cluster.slurm("scontrol", "update", "NodeName=gpu[01-03]", "State=resume")
+        wait_for_nodes(cluster)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["expected_start"] is None
+    answer = json.loads(done.stdout)
+    assert answer["expected_start"] is None
+    assert "#SBATCH --time=60\n" in answer["text"], "the partition's default"
     assert "Slurm does not say when it would start: type sinfo" in done.stderr
-
-
-@pytest.mark.slurm
-def test_flags_override_the_file(site: Site) -> None:
-    (site.path / "good.yaml").write_text("nodes: 2\ngpus_per_node: 4\ntime: 3h\ndata: data\nsbatch: [comment=a b]\n")
-    done = site.hpc("submit", "--config=good.yaml", "--nodes=3", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    for line in ("--nodes=3", "--gpus-per-node=4", "--time=180", "--comment='a b'"):
-        assert f"#SBATCH {line}" in done.stdout.splitlines()
 
 
 def test_unknown_verbs_and_runs_are_refused_in_one_line(tmp_path: Path) -> None:
