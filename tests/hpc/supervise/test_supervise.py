@@ -1,4 +1,7 @@
-"""The supervisor on a real Slurm: what it does, what it leaves alone, and that it never starts a run twice."""
+"""The supervisor: what it does, what it leaves alone, and that it never starts a run twice.
+
+On the testbed, and, where a test needs no job that runs, with shell scripts that queue jobs.
+"""
 
 import json
 import os
@@ -12,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead
+from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead, tiny_data
 from support.events import attempt_ended, claimed, write_events
+from support.fake_slurm import queueing_site, replace
 
 from hpc.core import ledger
 from hpc.core.rundir import RunDir
@@ -21,7 +25,7 @@ from hpc.slurm.client import running_slurm_conf
 from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
 from hpc.testbed.lifecycle import PATHS
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
 WHOLE = ("--data=data", *TINY_BATCH, "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
 
@@ -64,9 +68,20 @@ def actions(site: Site, *flags: str, **environment: str) -> dict[str, str]:
     return {line["run"]: line["action"] for line in supervise(site, *flags, **environment)}
 
 
+@pytest.fixture
+def queue(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    """A site whose Slurm queues jobs but starts none."""
+    site, environment = queueing_site(shared)
+    replace(site, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    tiny_data(shared / "data", train=20, test=20)
+    return site
+
+
 def live_jobs(run: Run) -> list[str]:
-    lines = run.site.slurm("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", "--format=%A %o").splitlines()
-    return [line.split()[0] for line in lines if line.endswith(str(run.directory.script))]
+    lines = run.site.slurm("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", "--format=%A|%o|").splitlines()
+    return [line.partition("|")[0] for line in lines if line.endswith(f"|{run.directory.script}|")]
 
 
 def test_job_that_loses_its_first_node_before_its_agents_start_is_replaced(site: Site) -> None:
@@ -130,11 +145,11 @@ def test_dry_run_prints_decisions_and_does_nothing(site: Site) -> None:
     assert sorted(path.name for path in run.directory.events.iterdir()) == before
 
 
-def test_no_more_runs_are_started_at_once_than_it_may(site: Site) -> None:
+def test_no_more_runs_are_started_at_once_than_it_may(queue: Site) -> None:
     for number in range(3):
-        crippled(site, f"run-{number}", holds_nodes=False)
-    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "resubmit", "resubmit"]
-    assert sorted(actions(site, "--max-parallel-requeues=2").values()) == ["keep", "keep", "resubmit"]
+        crippled(queue, f"run-{number}", holds_nodes=False)
+    assert sorted(actions(queue, "--max-parallel-requeues=2").values()) == ["keep", "resubmit", "resubmit"]
+    assert sorted(actions(queue, "--max-parallel-requeues=2").values()) == ["keep", "keep", "resubmit"]
 
 
 @pytest.mark.parametrize(
@@ -142,10 +157,10 @@ def test_no_more_runs_are_started_at_once_than_it_may(site: Site) -> None:
     ["echo '77|QUANTUM|None||0|N/A|N/A|$SCRIPT|'", "echo 'slurm_load_jobs error: Unable to contact' >&2; exit 1", ":"],
     ids=["an unknown state", "an error", "nothing"],
 )
-def test_squeue_that_cannot_be_trusted_starts_nothing(site: Site, squeue: str) -> None:
-    run = site.submit(*WHOLE, "--name=waits", "--nodes=1", "--sbatch", "begin=now+1hour")
-    path = program(site.path / "odd", "squeue", squeue.replace("$SCRIPT", str(run.directory.script)))
-    done = site.hpc("supervise", "--once", "--json", PATH=path)
+def test_squeue_that_cannot_be_trusted_starts_nothing(queue: Site, squeue: str) -> None:
+    run = queue.submit(*WHOLE, "--name=waits", "--nodes=1", "--sbatch", "begin=now+1hour")
+    path = program(queue.path / "odd", "squeue", squeue.replace("$SCRIPT", str(run.directory.script)))
+    done = queue.hpc("supervise", "--once", "--json", PATH=path)
     if "exit 1" in squeue:
         assert done.returncode == 1
         assert "Unable to contact" in done.stderr
@@ -154,29 +169,29 @@ def test_squeue_that_cannot_be_trusted_starts_nothing(site: Site, squeue: str) -
     assert live_jobs(run) == [run.job_id]
 
 
-def test_run_directory_that_is_deleted_or_damaged_harms_no_other(site: Site) -> None:
-    run = crippled(site, "whole", holds_nodes=False)
-    broken = crippled(site, "broken", holds_nodes=False)
+def test_run_directory_that_is_deleted_or_damaged_harms_no_other(queue: Site) -> None:
+    run = crippled(queue, "whole", holds_nodes=False)
+    broken = crippled(queue, "broken", holds_nodes=False)
     (broken.directory.events / "attempt-001-node-00.jsonl").write_text('{"time": 1, "event": "cla')
-    gone = crippled(site, "gone", holds_nodes=True)
+    gone = crippled(queue, "gone", holds_nodes=False)
     shutil.rmtree(gone.directory.path)
-    assert actions(site) == {"whole": "resubmit", "broken": "keep"}
+    assert actions(queue) == {"whole": "resubmit", "broken": "keep"}
     assert_one_new_job(run)
 
 
-def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(site: Site) -> None:
-    run = crippled(site, "run", holds_nodes=False)
+def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(queue: Site) -> None:
+    run = crippled(queue, "run", holds_nodes=False)
     write_events(run.directory, attempt_ended(None, "crashed", step=0))
-    assert actions(site, "--dry-run") == {"run": "resubmit"}
+    assert actions(queue, "--dry-run") == {"run": "resubmit"}
     run.site.hpc("cancel", str(run.directory.path))
-    assert actions(site) == {"run": "keep"}
+    assert actions(queue) == {"run": "keep"}
     assert run.status()["state"] == "cancelled"
 
 
-def test_copy_of_a_run_directory_does_not_bring_the_run_back(site: Site) -> None:
-    run = crippled(site, "run", holds_nodes=False)
-    shutil.copytree(run.directory.path, site.path / "copies" / "run")
-    done = site.hpc("supervise", "--once", "--json", "--runs-dir=copies")
+def test_copy_of_a_run_directory_does_not_bring_the_run_back(queue: Site) -> None:
+    run = crippled(queue, "run", holds_nodes=False)
+    shutil.copytree(run.directory.path, queue.path / "copies" / "run")
+    done = queue.hpc("supervise", "--once", "--json", "--runs-dir=copies")
     [line] = json.loads(done.stdout)
     assert done.returncode == 1
     assert "is this one a copy" in line["problem"]
@@ -223,15 +238,15 @@ def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
     assert not live_jobs(run) + live_jobs(silent)
 
 
-def test_on_end_is_called_once(site: Site) -> None:
-    run = crippled(site, "run", holds_nodes=False)
+def test_on_end_is_called_once(queue: Site) -> None:
+    run = crippled(queue, "run", holds_nodes=False)
     write_events(run.directory, attempt_ended(None, "bad_input", step=0))
     tell = program(
-        site.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {site.path}/notified'
+        queue.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {queue.path}/notified'
     )
     for _ in range(2):
-        assert actions(site, "--on-end=tell Ada", PATH=tell) == {"run": "keep"}
-    assert (site.path / "notified").read_text() == "Ada failed: given up: bad_input\n"
+        assert actions(queue, "--on-end=tell Ada", PATH=tell) == {"run": "keep"}
+    assert (queue.path / "notified").read_text() == "Ada failed: given up: bad_input\n"
 
 
 def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site, ordinary_user: Site) -> None:
@@ -313,8 +328,8 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
     assert_one_new_job(run)
 
 
-def test_ledger_of_a_supervised_run_is_readable(site: Site) -> None:
-    run = crippled(site, "run", holds_nodes=False)
-    supervise(site)
+def test_ledger_of_a_supervised_run_is_readable(queue: Site) -> None:
+    run = crippled(queue, "run", holds_nodes=False)
+    supervise(queue)
     kinds = [event["event"] for event in ledger.read(RunDir(run.directory.path).events)]
     assert kinds == ["submitted", "claimed", "attempt_ended", "resubmitting", "resubmitted"]
