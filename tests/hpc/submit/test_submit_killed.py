@@ -10,20 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import ROOT, Site, add_script
+from support.cluster import Site, add_script
 from support.fake_slurm import HANGS, SBATCH, kill_when_reached, queueing_site, replace, started
+from support.forked_hpc import run_forked
 
 pytestmark = pytest.mark.timeout(400)
 SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8")
 LOCAL = ("submit", "--name=run", "--cluster=local", "--cpus-per-gpu=1", "--no-snapshot", "--", "waits.py")
 # Kills itself just before one of its changes to files below runs/ or one of its starts of a process.
 KILLED = """
-import os, signal, sys
-moments, wanted = 0, int(sys.argv[1])
+import atexit, os, signal, sys
+moments, wanted = 0, {}
 def watch(event, arguments):
     global moments
     written = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-    if event in {"os.mkdir", "os.rename", "os.remove", "os.link"} or written:
+    if event in {{"os.mkdir", "os.rename", "os.remove", "os.link"}} or written:
         path = str(arguments[0])
         if "/runs" not in path or "/code" in path or "/.packages" in path:
             return
@@ -33,10 +34,7 @@ def watch(event, arguments):
     if moments == wanted:
         os.kill(os.getpid(), signal.SIGKILL)
 sys.addaudithook(watch)
-from hpc.__main__ import main
-sys.argv[1:] = sys.argv[2:]
-main()
-print(moments)
+atexit.register(lambda: print(moments))
 """
 
 
@@ -125,13 +123,13 @@ def test_local_run_that_was_not_started(shared: Path) -> None:
     assert_never_submitted(site, {})
 
 
+@pytest.mark.slow
 def test_killed_at_each_of_its_moments(here: tuple[Site, dict[str, str]]) -> None:
     site, environment = here
     runs, queued = site.path / "runs", site.path / "queued"
 
     def submit(moment: int) -> "subprocess.CompletedProcess[str]":
-        environment["PYTHONPATH"] = str(ROOT)
-        return site.type(sys.executable, "-c", KILLED, str(moment), *SUBMIT, **environment)
+        return run_forked(SUBMIT, site.path, {**os.environ, **environment}, KILLED.format(moment))
 
     moments = int(submit(0).stdout.split()[-1])
     assert moments > 20
