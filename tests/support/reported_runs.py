@@ -1,6 +1,7 @@
 """What the tests of the report share: runs as submit, the agents and rank 0 leave them, made in a moment."""
 
 import base64
+import contextlib
 import io
 import json
 import re
@@ -147,10 +148,10 @@ class Written:
         return re.sub(r"<script[ >].*?</script>", "", self.whole, flags=re.DOTALL)
 
 
-def report(capsys: Any, *arguments: object) -> Written:
+def report(*arguments: object) -> Written:
     """Type `hpc report ... --json`, which has to succeed."""
-    code = main([*map(str, arguments), "--json"])
-    printed = capsys.readouterr()
-    assert code == 0, printed.err
-    answer = json.loads(printed.out)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main([*map(str, arguments), "--json"])
+    assert code == 0, errors.getvalue()
+    answer = json.loads(out.getvalue())
     return Written(Path(answer["report"]), tuple(Path(table) for table in answer["tables"]))

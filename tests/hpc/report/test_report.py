@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from support.reported_runs import (
     COMMIT,
     HOSTILE,
     STEPS,
+    Written,
     complete,
     completed_run,
     pending_run,
@@ -32,6 +34,7 @@ from support.reported_runs import (
 
 from hpc.core import program
 from hpc.core.files import append_json_line, json_line
+from hpc.core.rundir import RunDir
 from hpc.report import formats
 from hpc.report.__main__ import main
 from hpc.report.charts import extremes
@@ -53,6 +56,12 @@ FIGURES = [
 ]
 
 
+def copied(run: RunDir, directory: Path) -> RunDir:
+    """A copy of a run, to be changed."""
+    shutil.copytree(run.path, directory / run.name)
+    return RunDir(directory / run.name)
+
+
 def facts(html: str) -> dict[str, str]:
     """Names and values in the head of a page."""
     found = re.search(r'<dl class="facts">(.*?)</dl>', html, re.DOTALL)
@@ -64,8 +73,29 @@ def headings(html: str) -> list[str]:
     return re.findall(r"<h[123]>(.*?)</h[123]>", html)
 
 
-def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: Capture) -> None:
-    html = report(capsys, completed_run(tmp_path / "r").path).html
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A complete run, which tests read only."""
+    return completed_run(tmp_path_factory.mktemp("whole") / "r")
+
+
+@pytest.fixture(scope="module")
+def page(whole: RunDir) -> Written:
+    """Its report."""
+    return report(whole.path)
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The comparison of two complete runs, of which the first has a page of its own."""
+    runs = tmp_path_factory.mktemp("compared") / "runs"
+    first, _ = (completed_run(runs / name, loss) for name, loss in (("first", 2.0), ("second", 3.0)))
+    report(first.path)
+    return report("first", "second", "--runs-dir", runs)
+
+
+def test_page_of_a_run_has_everything_and_loads_nothing(page: Written) -> None:
+    html = page.html
     wanted = [
         *("r", "Test", "Accuracy by class", "Confusion matrix", "Sample of the test set", "Most confident errors"),
         *("Training", *FIGURES),
@@ -83,21 +113,21 @@ def test_page_of_a_run_has_everything_and_loads_nothing(tmp_path: Path, capsys: 
 
 
 @pytest.mark.parametrize(("gpus", "words"), [("a100:4", "4 a100 GPUs"), ("1", "1 GPU"), ("0", "2 nodes without GPUs")])
-def test_page_says_on_which_gpus_the_run_trains(gpus: str, words: str, tmp_path: Path, capsys: Capture) -> None:
+def test_page_says_on_which_gpus_the_run_trains(gpus: str, words: str, tmp_path: Path) -> None:
     spec = replace(spec_of("r"), resources=Resources(nodes="2", gpus_per_node=gpus))
-    assert f"{words}</p>" in report(capsys, pending_run(tmp_path / "r", spec).path).html
+    assert f"{words}</p>" in report(pending_run(tmp_path / "r", spec).path).html
 
 
-def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> None:
+def test_no_cell_of_a_table_is_a_formula(whole: RunDir, tmp_path: Path) -> None:
     names = ("=1+1", "-2", "@SUM(A1)")
-    run = completed_run(tmp_path / "r")
+    run = copied(whole, tmp_path)
     labels, predicted = (
         torch.tensor([0] * 4 + [1] * 4 + [2] * 7),
         torch.tensor([0, 0, 0, 1] + [1] * 4 + [0, 0] + [2] * 5),
     )
     run.confusion.write_text(confusion_csv(labels, predicted, names))
     write_events(run, interruption(BEGAN + 132, "+hang", step=120, failed_at=BEGAN + 130, detail="=cmd()"))
-    written = report(capsys, run.path)
+    written = report(run.path)
     tables = {path.name: pd.read_csv(path, dtype=str, keep_default_na=False) for path in written.tables}
     assert tables["classes.csv"]["class"].tolist() == [f"'{name}" for name in names]
     assert tables["classes.csv"]["most_often_confused_with"].tolist() == ["'-2", "", "'=1+1"]
@@ -108,16 +138,15 @@ def test_no_cell_of_a_table_is_a_formula(tmp_path: Path, capsys: Capture) -> Non
         assert f">{name}<" in written.html, "the page shows the name of the class"
     line = {"step": 401, "epoch": 5, "loss": -0.5, "attempt": 2, "time": BEGAN + 505, "=2+2": 1}
     append_json_line(run.train_metrics, line)
-    train = pd.read_csv(report(capsys, run.path).tables[0])
+    train = pd.read_csv(report(run.path).tables[0])
     assert train.columns[-1] == "'=2+2"
     losses = train["loss"]
     assert losses.dtype == float
     assert losses.iloc[-1] == -0.5
 
 
-def test_text_from_files_is_escaped(tmp_path: Path, capsys: Capture) -> None:
-    runs = [completed_run(tmp_path / name) for name in ("a", "b")]
-    for written in (report(capsys, runs[0].path), report(capsys, *[run.path for run in runs])):
+def test_text_from_files_is_escaped(page: Written, compared: Written) -> None:
+    for written in (page, compared):
         html, scripts = written.html, re.findall(r"<script\b[^>]*>", written.whole)
         assert scripts[-3:] == ['<script type="application/json" id="plots">', *["<script>"] * 2]
         assert "&lt;script&gt;alert(1)" in html
@@ -126,10 +155,9 @@ def test_text_from_files_is_escaped(tmp_path: Path, capsys: Capture) -> None:
         assert "&amp;amp;" in html, "text is escaped that looks escaped already"
 
 
-def test_tables_read_back_with_pandas(tmp_path: Path, capsys: Capture) -> None:
-    written = report(capsys, completed_run(tmp_path / "r").path)
-    tables = {path.name: pd.read_csv(path) for path in written.tables}
-    assert {path.parent for path in written.tables} == {written.path.parent}
+def test_tables_read_back_with_pandas(page: Written) -> None:
+    tables = {path.name: pd.read_csv(path) for path in page.tables}
+    assert {path.parent for path in page.tables} == {page.path.parent}
     assert tables["train.csv"]["step"].tolist() == list(range(2, STEPS + 1, 2))
     assert tables["train.csv"]["step"].dtype == "int64"
     assert tables["eval.csv"]["split"].tolist() == ["val"] * 4 + ["test"]
@@ -146,23 +174,21 @@ def test_tables_read_back_with_pandas(tmp_path: Path, capsys: Capture) -> None:
     assert all((table["run"] == "r").all() for table in tables.values())
 
 
-def test_several_runs_are_compared_beside_their_directories(tmp_path: Path, capsys: Capture) -> None:
-    runs = [completed_run(tmp_path / "runs" / name, loss) for name, loss in (("first", 2.0), ("second", 3.0))]
-    report(capsys, runs[0].path)
-    written = report(capsys, "first", "second", "--runs-dir", tmp_path / "runs")
-    assert written.path == tmp_path / "runs" / "report" / "index.html"
-    assert headings(written.html)[:3] == ["2 runs compared", "Runs", "Course"]
-    assert 'href="../first/report/index.html"' in written.html
-    assert "second/report" not in written.html, "it has no own page yet"
-    assert "The runs have the same settings." in written.html
-    train = pd.read_csv(written.tables[0])
+def test_several_runs_are_compared_beside_their_directories(compared: Written) -> None:
+    html = compared.html
+    assert compared.path.parts[-3:] == ("runs", "report", "index.html")
+    assert headings(html)[:3] == ["2 runs compared", "Runs", "Course"]
+    assert 'href="../first/report/index.html"' in html
+    assert "second/report" not in html, "it has no own page yet"
+    assert "The runs have the same settings." in html
+    train = pd.read_csv(compared.tables[0])
     assert train.groupby("run").size().to_dict() == {"first": 200, "second": 200}
 
 
-def test_settings_that_differ_are_columns_beside_the_accuracy(tmp_path: Path, capsys: Capture) -> None:
+def test_settings_that_differ_are_columns_beside_the_accuracy(tmp_path: Path) -> None:
     for name, lr in (("a", 0.1), ("b", 0.25)):
         running_run(tmp_path / name, spec=spec_of(name, lr=lr))
-    html = report(capsys, tmp_path / "a", tmp_path / "b").html
+    html = report(tmp_path / "a", tmp_path / "b").html
     results, course = re.findall(r'<table class="stacks sortable">.*?</table>', html, re.DOTALL)
     assert titles(results) == ["run", "state", "best validation", "training loss", "lr"]
     assert titles(course)[:3] == ["run", "step", "images/s"]
@@ -173,21 +199,21 @@ def titles(table: str) -> list[str]:
     return re.findall(r"<th scope=\"col\"[^>]*>(.*?)</th>", table)
 
 
-def test_a_comparison_shows_defaults_and_many_settings_in_a_table_of_their_own(tmp_path: Path, capsys: Capture) -> None:
+def test_a_comparison_shows_defaults_and_many_settings_in_a_table_of_their_own(tmp_path: Path) -> None:
     spec = replace(spec_of("a"), id="1")
     changed = replace(spec_of("b", lr=0.25, image_size=224), id="2")
     runs = [running_run(tmp_path / one.name, spec=one).path for one in (spec, changed)]
-    html = report(capsys, *runs).html
+    html = report(*runs).html
     for name, values in (("lr", ["0.05303", "0.25"]), ("image-size", ["default", "224"])):
         assert re.findall(f'data-label="{name}" data-value="(.*?)"', html) == values
     many = spec_of("c", mixup=0.2, label_smoothing=0.1, optimizer="adamw", weight_decay=0.3, ema_decay=0.9, epochs=9)
     runs.append(running_run(tmp_path / "c", spec=replace(many, id="3")).path)
-    _, _, settings = re.findall(r'<table class="stacks.*?</table>', report(capsys, *runs).html, re.DOTALL)
+    _, _, settings = re.findall(r'<table class="stacks.*?</table>', report(*runs).html, re.DOTALL)
     assert titles(settings) == ["setting", "a", "b", "c"]
     assert re.findall(r'<th scope="row".*?>(.*?)</th>', settings)[:2] == ["epochs", "lr"]
 
 
-def test_a_fork_leaves_the_line_of_its_parent_visible(tmp_path: Path, capsys: Capture) -> None:
+def test_a_fork_leaves_the_line_of_its_parent_visible(tmp_path: Path) -> None:
     parent = running_run(tmp_path / "parent")
     spec = replace(spec_of("fork", lr=0.3), forked_from=str(parent.checkpoints / "step-00000200"))
     fork = running_run(tmp_path / "fork", spec=spec)
@@ -195,16 +221,16 @@ def test_a_fork_leaves_the_line_of_its_parent_visible(tmp_path: Path, capsys: Ca
     fork.train_metrics.write_text(
         "".join(json_line({**line, "attempt": 0} if line["step"] <= 200 else line) for line in lines)
     )
-    html = report(capsys, parent.path, fork.path).html
+    html = report(parent.path, fork.path).html
     assert re.findall(r'data-label="forked-from" data-value="(.*?)"', html) == ["none", "parent, step-00000200"]
     found = re.findall(r"(parent|fork): from [^ ]* at step ([0-9]+)", html.partition("Accuracy (%)")[0])
     assert found[:2] == [("parent", "2"), ("fork", "202")]
-    without_parent = report(capsys, fork.path, running_run(tmp_path / "other").path).html
+    without_parent = report(fork.path, running_run(tmp_path / "other").path).html
     assert re.findall(r"fork: from [^ ]* at step ([0-9]+)", without_parent)[0] == "2"
 
 
-def test_page_begins_with_provenance_and_cost(tmp_path: Path, capsys: Capture) -> None:
-    html = report(capsys, completed_run(tmp_path / "r").path).html
+def test_page_begins_with_provenance_and_cost(page: Written) -> None:
+    html = page.html
     assert facts(html) == {
         "Code": f"{COMMIT[:12]}+dirty", "Recipe": "cifar", "torch": "2.15.0", "CUDA": "13.2", "Driver": "595.1",
         "Device": "H200", "Jobs": "7", "Nodes": "a1, a2, a3", "Wait in the queue": "1 min 7 s", "GPU-hours": "0.243",
@@ -221,8 +247,9 @@ def test_page_begins_with_provenance_and_cost(tmp_path: Path, capsys: Capture) -
     assert "its flags began as recipe cifar." in html
 
 
-def test_a_long_log_is_read_in_less_memory_than_it_has_bytes(tmp_path: Path, capsys: Capture) -> None:
-    run, count = completed_run(tmp_path / "r"), 60_000
+@pytest.mark.slow
+def test_a_long_log_is_read_in_less_memory_than_it_has_bytes(whole: RunDir, tmp_path: Path) -> None:
+    run, count = copied(whole, tmp_path), 60_000
     line = {"epoch": 1, "attempt": 1, "time": BEGAN, **{f"layer {number}": 0.123456 for number in range(10)}}
     rows = [{**line, "step": step, "loss": 1 + step % 7} for step in range(count)]
     # The second attempt starts again after step 50,000, which the first one had passed; the extremes stay exact.
@@ -235,7 +262,7 @@ def test_a_long_log_is_read_in_less_memory_than_it_has_bytes(tmp_path: Path, cap
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < run.train_metrics.stat().st_size
-    written = report(capsys, run.path)
+    written = report(run.path)
     train = pd.read_csv(written.tables[0])
     assert train["step"].tolist() == list(range(count))
     assert train["loss"].dtype == "int64"
@@ -244,7 +271,7 @@ def test_a_long_log_is_read_in_less_memory_than_it_has_bytes(tmp_path: Path, cap
     assert record.last_logged["step"] == count - 1
 
 
-def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path, capsys: Capture) -> None:
+def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path) -> None:
     run = running_run(tmp_path / "r")
     for step in (1, 2, 3, 4, 3, 4, 5):  # it was interrupted after step 4, and began again after step 2
         line = {
@@ -256,7 +283,7 @@ def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path, capsys: Capt
             "time": BEGAN + step,
         }
         append_json_line(run.train_metrics.with_name("gpu.jsonl"), line)
-    written = report(capsys, run.path)
+    written = report(run.path)
     assert headings(written.html)[2:10] == [*FIGURES, "temperature"]
     assert "temperature by step. gpu: from 41 at step 1 to 45 at step 5, lowest 41, highest 45." in written.html
     table = pd.read_csv(written.path.with_name("metrics-gpu.csv"))
@@ -273,7 +300,7 @@ def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Pa
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["step"], row["train_loss"], row["images_per_second"]) == (10, 0.7, 5100)
     assert status.progress({**row, "state": "running", "attempt": 1}) == "attempt 1: step 10 loss 0.7000"
-    html = report(capsys, run.path).html
+    html = report(run.path).html
     assert headings(html)[2:5] == ["Loss", "Images per second", "grad_norm"]
 
 
@@ -287,9 +314,7 @@ def test_decimation_keeps_the_ends_and_every_extreme() -> None:
     assert extremes(values.head(500), 1000).equals(values.head(500).index)
 
 
-def test_watch_writes_the_page_until_the_run_has_ended(
-    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_writes_the_page_until_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, pages = running_run(tmp_path / "r"), []
 
     def pause(seconds: float) -> None:
@@ -298,20 +323,20 @@ def test_watch_writes_the_page_until_the_run_has_ended(
 
     # Not time.sleep itself: threads of other tests may sleep.
     monkeypatch.setattr("hpc.report.__main__.time", SimpleNamespace(sleep=pause, time=time.time))
-    written = report(capsys, run.path, "--watch")
+    written = report(run.path, "--watch")
     assert [(seconds, 'data-reload="30"' in page) for seconds, page in pages] == [(30, True)]
     assert "data-reload" not in written.html
 
 
-def test_runs_of_the_same_name_are_labelled_by_directory(tmp_path: Path, capsys: Capture) -> None:
+def test_runs_of_the_same_name_are_labelled_by_directory(tmp_path: Path) -> None:
     runs = [running_run(tmp_path / place / "r") for place in ("x", "y")]
-    written = report(capsys, *[run.path for run in runs], "--output", tmp_path / "out")
+    written = report(*[run.path for run in runs], "--output", tmp_path / "out")
     assert written.path == tmp_path / "out" / "index.html"
     assert set(pd.read_csv(written.tables[0])["run"]) == {str(run.path) for run in runs}
 
 
-def test_pending_run_lists_what_is_missing(tmp_path: Path, capsys: Capture) -> None:
-    html = report(capsys, pending_run(tmp_path / "r").path).html
+def test_pending_run_lists_what_is_missing(tmp_path: Path) -> None:
+    html = report(pending_run(tmp_path / "r").path).html
     assert "No attempt has started." in html
     assert "No metrics: the first are logged after --log-every steps." in html
     assert headings(html) == ["r", "Reproduce it", "Tables"]
@@ -321,29 +346,29 @@ def test_pending_run_lists_what_is_missing(tmp_path: Path, capsys: Capture) -> N
     )
 
 
-def test_page_of_a_running_run(tmp_path: Path, capsys: Capture) -> None:
-    html = report(capsys, running_run(tmp_path / "r").path).html
+def test_page_of_a_running_run(tmp_path: Path) -> None:
+    html = report(running_run(tmp_path / "r").path).html
     assert "No test result yet: the test runs at the end of the training." in html
     assert "Confusion matrix" not in html
     assert {"Loss", "Accuracy (%)", "Attempts"} <= set(headings(html))
 
 
-def test_failed_run_shows_its_last_message(tmp_path: Path, capsys: Capture) -> None:
+def test_failed_run_shows_its_last_message(tmp_path: Path) -> None:
     run = pending_run(tmp_path / "r")
     (run.events / "agent.jsonl").unlink()
     ended = attempt_ended(BEGAN + 3, "bad_input", step=None, detail="error: --lr is 9 & diverged")
     write_events(run, submitted(BEGAN + 1, cluster="local", started=0), claimed(BEGAN + 2), ended)
-    html = report(capsys, run.path).html
+    html = report(run.path).html
     assert "The run failed. Last message: <code>error: --lr is 9 &amp; diverged</code>" in html
     assert "Nothing interrupted this run." in html
     assert "No test result: the training did not finish." in html
 
 
-def test_custom_script_has_attempts_and_its_command(tmp_path: Path, capsys: Capture) -> None:
+def test_custom_script_has_attempts_and_its_command(tmp_path: Path) -> None:
     spec = RunSpec(
         name="own", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py", "a b", "--x")
     )
-    html = report(capsys, pending_run(tmp_path / "own", spec).path).html
+    html = report(pending_run(tmp_path / "own", spec).path).html
     assert "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl for curves" in html
     assert "No test result" not in html
     assert "python -m hpc.submit --cluster=local \\\n  -- my.py &#39;a b&#39; --x" in html
@@ -354,34 +379,36 @@ def test_custom_script_has_attempts_and_its_command(tmp_path: Path, capsys: Capt
     ["spec.json", "metrics/train.jsonl", "metrics/eval.jsonl", "events/agent.jsonl", "final/result.json",
      "final/confusion.csv", "final/samples.json"],
 )  # fmt: skip
-@pytest.mark.parametrize("damage", ["cut", "zeros", "empty", "other"])
-def test_damaged_file_is_named_and_the_rest_shown(tmp_path: Path, capsys: Capture, file: str, damage: str) -> None:
-    run = completed_run(tmp_path / "r")
+@pytest.mark.parametrize(
+    "damage", ["cut", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zeros", "empty", "other"))]
+)
+def test_damaged_file_is_named_and_the_rest_shown(whole: RunDir, tmp_path: Path, file: str, damage: str) -> None:
+    run = copied(whole, tmp_path)
     path = run.path / file
     data = path.read_bytes()
     half = len(data) // 2
     path.write_bytes(
         {"cut": data[:half], "zeros": data[:half] + bytes(len(data) - half), "empty": b"", "other": b"[7]"}[damage]
     )
-    html = report(capsys, run.path).html
+    html = report(run.path).html
     silent = path.suffix == ".jsonl" and damage == "empty"
     whole_json = file == "final/result.json" and damage == "other"
     assert silent or whole_json or f"{path.parent.name}/{path.name}" in html
     assert "Tables" in headings(html)
 
 
-def test_sample_that_is_no_image_is_not_shown(tmp_path: Path, capsys: Capture) -> None:
-    run = completed_run(tmp_path / "r")
+def test_sample_that_is_no_image_is_not_shown(whole: RunDir, tmp_path: Path) -> None:
+    run = copied(whole, tmp_path)
     samples = json.loads(run.samples.read_text())
     samples[0]["png"] = 'x" onload="alert(3)'
     run.samples.write_text(json.dumps(samples))
-    html = report(capsys, run.path).html
+    html = report(run.path).html
     assert "onload" not in html
     assert "final/samples.json cannot be read: an image is damaged." in html
 
 
-def test_many_classes_are_summarized(tmp_path: Path, capsys: Capture) -> None:
-    run = completed_run(tmp_path / "r")
+def test_many_classes_are_summarized(whole: RunDir, tmp_path: Path) -> None:
+    run = copied(whole, tmp_path)
     names = [f"class {number}" for number in range(40)]
     rows = [[9 if row == column else int(column == (row + 1) % 40) for column in range(40)] for row in range(40)]
     lines = [
@@ -389,22 +416,21 @@ def test_many_classes_are_summarized(tmp_path: Path, capsys: Capture) -> None:
         *(f"{name},{','.join(map(str, row))}" for name, row in zip(names, rows, strict=True)),
     ]
     run.confusion.write_text("\n".join(lines) + "\n")
-    html = report(capsys, run.path).html
+    html = report(run.path).html
     assert "The 20 classes with the lowest accuracy" in headings(html)
     assert "Most frequent confusions" in headings(html)
     assert 'class="matrix"' not in html
 
 
-def test_ids_are_unique_and_every_reference_has_one(tmp_path: Path, capsys: Capture) -> None:
-    runs = [completed_run(tmp_path / name).path for name in ("a", "b")]
-    for html in (report(capsys, runs[0]).html, report(capsys, *runs).html):
+def test_ids_are_unique_and_every_reference_has_one(page: Written, compared: Written) -> None:
+    for html in (page.html, compared.html):
         ids = Counter(re.findall(r'\bid="([^"]*)"', html))
         assert set(ids.values()) == {1}
         assert {a or b for a, b in re.findall(r'href="#([^"]*)"|url\(#([^)]*)\)', html)} <= ids.keys()
 
 
-def test_figures_have_descriptions_for_those_who_cannot_see_them(tmp_path: Path, capsys: Capture) -> None:
-    html = report(capsys, completed_run(tmp_path / "r").path).html
+def test_figures_have_descriptions_for_those_who_cannot_see_them(page: Written) -> None:
+    html = page.html
     labels = re.findall(r'<div class="plot" [^>]*role="img" aria-label="([^"]*)"', html)
     assert len(labels) == len(FIGURES)
     assert any("validation: from 60.00 at step 100 to 90.00 at step 400" in words for words in labels)
@@ -413,19 +439,20 @@ def test_figures_have_descriptions_for_those_who_cannot_see_them(tmp_path: Path,
     assert all('alt="' in image for image in re.findall(r"<img [^>]*>", html))
 
 
-def test_report_of_the_same_run_is_the_same_but_for_its_time(tmp_path: Path, capsys: Capture) -> None:
-    run = completed_run(tmp_path / "r").path
-    first, second = (re.sub(r"<footer>.*", "", report(capsys, run).html) for _ in range(2))
+def test_report_of_the_same_run_is_the_same_but_for_its_time(whole: RunDir, page: Written, tmp_path: Path) -> None:
+    again = report(whole.path, "--output", tmp_path)
+    first, second = (re.sub(r"<footer>.*", "", written.html) for written in (page, again))
     assert first == second
 
 
-def test_a_long_run_with_many_numbers_makes_a_page_of_less_than_2_mb(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.slow
+def test_a_long_run_with_many_numbers_makes_a_page_of_less_than_2_mb(tmp_path: Path) -> None:
     run = running_run(tmp_path / "r")
     lines = [json.loads(line) for line in run.train_metrics.read_text().splitlines()]
     more = {f"layer {number}": 0.1 * number for number in range(50)}
     many = [json.dumps({**lines[at % 200], **more, "step": at + 1}) for at in range(20_000)]
     run.train_metrics.write_text("\n".join(many) + "\n")
-    written = report(capsys, run.path)
+    written = report(run.path)
     assert written.path.stat().st_size < 2_000_000
     assert "Not drawn, to keep the page small: layer 33, layer 34" in written.html
     assert "layer 49" in pd.read_csv(run.report.with_name("train.csv")).columns

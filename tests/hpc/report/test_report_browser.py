@@ -98,7 +98,14 @@ def browser(launch: Callable[..., Browser]) -> Iterator[Browser]:
     started.close()
 
 
-@pytest.fixture(params=[("light", DESK), ("dark", DESK), ("light", PHONE), ("dark", PHONE)], ids=str)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a complete run."""
+    return report(completed_run(tmp_path_factory.mktemp("whole") / "r").path).path
+
+
+# Colors do not depend on the width.
+@pytest.fixture(params=[("light", PHONE), ("dark", DESK)], ids=str)
 def window(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Page]:
     """A page that records its requests and its errors."""
     scheme, width = request.param
@@ -150,8 +157,8 @@ def look(page: Any, path: Path) -> int:
     return len(sizes)
 
 
-def test_page_of_a_run(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert look(window, report(capsys, completed_run(tmp_path / "r").path).path) == FIGURES
+def test_page_of_a_run(window: Page, whole: Path) -> None:
+    assert look(window, whole) == FIGURES
     assert ground_and_contrast(window)[1] > LEAST_CONTRAST
     images = window.evaluate(
         "[...document.images].map(image => image.naturalWidth * image.getBoundingClientRect().width)"
@@ -160,44 +167,45 @@ def test_page_of_a_run(window: Page, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(images)
 
 
-def test_page_of_a_pending_run(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert look(window, report(capsys, pending_run(tmp_path / ("r" * 100)).path).path) == 0
+@pytest.mark.slow
+def test_page_of_a_pending_run(window: Page, tmp_path: Path) -> None:
+    assert look(window, report(pending_run(tmp_path / ("r" * 100)).path).path) == 0
 
 
-def test_comparison(window: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_comparison(window: Page, tmp_path: Path) -> None:
     runs = [
         completed_run(tmp_path / "first"),
         running_run(tmp_path / ("x" * 100), loss=3.0, spec=spec_of("x" * 100, lr=0.25)),
         pending_run(tmp_path / "p"),
     ]
-    assert look(window, report(capsys, *[run.path for run in runs]).path) == FIGURES
+    assert look(window, report(*[run.path for run in runs]).path) == FIGURES
     assert window.evaluate(SCROLLING) == []
     window.set_viewport_size({"width": 700, "height": 900})
     assert window.evaluate("document.documentElement.scrollWidth") == 700
 
 
-def test_a_comparison_of_many_settings_stays_in_its_cards(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_a_comparison_of_many_settings_stays_in_its_cards(page: Page, tmp_path: Path) -> None:
     settings = {"lr": 0.25, "mixup": 0.2, "label_smoothing": 0.1, "optimizer": "adamw", "weight_decay": 0.3}
     settings |= {"ema_decay": 0.999, "image_size": 224, "data": f"/data/{'deep/' * 40}"}
     runs = [completed_run(tmp_path / "first"), running_run(tmp_path / ("x" * 60), spec=spec_of("x" * 60, **settings))]
     for width in (DESK, PHONE):
         page.set_viewport_size({"width": width, "height": 900})
-        open_page(page, report(capsys, *[run.path for run in runs]).path)
+        open_page(page, report(*[run.path for run in runs]).path)
         assert page.evaluate(SCROLLING) == []
 
 
-def test_tools_of_a_figure_are_shown_where_one_points_at_it(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+@pytest.mark.slow
+def test_tools_of_a_figure_are_shown_where_one_points_at_it(page: Page, whole: Path) -> None:
+    open_page(page, whole)
     tools = page.locator("#plot-0 .bk-Toolbar")
     assert not tools.is_visible()
     page.locator("#plot-0").hover()
     tools.wait_for(state="visible")
 
 
+@pytest.mark.slow
 def test_page_of_a_sweep(window: Page, tmp_path: Path) -> None:
     directory = SweepDir(tmp_path / "shirts")
     params = ("lr=log:1e-4,1", "batch-size=32,64", "epochs=int:5,20")
@@ -222,6 +230,7 @@ def test_page_of_a_sweep(window: Page, tmp_path: Path) -> None:
     assert window.locator("h1").inner_text() == "shirts-000"
 
 
+@pytest.mark.slow
 def test_page_of_a_scaling_study(window: Page, tmp_path: Path) -> None:
     study = ScalingDir(tmp_path / "study")
     spec = ScalingSpec(
@@ -254,10 +263,9 @@ def page(browser: Browser) -> Iterator[Page]:
     context.close()
 
 
-def test_colors_follow_dark_and_light_and_paper_is_light(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+@pytest.mark.slow
+def test_colors_follow_dark_and_light_and_paper_is_light(page: Page, whole: Path) -> None:
+    open_page(page, whole)
     light, _ = ground_and_contrast(page)
     page.emulate_media(color_scheme="dark")
     dark, _ = ground_and_contrast(page)
@@ -268,40 +276,41 @@ def test_colors_follow_dark_and_light_and_paper_is_light(
     assert [found for found in page.evaluate(CONTRASTS) if found[1] < LEAST_CONTRAST] == []
 
 
-def test_nothing_is_cut_off_on_paper(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_nothing_is_cut_off_on_paper(page: Page, tmp_path: Path) -> None:
     settings = {"lr": 0.25, "mixup": 0.2, "label_smoothing": 0.1, "optimizer": "adamw", "weight_decay": 0.3}
     runs = [completed_run(tmp_path / "first")]
     runs += [running_run(tmp_path / ("x" * 60), spec=spec_of("x" * 60, **settings))]
     page.emulate_media(media="print")
     page.set_viewport_size({"width": 718, "height": 1000})  # A4 with Chromium's margins
     for shown in (runs[:1], runs):
-        open_page(page, report(capsys, *[run.path for run in shown]).path)
+        open_page(page, report(*[run.path for run in shown]).path)
         assert page.evaluate(CUT_OFF.replace(".scroll, ", "")) == []
 
 
-def test_a_line_shows_its_values_where_one_points_at_it(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = completed_run(tmp_path / "r")
-    open_page(page, report(capsys, run.path).path)
+@pytest.mark.slow
+def test_a_line_shows_its_values_where_one_points_at_it(page: Page, whole: Path) -> None:
+    open_page(page, whole)
     page.locator("#plot-0").scroll_into_view_if_needed()
     page.mouse.move(*page.evaluate(PLACE, 300))
     tip = page.locator(TIPS).filter(has_text="training")
     tip.wait_for()
     name, loss, step, *_ = tip.locator(".bk-tooltip-row-value").all_inner_texts()
     assert name == "training"
-    losses = {line["step"]: line["loss"] for line in map(json.loads, run.train_metrics.read_text().splitlines())}
+    losses = {
+        line["step"]: line["loss"]
+        for line in map(json.loads, (whole.parents[1] / "metrics/train.jsonl").read_text().splitlines())
+    }
     assert float(loss) == pytest.approx(losses[int(step)], abs=1e-4)
 
 
-def test_what_one_points_at_is_text_whatever_it_is_called(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_what_one_points_at_is_text_whatever_it_is_called(page: Page, tmp_path: Path) -> None:
     name = "<img src=x onerror=alert(1)><b>@step"
     runs = [running_run(tmp_path / name), running_run(tmp_path / "other", loss=9.0)]
     line = {"step": 402, name: 1.0}
     append_json_line(runs[0].train_metrics, {**json.loads(runs[0].train_metrics.read_text().splitlines()[-1]), **line})
-    open_page(page, report(capsys, *[run.path for run in runs]).path)
+    open_page(page, report(*[run.path for run in runs]).path)
     page.locator("#plot-0").scroll_into_view_if_needed()
     page.mouse.move(*page.evaluate(PLACE, 300))
     tip = page.locator(TIPS).filter(has_text=name)
@@ -309,8 +318,9 @@ def test_what_one_points_at_is_text_whatever_it_is_called(
     assert tip.locator("img, b").count() == 0
 
 
-def test_no_other_script_runs(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+@pytest.mark.slow
+def test_no_other_script_runs(page: Page, whole: Path) -> None:
+    open_page(page, whole)
     page.evaluate("""() => {
       const script = document.createElement("script"), image = document.createElement("img");
       script.textContent = "hit = 1";
@@ -321,10 +331,9 @@ def test_no_other_script_runs(page: Page, tmp_path: Path, capsys: pytest.Capture
     assert page.evaluate("typeof hit") == "undefined"
 
 
-def test_interruptions_begin_at_the_step_that_was_restored_and_say_what_they_were(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+@pytest.mark.slow
+def test_interruptions_begin_at_the_step_that_was_restored_and_say_what_they_were(page: Page, whole: Path) -> None:
+    open_page(page, whole)
     find = "name => Bokeh.documents[0].roots()[0].renderers.find(one => one.name === name).data_source.data"
     attempts, strips = page.evaluate(find, "attempts"), page.evaluate(find, "interruptions")
     assert (attempts["step_from"], attempts["step_to"]) == ([210], [400])
@@ -338,10 +347,9 @@ def test_interruptions_begin_at_the_step_that_was_restored_and_say_what_they_wer
     page.locator(TIPS).filter(has_text="1 min 6 s in the queue").wait_for()
 
 
-def test_x_axis_and_smoothing_are_chosen_for_all_figures(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    open_page(page, report(capsys, completed_run(tmp_path / "r").path).path)
+@pytest.mark.slow
+def test_x_axis_and_smoothing_are_chosen_for_all_figures(page: Page, whole: Path) -> None:
+    open_page(page, whole)
     labels = {}
     for axis, largest in (("step", 400), ("time", 8.3), ("epoch", 4)):
         page.select_option("[data-control=axis]", axis)
@@ -356,11 +364,10 @@ def test_x_axis_and_smoothing_are_chosen_for_all_figures(
         assert trends == ["value", column]
 
 
-def test_a_zoomed_page_stays_and_another_reloads_itself(
-    page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_a_zoomed_page_stays_and_another_reloads_itself(page: Page, tmp_path: Path) -> None:
     run = running_run(tmp_path / "r")
-    path = report(capsys, run.path).path
+    path = report(run.path).path
     page.clock.install()
     open_page(page, path)
     page.select_option("[data-control=axis]", "epoch")
@@ -373,7 +380,7 @@ def test_a_zoomed_page_stays_and_another_reloads_itself(
     page.wait_for_function(f"Bokeh.documents[0].roots()[1].x_range.end < {whole[1]}")
     assert page.evaluate(SHOWN)["range"] == pytest.approx([1.0, 2.0], abs=0.05)
     complete(run)
-    report(capsys, run.path)
+    report(run.path)
     page.clock.fast_forward(31_000)
     assert page.locator(".pill").inner_text() == "running", "the reader is looking at something"
     page.evaluate("Bokeh.documents[0].roots()[0].reset.emit()")
@@ -385,10 +392,11 @@ def test_a_zoomed_page_stays_and_another_reloads_itself(
     assert page.evaluate(SHOWN)["label"] == "epoch", "what was chosen stays"
 
 
-def test_runs_are_sorted_by_any_column(page: Page, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_runs_are_sorted_by_any_column(page: Page, tmp_path: Path) -> None:
     runs = [completed_run(tmp_path / "b")]
     runs += [running_run(tmp_path / name, spec=spec_of(name, lr=lr)) for name, lr in (("c", 0.9), ("a", 0.85))]
-    open_page(page, report(capsys, *[run.path for run in runs]).path)
+    open_page(page, report(*[run.path for run in runs]).path)
     orders = []
     for title in ("run", "run", "lr", "lr", "test accuracy"):
         results = page.get_by_role("region", name="Results")
@@ -397,13 +405,12 @@ def test_runs_are_sorted_by_any_column(page: Page, tmp_path: Path, capsys: pytes
     assert orders == ["cba", "abc", "cab", "bac", "bac"]
 
 
-def test_without_javascript_figures_are_described(
-    launch: Callable[..., Browser], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.slow
+def test_without_javascript_figures_are_described(launch: Callable[..., Browser], whole: Path) -> None:
     # Playwright's own switch leaves <noscript> out, and so does its search for text.
     browser = launch("--blink-settings=scriptEnabled=false")
     page = browser.new_page()
-    page.goto(report(capsys, completed_run(tmp_path / "r").path).path.as_uri())
+    page.goto(whole.as_uri())
     assert page.locator("noscript .notes").is_visible()
     assert page.locator("noscript p").filter(visible=True).count() == 1 + FIGURES
     assert not page.locator(".controls").is_visible()

@@ -58,11 +58,9 @@ def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
     assert status.progress(row) == "attempt 1: step 2 \x1b[31mloss"
 
 
-def test_report_calls_nothing_productive_that_is_not_known_to_be(
-    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_calls_nothing_productive_that_is_not_known_to_be(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    html = report(capsys, run.path).html
+    html = report(run.path).html
     assert "productive" not in html
     assert re.search(r"<b>unknown 0\.16\d?</b> \(100%\)", html)
     assert "2 interruptions · duration unknown · recomputed steps unknown" in " ".join(html.split())
@@ -78,6 +76,6 @@ def test_ranks_on_cpus_are_not_called_gpus(
     assert "GPU" not in text
     assert re.search(r"^on CPUs +2 ranks\b", text, re.MULTILINE)
     assert re.search(r"^rank-hours +0", text, re.MULTILINE)
-    html = report(capsys, run.path).html
+    html = report(run.path).html
     assert "1 node × 2 ranks on CPUs" in html  # noqa: RUF001 - times
     assert "rank-hours" in html
