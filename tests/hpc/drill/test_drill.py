@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster import ROOT, hpc
 from support.events import claimed, first_step, interruption, recorded_run, submitted, train_started, write_events
 from support.waiting import wait_for
 
@@ -24,7 +25,6 @@ from hpc.drill import __main__ as drill
 from hpc.drill import node_faults
 from hpc.drill.__main__ import DrillOptions, DrillTarget, Kind, plan, target_of
 
-ROOT = Path(__file__).parents[3]
 Process = subprocess.Popen[bytes]
 SLEEP = "import time; time.sleep(300)"
 
@@ -231,8 +231,7 @@ def test_drill_waits_for_the_first_step_and_prints_the_cost(
 
 
 def test_without_a_terminal_yes_is_required(run: RunDir, rank: Process) -> None:
-    command = [sys.executable, "-m", "hpc", "drill", str(run.path), "worker-kill"]
-    done = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = hpc("drill", str(run.path), "worker-kill")
     assert (done.returncode, done.stdout) == (2, "")
     assert "this would kill rank 0 with SIGKILL" in done.stderr
     assert "--yes" in done.stderr
