@@ -45,6 +45,7 @@ def scaling(site: Site, *arguments: str) -> dict[str, Any]:
     return dict(json.loads(done.stdout))
 
 
+@pytest.mark.slow
 def test_study_survives_its_controller(site: Site) -> None:
     flags = ("--data=data", "--epochs=20", "--batch-size=16", "--log-every=1", "--val-split=0.2", "--minutes=0.05")
     sizes = ("--nodes", "1", "2", "--gpus-per-node", "1")
@@ -86,6 +87,7 @@ def test_study_survives_its_controller(site: Site) -> None:
     assert all(word in shown for word in ("1x1", "2x1", "images per second", "scaling efficiency"))
 
 
+@pytest.mark.slow
 def test_script_is_ended_after_its_time(site: Site) -> None:
     script = ("--", "speed.py", "{ranks}")
     flags = ("--nodes=1,2", "--parallel=2", "--minutes=0.05", *LOCAL)

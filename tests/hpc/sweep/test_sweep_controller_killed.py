@@ -11,7 +11,7 @@ import pytest
 from support.cluster import Site
 from support.fake_slurm import HANGS, SBATCH, kill_when_reached, queueing_site, replace, started
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 COMMON = ("--name=pets", "--synthetic", "--cpus-per-gpu=1", "--batch-size=8", "--once")
 SWEEP = ("sweep", "--param=lr=0.1,0.2", "--sampler=grid", "--parallel=1", "--gpus-per-node=1", *COMMON)
 SCALING = ("scaling", "--nodes", "1", "2", "--gpus-per-node", "1", *COMMON)
