@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 from support.cluster import (
-    ENDLESS,
     SHORT_LOCAL_CONSTANT_LR,
     Run,
     Site,
     refused,
     site_without_slurm,
     submit_and_wait,
-    tiny_data,
 )
 
 from hpc.clean import remove
+from hpc.core.kernel import start_time
+from hpc.core.ledger import EventWriter
+from hpc.core.rundir import RunDir
 from training.checkpoint.storage import list_checkpoints
 
 pytestmark = pytest.mark.timeout(400)
@@ -148,17 +149,20 @@ def test_forked_run_keeps_its_checkpoint(site: Site) -> None:
 
 
 def test_running_run_and_that_of_another_user_stay(site: Site) -> None:
-    tiny_data(site.path / "data")
-    run = site.submit("--cluster=local", "--data=data", "--name=busy", *ENDLESS)
-    try:
-        assert f"run busy has job {run.job_id}: type hpc cancel busy" in refused(site, "clean", "busy", "--yes")
-        if os.getuid() == 0:
-            shutil.chown(site.path / "runs" / "small", "nobody")
-            assert "belongs to nobody" in refused(site, "clean", "small", "--yes")
-        assert "busy" not in listed(site, "--state=completed,failed,cancelled")
-        assert "small" not in listed(site) or os.getuid() != 0
-    finally:
-        run.cancel()
+    busy, own = RunDir(site.path / "runs" / "busy"), os.getpid()
+    shutil.copytree(site.path / "runs" / "small", busy.path)
+    shutil.rmtree(busy.events)
+    shutil.rmtree(busy.final)
+    busy.events.mkdir()
+    # Its controller is this process.
+    submitted = {"job_id": str(own), "cluster": "local", "started": start_time(own)}
+    EventWriter(busy.events / "submit.jsonl").append("submitted", **submitted)
+    assert f"run busy has job {own}: type hpc cancel busy" in refused(site, "clean", "busy", "--yes")
+    if os.getuid() == 0:
+        shutil.chown(site.path / "runs" / "small", "nobody")
+        assert "belongs to nobody" in refused(site, "clean", "small", "--yes")
+    assert "busy" not in listed(site, "--state=completed,failed,cancelled")
+    assert "small" not in listed(site) or os.getuid() != 0
 
 
 def test_directory_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:

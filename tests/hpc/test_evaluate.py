@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from support.cluster import (
     SHORT_LOCAL_CONSTANT_LR,
     Run,
     Site,
-    add_script,
     refused,
     site_without_slurm,
     submit_and_wait,
     tiny_data,
 )
+from support.reported_runs import pending_run, spec_of
 from support.trainings import make_folder
 
 from hpc.core.files import read_json_lines
@@ -41,6 +42,12 @@ def source(site: Site) -> Run:
     return submit_and_wait(
         site, *SHORT_LOCAL_CONSTANT_LR, "--name=source", "--epochs=2", "--keep-checkpoints=8", "--ema-decay=0.9"
     )
+
+
+@pytest.fixture(scope="module")
+def once(site: Site, source: Run) -> RunDir:
+    """An evaluation of its best model."""
+    return evaluate(site, source.directory.name, "--name=once")[0]
 
 
 def files_of(run: Run) -> dict[str, bytes]:
@@ -72,16 +79,17 @@ def test_three_ranks_count_what_the_test_of_the_training_did_and_change_nothing(
     assert files_of(source) == before
 
 
-def test_report_of_an_evaluation_says_what_was_evaluated(site: Site, source: Run) -> None:
-    run, _ = evaluate(site, "source", "--name=shown")
-    assert site.hpc("report", "shown").returncode == 0
-    page = run.report.read_text()
+@pytest.mark.slow
+def test_report_of_an_evaluation_says_what_was_evaluated(site: Site, source: Run, once: RunDir) -> None:
+    assert site.hpc("report", "once").returncode == 0
+    page = once.report.read_text()
     assert f"Evaluation of best model of {source.directory.path}" in page
     assert "Confusion matrix" in page
     assert "python -m hpc.evaluate" in page
     assert "--checkpoint=best" in page
 
 
+@pytest.mark.slow
 def test_checkpoint_of_a_step_is_what_the_validation_after_that_step_saw(site: Site, source: Run) -> None:
     """With the weights of the moving average, as every validation."""
     _, result = evaluate(site, "source", "--checkpoint=4", "--split=val")
@@ -92,6 +100,7 @@ def test_checkpoint_of_a_step_is_what_the_validation_after_that_step_saw(site: S
     assert (result["evaluation"]["step"], result["split"]) == (4, "val")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "onnx"])
 def test_exported_file_counts_as_the_model_that_it_was_made_from(site: Site, source: Run, kind: str) -> None:
     output = site.path / ("frozen.pt2" if kind == "torch" else "frozen.onnx")
@@ -104,12 +113,14 @@ def test_exported_file_counts_as_the_model_that_it_was_made_from(site: Site, sou
     assert result["test_loss"] == pytest.approx(trained["test_loss"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_other_data_are_evaluated_whole(site: Site, source: Run) -> None:
     _, result = evaluate(site, "source", "--data=other", "--split=train")
     assert (result["test_total"], result["split"]) == (64, "train")
     assert result["evaluation"]["source"] == str(source.directory.path)
 
 
+@pytest.mark.slow
 def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(site: Site) -> None:
     """A checkpoint that two ranks have written (FSDP), on three ranks, on data without a test set."""
     make_folder(site.path / "folder")
@@ -127,6 +138,7 @@ def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(s
     assert (some["test_total"], some["classes"]) == (18, ["blue sky", "green", "red"])
 
 
+@pytest.mark.slow
 def test_run_that_trains_is_evaluated_at_its_newest_checkpoint(site: Site) -> None:
     flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--data=data", "--batch-size=64")
     training = site.submit(*flags, "--epochs=100000", "--checkpoint-every=5", "--name=training")
@@ -138,6 +150,7 @@ def test_run_that_trains_is_evaluated_at_its_newest_checkpoint(site: Site) -> No
     training.cancel()
 
 
+@pytest.mark.slow
 def test_rank_that_is_killed_in_the_middle_costs_no_count(site: Site, source: Run) -> None:
     """Its two ranks start again, from the first image on."""
     flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=2", "--cpus-per-gpu=1", "--name=killed")
@@ -169,11 +182,11 @@ def test_wrong_command_lines_of_an_evaluation(site: Site, source: Run, arguments
     assert sorted(path.name for path in source.directory.path.parent.iterdir()) == before
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("once")
 def test_evaluations_and_own_scripts_are_not_evaluated_forked_or_resumed(site: Site, source: Run) -> None:
-    evaluate(site, "source", "--name=once")
     assert f"run once is itself an evaluation: evaluate {source.directory.path}" in refused(site, "evaluate", "once")
     assert "run once is an evaluation" in refused(site, "fork", "once", "--name=again")
     assert "run once is a complete evaluation" in refused(site, "resume", "once")
-    add_script(site, "mine.py", "")
-    submit_and_wait(site, "--cluster=local", "--nodes=1", "--gpus-per-node=1", "--name=mine", "--", "mine.py")
+    pending_run(site.path / "runs" / "mine", replace(spec_of("mine"), train=None, script=("mine.py",)))
     assert "run mine runs mine.py, whose model only that script knows" in refused(site, "evaluate", "mine")
