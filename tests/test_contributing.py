@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_example_of_a_new_verb_runs(tmp_path: Path) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", Path("CONTRIBUTING.md").read_text(), re.DOTALL)
     (tmp_path / "collect.py").write_text(example)

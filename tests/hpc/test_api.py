@@ -47,6 +47,7 @@ def test_training_is_submitted_waited_for_and_read(site: Site, trained: hpc.Run)
     assert trained.report().read_text().startswith("<!DOCTYPE html>")
 
 
+@pytest.mark.slow
 def test_training_is_trained_longer_and_forked(trained: hpc.Run) -> None:
     trained.resume(epochs=3)
     assert trained.wait(timeout_seconds=300)["step"] == 12

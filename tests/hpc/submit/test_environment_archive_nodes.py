@@ -128,6 +128,7 @@ print(json.dumps([sys.executable, sys.prefix, os.environ["VIRTUAL_ENV"], shutil.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_ranks_of_a_run_start_from_the_copy(shared: Path) -> None:
     """With the real torch: the small venv has links to it, as uv can make them."""
