@@ -19,7 +19,7 @@ ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 WITHOUT_APT := $(if $(wildcard /usr/share/datasets/fashion-mnist),--data fashion-mnist,--recipe digits)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-hard matrix check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-hard mutants coverage matrix check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -127,3 +127,19 @@ lock: $(READY)
 
 clean:
 	rm -rf .venv rivals build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+
+# Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/core, or a file.
+ROOM :=
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py $(ROOM)
+
+# Lines of the product that no test runs, in any process that it starts; it takes longer than make test.
+COVERAGE := build/coverage
+SLICE := $(if $(ROOT),$(WORKERS))
+
+coverage: $(READY)
+	rm -rf $(COVERAGE) && install -d -m 1777 $(COVERAGE)  # tests run as other users, too
+	-$(BIN)/coverage run -m pytest $(SLICE) $(TESTS)
+	$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report --sort=cover | awk '/^TOTAL/ || $$NF + 0 < 80'

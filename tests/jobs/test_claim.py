@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
@@ -92,6 +93,87 @@ def test_job_of_the_run_that_runs_is_not_waited_for(tmp_path: Path, slurm_comman
     slurm_command("squeue", f"echo '7|RUNNING|None|gpu01|gpu01|0|N/A|N/A|{run.script}|'")
     with pytest.raises(TorchrelayError, match="is running in job 7"):
         claim.claim_next(run, allocation("slurm"), 1, "m")
+
+
+@pytest.mark.parametrize("then", ["PENDING", "COMPLETED", "FAILED"])
+@pytest.mark.parametrize("first", ["COMPLETING", "SUSPENDED", "NEW_WORD"])
+def test_job_of_the_run_that_does_not_run_is_waited_for_until_it_has_ended(
+    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch, first: str, then: str
+) -> None:
+    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
+    monkeypatch.setattr(claim, "_POLL_SECONDS", 0.01)
+    slurm_command("sinfo", "echo 'gpu01|idle'")
+    job = f"|None|gpu01|gpu01|0|N/A|N/A|{run.script}|"
+    asked = f"{tmp_path}/asked"
+    slurm_command(
+        "squeue", f"echo >>{asked}; [ $(wc -l <{asked}) -lt 3 ] && echo '7|{first}{job}' || echo '7|{then}{job}'"
+    )
+    assert claim.claim_next(run, allocation("slurm"), 1, "m").attempt == 2
+    assert len((tmp_path / "asked").read_text()) == 3
+
+
+@pytest.mark.parametrize("state", ["COMPLETING", "SUSPENDED", "NEW_WORD"])
+def test_job_of_the_run_that_does_not_end_is_an_error(
+    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
+    monkeypatch.setattr(claim, "_ENDING_SECONDS", 0.0)
+    slurm_command("squeue", f"echo '7|{state}|None|gpu01|gpu01|0|N/A|N/A|{run.script}|'")
+    with pytest.raises(TorchrelayError, match="run r is running in job 7: wait for it, or type hpc cancel r"):
+        claim.claim_next(run, allocation("slurm"), 1, "m")
+
+
+def test_requeued_job_claims_without_asking_slurm_for_itself(tmp_path: Path, slurm_command: Command) -> None:
+    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time() - 3600)
+    slurm_command("sinfo", "echo 'gpu01|idle'")
+    slurm_command("squeue", f"touch {tmp_path}/asked; exit 1")
+    attempt = claim.claim_next(run, replace(allocation("slurm", "7"), restart=1), 5, "m", ["10.0.0.1"])
+    assert (attempt.attempt, attempt.job_id, attempt.restart, attempt.nodes) == (2, "7", 1, ("gpu01",))
+    assert (attempt.port, attempt.secret, attempt.addresses) == (5, "m", ("10.0.0.1",))
+    assert not (tmp_path / "asked").exists()
+    assert attempts_of(ledger.read(run.events))[0].cause == "lost"
+
+
+@pytest.mark.parametrize("tell", [claim.refuse, claim.defer])
+def test_start_of_a_job_that_does_nothing_is_told_to_its_agents(
+    tmp_path: Path, tell: Callable[[RunDir, NodeAllocation, str], None]
+) -> None:
+    run = run_with_a_lost_attempt(tmp_path, "slurm", time.time())
+    own = replace(allocation("slurm", "9"), hostnames=("gpu01", "gpu02"))
+    tell(run, replace(own, restart=1), "another start of the job")
+    tell(run, replace(own, job_id="7"), "another job")
+    agent = replace(own, node_rank=1)
+    with pytest.raises(TorchrelayError, match="the head node gpu01 claimed no attempt within 0 s"):
+        claim.join(run, agent, lambda: False, 0.0)
+    tell(run, own, "not today")
+    with pytest.raises(TorchrelayError, match="not today"):
+        claim.join(run, agent, lambda: False, 0.0)
+    told = [event for event in ledger.read(run.events) if claim.started_nothing(event, own)]
+    assert [(event["job_id"], event["restart"], event["detail"]) for event in told] == [("9", 0, "not today")]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "squeue"),
+    [
+        ("slurm", "exit 1"),
+        ("slurm", "exit 0"),
+        ("slurm", "echo '8|RUNNING|None|gpu[01-02]|gpu01|0|N/A|N/A|x|'"),
+        ("local", "echo '8|RUNNING|None|gpu02|gpu01|0|N/A|N/A|x|'"),
+    ],
+    ids=["no answer", "no job", "it is there", "no Slurm"],
+)
+def test_head_node_that_is_not_known_to_be_dead_is_waited_for(
+    tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch, cluster: Cluster, squeue: str
+) -> None:
+    run = run_with_a_lost_attempt(tmp_path, cluster, time.time() - 3600)
+    monkeypatch.setattr(claim, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(claim, "_POLL_SECONDS", 0.01)
+    slurm_command("squeue", squeue)
+    slurm_command("scontrol", "echo gpu01; echo gpu02")
+    agent = replace(allocation(cluster), node_rank=1, hostnames=("gpu01", "gpu02"))
+    with pytest.raises(TorchrelayError, match="claimed no attempt") as error:
+        claim.join(run, agent, lambda: False, 0.5)
+    assert not isinstance(error.value, HeadLostError)
 
 
 def test_agents_that_wait_for_a_dead_head_node_replace_the_job_once(

@@ -65,6 +65,8 @@ def test_attempt_has_what_its_claim_says() -> None:
     assert (first.attempt, first.job_id, first.restart, first.secret) == (1, "7", 0, "aa")
     assert (first.port, first.addresses, first.members) == (5, ("10.0.0.1",), ("a", "b"))
     assert (second.port, second.addresses, second.history) == (0, (), ())
+    unknown = (second.first_step, second.last_step, second.interrupted_at, second.failed_at, second.resumed)
+    assert {*unknown, second.detail, second.signature} == {None}
 
 
 def test_attempts_are_in_the_order_of_their_numbers_whatever_the_clocks_say() -> None:
@@ -89,6 +91,11 @@ def test_interruption_leaves_the_step_of_the_ranks_unknown_until_they_start_agai
     interrupted = {**HISTORY[3], "failed_at": 2.9}
     [attempt] = attempts_of([*HISTORY[:3], interrupted])
     assert (attempt.restored_step, attempt.interrupted_at) == (None, 2.9)
+    again = {**interrupted, "time": 3.2, "cause": "hang"}
+    assert [one.cause for one in attempts_of([*HISTORY[:3], interrupted, again])[0].interruptions] == [
+        "crashed",
+        "hang",
+    ]
     without_step = {"time": 3.0, "event": "interruption", "attempt": 1, "cause": "lost"}
     [attempt] = attempts_of([*HISTORY[:3], without_step])
     assert attempt.interruptions == (PastInterruption(cause="lost", restored_step=0),)
@@ -134,6 +141,8 @@ def test_attempt_that_began_at_a_later_step_has_used_nothing() -> None:
     assert budget_now([ended("crashed", 20), running]).used != []
     assert budget_now([ended("crashed", 20), replace(running, restored_step=20)]).used == []
     assert budget_now([ended("crashed", 20)]).failures == 1
+    assert budget_now([ended("crashed", 20), ended("crashed", 20)]).failures == 2
+    assert budget_now([ended("preempted", 9), ended("crashed", 20), replace(running, restored_step=20)]).used == []
     assert budget_now([]).used == []
 
 
@@ -202,7 +211,12 @@ def test_newest_job_is_known_though_the_clocks_were_set_back() -> None:
     events.append({"time": 5000.0, "event": "claimed", "attempt": 2, "job_id": "9"})
     assert last_job_id(sorted(events, key=lambda event: event["time"])) == "9"
     requeued = {"time": 1.0, "event": "requeued", "attempt": 2, "job_id": "10"}
+    assert last_job_id(events[:1]) == "7"
     assert last_job_id([requeued, *events]) == "10"
+    again = [
+        {**requeued, "event": event, "job_id": job_id} for event, job_id in (("resubmitted", "11"), ("requeued", "12"))
+    ]
+    assert [last_job_id([requeued, *again]), last_job_id(again[::-1])] == ["12", "11"], "the later of the two"
     assert last_job_id([{"time": 1.0, "event": "train_started", "attempt": 9}]) is None
     assert last_job_id([]) is None
 

@@ -1,6 +1,6 @@
 """What the supervisor decides, as a table: what is known of a run, and the one action."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from hpc.core.attempts import Attempt
 from hpc.core.causes import Cause, JobState
 from hpc.slurm.squeue import SlurmJob
-from hpc.supervise.decide import Action, Decision, decide
+from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Action, Decision, decide
 from hpc.supervise.observe import RunObservation
 
 NOW = 1_000_000.0
@@ -84,7 +84,11 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("could never be started", {"jobs": [replace(HELD, restarts=5)]}, Action.KEEP, "scontrol release 7"),
     ("could not be started after preemptions", {"jobs": [replace(HELD, restarts=6)], "attempts": [attempt(restart=4)]},
      Action.RELEASE, "could not start"),
-    ("suspended", {"jobs": [job(JobState.SUSPENDED)], "attempts": [attempt()]}, Action.KEEP, "suspended"),
+    ("could not be started four times after preemptions",
+     {"jobs": [replace(HELD, restarts=9)], "attempts": [attempt(restart=4)]}, Action.RELEASE, "could not start"),
+    ("could not be started five times after preemptions",
+     {"jobs": [replace(HELD, restarts=10)], "attempts": [attempt(restart=4)]}, Action.KEEP, "job 7 5 times"),
+    ("suspended", {"jobs": [job(JobState.SUSPENDED)], "attempts": [attempt()]}, Action.KEEP, "is suspended"),
     ("held by its user", {"jobs": [job(JobState.PENDING, reason="JobHeldUser")]}, Action.KEEP, "JobHeldUser"),
     ("keeps away from too many nodes", {"jobs": [job(JobState.PENDING, reason="ReqNodeNotAvail")],
       "excluded": ["gpu03", "gpu04"], "excludable": ["gpu03"]}, Action.ALLOW_NODES,
@@ -115,6 +119,11 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("an old one is ending, and the new one is silent", {"jobs": [ENDING, job(JobState.RUNNING, "8")],
       "attempts": [attempt(attempt=2, job_id="8")]}, Action.RESUBMIT, "no heartbeat"),
     ("ends for hours", {"jobs": [ENDING], "attempts": [attempt(Cause.LOST, ended=NOW - 700)]}, Action.RESUBMIT, "gone"),
+    ("ends before it has claimed", {"jobs": [ENDING]}, Action.KEEP, "job 7 is ending"),
+    ("ends for hours without a word", {"jobs": [ENDING], "attempts": [attempt()], "heartbeat_at": NOW - 700},
+     Action.RESUBMIT, "gone"),
+    ("works, and another one waits", {"jobs": [RUNNING, job(JobState.PENDING, "8")], "attempts": [attempt()],
+      "heartbeat_at": NOW}, Action.KEEP, "job 7 is running"),
     ("its place is taken", {"jobs": [RUNNING, job(JobState.PENDING, "8")], "attempts": [attempt(Cause.LOST)]},
      Action.CANCEL, "replaced it"),
     ("its successor runs", {"jobs": [RUNNING, job(JobState.RUNNING, "8")],
@@ -128,6 +137,9 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("gone while it waited", {"attempts": [attempt(Cause.CRASHED)], "handed_over_at": NOW - 300},
      Action.KEEP, "hpc resume"),
     ("never began", {}, Action.KEEP, "hpc resume"),
+    ("never reached Slurm", {"submitted": False}, Action.KEEP, NEVER_SUBMITTED),
+    ("reached Slurm, and its submission was not recorded", {"submitted": False, "jobs": [job(JobState.FAILED)]},
+     Action.KEEP, "(failed) and never started"),
     ("resumed after it had failed, its job waits",
      {"attempts": [CRASHES[0], attempt(Cause.CRASHED, attempt=2, last_step=0, signature="1: x", resumed=NOW - 5)],
       "jobs": [job(JobState.PENDING)]}, Action.KEEP, "job 7 is pending"),
@@ -181,6 +193,69 @@ def test_decision(known: dict[str, Any], action: Action, reason: str) -> None:
     decision = decide(view(**known))
     assert decision.action is action, decision.reason
     assert reason in decision.reason
+    jobs = known.get("jobs", [])
+    if action is Action.RESUBMIT:
+        assert decision.job_id == next((one.job_id for one in jobs[::-1] if one.state is JobState.RUNNING), None)
+    elif action not in {Action.KEEP, Action.RECORD}:
+        assert decision.job_id == jobs[0].job_id
+    else:
+        assert decision.job_id is None
+    assert decision.cause is None or action in {Action.RESUBMIT, Action.REQUEUE, Action.RECORD}
+
+
+KEEP, RESUBMIT = Action.KEEP, Action.RESUBMIT
+LIMITS: list[tuple[str, float, Callable[[float], dict[str, Any]], tuple[Action, Action, Action]]] = [
+    ("no heartbeat", 60, lambda s: {"jobs": [RUNNING], "attempts": [attempt()], "heartbeat_at": NOW - s},
+     (KEEP, RESUBMIT, RESUBMIT)),
+    ("no claim", 600, lambda s: {"jobs": [job(JobState.RUNNING, started=NOW - s)]}, (KEEP, RESUBMIT, RESUBMIT)),
+    ("no claim, and no heartbeat of an agent that waits for space", 60,
+     lambda s: {"jobs": [RUNNING], "attempts": [attempt(Cause.REQUEUED, job_id="6")], "heartbeat_at": NOW - s},
+     (KEEP, RESUBMIT, RESUBMIT)),
+    ("no claim, and another job trains", 600,
+     lambda s: {"jobs": [job(JobState.RUNNING, started=NOW - s), job(JobState.RUNNING, "8")],
+                "attempts": [attempt(job_id="8")], "heartbeat_at": NOW}, (KEEP, KEEP, Action.CANCEL)),
+    ("its job is ending", 600, lambda s: {"jobs": [ENDING], "attempts": [attempt(Cause.LOST, ended=NOW - s)]},
+     (KEEP, RESUBMIT, RESUBMIT)),
+    ("its attempt has ended", 100, lambda s: {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - s)]},
+     (KEEP, RESUBMIT, RESUBMIT)),
+    ("its attempt has ended, and its agents ask Slurm", 900,
+     lambda s: {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - s)], "heartbeat_at": NOW},
+     (KEEP, RESUBMIT, RESUBMIT)),
+    ("its job is gone", 60, lambda s: {"attempts": [attempt()], "heartbeat_at": NOW - s}, (KEEP, RESUBMIT, RESUBMIT)),
+    ("another process submits the next job", 100,
+     lambda s: {"attempts": [attempt()], "handover_deadline": NOW + 100 - s}, (KEEP, RESUBMIT, RESUBMIT)),
+    ("it is complete", 100, lambda s: {"complete": True, "jobs": [RUNNING], "heartbeat_at": NOW - s},
+     (KEEP, Action.CANCEL, Action.CANCEL)),
+    ("Slurm's delay is short", 30, lambda s: {"jobs": [replace(BEGIN_TIME, eligible=NOW + s)]},
+     (KEEP, KEEP, Action.START_NOW)),
+    ("Slurm's delay is long", 900, lambda s: {"jobs": [replace(BEGIN_TIME, eligible=NOW + s)]},
+     (Action.START_NOW, KEEP, KEEP)),
+    ("after the second failure", 30,
+     lambda s: {"jobs": [BEGIN_TIME], "attempts": [replace(death, ended=NOW - s) for death in DEATHS[:2]]},
+     (KEEP, Action.START_NOW, Action.START_NOW)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("limit", "known", "actions"), [row[1:] for row in LIMITS], ids=[row[0] for row in LIMITS])
+def test_limit_of_time(
+    limit: float, known: Callable[[float], dict[str, Any]], actions: tuple[Action, Action, Action]
+) -> None:
+    seconds = (limit - 0.25, limit, limit + 0.25)
+    assert tuple(decide(view(**known(each))).action for each in seconds) == actions
+
+
+def test_words_for_programs_are_the_names() -> None:
+    assert [action.value for action in Action] == [action.name.lower() for action in Action]
+
+
+def test_actions_after_which_a_run_trains() -> None:
+    assert {Action.START_NOW, Action.RELEASE, Action.REQUEUE, Action.RESUBMIT} == STARTS
+
+
+@pytest.mark.parametrize(("fact", "cause"), [("complete", Cause.COMPLETED), ("cancelled", Cause.CANCELLED)])
+def test_run_that_is_over_says_so_in_one_word(fact: str, cause: Cause) -> None:
+    for known in ({fact: True}, {"attempts": [attempt(cause)]}):
+        assert decide(view(**known)).reason == cause.value
 
 
 @pytest.mark.parametrize(
@@ -188,7 +263,8 @@ def test_decision(known: dict[str, Any], action: Action, reason: str) -> None:
     [([RUNNING], JobState.RUNNING, Cause.LOST), ([], JobState.UNKNOWN, Cause.LOST),
      ([job(JobState.TIMEOUT)], JobState.TIMEOUT, Cause.TIME_LIMIT), ([], JobState.PREEMPTED, Cause.PREEMPTED),
      ([job(JobState.NODE_FAIL)], JobState.NODE_FAIL, Cause.NODE_FAILURE),
-     ([], JobState.NODE_FAIL, Cause.NODE_FAILURE)],
+     ([], JobState.NODE_FAIL, Cause.NODE_FAILURE),
+     ([job(JobState.CANCELLED)], JobState.CANCELLED, Cause.CANCELLED)],
 )  # fmt: skip
 def test_cause_of_an_end_that_was_not_recorded(jobs: Sequence[SlurmJob], state: JobState, cause: Cause) -> None:
     assert decide(view(jobs=jobs, last_job_state=state, attempts=[attempt()])).cause is cause
@@ -197,6 +273,8 @@ def test_cause_of_an_end_that_was_not_recorded(jobs: Sequence[SlurmJob], state: 
 def test_an_end_that_is_known_is_not_recorded_again() -> None:
     decision = decide(view(attempts=[attempt(Cause.CRASHED)]))
     assert decision == Decision(action=Action.RESUBMIT, reason="its job is gone", cause=None)
+    scancelled = decide(view(jobs=[job(JobState.CANCELLED)], attempts=[attempt(Cause.PREEMPTED)]))
+    assert (scancelled.action, scancelled.cause) == (Action.RECORD, None)
 
 
 def test_job_that_refused_to_start_says_why() -> None:
@@ -224,7 +302,11 @@ def test_job_that_never_started_is_no_cause_of_the_end_of_the_last_attempt() -> 
      ({"attempts": [attempt(Cause.LOST, ended=NOW - 700)]}, "failed", False),
      ({"attempts": [attempt(Cause.LOST, ended=NOW - 700)], "handover_deadline": NOW + 9}, "pending", False),
      ({"attempts": [attempt(Cause.LOST)], "handed_over_at": NOW - 300}, "failed", False),
-     ({"jobs": [job(JobState.FAILED)]}, "failed", False)],
+     ({"attempts": [attempt(Cause.LOST, ended=NOW - 600)]}, "pending", False),
+     ({"attempts": [attempt(Cause.LOST, ended=NOW - 600.25)]}, "failed", False),
+     ({"jobs": [job(JobState.FAILED)]}, "failed", False), ({"submitted": False}, "failed", False),
+     ({"jobs": [replace(HELD, restarts=5)]}, "failed", True),
+     ({"jobs": [job(JobState.NODE_FAIL, restarts=5)]}, "failed", True)],
 )  # fmt: skip
 def test_state_of_a_run_without_a_job(known: dict[str, Any], state: str, is_final: bool) -> None:
     decision = decide(view(**known))

@@ -1,44 +1,8 @@
 """Which images are where: a matter of the seed and counters alone."""
 
 import pytest
-import torch
 
 from training.data.batch_schedule import evaluation_requests, make_schedule, split_range
-from training.runtime.counter_rng import Purpose, bits, derive_key, permutation, rand_int, uniform
-
-
-def test_random_bits_are_those_of_splitmix64() -> None:
-    # The numbers that the reference implementation (Vigna, splitmix64.c) gives for this seed.
-    expected = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-    ]
-    assert [value % 2**64 for value in bits(1234567, torch.arange(4)).tolist()] == expected
-
-
-def test_any_random_number_can_be_asked_for_alone() -> None:
-    key = derive_key(3, Purpose.AUGMENTATION, 5)
-    samples_per_group = bits(key, torch.arange(100))
-    assert bits(key, torch.tensor([57])) == samples_per_group[57]
-
-
-def test_random_numbers_are_spread_evenly() -> None:
-    key = derive_key(0, Purpose.ORDER, 0)
-    values = uniform(key, torch.arange(100_000))
-    assert values.min() >= 0
-    assert values.max() < 1
-    assert abs(values.mean() - 0.5) < 0.005
-    counts = torch.bincount(rand_int(key, torch.arange(100_000), 5))
-    assert counts.tolist() == pytest.approx([20_000] * 5, rel=0.03)
-
-
-def test_orders_are_permutations_that_differ_between_epochs_seeds_and_purposes() -> None:
-    keys = [derive_key(seed, purpose, epoch) for seed in (0, 1) for purpose in Purpose for epoch in (0, 1)]
-    orders = [permutation(key, 1000) for key in keys]
-    assert all(torch.equal(order.sort().values, torch.arange(1000)) for order in orders)
-    assert len({tuple(order.tolist()) for order in orders}) == len(keys)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 8])
@@ -94,6 +58,13 @@ def test_a_training_set_smaller_than_the_batch_is_the_batch() -> None:
     assert [sorted(request.indices) for request in schedule.requests(0, 0, 0, 1)] == [list(range(10))] * 3
 
 
+def test_images_of_a_step_are_those_that_its_ranks_request() -> None:
+    schedule = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
+    requests = list(schedule.requests(0, 0, 0, 1))
+    assert [schedule.batch(step) for step in range(1, 9)] == [list(request.indices) for request in requests]
+    assert [request.epoch for request in requests] == [0] * 4 + [1] * 4, "each epoch augments otherwise"
+
+
 def test_epoch_and_samples_seen_are_the_whole_position() -> None:
     schedule = make_schedule(samples=100, batch_size=22, epochs=3, seed=4)
     whole = list(schedule.requests(0, 0, 1, 3))
@@ -111,6 +82,7 @@ def test_an_evaluation_asks_for_every_sample_once_and_for_equally_many_batches_o
     indices = [index for requests in asked for request in requests for index in request.indices]
     assert sorted(indices) == list(range(samples))
     assert len({len(requests) for requests in asked}) == 1
+    assert {request.epoch for requests in asked for request in requests} == {None}, "nothing is augmented"
     batches = {request.indices for requests in asked for request in requests if request.indices}
     assert batches == {tuple(range(first, min(first + 16, samples))) for first in range(0, samples, 16)}
 

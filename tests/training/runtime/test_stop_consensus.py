@@ -5,6 +5,7 @@ import signal
 from itertools import pairwise
 
 import pytest
+import torch
 
 from training.runtime import stop_consensus
 from training.runtime.process_group import ProcessGroup
@@ -62,7 +63,7 @@ def test_a_signal_ends_the_training_at_the_next_exchange(group: ProcessGroup) ->
     assert consensus.exchange(StepFlags(signal=signal.SIGUSR2)) == StepFlags()
     with pytest.raises(StopRequested) as raised:
         consensus.exchange(StepFlags())
-    assert raised.value.name == "SIGUSR2"
+    assert (raised.value.name, raised.value.args) == ("SIGUSR2", (signal.SIGUSR2,))
     consensus.wait()
 
 
@@ -72,3 +73,47 @@ def test_where_steps_become_slow_flags_are_exchanged_at_each_again(group: Proces
     steps = [step for step, _ in exchanges(consensus, 1.0, 40, StepFlags())]
     assert steps[-5:] == [35, 36, 37, 38, 39]
     assert steps[2] < 30, "within two intervals"
+
+
+def test_ranks_other_than_0_leave_the_interval_to_it(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_consensus.distributed, "get_rank", lambda: 1)
+    consensus = StopConsensus(group.control)
+    found = exchanges(consensus, 0.001, 4, StepFlags())
+    assert [step for step, _ in found] == [0, 1, 2, 3], "nobody has set it"
+    consensus.wait()
+
+
+def test_other_requests_are_agreed_on_with_a_save(group: ProcessGroup) -> None:
+    consensus = StopConsensus(group.control)
+    wanted = StepFlags(snapshot=1, corrupt_images=1, end=1)
+    assert consensus.exchange(wanted) == StepFlags(), "nothing is agreed on yet"
+    assert consensus.exchange(wanted) == wanted._replace(interval=1)
+    assert consensus.exchange(StepFlags()) == StepFlags(interval=1), "not twice"
+    assert consensus.wait() == StepFlags(interval=1)
+    assert consensus.wait() == StepFlags(), "nothing is pending"
+
+
+class OtherRank:
+    """Another rank of a group: what it requests arrives when the reduction is waited for."""
+
+    def __init__(self, group: object, flags: StepFlags) -> None:
+        self.group, self.flags = group, flags
+
+    def all_reduce(self, own: torch.Tensor, op: object, *, group: object, async_op: bool) -> "OtherRank":
+        assert (op, group, async_op) == (stop_consensus.distributed.ReduceOp.MAX, self.group, True)
+        self.own = own
+        return self
+
+    def wait(self) -> None:
+        torch.maximum(self.own, torch.tensor(self.flags), out=self.own)
+
+
+def test_request_of_any_rank_takes_effect_on_all(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    consensus = StopConsensus(group.control)
+    other = OtherRank(group.control, StepFlags(save=1, interval=0))
+    monkeypatch.setattr(stop_consensus.distributed, "all_reduce", other.all_reduce)
+    assert consensus.exchange(StepFlags(snapshot=1)) == StepFlags()
+    assert consensus.exchange(StepFlags()) == StepFlags(save=1, snapshot=1, interval=1)
+    other.flags = StepFlags(signal=signal.SIGTERM)
+    with pytest.raises(StopRequested, match=str(int(signal.SIGTERM))):
+        consensus.exchange(StepFlags())
