@@ -156,6 +156,7 @@ def main() -> int:
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True, text=True
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the copy is removed
     with tempfile.TemporaryDirectory(prefix="torchrelay-mutants.", dir="/var/tmp") as copy:
         for name in filter(os.path.exists, files.stdout.split()):
             (Path(copy) / name).parent.mkdir(parents=True, exist_ok=True)

@@ -71,3 +71,19 @@ def test_rank_that_aborts_by_itself_has_failed(root: RootFailure) -> None:
     root.aborted_at = 7.0
     own = failure(1, 60.0, started_at=8.0, signal="SIGABRT", detail="what():  CUDA error: unspecified launch failure")
     assert root.find({own}, all_heard=True) == own
+
+
+@pytest.mark.parametrize(("seconds", "own"), [(-0.25, True), (0.0, False), (14.75, False), (15.0, True)])
+def test_abort_is_that_of_the_directive_if_it_comes_soon_after_it(root: RootFailure, seconds: float, own: bool) -> None:
+    root.aborted_at = 7.0
+    aborted = failure(1, 7.0 + seconds, started_at=6.0, signal="SIGABRT")
+    assert root.find({aborted}, all_heard=True) == (aborted if own else None)
+
+
+@pytest.mark.parametrize(("seconds", "together"), [(1.75, True), (2.0, True), (2.25, False)])
+def test_ranks_that_were_started_within_two_seconds_failed_together(
+    root: RootFailure, seconds: float, together: bool
+) -> None:
+    first, other = failure(0, 5.0, started_at=4.0), failure(1, 9.0, started_at=4.0 + seconds)
+    assert root.find({first, other}, all_heard=True) == first
+    assert root.find({first, other}, all_heard=True) == (None if together else other)

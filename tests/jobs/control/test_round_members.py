@@ -46,7 +46,8 @@ def test_spare_that_is_not_ready_is_not_waited_for() -> None:
 
 
 def test_elastic_run_waits_for_a_slow_node_but_not_for_ever() -> None:
-    assert decide_round(Directive(), view(READY, STARTING, min_nodes=1)) == WAIT
+    for seconds in (1.0, 60.0):
+        assert decide_round(Directive(), view(READY, STARTING, min_nodes=1, waited=seconds)) == WAIT
     assert decide_round(Directive(), view(READY, STARTING, min_nodes=1, waited=61.0)) == RoundDecision(members=(0,))
     assert decide_round(Directive(), view(READY, FAILED, min_nodes=1)) == RoundDecision(members=(0,))
 
@@ -54,6 +55,17 @@ def test_elastic_run_waits_for_a_slow_node_but_not_for_ever() -> None:
 def test_too_few_nodes_from_the_start() -> None:
     decision = decide_round(Directive(), view(READY, FAILED))
     assert decision.failed == "1 of the 2 nodes are left, and the run needs 2"
+
+
+def test_node_that_never_reports_is_waited_for_for_ten_minutes() -> None:
+    elastic = {"min_nodes": 1, "max_nodes": 3}
+    assert decide_round(Directive(), view(READY, None, waited=599.0)) == WAIT
+    assert decide_round(Directive(), view(READY, None, waited=600.0)).failed
+    assert decide_round(running(0), view(RUNNING, READY, None, waited=599.0, **elastic)) == WAIT, "they join together"
+    joined = RoundDecision(members=(0, 1))
+    assert decide_round(running(0), view(RUNNING, READY, None, waited=600.0, **elastic)) == joined
+    assert decide_round(running(0), view(RUNNING, READY, None, excluded=(2,), **elastic)) == joined, "it is lost"
+    assert decide_round(running(0), view(RUNNING, READY, READY, awaited=(2,), **elastic)) == WAIT, "it may come back"
 
 
 def test_nothing_changes_while_all_members_train() -> None:
@@ -84,7 +96,9 @@ def test_round_is_done_when_every_member_has_ended_well() -> None:
 
 def test_round_whose_torchrun_failed_is_repeated_but_not_for_ever() -> None:
     assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1)) == RoundDecision(members=(0, 1))
-    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=5)).failed
+    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=4)) == RoundDecision(members=(0, 1))
+    failed = decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=5)).failed
+    assert failed == "torchrun failed 5 times in a row: hpc logs --all has why"
 
 
 def test_end_of_an_older_round_is_no_end_of_this_one() -> None:
