@@ -92,6 +92,24 @@ def test_rank_for_which_the_others_wait_is_named(
     assert found.unkillable == ((1,) if heartbeats[1].state == "D" else ())
 
 
+@pytest.mark.parametrize(("still", "hangs"), [(60.0, False), (60.25, True)])
+def test_rank_hangs_once_it_has_exceeded_its_limit(still: float, hangs: bool) -> None:
+    found = find_hang(of(heartbeat(0, still=still), heartbeat(1, still=61.0)), "auto")
+    assert (found is not None) is hangs
+    assert found is None or found.seconds == 61.0, "of the one that has been still for longest"
+
+
+def test_only_rank_has_no_others_that_wait_for_it() -> None:
+    for state, says in (("T", "is stopped"), ("t", "is stopped by a debugger"), ("D", "waits in the kernel for a ")):
+        found = find_hang(of(heartbeat(0, still=61, state=state)), "auto")
+        assert found is not None
+        assert found.detail.startswith(f"rank 0 {says}")
+        assert "others" not in found.detail
+    alone = find_hang(of(heartbeat(0, still=61)), "auto")
+    assert alone is not None
+    assert alone.detail == "no rank has moved for 61 s: 1 in step after step 10"
+
+
 def test_straggler_is_reported_once_when_it_has_been_slow_for_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(rank_health.time, "monotonic", lambda: clock[0])
@@ -103,3 +121,51 @@ def test_straggler_is_reported_once_when_it_has_been_slow_for_some_time(monkeypa
     assert (found.rank, found.busy_seconds, found.usual_seconds) == (2, 0.3, 0.1)
     assert detector.find(slow) == []
     assert detector.find(of(heartbeat(0), replace(heartbeat(1), busy_seconds=None))) == []
+
+
+@pytest.mark.parametrize(
+    ("busy", "slow"),
+    [
+        ((0.1, 0.1, 0.19), []),
+        ((0.1, 0.1, 0.2), [2]),
+        ((0.01, 0.01, 0.025), []),
+        ((0.01, 0.01, 0.03), [2]),
+        ((0.1, 0.3), [1]),
+        ((0.1, 0.1, 0.3, 0.3), [2, 3]),
+        ((0.1, 0.3, 0.3), []),
+        ((None, 0.1, 0.3), [2]),
+        ((0.3,), []),
+    ],
+)
+def test_straggler_needs_twice_the_usual_time_for_its_own_work(
+    monkeypatch: pytest.MonkeyPatch, busy: tuple[float | None, ...], slow: list[int]
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(rank_health.time, "monotonic", lambda: clock[0])
+    detector = StragglerDetector()
+    ranks = of(*(replace(heartbeat(rank), busy_seconds=seconds) for rank, seconds in enumerate(busy)))
+    for clock[0] in (0.0, 10.0):
+        assert detector.find(ranks) == []
+    clock[0] = 10.25
+    assert [straggler.rank for straggler in detector.find(ranks)] == slow
+
+
+def test_rank_that_is_fast_again_is_slow_anew_when_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(rank_health.time, "monotonic", lambda: clock[0])
+    detector = StragglerDetector()
+    fast = of(heartbeat(0), heartbeat(1), heartbeat(2))
+    slow = fast | of(replace(heartbeat(2), busy_seconds=0.3))
+    reported = []
+    for clock[0], ranks in (
+        (0, slow),
+        (5, fast),
+        (6, slow),
+        (12, slow),
+        (17, slow),
+        (30, fast),
+        (31, slow),
+        (42, slow),
+    ):
+        reported += [clock[0] for _ in detector.find(ranks)]
+    assert reported == [17, 42]
