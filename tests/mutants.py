@@ -98,6 +98,7 @@ def run_tests(path: str, tests: list[str], seconds: float) -> int:
     child = os.fork()
     if child == 0:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for descriptor in (1, 2):
             os.dup2(os.open("log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
         try:
@@ -151,16 +152,17 @@ def examine(path: str, tests: list[str], same: dict[str, str]) -> bool:
 
 
 def main() -> int:
+    os.chdir(ROOT)
     rooms = tomllib.loads((ROOT / "tests/mutants.toml").read_text())
     chosen = [path for path in rooms if path.startswith(sys.argv[1] if len(sys.argv) > 1 else "")]
     files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True, text=True
+        ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True, text=True
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the copy is removed
     with tempfile.TemporaryDirectory(prefix="torchrelay-mutants.", dir="/var/tmp") as copy:
-        for name in filter(os.path.exists, files.stdout.split()):
+        for name in filter(os.path.exists, files.stdout.split("\0")):
             (Path(copy) / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, Path(copy) / name)
+            shutil.copy2(name, Path(copy) / name)
         os.chdir(copy)
         os.environ |= {"PYTHONPATH": copy, "PYTHONDONTWRITEBYTECODE": "1"}
         sys.path[0] = copy
