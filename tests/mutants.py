@@ -133,8 +133,8 @@ def examine(path: str, tests: list[str], same: dict[str, str]) -> bool:
     counts, unused = Counter[str](), set(same)
     for text in mutants_of(path):
         change = change_of(source, text)
-        new = [line[1:].strip() for line in change if line.startswith("+")]
-        if (key := " ".join(new) or change[-1].strip()) in same:
+        key = " ".join(line[1:].strip() for line in change if line.startswith("+"))
+        if (key := change[1][1:].strip() if key in {"", "pass"} else key) in same:
             unused.discard(key)
             counts["same"] += 1
             continue
