@@ -87,3 +87,36 @@ def test_ranks_that_were_started_within_two_seconds_failed_together(
     first, other = failure(0, 5.0, started_at=4.0), failure(1, 9.0, started_at=4.0 + seconds)
     assert root.find({first, other}, all_heard=True) == first
     assert root.find({first, other}, all_heard=True) == (None if together else other)
+
+
+def test_ranks_that_end_within_a_second_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(root_failure.time, "monotonic", lambda: clock[0])
+    root, late, early = RootFailure(), failure(0, 5.1), failure(1, 5.0)
+    assert root.find({late}, all_heard=True) is None
+    clock[0] = 100.75
+    assert root.find({late, early}, all_heard=True) is None
+    clock[0] = 101.0
+    assert root.find({late, early}, all_heard=True) == early
+    next_one = failure(0, 9.0, started_at=8.0)
+    assert root.find({late, early, next_one}, all_heard=True) is None, "it settles, too"
+
+
+def test_abort_that_nobody_directed_is_a_failure(root: RootFailure) -> None:
+    own = failure(1, 9.0, signal="SIGABRT")
+    assert root.find({own}, all_heard=True) == own
+
+
+def test_rank_that_started_as_the_interruption_ended_is_a_victim(root: RootFailure) -> None:
+    root.explained_until = 4.0
+    assert root.find({failure(0, 5.0, started_at=4.0)}, all_heard=True) is None
+
+
+def test_victim_of_one_abort_is_no_failure_after_the_next(root: RootFailure) -> None:
+    root.aborted_at = 7.0
+    aborted = failure(1, 9.0, started_at=6.0, signal="SIGABRT")
+    other = failure(0, 9.0, started_at=6.0, signal="SIGABRT")
+    assert root.find({aborted}, all_heard=True) is None
+    assert root.find({aborted, other}, all_heard=True) is None
+    root.aborted_at = 20.0
+    assert root.find({aborted, other}, all_heard=True) is None
