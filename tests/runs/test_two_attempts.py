@@ -14,7 +14,7 @@ from support.cluster import ROOT, SMALL_BATCH, Run, commands, need, ranks_of, si
 from hpc.core.kernel import children, is_alive, start_time
 from training.checkpoint.storage import STATE_VALUES, list_checkpoints
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FLAGS = ("--cluster=local", "--data=data", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", *SMALL_BATCH)
 LONG = ("--epochs=100000", "--log-every=1", "--checkpoint-every=5", "--val-split=0.2")
 # Has its own /dev/shm, as another node would. submitit's controller starts the agents.
