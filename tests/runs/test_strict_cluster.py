@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from support.cluster import THREE_EPOCHS, Site, assert_continued, dead, preempt
+from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, assert_loses_a_node, preempt
 
 PROFILE = "strict"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -19,29 +19,29 @@ def user(ordinary_user: Site, site: Site) -> Iterator[Site]:
     site.slurm("sacctmgr", "--immediate", "delete", "user", str(ordinary_user.user))
 
 
-def test_preempted_run_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
-    run = user.submit(*THREE_EPOCHS)
-    run.wait_for_steps(20)
+def test_run_that_is_preempted_and_loses_its_head_node_continues_in_the_place_of_its_job(
+    user: Site, site: Site
+) -> None:
+    run = user.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
+    run.wait_for_more_steps()
     second = user.type("sbatch", "--output=/dev/null", "--wrap=sleep 1")
     assert "violates accounting/QOS policy" in second.stderr
     for refused in (("requeue", run.job_id), ("update", f"JobId={run.job_id}", "ExcNodeList=gpu04")):
         assert user.type("scontrol", *refused).returncode != 0
     preempt(run, site)
-    assert_continued(run, "preempted")
+    preempted, again, _ = assert_loses_a_node(site, run, 2, place=0)
+    assert preempted["cause"] == "preempted"
+    assert preempted["job_id"] != again["job_id"]
 
 
 def test_run_of_one_node_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
-    run = user.submit(*THREE_EPOCHS, "--nodes=1")
-    run.wait_for_steps(20)
+    run = user.submit("--data=data", "--nodes=1", *VERY_FEW_EPOCHS, **SLOW_STEPS)
+    run.wait_for_more_steps()
     preempt(run, site)
-    assert_continued(run, "preempted")
-
-
-def test_run_that_lost_its_head_node_continues_in_the_place_of_its_job(user: Site, site: Site) -> None:
-    run = user.submit(*THREE_EPOCHS)
-    run.wait_for_steps(20)
-    with dead(site, run.nodes()[0]):
-        assert_continued(run, "node_failure")
+    first, second = run.wait_for_state("completed")["attempts"]
+    assert (first["cause"], second["cause"]) == ("preempted", "completed")
+    assert first["job_id"] != second["job_id"]
+    run.assert_no_gap()
 
 
 def test_doctor_names_the_limit(user: Site) -> None:
