@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
+from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Run, Site, assert_loses_a_node
 
 PROFILE = "addresses"
 PORTS = range(20_000, 21_000)
@@ -11,28 +11,31 @@ NETWORK = ("--port-range=20000-20999",)
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
-def test_preempted_run_completes(site: Site) -> None:
-    run = site.submit(*THREE_EPOCHS, *NETWORK)
-    run.wait_for_steps(20)
-    preempt(run)
-    run.wait_for_release()
-    assert_preempted(run)
-    used = {event["port"] for event in run.events("claimed") + run.events("rendezvous")}
-    assert used <= set(PORTS)
-    staged = [event for event in run.events("staged") if event["attempt"] == 1]
+def test_run_completes_on_the_network_that_works(site: Site) -> None:
+    run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, *NETWORK)
+    run.wait_for_state("completed")
+    staged = run.events("staged")
     assert len(staged) == 2
     assert all(event["bytes_from_peers"] for event in staged), "each had half of the data from the other"
+    assert_ports(run)
+
+
+def assert_ports(run: Run) -> None:
+    used = {event["port"] for event in run.events("claimed") + run.events("rendezvous")}
+    assert used <= set(PORTS)
 
 
 def test_run_that_lost_its_head_node_completes_in_a_new_job(site: Site) -> None:
     """On a network that has IPv6 alone."""
-    run = assert_survives_a_node(site, *NETWORK, "--interface=eth2", place=0)
+    run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, *NETWORK, "--interface=eth2", **SLOW_STEPS)
+    assert_loses_a_node(site, run, 1, place=0)
     claimed = run.events("claimed")
     assert [event["addresses"] for event in claimed] == [[f"fd77::{int(event['nodes'][0][3:])}"] for event in claimed]
+    assert_ports(run)
 
 
 def test_missing_interface_is_named(site: Site) -> None:
-    run = site.submit(*THREE_EPOCHS, *NETWORK, "--interface=ib7")
+    run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, *NETWORK, "--interface=ib7")
     status = run.wait_for_state("failed")
     assert not status["attempts"]
     assert "gpu01 has no network interface ib7 with an address" in status["reason"]
