@@ -3,26 +3,21 @@
 import json
 
 import pytest
-from support.cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
+from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, assert_loses_a_node, preempt
 
 PROFILE = "bare"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
-def test_preempted_run_completes(site: Site) -> None:
-    run = site.submit(*THREE_EPOCHS)
+def test_run_that_is_preempted_and_loses_a_node_completes(site: Site) -> None:
+    run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
     assert run.queue("%l") == "5:00", "the most that the partition allows, not its default"
-    run.wait_for_steps(20)
+    run.wait_for_more_steps()
     preempt(run)
     # Slurm requeues the job: with JobRequeue=0 because the script asks for it.
     run.wait_for_release()
-    assert_preempted(run)
-    assert run.attempts_logged() == [1, 2]
-
-
-def test_run_that_lost_a_node_completes_in_a_new_job(site: Site) -> None:
-    """Long before Slurm notices, after five minutes."""
-    assert_survives_a_node(site)
+    # The new job starts long before Slurm notices that the node is dead, after five minutes.
+    assert assert_loses_a_node(site, run, 2)[0]["cause"] == "preempted"
 
 
 def test_doctor_names_what_is_missing(site: Site) -> None:

@@ -3,22 +3,18 @@
 import json
 
 import pytest
-from support.cluster import THREE_EPOCHS, Site, assert_preempted, assert_survives_a_node, preempt
+from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, assert_loses_a_node, preempt
 
 PROFILE = "cancel"
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 
-def test_preempted_run_completes(site: Site) -> None:
-    run = site.submit(*THREE_EPOCHS)
-    run.wait_for_steps(20)
+def test_run_that_is_preempted_and_loses_a_node_completes(site: Site) -> None:
+    run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
+    run.wait_for_more_steps()
     preempt(run)
     run.wait_for_release()
-    assert_preempted(run)
-
-
-def test_run_that_lost_a_node_completes_in_a_new_job(site: Site) -> None:
-    assert_survives_a_node(site)
+    assert assert_loses_a_node(site, run, 2)[0]["cause"] == "preempted"
 
 
 def test_doctor_says_that_preempted_jobs_end(site: Site) -> None:
