@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from jobs.control import root_failure
 from jobs.control.messages import RankFailure
 from jobs.control.root_failure import RootFailure
 
