@@ -52,6 +52,7 @@ $(RIVALS): pyproject.toml
 # The tests, in tiers (CONTRIBUTING.md). Each worker has a machine of its own, hence a Slurm. Whole files go to a worker: their tests
 # share data and runs. TESTS replaces the choice of a tier: make test TESTS=tests/runs/test_job.py
 WORKERS := 4
+MACHINES = --tx '$(WORKERS)*popen//python=tests/own-machine' --dist loadfile --no-loadscope-reorder
 test: TIER := -m "not slow"
 test-slow: TIER := -m slow
 test-all: TIER :=
@@ -64,7 +65,7 @@ else
 	$(if $(filter /tmp/%,$(CURDIR)/),$(error move this checkout out of /tmp: the nodes of the testbed have a /tmp of their own))
 	@$(call INSTALL,$(TEST_PACKAGES))
 	@if apt-cache show apptainer >/dev/null 2>&1; then $(call INSTALL,apptainer); fi  # Debian 12 and 13 do not have it
-	$(BIN)/python -m pytest --tx '$(WORKERS)*popen//python=tests/own-machine' --dist loadfile --no-loadscope-reorder $(or $(TESTS),$(TIER))
+	$(BIN)/python -m pytest $(MACHINES) $(or $(TESTS),$(TIER))
 endif
 
 # The same tests under conditions that must not matter, for hours: make test-hard PARTS="processors order"
@@ -95,6 +96,21 @@ matrix:
 	@$(call INSTALL,debootstrap rsync)
 	@set -e; for release in $(foreach version,$(SLURM),$(RELEASE_$(version))); do \
 		TORCHRELAY_REQUIRE_SLURM=1 tests/on-debian $$release $(CACHE) make test TESTS="-m slurm $(TESTS)"; done
+
+# Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/core, or a file.
+ROOM :=
+
+mutants: $(READY)
+	$(BIN)/python tests/mutants.py $(ROOM)
+
+# Lines of the product that no test runs, in any process that it starts; it takes longer than make test.
+COVERAGE := build/coverage
+
+coverage: $(READY)
+	rm -rf $(COVERAGE) && install -d -m 1777 $(COVERAGE)  # tests run as other users, too
+	-$(BIN)/coverage run -m pytest $(if $(ROOT),$(MACHINES)) $(TESTS)
+	$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report --sort=cover | awk '/^TOTAL/ || $$NF + 0 < 80'
 
 check: $(READY)
 	$(BIN)/ruff check
@@ -127,19 +143,3 @@ lock: $(READY)
 
 clean:
 	rm -rf .venv rivals build *.egg-info .mypy_cache .pytest_cache .ruff_cache
-
-# Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/core, or a file.
-ROOM :=
-
-mutants: $(READY)
-	$(BIN)/python tests/mutants.py $(ROOM)
-
-# Lines of the product that no test runs, in any process that it starts; it takes longer than make test.
-COVERAGE := build/coverage
-SLICE := $(if $(ROOT),$(WORKERS))
-
-coverage: $(READY)
-	rm -rf $(COVERAGE) && install -d -m 1777 $(COVERAGE)  # tests run as other users, too
-	-$(BIN)/coverage run -m pytest $(SLICE) $(TESTS)
-	$(BIN)/coverage combine --quiet
-	@$(BIN)/coverage report --sort=cover | awk '/^TOTAL/ || $$NF + 0 < 80'
