@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "testbed" in getattr(item, "fixturenames", ()):
             item.add_marker("slurm")
-        if "slurm" in item.keywords and not item.path.is_relative_to(ROOT / "tests/acceptance"):
+        if item.get_closest_marker("slurm") and not item.path.is_relative_to(ROOT / "tests/acceptance"):
             item.add_marker("slow")
     # What takes long, begun last, would keep a worker busy when the others have nothing left.
     long = [ROOT / "tests" / name for name in ("acceptance", "runs", "training/verify_resume")]

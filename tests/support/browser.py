@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, sync_playwright
 
+from support.waiting import wait_for
+
 # Bokeh draws in its own time.
 DRAWN = "!document.getElementById('plots') || globalThis.Bokeh?.documents[0]?.is_idle"
+
+
+def wait_until(page: Page, expression: str) -> None:
+    """Wait until JavaScript is true. Playwright's own way calls eval in the page, which its security policy forbids."""
+    wait_for(lambda: page.evaluate(expression))
 
 
 @contextmanager
@@ -30,7 +37,7 @@ def opened(path: Path) -> Iterator[Page]:
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         page.goto(path.as_uri())
-        page.wait_for_function(DRAWN)
+        wait_until(page, DRAWN)
         assert not errors
         assert [url for url in requests if not url.startswith("data:")] == [path.as_uri()]
         yield page

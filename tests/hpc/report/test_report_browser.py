@@ -13,6 +13,7 @@ import pytest
 from optuna.trial import TrialState
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
+from support.browser import DRAWN, wait_until
 from support.reported_runs import HOSTILE, complete, completed_run, pending_run, report, running_run, spec_of
 
 from hpc.core.files import append_json_line
@@ -56,8 +57,6 @@ CONTRASTS = """() => {
   }
   return found;
 }"""
-# Bokeh draws in its own time.
-DRAWN = "!document.getElementById('plots') || globalThis.Bokeh?.documents[0]?.is_idle"
 # What reaches beyond the right side of the window, and does not scroll in a box of its own.
 CUT_OFF = """() => [...document.body.querySelectorAll('*')]
   .filter(element => element.checkVisibility() && !element.closest('.scroll, script'))
@@ -136,7 +135,7 @@ def ground_and_contrast(page: Any) -> tuple[float, float]:
 
 def open_page(page: Any, path: Path) -> None:
     page.goto(path.as_uri())
-    page.wait_for_function(DRAWN)
+    wait_until(page, DRAWN)
 
 
 def look(page: Any, path: Path) -> int:
@@ -377,18 +376,18 @@ def test_a_zoomed_page_stays_and_another_reloads_itself(page: Page, tmp_path: Pa
     page.mouse.down()
     page.mouse.move(*page.evaluate(PLACE, 2.0), steps=5)
     page.mouse.up()
-    page.wait_for_function(f"Bokeh.documents[0].roots()[1].x_range.end < {whole[1]}")
+    wait_until(page, f"Bokeh.documents[0].roots()[1].x_range.end < {whole[1]}")
     assert page.evaluate(SHOWN)["range"] == pytest.approx([1.0, 2.0], abs=0.05)
     complete(run)
     report(run.path)
     page.clock.fast_forward(31_000)
     assert page.locator(".pill").inner_text() == "running", "the reader is looking at something"
     page.evaluate("Bokeh.documents[0].roots()[0].reset.emit()")
-    page.wait_for_function(f"Bokeh.documents[0].roots()[1].x_range.end === {whole[1]}")
+    wait_until(page, f"Bokeh.documents[0].roots()[1].x_range.end === {whole[1]}")
     with page.expect_navigation():
         page.clock.fast_forward(31_000)
     assert page.locator(".pill").inner_text() == "completed"
-    page.wait_for_function(DRAWN)
+    wait_until(page, DRAWN)
     assert page.evaluate(SHOWN)["label"] == "epoch", "what was chosen stays"
 
 

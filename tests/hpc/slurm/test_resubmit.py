@@ -190,7 +190,7 @@ HOUR = 3600.0
 
 
 def event(name: str, node: str | None, hours_ago: float, **fields: Any) -> dict[str, Any]:
-    return {"time": time.time() - hours_ago * HOUR, "event": name, "node": node, **fields}
+    return {"hours_ago": hours_ago, "event": name, "node": node, **fields}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,9 @@ def test_next_job_excludes_as_many_of_the_failed_nodes_as_it_can(
     slurm_command: Command, events: list[dict[str, Any]], failed: list[str], expected: list[str]
 ) -> None:
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|gpu*|idle\"; done; echo 'gpu05|gpu*|down'")
-    assert resubmit.nodes_to_exclude(spec_of(nodes="2"), events, failed) == expected
+    now = time.time()
+    ledger = [{**one, "time": now - one["hours_ago"] * HOUR} for one in events]
+    assert resubmit.nodes_to_exclude(spec_of(nodes="2"), ledger, failed) == expected
 
 
 def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(slurm_command: Command) -> None:
