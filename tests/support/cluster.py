@@ -44,7 +44,6 @@ SMALL_BATCH, TINY_BATCH = ("--batch-size=64",), ("--batch-size=16",)
 ENDLESS = (*TWO_NODES, *TINY_BATCH, "--epochs=100000", "--log-every=1", "--checkpoint-every=5")
 # The site's data, on two nodes: 118 steps an epoch.
 THREE_EPOCHS = ("--data=data", *TWO_NODES, *TINY_BATCH, "--epochs=3", "--log-every=1", "--checkpoint-every=5")
-THREE_EPOCHS_STEPS = set(range(1, 3 * 118 + 1))
 # Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
 TEN_EPOCHS = (
     *SMALL_BATCH,
@@ -486,37 +485,6 @@ def preempt(run: Run, other: Site | None = None) -> None:
     """Have Slurm preempt a run of up to four nodes, for a second; by a job of somebody else, if the user may not."""
     everything = ("--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null")
     (other or run.site).slurm("sbatch", *everything, "--wrap=sleep 1")
-
-
-def assert_preempted(run: Run) -> None:
-    """A training of THREE_EPOCHS was preempted once, and completed."""
-    status = run.wait_for_state("completed")
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
-    assert set(run.steps()) == THREE_EPOCHS_STEPS
-
-
-def assert_continued(run: Run, cause: str) -> None:
-    """A training of THREE_EPOCHS was completed by a second job."""
-    status = run.wait_for_state("completed")
-    first, second = status["attempts"]
-    assert (first["cause"], second["cause"]) == (cause, "completed")
-    assert first["job_id"] != second["job_id"]
-    assert set(run.steps()) == THREE_EPOCHS_STEPS
-
-
-def assert_survives_a_node(site: Site, *flags: str, place: int = 1) -> Run:
-    """A training of THREE_EPOCHS loses a node, and a second job completes it.
-
-    Args:
-        site: where.
-        flags: more of them.
-        place: of the node in its job; 0 is the head node.
-    """
-    run = site.submit(*THREE_EPOCHS, *flags)
-    run.wait_for_steps(20)
-    with dead(site, run.nodes()[place]):
-        assert_continued(run, "node_failure")
-    return run
 
 
 def assert_loses_a_node(site: Site, run: Run, attempt: int, place: int = 1) -> list[dict[str, Any]]:
