@@ -97,11 +97,12 @@ matrix:
 	@set -e; for release in $(foreach version,$(SLURM),$(RELEASE_$(version))); do \
 		TORCHRELAY_REQUIRE_SLURM=1 tests/on-debian $$release $(CACHE) make test TESTS="-m slurm $(TESTS)"; done
 
-# Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/core, or a file.
+# Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/core, or a file; EVERY=10: each tenth mutant.
 ROOM :=
+EVERY := 1
 
 mutants: $(READY)
-	$(BIN)/python tests/mutants.py $(ROOM)
+	$(BIN)/python tests/mutants.py "$(ROOM)" $(EVERY)
 
 # Lines of the product that no test runs, in any process that it starts; it takes longer than make test.
 COVERAGE := build/coverage
