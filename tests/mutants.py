@@ -106,7 +106,11 @@ def run_tests(path: str, tests: list[str], seconds: float) -> int:
             importlib.import_module(path.removesuffix(".py").replace("/", "."))
         except BaseException:  # noqa: BLE001  # whatever a mutant may raise
             os._exit(NO_MUTANT)
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
+        status = 1
+        try:
+            status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+        finally:  # whatever it raises, this fork must not go on: it would remove the copy
+            os._exit(status)
     end = time.monotonic() + seconds
     while not (ended := os.waitpid(child, os.WNOHANG))[0]:
         if time.monotonic() > end:
