@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.slurm import resubmit
 from hpc.spec import Resources, RunSpec
+from training.config.train_config import TrainConfig
 
 CLAIM = """
 import sys
@@ -147,6 +149,22 @@ def test_job_that_was_queued_already_is_the_next_one(run: RunDir, slurm_command:
     slurm_command("sbatch", "echo 9")
     assert resubmit.submit_next_job(run, spec_of(), [], ["6", "7"]) == "8"
     assert resubmit.submit_next_job(run, spec_of(), [], ["6", "7", "8"]) == "9"
+
+
+def test_next_job_waits_for_the_runs_that_the_run_waits_for(
+    run: RunDir, tmp_path: Path, slurm_command: Command
+) -> None:
+    first = RunDir(tmp_path / "first")
+    first.path.mkdir()
+    for one in (run, first):
+        one.script.write_text("#!/bin/sh\n")
+        spec_of().save(one)
+    slurm_command("squeue", f"echo '7|RUNNING|None||n/a|0|N/A|N/A|{first.script}|'")
+    refused = "*--exclude*) echo 'is not available' >&2; exit 1"
+    slurm_command("sbatch", f'case "$*" in {refused};; *--dependency=afterany:7*) echo 9;; esac')
+    spec = replace(spec_of(), after=(str(first.path),))
+    assert resubmit.submit_next_job(run, spec, [], []) == "9"
+    assert resubmit.submit_next_job(run, spec, ["gpu02"], []) == "9", "without the exclusion it waits, too"
 
 
 def test_job_gets_the_environment_of_the_submission_and_the_exclusions(run: RunDir, slurm_command: Command) -> None:
@@ -277,6 +295,14 @@ def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, 
     [ended] = ledger.read(run.events)
     assert (ended["step"], ended.get("node")) == (8, None)
     assert abs(ended["last_heard"] - heard) < 30
+
+
+def test_training_that_logged_nothing_ended_at_its_start(run: RunDir, slurm_command: Command) -> None:
+    slurm_command("sinfo", "echo 'gpu01|idle'")
+    replace(spec_of(), script=(), train=TrainConfig(synthetic=True)).save(run)
+    assert resubmit.record_missing_end(run, attempt(), "gone")
+    [ended] = ledger.read(run.events)
+    assert ended["step"] == 0
 
 
 def test_claim_names_a_process_and_is_valid_as_long_as_that_lives() -> None:

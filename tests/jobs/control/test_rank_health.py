@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from hpc.core.errors import UserError
 from jobs.control import rank_health
 from jobs.control.messages import RankHeartbeat
 from jobs.control.rank_health import StragglerDetector, find_hang, timeout_seconds
@@ -22,7 +23,10 @@ def of(*heartbeats: RankHeartbeat) -> dict[int, RankHeartbeat]:
 def test_timeout_follows_the_step_time() -> None:
     assert timeout_seconds(heartbeat(0), "auto") == 60.0
     assert timeout_seconds(replace(heartbeat(0), step_seconds=10.0), "auto") == 200.0
-    assert timeout_seconds(heartbeat(0), "30s") == 30.0
+    for phase in ("load", "step", "evaluate"):
+        assert timeout_seconds(heartbeat(0, phase=phase), "30s") == 30.0
+    with pytest.raises(UserError, match="--hang-timeout"):
+        timeout_seconds(heartbeat(0), "soon")
 
 
 def test_start_first_step_and_saving_have_a_long_timeout() -> None:
@@ -79,9 +83,17 @@ OTHERS = "and the others wait for it"
             (heartbeat(0, still=31, step=11, phase="load"), heartbeat(1, still=31)),
             *(1, f"rank 1 has been in step after step 10 for 31 s, {OTHERS}"),
         ),
+        (
+            (*(heartbeat(rank, still=31) for rank in (0, 2)), heartbeat(1, still=31, phase="load")),
+            *(1, f"rank 1 has been in load after step 10 for 31 s, {OTHERS}"),
+        ),
         ((heartbeat(0, still=31), heartbeat(1, still=35)), None, "no rank has moved for 35 s: 2 in step after step 10"),
+        (
+            tuple(heartbeat(rank, still=31, state="D") for rank in (0, 1)),
+            *(None, "no rank has moved for 31 s: 2 in step after step 10"),
+        ),
     ],
-    ids=["stopped alone", "stopped process", "cannot be killed", "a step behind", "all of them"],
+    ids=["stopped alone", "stopped process", "cannot be killed", "a step behind", "one of three", "all", "none dies"],
 )
 def test_rank_for_which_the_others_wait_is_named(
     heartbeats: tuple[RankHeartbeat, ...], rank: int | None, detail: str
@@ -89,7 +101,8 @@ def test_rank_for_which_the_others_wait_is_named(
     found = find_hang(of(*heartbeats), "30s")
     assert found is not None
     assert (found.rank, found.detail) == (rank, detail)
-    assert found.unkillable == ((1,) if heartbeats[1].state == "D" else ())
+    assert found.unkillable == tuple(each.rank for each in heartbeats if each.state == "D")
+    assert found.seconds == max(each.still_seconds for each in heartbeats)
 
 
 @pytest.mark.parametrize(("still", "hangs"), [(60.0, False), (60.25, True)])
