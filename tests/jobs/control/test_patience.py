@@ -4,12 +4,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from support.cluster import Command
 from support.waiting import wait_for
 
 from hpc.spec import Resources
+from jobs.control import patience as patience_module
 from jobs.control.patience import IDLE_SECONDS, LINK_SECONDS, Patience
 from jobs.node_attempt import NodeAttempt
 
@@ -51,5 +54,48 @@ def test_idle_nodes_shorten_the_wait(seconds: Callable[[str], float]) -> None:
     assert seconds(NODES.format(silent="mixed*", others=IDLE)) == IDLE_SECONDS
 
 
-def test_controller_that_is_away_changes_nothing(seconds: Callable[[str], float]) -> None:
+def test_nodes_that_the_job_cannot_use_shorten_nothing(node: NodeAttempt, slurm_command: Command) -> None:
+    """The silent node itself, those that the user excludes, and those of another partition."""
+    listed = "\n".join(f"gpu0{number}|{name}|idle" for number, name in enumerate(["big"] * 4 + ["gpu*"] * 2, 1))
+    slurm_command("sinfo", f"case $* in *%P*) echo '{listed}';; *) echo 'gpu02|idle*';; esac")
+    slurm_command("scontrol", 'case "$*" in "show hostnames gpu0[3-4]") echo gpu03; echo gpu04;; esac')
+    settings: list[tuple[str, dict[str, Any]]] = [("1:3", {}), ("2", {"exclude": "gpu0[3-4]"}), ("4", {})]
+    patiences = [
+        Patience(replace(node, spec=replace(node.spec, resources=Resources(nodes=nodes, partition="big", **excluded))))
+        for nodes, excluded in settings
+    ]
+    for patience in patiences:
+        patience.seconds(["gpu02"])
+    wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
+    assert [each.seconds(["gpu02"]) for each in patiences] == [IDLE_SECONDS, LINK_SECONDS, LINK_SECONDS]
+
+
+def test_slurm_is_asked_every_five_seconds(
+    node: NodeAttempt, slurm_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(patience_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    slurm_command("sinfo", f"echo >> {tmp_path}/asked; {NODES.format(silent='down*', others=BUSY)}")
+    patience = Patience(node)
+    for _ in range(3):
+        patience.seconds(["gpu02"])
+        wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
+    first = (tmp_path / "asked").read_text()
+    clock[0] += 5.0
+    patience.seconds(["gpu02"])
+    clock[0] += 0.25
+    patience.seconds(["gpu02"])
+    wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
+    assert (tmp_path / "asked").read_text() == 2 * first
+
+
+def test_pretended_nodes_are_not_waited_for(node: NodeAttempt) -> None:
+    local = replace(node, allocation=replace(node.allocation, cluster="local"))
+    assert Patience(local).seconds(["localhost"]) == 0.0
+
+
+def test_controller_that_is_away_changes_nothing(
+    seconds: Callable[[str], float], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert seconds("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1") == LINK_SECONDS
+    assert "Slurm does not report the state of gpu02: Unable to contact" in capsys.readouterr().out
