@@ -13,7 +13,7 @@ from support.waiting import wait_for
 
 from hpc.spec import Resources
 from jobs.control import patience as patience_module
-from jobs.control.patience import IDLE_SECONDS, LINK_SECONDS, Patience
+from jobs.control.patience import Patience
 from jobs.node_attempt import NodeAttempt
 
 NODES = """
@@ -34,7 +34,7 @@ def seconds(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> Callab
         asked = tmp_path / "asked"
         slurm_command("sinfo", f"until [ -e {asked} ]; do sleep 0.02; done\n{script}")
         patience = Patience(replace(node, spec=replace(node.spec, resources=Resources(nodes="2"))))
-        assert patience.seconds(["gpu02"]) == LINK_SECONDS, "nobody waits for Slurm"
+        assert patience.seconds(["gpu02"]) == 45.0, "nobody waits for Slurm"
         asked.touch()
         wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
         return patience.seconds(["gpu02"])
@@ -47,11 +47,11 @@ def test_node_that_slurm_has_marked_down_is_dead(seconds: Callable[[str], float]
 
 
 def test_silent_node_may_have_lost_its_link(seconds: Callable[[str], float]) -> None:
-    assert seconds(NODES.format(silent="mixed*", others=BUSY)) == LINK_SECONDS
+    assert seconds(NODES.format(silent="mixed*", others=BUSY)) == 45.0
 
 
 def test_idle_nodes_shorten_the_wait(seconds: Callable[[str], float]) -> None:
-    assert seconds(NODES.format(silent="mixed*", others=IDLE)) == IDLE_SECONDS
+    assert seconds(NODES.format(silent="mixed*", others=IDLE)) == 15.0
 
 
 def test_nodes_that_the_job_cannot_use_shorten_nothing(node: NodeAttempt, slurm_command: Command) -> None:
@@ -59,7 +59,7 @@ def test_nodes_that_the_job_cannot_use_shorten_nothing(node: NodeAttempt, slurm_
     listed = "\n".join(f"gpu0{number}|{name}|idle" for number, name in enumerate(["big"] * 4 + ["gpu*"] * 2, 1))
     slurm_command("sinfo", f"case $* in *%P*) echo '{listed}';; *) echo 'gpu02|idle*';; esac")
     slurm_command("scontrol", 'case "$*" in "show hostnames gpu0[3-4]") echo gpu03; echo gpu04;; esac')
-    settings: list[tuple[str, dict[str, Any]]] = [("1:3", {}), ("2", {"exclude": "gpu0[3-4]"}), ("4", {})]
+    settings: list[tuple[str, dict[str, Any]]] = [("1:4", {}), ("2", {"exclude": "gpu0[3-4]"}), ("4", {})]
     patiences = [
         Patience(replace(node, spec=replace(node.spec, resources=Resources(nodes=nodes, partition="big", **excluded))))
         for nodes, excluded in settings
@@ -67,7 +67,7 @@ def test_nodes_that_the_job_cannot_use_shorten_nothing(node: NodeAttempt, slurm_
     for patience in patiences:
         patience.seconds(["gpu02"])
     wait_for(lambda: not any(thread.name == "patience" for thread in threading.enumerate()))
-    assert [each.seconds(["gpu02"]) for each in patiences] == [IDLE_SECONDS, LINK_SECONDS, LINK_SECONDS]
+    assert [each.seconds(["gpu02"]) for each in patiences] == [15.0, 45.0, 45.0]
 
 
 def test_slurm_is_asked_every_five_seconds(
@@ -97,5 +97,5 @@ def test_pretended_nodes_are_not_waited_for(node: NodeAttempt) -> None:
 def test_controller_that_is_away_changes_nothing(
     seconds: Callable[[str], float], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert seconds("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1") == LINK_SECONDS
+    assert seconds("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1") == 45.0
     assert "Slurm does not report the state of gpu02: Unable to contact" in capsys.readouterr().out
