@@ -1,12 +1,22 @@
-"""The nodes of an attempt as its coordinator hears of them, without a network, and a clock that a test advances."""
+"""An attempt that a coordinator decides about, with nodes and a clock that a test sets: no network, no waiting."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from hpc.core.ledger import Event
+from hpc.spec import Recovery, Resources
 from jobs.control import channel, coordinator, patience, rank_health, root_failure
-from jobs.control.messages import Directive, NodeStatus, Phase
+from jobs.control.coordinator import Coordinator
+from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
+from jobs.node_attempt import NodeAttempt
+from jobs.stop_request import StopRequest
+from support.events import claimed, write_events
+from training.config.train_config import TrainConfig
+
+HOSTS = ("gpu01", "gpu02", "gpu03")
 
 
 class Clock:
@@ -68,3 +78,74 @@ class ReportedNodes:
     def address(self, node_rank: int) -> str:
         """As ControlServer.address."""
         return f"10.0.0.{node_rank + 1}"
+
+
+class CoordinatedAttempt:
+    """An attempt whose nodes have trained for a while."""
+
+    def __init__(
+        self, node: NodeAttempt, clock: Clock, *events: Event, hosts: Sequence[str] = HOSTS, **spec: Any
+    ) -> None:
+        usual = {
+            "train": TrainConfig(data="x"),
+            "resources": Resources(nodes="2:3"),
+            "recovery": Recovery(hang_timeout="60s"),
+        }
+        self.clock, self.nodes, self.stop = clock, ReportedNodes(len(hosts)), StopRequest()
+        write_events(node.run, claimed(clock.now - 900, nodes=hosts), *events, file="attempt-001-node-00.jsonl")
+        self.node = replace(
+            node,
+            spec=replace(node.spec, **{**usual, **spec}),
+            # Not on Slurm, which could say how long a silent node is waited for.
+            allocation=replace(node.allocation, hostnames=tuple(hosts), cluster="local"),
+        )
+        self.coordinator = Coordinator(self.node, cast("Any", self.nodes), self.stop)
+
+    def poll(self, seconds: float = 0.0) -> None:
+        """Look at the statuses after some seconds."""
+        self.clock.advance(seconds)
+        self.coordinator.poll()
+
+    def beat(self, node_rank: int, **fields: Any) -> RankHeartbeat:
+        """Have the rank of a node, of the same number, report."""
+        usual = {
+            "step": 9,
+            "phase": "step",
+            "state": "S",
+            "still_seconds": 0.1,
+            "step_seconds": 0.1,
+            "busy_seconds": 0.1,
+        }
+        heartbeat = RankHeartbeat(rank=node_rank, **{**usual, **fields})
+        self.nodes.report(node_rank, heartbeats=(heartbeat,))
+        return heartbeat
+
+    def fail(self, node_rank: int, **fields: Any) -> None:
+        """Have the rank of a node fail now, and this be known a second later."""
+        now = self.clock.now
+        usual = {
+            "node": HOSTS[node_rank], "round": 1, "rank": node_rank, "started_at": now - 30, "failed_at": now,
+            "exit_code": 1, "signal": None, "cause": "crashed", "step": 7, "detail": "ValueError: 12 is too much",
+        }  # fmt: skip
+        self.nodes.report(node_rank, failures=(RankFailure(**{**usual, **fields}),))
+        self.poll()
+        self.poll(1.0)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """The events of a kind, without what every event has."""
+        return [
+            {name: value for name, value in event.items() if name not in {"time", "event", "attempt"}}
+            for event in self.node.events(kind)
+        ]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Return the node ranks that train."""
+        return self.nodes.directive.members
+
+    def is_over(self) -> bool:
+        """Whether the coordinator has ended the attempt."""
+        return self.nodes.directive.over
+
+
+AttemptMaker = Callable[..., CoordinatedAttempt]

@@ -1,141 +1,403 @@
-"""The head node's agent, with what the others report to it."""
+"""What the coordinator makes of failures: which it records, which end the attempt, and whom it leaves out."""
 
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
-from support.events import claimed, train_started, write_events
+from support.events import attempt_ended, cancelled, claimed, interruption, train_started, write_events
+from support.reported_nodes import AttemptMaker
 from support.waiting import wait_for
 
 from hpc.core.kernel import steady_time
-from hpc.core.transport import Limits, connect
-from hpc.spec import Recovery
-from jobs.control.channel import ControlClient, ControlServer
+from hpc.spec import Recovery, Resources
+from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
+from jobs.control.messages import Directive, Phase, RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
-from jobs.stop_request import StopRequest
+from jobs.stop_request import STOP_SIGNALS, StopRequest
 from training.config.train_config import TrainConfig
 
-LIMITS = Limits(timeout_seconds=10, max_message_bytes=2**20)
+# --- lost nodes ---
 
 
-@pytest.fixture
-def server() -> Iterator[ControlServer]:
-    made = ControlServer("secret", 7)
-    made.directive = Directive(round=1, members=(0,), port=1)
-    yield made
-    made.close()
+def test_lost_member_is_an_interruption_and_the_others_go_on(attempt: AttemptMaker) -> None:
+    lost = attempt()
+    lost.beat(0, step=12)
+    lost.poll()
+    lost.nodes.silent[1] = 6.0
+    lost.poll()
+    since = lost.clock.now - 6.0
+    detail = "lost contact with gpu02"
+    assert lost.events("node_lost") == [{"node": "gpu02", "last_heard": since, "detail": detail}]
+    [one] = lost.events("interruption")
+    assert (one["cause"], one["node"], one["rank"], one["signature"]) == ("node_failure", "gpu02", None, None)
+    assert (one["step"], one["failed_at"], one["noticed_at"], one["detail"]) == (12, since, lost.clock.now, detail)
+    assert (one["round"], one["pause_seconds"]) == (1, 0.0)
+    assert lost.coordinator.lost == {1: since}
+    assert lost.members == (0, 2)
+    assert lost.events("rendezvous") == [{"round": 2, "port": 100, "members": [0, 2]}]
+    directive = lost.nodes.directive
+    assert (directive.round, directive.host, directive.port) == (2, "10.0.0.1", 100)
+    assert not directive.paused
+    assert not directive.preflight
+    assert not directive.over
+    lost.poll()
+    assert len(lost.events("node_lost")) == len(lost.events("interruption")) == 1, "it is recorded once"
 
 
-def coordinate(node: NodeAttempt, server: ControlServer, hosts: tuple[str, ...] = ("gpu01",)) -> Coordinator:
-    """The coordinator of an attempt that trains."""
-    write_events(node.run, claimed(nodes=hosts), file="attempt-001-node-00.jsonl")
-    spec = replace(node.spec, train=TrainConfig(data="x"), recovery=Recovery(hang_timeout="1s"))
-    allocation = replace(node.allocation, hostnames=hosts)
-    server.directive = Directive(round=1, members=tuple(range(len(hosts))), port=1)
-    return Coordinator(replace(node, spec=spec, allocation=allocation), server, StopRequest())
+def test_node_that_comes_back_takes_part_again(attempt: AttemptMaker) -> None:
+    back = attempt()
+    back.nodes.silent[1] = 6.0
+    back.poll()
+    back.nodes.silent[1] = 0.0
+    back.nodes.report(1, phase=Phase.READY)
+    for rank in (0, 2):
+        back.nodes.report(rank, round=2)
+    back.poll()
+    assert back.events("node_returned") == [{"node": "gpu02"}]
+    assert back.coordinator.lost == {}
+    assert back.members == (0, 2, 1), "members stay members"
 
 
-def poll_until(coordinator: Coordinator, node: NodeAttempt, kind: str, count: int = 1) -> None:
-    """Poll until the ledger has as many events of a kind."""
+def test_node_that_is_lost_later_fell_silent_a_short_time_ago(attempt: AttemptMaker) -> None:
+    twice = attempt(resources=Resources(nodes="1:3"))
+    twice.nodes.silent[1] = 6.0
+    twice.poll()
+    twice.nodes.silent |= {1: 36.0, 2: 5.5}
+    twice.poll(30.0)
+    assert [event["failed_at"] for event in twice.events("interruption")] == [twice.clock.now - 36, twice.clock.now - 5]
+    assert [event["node"] for event in twice.events("interruption")] == ["gpu02", "gpu03"]
 
-    def is_recorded() -> bool:
-        coordinator.poll()
-        return len(node.events(kind)) == count
 
-    wait_for(is_recorded)
-
-
-def test_loss_of_many_nodes_is_one_line(node: NodeAttempt, server: ControlServer) -> None:
+def test_loss_of_many_nodes_is_one_line(attempt: AttemptMaker) -> None:
     """A switch that fails takes hundreds of nodes."""
-    coordinator = coordinate(node, server, tuple(f"gpu{number:03d}" for number in range(1, 8)))
-    for rank in range(1, 7):
-        status = NodeStatus(node_rank=rank, phase=Phase.RUNNING, round=1)
-        with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
-            connection.send(asdict(status))
-            connection.receive()
-    wait_for(lambda: all(server.is_silent(rank) for rank in range(1, 7)))
-    coordinator.poll()
-    [interruption] = node.events("interruption")
-    assert interruption["detail"] == "lost contact with gpu002 ... gpu007 (6)"
-    assert len(node.events("node_lost")) == 6
+    many = attempt(hosts=[f"gpu{number:03d}" for number in range(1, 8)])
+    many.nodes.silent |= dict.fromkeys(range(1, 7), 6.0)
+    many.poll()
+    assert [event["detail"] for event in many.events("interruption")] == ["lost contact with gpu002 ... gpu007 (6)"]
+    assert len(many.events("node_lost")) == 6
 
 
-def hung(rank: int, state: str = "S") -> RankHeartbeat:
-    return RankHeartbeat(
-        rank=rank, step=9, phase="step", state=state, still_seconds=5.0, step_seconds=0.1, busy_seconds=None
+@pytest.mark.parametrize("phase", [Phase.LEFT, Phase.FAILED, Phase.BAD_NODE])
+def test_node_that_has_left_is_not_lost(attempt: AttemptMaker, phase: Phase) -> None:
+    left = attempt()
+    left.nodes.report(1, phase=phase)
+    left.nodes.silent |= {0: 9.0, 1: 9.0}
+    left.poll()
+    assert not left.events("node_lost"), "nor is the head node, whose agent decides this"
+
+
+def test_loss_of_a_spare_or_in_a_pause_interrupts_nothing(attempt: AttemptMaker) -> None:
+    spare = attempt(resources=Resources(nodes="1:2"))
+    spare.nodes.directive = replace(spare.nodes.directive, members=(0, 1))
+    spare.nodes.report(2, phase=Phase.READY)
+    spare.nodes.silent[2] = 6.0
+    spare.poll()
+    assert [event["node"] for event in spare.events("node_lost")] == ["gpu03"]
+    spare.nodes.directive = replace(spare.nodes.directive, paused=True)
+    spare.nodes.silent[1] = 6.0
+    spare.poll()
+    assert [event["node"] for event in spare.events("node_lost")] == ["gpu03", "gpu02"]
+    assert not spare.events("interruption")
+
+
+def test_silent_node_is_waited_for_if_the_run_needs_it(attempt: AttemptMaker) -> None:
+    needed = attempt(resources=Resources(nodes="3"))
+    on_slurm = replace(needed.node, allocation=replace(needed.node.allocation, cluster="slurm"))
+    needed.coordinator = Coordinator(on_slurm, cast("Any", needed.nodes), needed.stop)
+    needed.nodes.silent[1] = 6.0
+    needed.poll()
+    assert needed.nodes.directive.paused
+    assert not needed.is_over()
+    needed.nodes.silent[1] = 44.0
+    needed.poll(38.0)
+    assert not needed.is_over()
+    needed.nodes.silent[1] = 45.0
+    needed.poll(1.0)
+    assert needed.is_over()
+    assert needed.coordinator.failure is not None
+    assert (
+        needed.coordinator.failure.detail == "lost contact with gpu02; 2 of the 3 nodes are left, and the run needs 3"
     )
 
 
-@pytest.mark.parametrize(("states", "cause", "bad_nodes"), [("SD", "bad_node", {1}), ("DD", "hang", set[int]())])
-def test_node_where_a_rank_cannot_be_killed_is_left_out(
-    node: NodeAttempt, server: ControlServer, states: str, cause: str, bad_nodes: set[int]
+def test_node_whose_agent_has_ended_is_not_waited_for(attempt: AttemptMaker) -> None:
+    needed = attempt(resources=Resources(nodes="3"))
+    on_slurm = replace(needed.node, allocation=replace(needed.node.allocation, cluster="slurm"))
+    needed.coordinator = Coordinator(on_slurm, cast("Any", needed.nodes), needed.stop)
+    needed.nodes.silent[1] = 6.0
+    needed.nodes.ended.add(1)
+    needed.poll()
+    assert needed.is_over()
+
+
+# --- failed ranks ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "detail", "signature"),
+    [
+        ({}, "rank 1 on gpu02: exit code 1: ValueError: 12 is too much", "1: ValueError: # is too much"),
+        ({"exit_code": -11, "signal": "SIGSEGV", "detail": ""}, "rank 1 on gpu02: signal SIGSEGV", "SIGSEGV: "),
+        ({"exit_code": -9, "signal": "SIGKILL", "detail": "x"}, "rank 1 on gpu02: signal SIGKILL: x", None),
+        ({"exit_code": 3, "detail": ""}, "rank 1 on gpu02: exit code 3", "3: "),
+        ({"cause": "out_of_memory", "exit_code": -9, "signal": "SIGKILL", "detail": ""},
+         "rank 1 on gpu02: signal SIGKILL", "SIGKILL: "),
+        ({"signal": "SIGBUS", "step": None, "detail": ""}, "rank 1 on gpu02: signal SIGBUS", None),
+    ],
+)  # fmt: skip
+def test_failed_rank_is_an_interruption(
+    attempt: AttemptMaker, fields: dict[str, Any], detail: str, signature: str | None
 ) -> None:
-    """Unless it is so on several nodes: then it is their storage."""
-    coordinator = coordinate(node, server, ("gpu01", "gpu02"))
-    server.report(phase=Phase.RUNNING, round=1, heartbeats=(hung(0, states[0]),))
-    client = ControlClient(
-        ["127.0.0.1"], server.port, "secret",
-        NodeStatus(node_rank=1, phase=Phase.RUNNING, round=1, heartbeats=(hung(1, states[1]),)),
-    )  # fmt: skip
-    assert client.met.wait(30)
-    coordinator.poll()
-    client.close()
-    [interruption] = node.events("interruption")
-    assert (interruption["cause"], coordinator.bad_nodes, coordinator.stuck) == (cause, bad_nodes, bad_nodes)
-    assert interruption["node"] == ("gpu02" if bad_nodes else None)
+    failed = attempt()
+    failed.beat(0, step=20)
+    failed.fail(1, **fields)
+    [one] = failed.events("interruption")
+    assert (one["cause"], one["rank"], one["node"]) == (fields.get("cause", "crashed"), 1, "gpu02")
+    assert (one["detail"], one["signature"]) == (detail, signature)
+    assert (one["failed_at"], one["noticed_at"]) == (failed.clock.now - 1, failed.clock.now)
+    assert one["step"] == (20 if fields.get("step", 7) is None else 7), "its own step, if that is known"
+    assert not failed.is_over(), "torchrun restarts the ranks"
+    assert failed.members == (0, 1, 2)
 
 
-def test_ranks_that_wait_for_a_dead_node_are_no_hang(node: NodeAttempt, server: ControlServer) -> None:
-    """The node may be found dead, and its ranks hanging, in the same moment."""
-    coordinator = coordinate(node, server, ("gpu01", "gpu02"))
-    server.report(phase=Phase.RUNNING, round=1, heartbeats=(hung(0),))
-    status = NodeStatus(node_rank=1, phase=Phase.RUNNING, round=1, heartbeats=(hung(1),))
-    with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
-        connection.send(asdict(status))
-        connection.receive()
-    wait_for(lambda: (server.silent_seconds(1) or 0.0) > 1.0)  # before, a hang would be none of its doing
-    poll_until(coordinator, node, "node_lost")
-    coordinator.poll()
-    assert [event["cause"] for event in node.events("interruption")] == ["node_failure"]
-    assert server.directive.abort_count == 0
+def test_steps_of_a_script_are_unknown_until_it_has_told_where_it_started(
+    attempt: AttemptMaker,
+) -> None:
+    script = attempt(train=None)
+    script.beat(0, step=20)
+    script.fail(1)
+    assert [event["step"] for event in script.events("interruption")] == [None]
+    write_events(script.node.run, train_started(script.clock.now, 0), file="attempt-001-trainer.jsonl")
+    script.fail(1, detail="another", started_at=script.clock.now + 1)
+    assert [event["step"] for event in script.events("interruption")] == [None, 7]
+
+
+def test_node_at_fault_is_left_out(attempt: AttemptMaker) -> None:
+    bad = attempt()
+    bad.fail(2, cause="bad_node", detail="ECC error")
+    assert bad.coordinator.bad_nodes == {2}
+    assert bad.members == (0, 1)
+    assert [event["cause"] for event in bad.events("interruption")] == ["bad_node"]
+    bad.nodes.report(1, phase=Phase.BAD_NODE, detail="no GPU")
+    bad.poll()
+    assert bad.coordinator.bad_nodes == {1, 2}
+
+
+def test_failure_waits_until_all_others_have_been_heard(attempt: AttemptMaker) -> None:
+    """One that is about to be lost may be the reason."""
+    unheard = attempt()
+    unheard.nodes.silent[2] = 0.9
+    unheard.fail(1)
+    assert not unheard.events("interruption")
+    unheard.nodes.silent[2] = 0.8
+    unheard.poll()
+    assert [event["cause"] for event in unheard.events("interruption")] == ["crashed"]
+
+
+def test_failure_does_not_wait_for_lost_nodes_and_spares(attempt: AttemptMaker) -> None:
+    unheard = attempt(resources=Resources(nodes="1:2"))
+    unheard.nodes.directive = replace(unheard.nodes.directive, members=(0, 1))
+    unheard.nodes.silent |= {0: 3.0, 2: 3.0}
+    unheard.fail(1)
+    assert [event["cause"] for event in unheard.events("interruption")] == ["crashed"]
+
+
+# --- budgets ---
+
+
+def test_same_failure_twice_ends_the_attempt(attempt: AttemptMaker) -> None:
+    twice = attempt()
+    twice.fail(1)
+    assert not twice.is_over()
+    twice.fail(2, started_at=twice.clock.now + 3, detail="ValueError: 13 is too much")
+    assert twice.is_over()
+    assert len(twice.events("interruption")) == 1, "the last one is the cause of the end"
+    failure = twice.coordinator.failure
+    assert failure is not None
+    assert (failure.cause, failure.rank, failure.step) == ("crashed", 2, 7)
+    assert failure.detail == "rank 2 on gpu03: exit code 1: ValueError: 13 is too much"
+    assert not twice.coordinator.done
+
+
+def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
+    pausing = attempt(
+        interruption(1_000_000.0 - 800, step=7, signature="a"), interruption(1_000_000.0 - 700, step=7, signature="b")
+    )
+    pausing.coordinator = Coordinator(pausing.node, cast("Any", pausing.nodes), pausing.stop)
+    for number in range(4):
+        pausing.fail(1, detail=f"failure {'x' * number}", started_at=pausing.clock.now + 3)
+        if pausing.nodes.directive.paused:
+            break
+    pause = pausing.events("interruption")[-1]["pause_seconds"]
+    assert pause > 0.0
+    for rank in range(3):
+        pausing.nodes.report(rank, phase=Phase.READY)
+    pausing.poll(pause - 0.5)
+    assert pausing.nodes.directive.paused
+    pausing.poll(0.5)
+    assert not pausing.nodes.directive.paused
+    assert pausing.nodes.directive.round == 2
+
+
+def test_attempt_that_others_have_ended_is_over(attempt: AttemptMaker) -> None:
+    ended = attempt()
+    write_events(ended.node.run, attempt_ended(cause="node_failure"), file="attempt-001-end.jsonl")
+    ended.fail(1)
+    assert ended.is_over()
+    assert ended.coordinator.failure is None
+    assert not ended.events("interruption")
+
+
+@pytest.mark.parametrize("what", ["ended", "cancelled"])
+def test_end_by_others_and_cancellation_are_seen_within_seconds(attempt: AttemptMaker, what: str) -> None:
+    ended = attempt()
+    ended.poll()
+    if what == "ended":
+        write_events(ended.node.run, attempt_ended(cause="node_failure"), file="attempt-001-end.jsonl")
+    else:
+        write_events(ended.node.run, cancelled(), file=ended.node.run.cancellation.name)
+    ended.poll(4.75)
+    assert not ended.is_over(), "not every poll asks the shared storage"
+    ended.poll(0.25)
+    assert ended.is_over()
+    ended.nodes.silent[1] = 6.0
+    ended.poll()
+    assert not ended.events("node_lost"), "it does nothing more"
 
 
 def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(
-    node: NodeAttempt, server: ControlServer
+    attempt: AttemptMaker,
 ) -> None:
-    coordinator, now = coordinate(node, server), steady_time()
-    failures = tuple(
-        RankFailure(
-            node="gpu01", round=1, rank=0, started_at=now - started, failed_at=now - failed, exit_code=1, signal=None,
-            cause="crashed", step=step, detail=detail,
-        )
-        for started, failed, step, detail in ((30, 20, 120, "ValueError: x"), (19, 1, 130, "KeyError: y"))
-    )  # fmt: skip
-    write_events(node.run, train_started(now - 29, 0), train_started(now - 18, 118), file="attempt-001-trainer.jsonl")
-    for number in (1, 2):
-        server.report(phase=Phase.RUNNING, round=1, failures=failures[:number])
-        poll_until(coordinator, node, "interruption", number)
-    interruptions = node.events("interruption")
+    progress = attempt()
+    now = progress.clock.now
+    write_events(
+        progress.node.run, train_started(now - 29, 0), train_started(now - 18, 118), file="attempt-001-trainer.jsonl"
+    )
+    progress.fail(0, started_at=now - 30, failed_at=now - 20, step=120, detail="ValueError: x")
+    progress.fail(0, started_at=now - 17, failed_at=now - 1, step=130, detail="KeyError: y")
+    interruptions = progress.events("interruption")
     assert [event["step"] for event in interruptions] == [120, 130]
     assert [event["pause_seconds"] for event in interruptions] == [0.0, 0.0], "118 new steps lie between the two"
 
 
-def test_clock_that_is_set_back_hides_no_hang(
-    node: NodeAttempt, server: ControlServer, monkeypatch: pytest.MonkeyPatch
+# --- hangs and stragglers ---
+
+
+def test_hung_ranks_are_aborted(attempt: AttemptMaker) -> None:
+    hung = attempt()
+    for rank in range(3):
+        hung.beat(rank, still_seconds=61.0, phase="load" if rank == 1 else "step")
+    hung.poll()
+    assert hung.nodes.directive.abort_count == 1
+    [one] = hung.events("interruption")
+    assert (one["cause"], one["rank"], one["node"], one["signature"]) == ("hang", 1, None, "")
+    assert (one["failed_at"], one["step"]) == (hung.clock.now - 61.0, 9)
+    assert one["detail"] == "rank 1 has been in load after step 9 for 61 s, and the others wait for it"
+    hung.poll(1.0)
+    assert len(hung.events("interruption")) == 1, "they are being killed"
+    hung.fail(1, signal="SIGABRT", started_at=hung.clock.now - 1)
+    assert len(hung.events("interruption")) == 1, "that is how they were killed"
+    for rank in range(3):
+        hung.beat(rank, still_seconds=61.0, step=15)
+    hung.poll(62.0)
+    assert hung.nodes.directive.abort_count == 2
+    assert [event["step"] for event in hung.events("interruption")] == [9, 15]
+
+
+def test_hang_of_a_script_is_known_by_its_step(attempt: AttemptMaker) -> None:
+    hung = attempt(train=None)
+    for rank in range(3):
+        hung.beat(rank, still_seconds=61.0)
+    hung.poll()
+    assert [event["signature"] for event in hung.events("interruption")] == ["after step 9"]
+
+
+@pytest.mark.parametrize(("states", "cause", "bad_nodes"), [("SSD", "bad_node", {2}), ("SDD", "hang", set[int]())])
+def test_node_where_a_rank_cannot_be_killed_is_left_out(
+    attempt: AttemptMaker, states: str, cause: str, bad_nodes: set[int]
 ) -> None:
-    coordinator = coordinate(node, server)
+    """Unless it is so on several nodes: then it is their storage."""
+    stuck = attempt()
+    for rank, state in enumerate(states):
+        stuck.beat(rank, still_seconds=61.0, state=state)
+    stuck.poll()
+    [one] = stuck.events("interruption")
+    assert (one["cause"], stuck.coordinator.bad_nodes, stuck.coordinator.stuck) == (cause, bad_nodes, bad_nodes)
+    assert (one["node"], one["signature"]) == (("gpu03", None) if bad_nodes else (None, ""))
+    assert stuck.members == ((0, 1) if bad_nodes else (0, 1, 2))
+
+
+@pytest.mark.parametrize("why", ["stop", "silent", "lost"])
+def test_ranks_that_are_stopped_or_wait_for_a_node_do_not_hang(attempt: AttemptMaker, why: str) -> None:
+    waiting = attempt()
+    for rank in range(3):
+        waiting.beat(rank, still_seconds=61.0)
+    if why == "stop":
+        waiting.stop.handle(STOP_SIGNALS[0], None)
+    else:
+        waiting.nodes.silent[2] = 1.0 if why == "silent" else 6.0
+    waiting.poll()
+    assert waiting.nodes.directive.abort_count == 0
+    assert [event["cause"] for event in waiting.events("interruption")] == ["node_failure"] * (why == "lost")
+
+
+def test_heartbeats_of_an_earlier_round_and_of_lost_nodes_do_not_count(
+    attempt: AttemptMaker,
+) -> None:
+    old = attempt()
+    for rank in range(3):
+        old.beat(rank, still_seconds=61.0, step=50)
+    old.nodes.directive = replace(old.nodes.directive, round=2)
+    old.poll()
+    assert old.nodes.directive.abort_count == old.coordinator.last_step == 0
+    for rank in range(3):
+        old.nodes.report(rank, round=2)
+        old.beat(rank, step=3 + rank)
+    old.nodes.silent[2] = 6.0
+    old.poll()
+    assert [event["step"] for event in old.events("interruption")] == [0], "what the lost node did is lost"
+
+
+def test_straggler_is_recorded(attempt: AttemptMaker, capsys: pytest.CaptureFixture[str]) -> None:
+    slow = attempt()
+    for rank in range(3):
+        slow.beat(rank, busy_seconds=0.4 if rank == 2 else 0.1)
+    slow.poll()
+    slow.poll(11.0)
+    expected = {"rank": 2, "node": "gpu03", "busy_seconds": 0.4, "median_seconds": 0.1}
+    assert slow.events("slow_rank") == [expected]
+    assert "rank 2 on gpu03 slows the others down: it works 0.400 s per step, they 0.100 s" in capsys.readouterr().out
+
+
+# --- with its server and clocks ---
+
+
+def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, hosts = ControlServer("secret", 1), ("gpu01",)
+    write_events(node.run, claimed(nodes=hosts), file="attempt-001-node-00.jsonl")
+    spec = replace(node.spec, train=TrainConfig(data="x"), recovery=Recovery(hang_timeout="1s"))
+    coordinator = Coordinator(replace(node, spec=spec), server, StopRequest())
+    server.directive = Directive(round=1, members=(0,), port=1)
     failure = RankFailure(
         node="gpu01", round=1, rank=0, started_at=steady_time() - 20, failed_at=steady_time() - 10, exit_code=1,
         signal=None, cause="crashed", step=7, detail="x",
     )  # fmt: skip
     server.report(phase=Phase.RUNNING, round=1, failures=(failure,))
-    poll_until(coordinator, node, "interruption")
+
+    def is_recorded() -> bool:
+        coordinator.poll()
+        return bool(node.events("interruption"))
+
+    wait_for(is_recorded)
     assert [event["cause"] for event in node.events("interruption")] == ["crashed"]
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() - 3600)
-    server.report(heartbeats=(hung(0),))
+    hung = RankHeartbeat(
+        rank=0, step=9, phase="step", state="S", still_seconds=5.0, step_seconds=0.1, busy_seconds=None
+    )
+    server.report(heartbeats=(hung,))
     coordinator.poll()
+    server.close()
     assert server.directive.abort_count == 1

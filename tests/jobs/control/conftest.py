@@ -1,0 +1,13 @@
+"""An attempt that a coordinator decides about."""
+
+import pytest
+from support.reported_nodes import AttemptMaker, Clock, CoordinatedAttempt
+
+from jobs.node_attempt import NodeAttempt
+
+
+@pytest.fixture
+def attempt(node: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> AttemptMaker:
+    """Makes one; its arguments are those of CoordinatedAttempt."""
+    clock = Clock(monkeypatch)
+    return lambda *events, **spec: CoordinatedAttempt(node, clock, *events, **spec)

@@ -1,0 +1,210 @@
+"""Which rounds the coordinator announces, and when the attempt is over."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
+
+from hpc.spec import Resources
+from jobs.control.coordinator import Coordinator
+from jobs.control.messages import Phase
+from jobs.stop_request import STOP_SIGNALS
+
+# --- rounds ---
+
+
+def ready(attempt: CoordinatedAttempt) -> None:
+    """Have all nodes wait for the first round."""
+    attempt.nodes.directive = replace(attempt.nodes.directive, round=0, members=(), host="", port=0)
+    for rank in range(3):
+        attempt.nodes.report(rank, phase=Phase.READY, round=0)
+
+
+def test_first_round_begins_when_all_nodes_are_ready(attempt: AttemptMaker) -> None:
+    starting = attempt()
+    ready(starting)
+    starting.nodes.report(1, phase=Phase.STARTING)
+    starting.poll(59.0)
+    assert starting.nodes.directive.round == 0
+    starting.nodes.report(1, phase=Phase.READY)
+    starting.poll()
+    assert starting.events("rendezvous") == [{"round": 1, "port": 100, "members": [0, 1, 2]}]
+    assert not starting.nodes.directive.preflight, "our trainer checks its nodes itself"
+
+
+def test_nodes_that_are_ready_start_without_a_late_one_after_a_minute(
+    attempt: AttemptMaker,
+) -> None:
+    starting = attempt()
+    ready(starting)
+    starting.nodes.forget(1)
+    starting.poll(60.0)
+    assert starting.members == ()
+    starting.poll(0.25)
+    assert starting.members == (0, 2)
+
+
+def test_script_starts_after_a_round_that_checks_the_nodes(attempt: AttemptMaker) -> None:
+    script = attempt(train=None)
+    ready(script)
+    script.poll()
+    assert (script.nodes.directive.round, script.nodes.directive.preflight) == (1, True)
+    for rank in range(3):
+        script.nodes.report(rank, phase=Phase.ENDED, round=1)
+    script.poll()
+    assert script.events("checked") == [{"nodes": list(HOSTS)}]
+    assert (script.nodes.directive.round, script.nodes.directive.preflight) == (2, False)
+    assert script.members == (0, 1, 2)
+    again = Coordinator(script.node, cast("Any", script.nodes), script.stop)
+    ready(script)
+    again.poll()
+    assert not script.nodes.directive.preflight, "they were checked in this run before"
+
+
+def test_attempt_is_done_when_all_members_are(attempt: AttemptMaker) -> None:
+    done = attempt()
+    for rank in range(3):
+        assert not done.is_over()
+        done.nodes.report(rank, phase=Phase.ENDED)
+        done.poll()
+    assert done.is_over()
+    assert done.coordinator.done
+    assert done.coordinator.failure is None
+
+
+def test_torchrun_that_fails_again_and_again_ends_the_attempt(attempt: AttemptMaker) -> None:
+    failing = attempt()
+    for number in range(1, 7):
+        assert failing.nodes.directive.round == number
+        for rank in range(3):
+            failing.nodes.report(rank, phase=Phase.ENDED, round=number, exit_code=int(rank == 1))
+        failing.poll(119.0)
+    assert failing.is_over()
+    assert failing.coordinator.failure is not None
+    assert failing.coordinator.failure.cause == "crashed"
+    assert failing.coordinator.failure.detail == "torchrun failed 5 times in a row: hpc logs --all has why"
+
+
+def test_failed_rounds_that_lasted_do_not_count(attempt: AttemptMaker) -> None:
+    failing = attempt()
+    for number in range(1, 9):
+        for rank in range(3):
+            failing.nodes.report(rank, phase=Phase.ENDED, round=number, exit_code=int(rank == 1))
+        failing.poll(120.0)
+    assert not failing.is_over()
+    assert failing.nodes.directive.round == 9
+
+
+def test_stop_waits_until_no_node_runs(attempt: AttemptMaker) -> None:
+    stopped = attempt()
+    stopped.stop.handle(STOP_SIGNALS[1], None)
+    stopped.nodes.report(1, phase=Phase.ENDED)
+    stopped.nodes.report(2, phase=Phase.LEFT)
+    stopped.poll()
+    assert not stopped.is_over()
+    stopped.nodes.report(0, phase=Phase.ENDED)
+    stopped.poll()
+    assert stopped.is_over()
+    assert (stopped.coordinator.done, stopped.coordinator.failure) == (False, None)
+    assert stopped.coordinator.signal == "SIGTERM"
+
+
+def test_stop_does_not_wait_for_lost_nodes(attempt: AttemptMaker) -> None:
+    stopped = attempt()
+    stopped.stop.handle(STOP_SIGNALS[1], None)
+    for rank in (0, 1):
+        stopped.nodes.report(rank, phase=Phase.ENDED)
+    stopped.nodes.silent[2] = 6.0
+    stopped.poll()
+    assert stopped.is_over()
+
+
+def test_signal_of_another_node_counts(attempt: AttemptMaker) -> None:
+    other = attempt()
+    assert other.coordinator.signal is None
+    other.nodes.report(2, signal="SIGUSR2")
+    assert other.coordinator.signal == "SIGUSR2"
+    other.stop.handle(STOP_SIGNALS[1], None)
+    assert other.coordinator.signal == "SIGTERM", "its own comes first"
+
+
+# --- too few nodes ---
+
+
+def test_too_few_nodes_end_the_attempt_with_what_failed_on_them(attempt: AttemptMaker) -> None:
+    few = attempt(resources=Resources(nodes="3"))
+    ready(few)
+    few.nodes.report(1, phase=Phase.FAILED, detail="no space in /tmp")
+    few.poll()
+    failure = few.coordinator.failure
+    assert failure is not None
+    left = "2 of the 3 nodes are left, and the run needs 3"
+    assert (failure.cause, failure.detail) == ("crashed", f"gpu02: no space in /tmp; {left}")
+    assert (failure.node, failure.signature) == (
+        None,
+        "gpu#: no space in /tmp; # of the # nodes are left, and the run needs #",
+    )
+    assert (failure.failed_at, failure.noticed_at) == (few.clock.now, few.clock.now)
+
+
+def test_bad_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
+    few = attempt(resources=Resources(nodes="3"))
+    ready(few)
+    few.nodes.report(1, phase=Phase.FAILED, detail="no space in /tmp")
+    few.nodes.report(2, phase=Phase.BAD_NODE, detail="no GPU answers")
+    few.poll()
+    failure = few.coordinator.failure
+    assert failure is not None
+    assert (failure.cause, failure.node, failure.signature) == ("bad_node", "gpu03", None)
+    assert failure.detail.startswith("gpu02: no space in /tmp; gpu03: no GPU answers; 1 of the 3 nodes")
+
+
+def test_lost_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
+    few = attempt(resources=Resources(nodes="3"))
+    ready(few)
+    few.nodes.silent[2] = 6.0
+    few.poll()
+    failure = few.coordinator.failure
+    assert failure is not None
+    assert (failure.cause, failure.node, failure.signature) == ("node_failure", "gpu03", None)
+    assert failure.detail == "lost contact with gpu03; 2 of the 3 nodes are left, and the run needs 3"
+    assert not few.events("interruption"), "it did not train yet"
+
+
+def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(
+    attempt: AttemptMaker,
+) -> None:
+    few = attempt(resources=Resources(nodes="3"))
+    few.fail(1)
+    few.nodes.report(2, phase=Phase.LEFT)
+    few.poll(100.0)
+    failure = few.coordinator.failure
+    assert failure is not None
+    assert (failure.rank, failure.step) == (1, 7)
+    assert failure.detail == (
+        "rank 1 on gpu02: exit code 1: ValueError: 12 is too much; 2 of the 3 nodes are left, and the run needs 3"
+    )
+
+
+@pytest.mark.parametrize("why", ["old", "another"])
+def test_failure_that_is_old_or_of_another_node_is_not_the_reason(attempt: AttemptMaker, why: str) -> None:
+    few = attempt(resources=Resources(nodes="3"))
+    few.fail(1)
+    changes = {"phase": Phase.LEFT} if why == "old" else {"phase": Phase.FAILED, "detail": "gone"}
+    few.nodes.report(2, **changes)
+    few.poll(105.0 if why == "old" else 1.0)
+    failure = few.coordinator.failure
+    assert failure is not None
+    assert (failure.cause, failure.rank) == ("crashed", None)
+    assert failure.detail.startswith("2 of the 3" if why == "old" else "gpu03: gone; 2 of the 3")
+
+
+def test_node_that_never_reported_is_waited_for(attempt: AttemptMaker) -> None:
+    few = attempt(resources=Resources(nodes="3"))
+    ready(few)
+    few.nodes.forget(2)
+    few.poll(599.0)
+    assert not few.is_over()
+    few.poll(1.0)
+    assert few.is_over()
