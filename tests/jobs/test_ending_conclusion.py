@@ -17,7 +17,7 @@ from hpc.core import ledger
 from hpc.core.attempts import attempts_of
 from hpc.core.causes import Cause
 from hpc.core.files import append_json_line
-from hpc.core.nodedir import NodeDir
+from hpc.core.nodedir import HeldNodeDir, NodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
 from jobs import ending, node_attempt
@@ -410,8 +410,18 @@ def test_agent_that_was_asked_to_stop_has_not_failed(ended: Callable[..., Ending
         (Cause.BAD_NODE, HOSTS, False, ["requeued", "excluded"], ["gpu01"]),
         (Cause.CRASHED, ("gpu01",), False, ["requeued"], None),
         (Cause.CRASHED, HOSTS, True, ["resubmitted"], ["gpu03"]),
+        (Cause.LOST, ("gpu01", "gpu02"), True, ["resubmitted"], ["gpu03", "gpu01"]),
+        (Cause.LOST, ("gpu02", "gpu03"), False, ["requeued", "excluded"], ["gpu01"]),
     ],
-    ids=["killed agents", "node that never joined", "bad node", "defect", "lost node"],
+    ids=[
+        "killed agents",
+        "node that never joined",
+        "bad node",
+        "defect",
+        "lost node",
+        "lost node that never joined",
+        "head node that never joined",
+    ],
 )
 def test_nodes_that_the_next_job_avoids_after_a_failed_agent(
     ended: Callable[..., Ending], cause: Cause, with_joined: tuple[str, ...], lost_first: bool, continued: list[str],
@@ -425,6 +435,7 @@ def test_nodes_that_the_next_job_avoids_after_a_failed_agent(
     avoided = [event["excluded"] for event in failed.node.run_events() if "excluded" in event]
     assert avoided == ([excluded] if excluded else [])
     assert failed.end["signature"] == (None if cause is Cause.LOST else "x")
+    assert failed.end["step"] is None, "a script has none"
 
 
 def test_failed_agent_leaves_an_end_that_others_have_recorded(ended: Callable[..., Ending], slurm: Slurm) -> None:
@@ -432,6 +443,21 @@ def test_failed_agent_leaves_an_end_that_others_have_recorded(ended: Callable[..
     assert ending.record_end(late.node, cause=Cause.NODE_FAILURE, step=None)
     assert ending.conclude_failed_agent(late.node, Cause.CRASHED, "x") == 1
     assert slurm.asked == []
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_snapshots_that_a_failed_agent_leaves_are_saved_unless_the_run_is_done(
+    ended: Callable[..., Ending], saved: list[Any], is_done: bool
+) -> None:
+    failed = ended(train=TrainConfig(synthetic=True), script=())
+    if is_done:
+        failed.run.final_result.parent.mkdir(parents=True)
+        failed.run.final_result.touch()
+    memory = HeldNodeDir(failed.run.path, 0)
+    assert ending.conclude_failed_agent(failed.node, Cause.CRASHED, "x") == 0
+    memory.close(remove=True)
+    assert failed.end["cause"] == ("completed" if is_done else "crashed")
+    assert saved == ([] if is_done else [(memory.files, failed.run)])
 
 
 # --- an agent that takes over ---
