@@ -1,4 +1,4 @@
-# Everything that one types. `make demo` and `make test` install what is missing by themselves.
+# These are the commands that you type. `make demo` and `make test` install what is missing by themselves.
 
 # Ordinary users run jobs from this environment (the tests' do): a Python below /root would shut them out.
 PYTHON ?= $(firstword $(wildcard /usr/bin/python3.1[1-9]) python3)
@@ -36,7 +36,7 @@ drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m benchmarks.drill
 
-# What others do, beside ours: docs/performance.md. An hour on two cores that nobody else uses; ends the testbed that is up.
+# Compares us with other tools (docs/performance.md). It takes an hour on two idle cores, and takes down the running testbed.
 BENCHMARKS := cost speed recovery projection
 RIVALS := rivals/ready
 
@@ -104,10 +104,11 @@ EVERY := 1
 mutants: $(READY)
 	$(BIN)/python tests/mutants.py "$(ROOM)" $(EVERY)
 
-# Lines of the product that no test runs, in any process that it starts; it takes longer than make test.
+# Lists the modules of which the tests run less than 80 % of the lines, in any process. It takes longer than make test-all.
 COVERAGE := build/coverage
 
 coverage: $(READY)
+	$(if $(ROOT),@$(call INSTALL,$(TEST_PACKAGES)))
 	rm -rf $(COVERAGE) && install -d -m 1777 $(COVERAGE)  # tests run as other users, too
 	-$(BIN)/coverage run -m pytest $(if $(ROOT),$(MACHINES)) $(TESTS)
 	$(BIN)/coverage combine --quiet

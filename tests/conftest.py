@@ -48,14 +48,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slurm")
         if item.get_closest_marker("slurm") and not item.path.is_relative_to(ROOT / "tests/acceptance"):
             item.add_marker("slow")
-    # What takes long, begun last, would keep a worker busy when the others have nothing left.
+    # Start long tests first: at the end they would keep one worker busy while the others are idle.
     long = [ROOT / "tests" / name for name in ("acceptance", "runs", "training/verify_resume")]
     items.sort(key=lambda item: not any(map(item.path.is_relative_to, long)))
 
 
+_removed = list[Path]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Clean up after an interrupted run."""
+    if not hasattr(config, "workerinput"):
+        _removed.extend(remove_left_directories())
+
+
 def pytest_report_header() -> list[str]:
-    """Say what this run has cleaned up."""
-    return [f"removed {path}, which an interrupted run had left" for path in remove_left_directories()]
+    """Say what was cleaned up."""
+    return [f"removed {path}, which an interrupted run had left" for path in _removed]
 
 
 _testbed: dict[str, Any] = {}

@@ -32,7 +32,7 @@ from mutmut.mutation.pragma_handling import IgnoredCode
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE = 0.9
-# A mutant that cannot be imported is none: any test would notice.
+# A mutant that cannot be imported does not count: any test would notice it.
 NO_MUTANT = 99
 Table = cst.Set | cst.Tuple | cst.List | cst.Dict
 
@@ -112,15 +112,19 @@ def run_tests(path: str, tests: list[str], seconds: float) -> int:
         finally:  # whatever it raises, this fork must not go on: it would remove the copy
             os._exit(status)
     end = time.monotonic() + seconds
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() > end:
+    try:
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.killpg(child, signal.SIGKILL)
+            time.sleep(0.01)
+    finally:  # it has a session of its own: a Ctrl-C does not reach it, nor what it has started
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
-        time.sleep(0.01)
     return os.waitstatus_to_exitcode(ended[1])
 
 
 def change_of(source: str, text: str) -> list[str]:
-    """The lines that a mutant lacks and has instead, after the line number."""
+    """Return the removed and the added lines, after the line number."""
     return list(difflib.unified_diff(source.splitlines(), text.splitlines(), lineterm="", n=0))[2:]
 
 
@@ -160,6 +164,8 @@ def main(room: str = "", every: str = "1") -> int:
     os.chdir(ROOT)
     rooms = tomllib.loads((ROOT / "tests/mutants.toml").read_text())
     chosen = [path for path in rooms if path.startswith(room)]
+    if not chosen:
+        sys.exit(f"tests/mutants.toml names no module that starts with {room!r}")
     files = subprocess.run(
         ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True, text=True
     )
@@ -172,7 +178,7 @@ def main(room: str = "", every: str = "1") -> int:
         os.environ |= {"PYTHONPATH": copy, "PYTHONDONTWRITEBYTECODE": "1"}
         sys.path[0] = copy
         enough = [examine(path, rooms[path]["tests"], rooms[path].get("same", {}), int(every)) for path in chosen]
-    return 0 if chosen and all(enough) else 1
+    return 0 if all(enough) else 1
 
 
 if __name__ == "__main__":

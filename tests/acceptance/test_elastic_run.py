@@ -52,4 +52,6 @@ def test_run_goes_on_with_fewer_nodes_and_in_another_job_without_its_head_node(s
     assert max(one["steps_lost"] for one in status["interruptions"]) <= 6, (
         "the snapshot interval, and the step under way"
     )
-    run.wait("the end of the crippled job", lambda: run.job_id not in site.slurm("squeue", "--me", "-h", "-o%A"))
+    run.wait(
+        "the end of the crippled job", lambda: run.job_id not in site.slurm("squeue", "--me", "-h", "-o%A").split()
+    )

@@ -127,7 +127,7 @@ def need(*programs: str) -> None:
     missing = [name for name in programs if shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin") is None]
     if os.getuid() == 0 and not missing:
         return
-    reason = f"needs root and Slurm's packages; missing: {', '.join(missing) or 'root'}"
+    reason = f"needs root and {', '.join(programs)}; missing: {', '.join(missing) or 'root'}"
     if os.environ.get("TORCHRELAY_REQUIRE_SLURM"):
         pytest.fail(reason)
     pytest.skip(reason)
@@ -349,9 +349,11 @@ def remove_left_directories() -> list[Path]:
 def site_without_slurm() -> Iterator[Site]:
     """A site of root's with a few images, for `--cluster local`."""
     path = shared_directory()
-    tiny_data(path / "data", train=320, test=100)
-    yield Site(path, "/nonexistent")
-    shutil.rmtree(path)
+    try:
+        tiny_data(path / "data", train=320, test=100)
+        yield Site(path, "/nonexistent")
+    finally:
+        shutil.rmtree(path)
 
 
 def submit_and_wait(site: Site, *arguments: str) -> Run:

@@ -55,7 +55,8 @@ def run_forked(
         try:
             code = int(ours.recv(20))
         except BaseException:  # the test's timeout, too
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             raise
         out.seek(0)
         err.seek(0)

@@ -56,7 +56,7 @@ class ReportedNodes:
         self._statuses[node_rank] = replace(self._statuses[node_rank], **changes)
 
     def forget(self, node_rank: int) -> None:
-        """Have a node that has not reported yet."""
+        """Remove the status of a node, as if it had not reported yet."""
         del self._statuses[node_rank]
 
     def statuses(self) -> dict[int, NodeStatus]:
@@ -107,7 +107,7 @@ class CoordinatedAttempt:
         self.coordinator.poll()
 
     def beat(self, node_rank: int, **fields: Any) -> RankHeartbeat:
-        """Have the rank of a node, of the same number, report."""
+        """Report a heartbeat of the node's rank, which has the same number."""
         usual = {
             "step": 9,
             "phase": "step",
@@ -121,10 +121,10 @@ class CoordinatedAttempt:
         return heartbeat
 
     def fail(self, node_rank: int, **fields: Any) -> None:
-        """Have the rank of a node fail now, and this be known a second later."""
+        """Report a failure of the node's rank, and poll again one second later."""
         now = self.clock.now
         usual = {
-            "node": HOSTS[node_rank], "round": 1, "rank": node_rank, "started_at": now - 30, "failed_at": now,
+            "node": self.node.allocation.hostnames[node_rank], "round": 1, "rank": node_rank, "started_at": now - 30, "failed_at": now,
             "exit_code": 1, "signal": None, "cause": "crashed", "step": 7, "detail": "ValueError: 12 is too much",
         }  # fmt: skip
         self.nodes.report(node_rank, failures=(RankFailure(**{**usual, **fields}),))

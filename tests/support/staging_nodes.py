@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from hpc.staging.stager import Staged, Stager
+from support.cluster import need
 
 ROOT = Path(__file__).parents[2]
 # A file system of FUSE whose server never answers: whoever asks it waits in the kernel (state D), as behind a dead NFS
@@ -28,6 +29,7 @@ sys.stdin.read()
 @contextmanager
 def hanging(path: Path, *inside: str) -> Iterator[None]:
     """A directory whose mount hangs; `inside`: the words before a command that run it where it is mounted."""
+    need("umount")
     command = [*inside, sys.executable, "-S", "-c", HANG, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
