@@ -124,8 +124,9 @@ class CoordinatedAttempt:
         """Report a failure of the node's rank, and poll again one second later."""
         now = self.clock.now
         usual = {
-            "node": self.node.allocation.hostnames[node_rank], "round": 1, "rank": node_rank, "started_at": now - 30, "failed_at": now,
-            "exit_code": 1, "signal": None, "cause": "crashed", "step": 7, "detail": "ValueError: 12 is too much",
+            "node": self.node.allocation.hostnames[node_rank], "round": 1, "rank": node_rank, "started_at": now - 30,
+            "failed_at": now, "exit_code": 1, "signal": None, "cause": "crashed", "step": 7,
+            "detail": "ValueError: 12 is too much",
         }  # fmt: skip
         self.nodes.report(node_rank, failures=(RankFailure(**{**usual, **fields}),))
         self.poll()
