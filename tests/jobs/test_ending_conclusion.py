@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -29,6 +30,7 @@ from jobs.stop_request import STOP_SIGNALS, StopRequest
 from training.config.train_config import TrainConfig
 
 HOSTS = ("gpu01", "gpu02", "gpu03")
+TRAINING: dict[str, Any] = {"train": TrainConfig(synthetic=True), "script": ()}
 RUNNING = "JobState=RUNNING Restarts=0 Reason=None"
 
 
@@ -163,7 +165,7 @@ def test_script_that_ended_with_0_after_a_signal_goes_on(ended: Callable[..., En
 
 
 def test_training_is_done_when_its_result_is_there(ended: Callable[..., Ending], saved: list[Any]) -> None:
-    done = ended(train=TrainConfig(synthetic=True), script=())
+    done = ended(**TRAINING)
     done.coordinator.done = True
     done.coordinator.last_step = 117
     done.run.final_result.parent.mkdir(parents=True)
@@ -175,7 +177,7 @@ def test_training_is_done_when_its_result_is_there(ended: Callable[..., Ending],
 
 
 def test_training_without_a_result_is_not_done(ended: Callable[..., Ending], saved: list[Any], slurm: Slurm) -> None:
-    failed = ended(train=TrainConfig(synthetic=True), script=())
+    failed = ended(**TRAINING)
     failed.coordinator.done = True
     assert failed.conclude() == 0
     assert failed.end == {"cause": "crashed", "step": 0}
@@ -186,7 +188,7 @@ def test_training_without_a_result_is_not_done(ended: Callable[..., Ending], sav
 
 
 def test_failure_is_recorded_with_its_step(ended: Callable[..., Ending], slurm: Slurm) -> None:
-    failed = ended(train=TrainConfig(synthetic=True), script=())
+    failed = ended(**TRAINING)
     failed.fails()
     failed.coordinator.last_step = 25
     assert failed.conclude() == 0
@@ -203,7 +205,7 @@ def test_failure_is_recorded_with_its_step(ended: Callable[..., Ending], slurm: 
 def test_last_step_is_the_furthest_that_is_known(
     ended: Callable[..., Ending], failed_step: int | None, coordinator: int, metrics: int, found: int
 ) -> None:
-    failed = ended(train=TrainConfig(synthetic=True), script=())
+    failed = ended(**TRAINING)
     failed.fails(step=failed_step)
     failed.coordinator.last_step = coordinator
     if metrics:
@@ -216,7 +218,7 @@ def test_last_step_is_the_furthest_that_is_known(
 def test_preemption_hides_the_failure_that_it_caused_but_not_its_step(
     ended: Callable[..., Ending], slurm: Slurm
 ) -> None:
-    preempted = ended(train=TrainConfig(synthetic=True), script=())
+    preempted = ended(**TRAINING)
     preempted.fails(step=20)
     preempted.coordinator.last_step = 15
     slurm.says_of_job("JobState=RUNNING Restarts=0 PreemptTime=2026-01-02T00:00:00 StartTime=2026-01-01T00:00:00")
@@ -226,7 +228,7 @@ def test_preemption_hides_the_failure_that_it_caused_but_not_its_step(
 
 def test_same_failure_twice_is_final(ended: Callable[..., Ending], slurm: Slurm) -> None:
     first = attempt_ended(cause="crashed", step=20, signature="s")
-    failed = ended(first, claimed(attempt=2, nodes=HOSTS), train=TrainConfig(synthetic=True), script=())
+    failed = ended(first, claimed(attempt=2, nodes=HOSTS), **TRAINING)
     failed.node = replace(failed.node, attempt=attempts_of(ledger.read(failed.run.events))[1])
     failed.fails()
     assert failed.conclude() == 1
@@ -272,6 +274,27 @@ def test_slurm_that_does_not_answer_does_not_hide_the_cause(
     assert failed.conclude() == 0
     assert failed.end["cause"] == "hang"
     assert "Slurm does not report the state of this job: away" in capsys.readouterr().out
+
+
+def test_preemption_that_slurm_has_written_into_the_log_alone(ended: Callable[..., Ending]) -> None:
+    """With GraceTime=0."""
+    preempted = ended()
+    preempted.fails()
+    preempted.run.logs.mkdir()
+    at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
+    log = preempted.run.logs / "7_0_log.out"
+    log.write_text(f"slurmstepd-gpu01: error: *** STEP 7.0 ON gpu01 CANCELLED AT {at} DUE TO PREEMPTION ***\n")
+    assert preempted.conclude() == 0
+    assert preempted.end["cause"] == "preempted"
+
+
+def test_run_that_slurm_will_not_continue_has_failed(ended: Callable[..., Ending], slurm_command: Command) -> None:
+    stopped = ended()
+    stopped.fails()
+    for name in ("scontrol", "sbatch", "scancel"):
+        slurm_command(name, "echo 'Requested operation is presently disabled' >&2; exit 1")
+    assert stopped.conclude() == 1
+    assert stopped.continued() == ["not_continued"]
 
 
 def test_cancelled_run_stays_cancelled(ended: Callable[..., Ending], slurm: Slurm) -> None:
@@ -387,7 +410,7 @@ def test_attempt_that_is_not_the_newest_saves_no_snapshot(ended: Callable[..., E
 def test_failed_agent_is_a_failure_of_its_node(
     ended: Callable[..., Ending], slurm: Slurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed = ended(train=TrainConfig(synthetic=True), script=())
+    failed = ended(**TRAINING)
     assert ending.conclude_failed_agent(failed.node, Cause.CRASHED, "KeyError: 12") == 0
     expected = {"cause": "crashed", "step": 0, "detail": "KeyError: 12", "node": "gpu01", "signature": "KeyError: #"}
     assert failed.end == expected
@@ -449,7 +472,7 @@ def test_failed_agent_leaves_an_end_that_others_have_recorded(ended: Callable[..
 def test_snapshots_that_a_failed_agent_leaves_are_saved_unless_the_run_is_done(
     ended: Callable[..., Ending], saved: list[Any], is_done: bool
 ) -> None:
-    failed = ended(train=TrainConfig(synthetic=True), script=())
+    failed = ended(**TRAINING)
     if is_done:
         failed.run.final_result.parent.mkdir(parents=True)
         failed.run.final_result.touch()
@@ -473,7 +496,7 @@ def take_over(survivor: Ending, *, is_member: bool = True) -> int:
 def test_survivor_continues_the_run_in_another_job(
     ended: Callable[..., Ending], slurm: Slurm, slurm_command: Command, saved: list[Any]
 ) -> None:
-    survivor = ended(joined(), node_rank=1, train=TrainConfig(synthetic=True), script=())
+    survivor = ended(joined(), node_rank=1, **TRAINING)
     slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
     write_events(
         survivor.run, ledger.record("node_lost", attempt=1, node="gpu01", last_heard=1.0, detail="x"),
@@ -485,6 +508,7 @@ def test_survivor_continues_the_run_in_another_job(
     assert end == {"cause": "node_failure", "step": 30, "detail": "lost contact with gpu01", "node": "gpu01"}
     lost = survivor.node.events("node_lost")[-1]
     assert (lost["node"], lost["detail"]) == ("gpu01", "lost contact with gpu01")
+    assert abs(lost["last_heard"] - (lost["time"] - 6.0)) < 5
     assert saved == [(survivor.monitor.node_dir, survivor.run)]
     assert [event["excluded"] for event in survivor.node.events("resubmitted")] == [["gpu01"]]
     assert slurm.asked == ["sbatch --parsable", "scancel 7"]
@@ -559,13 +583,21 @@ def test_run_that_another_agent_has_continued_is_left_alone(
     assert slurm.asked == []
 
 
-def test_run_whose_head_node_died_before_it_claimed_an_attempt_goes_on(tmp_path: Path, slurm: Slurm) -> None:
-    survivor = Ending(tmp_path, attempt_ended(), train_started(), node_rank=1)
+@pytest.mark.parametrize(("settings", "metrics", "step"), [({}, 5, None), (TRAINING, 5, 5), (TRAINING, None, 0)])
+def test_run_whose_head_node_died_before_it_claimed_an_attempt_goes_on(
+    tmp_path: Path, slurm: Slurm, settings: dict[str, Any], metrics: int | None, step: int | None
+) -> None:
+    survivor = Ending(tmp_path, attempt_ended(), train_started(), node_rank=1, **settings)
+    if metrics:
+        survivor.run.train_metrics.parent.mkdir()
+        append_json_line(survivor.run.train_metrics, {"step": metrics})
     allocation = replace(survivor.node.allocation, job_id="9", node_rank=1)
     assert ending.replace_headless_job(survivor.run, survivor.node.spec, allocation, "no head") == 0
     last = [event for event in survivor.node.run_events() if event["event"] == "attempt_ended"][-1]
     assert (last["attempt"], last["cause"], last["node"], last["detail"]) == (2, "node_failure", "gpu01", "no head")
-    assert last["step"] is None
+    assert last["step"] == step
+    claim = [event for event in survivor.node.run_events() if event["event"] == "claimed"][-1]
+    assert (claim["port"], claim["secret"]) == (0, ""), "it listens nowhere"
     [event] = [event for event in survivor.node.run_events() if event["event"] == "resubmitted"]
     assert (event["old_job_id"], event["excluded"]) == ("9", ["gpu01"])
     assert slurm.asked == ["sbatch --parsable", "scancel 9"]
