@@ -1,0 +1,161 @@
+"""Who continues a run whose head node is lost, and in which job; without Slurm."""
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
+from support.cluster import Command
+from support.ended_attempts import TRAINING, AnsweringSlurm, EndedAttempt, EndedAttemptMaker
+from support.events import attempt_ended, cancelled, joined, resubmitted, train_started, write_events
+
+from hpc.core import ledger
+from hpc.core.causes import Cause
+from hpc.core.files import append_json_line
+from jobs import ending
+
+
+def take_over(survivor: EndedAttempt, *, is_member: bool = True) -> int:
+    channel: Any = SimpleNamespace(
+        silent_seconds=6.0, directive=SimpleNamespace(members=(0, 1, 2) if is_member else (0, 2))
+    )
+    return ending.take_over(survivor.node, channel, survivor.monitor)
+
+
+def test_survivor_continues_the_run_in_another_job(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, saved: list[Any]
+) -> None:
+    survivor = ended(joined(), node_rank=1, **TRAINING)
+    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
+    write_events(
+        survivor.run, ledger.record("node_lost", attempt=1, node="gpu01", last_heard=1.0, detail="x"),
+        file="attempt-001-node-02.jsonl",
+    )  # fmt: skip
+    assert take_over(survivor) == 0
+    end = survivor.end
+    assert time.time() - 16 < end.pop("failed_at") < time.time() - 5
+    assert end == {"cause": "node_failure", "step": 30, "detail": "lost contact with gpu01", "node": "gpu01"}
+    lost = survivor.node.events("node_lost")[-1]
+    assert (lost["node"], lost["detail"]) == ("gpu01", "lost contact with gpu01")
+    assert abs(lost["last_heard"] - (lost["time"] - 6.0)) < 5
+    assert saved == [(survivor.monitor.node_dir, survivor.run)]
+    assert [event["excluded"] for event in survivor.node.events("resubmitted")] == [["gpu01"]]
+    assert slurm.asked == ["sbatch --parsable", "scancel 7"]
+
+
+@pytest.mark.parametrize(
+    "queue", ["7|COMPLETING|None|gpu[01-03]|gpu01|0|N/A|N/A|{}|", "8|RUNNING|None|gpu04|gpu04|0|N/A|N/A|{}|"]
+)
+def test_job_that_slurm_ends_is_left_to_it(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, queue: str
+) -> None:
+    survivor = ended(node_rank=1)
+    slurm_command("squeue", f"echo '{queue.format(survivor.run.script)}'")
+    ending.record_end(survivor.node, cause=Cause.NODE_FAILURE, step=None)
+    assert take_over(survivor) == 0
+    assert slurm.asked == []
+
+
+def test_agent_that_is_cut_off_itself_leaves_the_run_alone(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
+    survivor = ended(node_rank=1)
+    survivor.node.record_event("node_lost", node="gpu02", last_heard=1.0, detail="lost contact with gpu02")
+    assert take_over(survivor) == 0
+    assert not survivor.node.events("attempt_ended")
+    assert slurm.asked == []
+
+
+def test_agent_that_nobody_confirms_goes_on_after_a_while(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm's controller may be away meanwhile: it is not ending the job then."""
+    monkeypatch.setattr(ending, "_CONFIRM_SECONDS", 0.2)
+    survivor = ended(node_rank=1)
+    away = f"test -e {survivor.run.path}/asked || {{ touch {survivor.run.path}/asked; echo no answer >&2; exit 1; }}"
+    slurm_command("squeue", away)
+    assert take_over(survivor) == 0
+    assert survivor.end["step"] is None, "a script has none"
+    assert slurm.asked == ["sbatch --parsable", "scancel 7"]
+
+
+def test_spare_lets_a_member_with_a_snapshot_go_first(
+    ended: EndedAttemptMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    survivor, waited = ended(node_rank=1, local=True), []
+    monkeypatch.setattr(ending, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waited.append))
+    assert take_over(survivor, is_member=False) == LOCAL_REQUEUE_RETURN_CODE
+    assert waited == [5.0]
+    assert take_over(survivor) == 0, "the end is recorded, and submitit starts one attempt"
+    assert waited == [5.0]
+
+
+def test_cancelled_run_without_its_head_node_ends(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command
+) -> None:
+    survivor = ended(joined(), node_rank=1)
+    write_events(survivor.run, cancelled(), file=survivor.run.cancellation.name)
+    for name in ("gpu01", "gpu03"):
+        survivor.node.record_event("node_lost", node=name, last_heard=1.0, detail="x")
+    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
+    assert take_over(survivor) == 0
+    assert survivor.end["cause"] == "cancelled"
+    assert slurm.asked == ["scancel 7"], "its job keeps no nodes"
+
+
+def test_run_that_another_agent_has_continued_is_left_alone(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command
+) -> None:
+    survivor = ended(node_rank=1)
+    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
+    ending.record_end(survivor.node, cause=Cause.NODE_FAILURE, step=None)
+    write_events(survivor.run, resubmitted(), file="attempt-001-node-02.jsonl")
+    assert take_over(survivor) == 0
+    assert slurm.asked == []
+
+
+@pytest.mark.parametrize(("settings", "metrics", "step"), [({}, 5, None), (TRAINING, 5, 5), (TRAINING, None, 0)])
+def test_run_whose_head_node_died_before_it_claimed_an_attempt_goes_on(
+    tmp_path: Path, slurm: AnsweringSlurm, settings: dict[str, Any], metrics: int | None, step: int | None
+) -> None:
+    survivor = EndedAttempt(tmp_path, attempt_ended(), train_started(), node_rank=1, **settings)
+    if metrics:
+        survivor.run.train_metrics.parent.mkdir()
+        append_json_line(survivor.run.train_metrics, {"step": metrics})
+    allocation = replace(survivor.node.allocation, job_id="9", node_rank=1)
+    assert ending.replace_headless_job(survivor.run, survivor.node.spec, allocation, "no head") == 0
+    last = [event for event in survivor.node.run_events() if event["event"] == "attempt_ended"][-1]
+    assert (last["attempt"], last["cause"], last["node"], last["detail"]) == (2, "node_failure", "gpu01", "no head")
+    assert last["step"] == step
+    claim = [event for event in survivor.node.run_events() if event["event"] == "claimed"][-1]
+    assert (claim["port"], claim["secret"]) == (0, ""), "it listens nowhere"
+    [event] = [event for event in survivor.node.run_events() if event["event"] == "resubmitted"]
+    assert (event["old_job_id"], event["excluded"]) == ("9", ["gpu01"])
+    assert slurm.asked == ["sbatch --parsable", "scancel 9"]
+
+
+# --- both ---
+
+
+def test_end_is_decided_by_the_lowest_node_rank_if_it_cannot_be_recorded(
+    ended: EndedAttemptMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = ended()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(ending.resubmit, "record_end", refuse)
+    allocations = [replace(one.node.allocation, node_rank=rank) for rank in range(3)]
+    found = [ending.record_end(replace(one.node, allocation=each), cause=Cause.LOST) for each in allocations]
+    assert found == [True, True, False]
+
+
+def test_job_that_cannot_be_ended_is_named(
+    ended: EndedAttemptMaker, slurm_command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stuck = ended()
+    slurm_command("scancel", "echo 'Access/permission denied' >&2; exit 1")
+    ending.end_job(stuck.node)
+    assert "this job has nothing left to do, and could not be ended: type scancel 7" in capsys.readouterr().out

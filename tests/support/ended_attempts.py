@@ -1,0 +1,114 @@
+"""An attempt that has just ended, as an agent sees it, and a Slurm that answers as a test says."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hpc.core import ledger
+from hpc.core.attempts import attempts_of
+from hpc.core.causes import Cause
+from hpc.core.nodedir import NodeDir
+from hpc.core.rundir import RunDir
+from hpc.spec import Resources, RunSpec
+from jobs import ending
+from jobs.claim import event_file
+from jobs.control.coordinator import Coordinator, Failure
+from jobs.control.messages import Phase
+from jobs.node_attempt import NodeAllocation, NodeAttempt
+from jobs.stop_request import StopRequest
+from support.cluster import Command
+from support.events import claimed, write_events
+from support.reported_nodes import ReportedNodes
+from training.config.train_config import TrainConfig
+
+HOSTS = ("gpu01", "gpu02", "gpu03")
+TRAINING: dict[str, Any] = {"train": TrainConfig(synthetic=True), "script": ()}
+RUNNING = "JobState=RUNNING Restarts=0 Reason=None"
+
+
+class AnsweringSlurm:
+    """Slurm's answers; what it was asked to do is in `asked`."""
+
+    def __init__(self, command: Command, path: Path) -> None:
+        self._command, self._log = command, path / "asked"
+        self._log.touch()
+        for name, answer in {"scancel": "", "squeue": "", "sbatch": "echo 8"}.items():
+            self._command(name, f'echo "{name} $*" >> {self._log}; {answer}')
+        self.says_of_job(RUNNING)
+        self.says_of_nodes(*("idle" for _ in range(5)))
+
+    def says_of_job(self, fields: str) -> None:
+        """Set the answer to `scontrol show job`."""
+        show = f'case "$*" in *show*job*) echo \'JobId=7 {fields}\';; *) echo "scontrol $*" >> {self._log};; esac'
+        self._command("scontrol", show)
+
+    def says_of_nodes(self, *states: str) -> None:
+        """Set the states of gpu01, gpu02 and so on."""
+        nodes = [(f"gpu0{number}", state) for number, state in enumerate(states, 1)]
+        listed = "\n".join(f"{node}|gpu*|{state}" for node, state in nodes)
+        short = "\n".join(f"{node}|{state}" for node, state in nodes)
+        self._command("sinfo", f"case \"$*\" in *%P*) echo '{listed}';; *) echo '{short}';; esac")
+
+    @property
+    def asked(self) -> list[str]:
+        """The first two words of each request that changes something."""
+        lines = (line.split() for line in self._log.read_text().splitlines())
+        return [" ".join(line[:2]) for line in lines if line[0] != "squeue"]
+
+
+class EndedAttempt:
+    """An attempt on three nodes that has just ended, as its head node's agent sees it."""
+
+    def __init__(self, path: Path, *events: ledger.Event, local: bool = False, node_rank: int = 0, **spec: Any) -> None:
+        settings = {"script": ("a.py",), "data": None, "stage_dir": "/tmp", "resources": Resources(nodes="2:3"), **spec}
+        cluster = "local" if local else "slurm"
+        self.run = RunDir(path / "r")
+        write_events(self.run, claimed(time.time() - 900, nodes=HOSTS), *events, file="attempt-001-node-00.jsonl")
+        RunSpec(**{"name": "r", "cluster": cluster, **settings}).save(self.run)
+        self.run.script.write_text("#!/bin/sh\n")
+        names = HOSTS if not local else ("localhost",) * 3
+        self.node = NodeAttempt(
+            run=self.run,
+            spec=RunSpec.load(self.run),
+            allocation=NodeAllocation(
+                cluster=cluster, job_id="7", restart=0, hostnames=names, node_rank=node_rank, cpus=2
+            ),
+            attempt=attempts_of(ledger.read(self.run.events))[0],
+            writer=event_file(self.run, 1, node_rank),
+        )
+        self.nodes, self.stop = ReportedNodes(3), StopRequest()
+        for rank in (1, 2):
+            self.nodes.report(rank, phase=Phase.LEFT)
+        self.coordinator = Coordinator(self.node, cast("Any", self.nodes), self.stop)
+        self.polls = 0
+        self.monitor: Any = SimpleNamespace(poll=self._poll, node_dir=NodeDir(path / "memory"), last_step=30)
+
+    def _poll(self) -> None:
+        """Have the second node's ranks end after a while."""
+        self.polls += 1
+        if self.polls == 3 and not self.nodes.silent[1]:
+            self.nodes.report(1, phase=Phase.LEFT)
+
+    def conclude(self) -> int:
+        return ending.conclude(self.node, cast("Any", self.nodes), self.monitor, self.coordinator)
+
+    def fails(self, cause: Cause = Cause.CRASHED, **fields: Any) -> None:
+        """Have the coordinator end the attempt for this failure."""
+        usual = {"failed_at": 50.0, "noticed_at": 51.0, "step": 20, "detail": "x", "rank": 1, "node": "gpu02"}
+        self.coordinator.failure = Failure(cause=cause, **{**usual, "signature": "s", **fields})
+
+    @property
+    def end(self) -> dict[str, Any]:
+        """What is recorded of the end, without what every event has."""
+        [event] = self.node.events("attempt_ended")
+        return {name: value for name, value in event.items() if name not in {"time", "event", "attempt"}}
+
+    def continued(self) -> list[str]:
+        """The events that say how the run goes on."""
+        kinds = ("requeued", "resubmitted", "excluded", "not_continued")
+        return [event["event"] for event in self.node.run_events() if event["event"] in kinds]
+
+
+EndedAttemptMaker = Callable[..., EndedAttempt]
