@@ -92,6 +92,7 @@ class EndedAttempt:
             self.nodes.report(1, phase=Phase.LEFT)
 
     def conclude(self) -> int:
+        """Have the head node's agent conclude it."""
         return ending.conclude(self.node, cast("Any", self.nodes), self.monitor, self.coordinator)
 
     def fails(self, cause: Cause = Cause.CRASHED, **fields: Any) -> None:

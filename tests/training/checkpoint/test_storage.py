@@ -1,5 +1,6 @@
 """Checkpoints on the disk: complete or absent, with damage found."""
 
+import hashlib
 import json
 import shutil
 import signal
@@ -7,12 +8,23 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import publish_directory, remove_temporaries
-from training.checkpoint.storage import list_checkpoints, read_checkpoint, reject, save_checkpoint, step_of
+from training.checkpoint.storage import (
+    STATE_TENSORS,
+    STATE_VALUES,
+    file_names,
+    find_damage,
+    list_checkpoints,
+    read_checkpoint,
+    reject,
+    save_checkpoint,
+    step_of,
+)
 
 FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
 
@@ -36,6 +48,49 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path / "checkpoints") == [path]
     assert (path.name, step_of(path)) == ("step-00000007", 7)
     assert read_checkpoint(path) == FILES
+
+
+def test_a_checkpoint_of_another_release_has_the_same_files(tmp_path: Path) -> None:
+    """Their names, and the form of the manifest, are a contract: `training.relay` writes them by itself."""
+    assert (STATE_TENSORS, STATE_VALUES) == ("state.safetensors", "state.json")
+    path = save_checkpoint(tmp_path, 7, writing(FILES), keep=2)
+    assert names(path) == ["manifest.json", "state.json", "state.safetensors"]
+    digests = {name: hashlib.sha256(data).hexdigest() for name, data in FILES.items()}
+    files = {name: {"size": len(data), "sha256": digests[name]} for name, data in FILES.items()}
+    assert json.loads((path / "manifest.json").read_text()) == {"step": 7, "files": files}
+
+
+def test_files_of_others_are_described_by_those_who_wrote_them(tmp_path: Path) -> None:
+    """With FSDP, each rank writes its shards, and checks them."""
+
+    def write(directory: Path) -> dict[str, Any]:
+        writing(FILES)(directory)
+        return {"state.json": {"size": 1, "sha256": "of rank 3"}}
+
+    path = save_checkpoint(tmp_path, 7, write, keep=2)
+    assert file_names(path) == ["state.json", "state.safetensors"]
+    assert "state.json is not as it was written" in find_damage(path)
+
+
+def test_ranks_share_the_check_of_the_files(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 7, writing(FILES), keep=2)
+    flip_a_bit(path / "state.safetensors")
+    assert [bool(find_damage(path, rank, 2)) for rank in range(2)] == [False, True]
+
+
+def test_a_checkpoint_that_may_not_be_published_is_not(tmp_path: Path) -> None:
+    def check() -> None:
+        raise TorchrelayError("another attempt is newer")
+
+    save_checkpoint(tmp_path, 7, writing(FILES), keep=1)
+    with pytest.raises(TorchrelayError, match="another attempt is newer"):
+        save_checkpoint(tmp_path, 8, writing(FILES), keep=1, check=check)
+    assert names(tmp_path) == ["step-00000007"]
+
+
+def test_a_checkpoint_has_the_mode_that_it_is_given(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, 7, writing(FILES), keep=None, mode=0o700)
+    assert path.stat().st_mode & 0o777 == 0o700
 
 
 def test_the_newest_are_kept_for_any_number_of_digits(tmp_path: Path) -> None:
@@ -77,6 +132,8 @@ def flip_a_bit(path: Path) -> None:
         ("manifest.json", truncate, "JSONDecodeError"),
         (".", lambda path: [file.unlink() for file in path.iterdir()], "FileNotFoundError"),
         ("manifest.json", lambda path: path.write_text("[]"), "TypeError"),
+        ("manifest.json", lambda path: path.write_text("{}"), "KeyError"),
+        ("manifest.json", lambda path: path.write_text('{"files": []}'), "AttributeError"),
     ],
 )
 def test_damage_is_found(tmp_path: Path, file: str, damage: Callable[[Path], object], reason: str) -> None:
