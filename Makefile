@@ -10,7 +10,7 @@ export UV_SYSTEM_CERTS := true
 endif
 PACKAGES := slurm-wlm munge iproute2 dataset-fashion-mnist python3-venv
 TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync fish zsh
-INSTALL = dpkg -s $(1) >/dev/null 2>&1 || \
+INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' || \
 	{ echo "installing Debian's packages $(1)"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1) >/dev/null; }
 
 # A real Slurm needs root, to make the nodes' namespaces, and Debian's packages.

@@ -22,6 +22,7 @@ from support.cluster import (  # noqa: E402
     tiny_data,
     what_slurm_holds,
 )
+from support.fake_slurm import write_programs  # noqa: E402
 
 USER = "torchrelay-test"
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it, nor the size of a
@@ -35,9 +36,13 @@ LEAKS = (
     "TORCHELASTIC_",
     "RANK",
     "WORLD_SIZE",
-    "LOCAL_RANK",
+    "LOCAL_",
+    "GROUP_",
+    "ROLE_",
     "MASTER_",
+    "TORCHRELAY_",
 )
+FOR_TESTS = {"TORCHRELAY_REQUIRE_SLURM", "TORCHRELAY_STRESS_SEED"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,7 +89,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith(LEAKS)]:
+    for name in [name for name in os.environ if name.startswith(LEAKS) and name not in FOR_TESTS]:
         monkeypatch.delenv(name)
 
 
@@ -118,15 +123,11 @@ def shared() -> Iterator[Path]:
 def slurm_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Replaces one of Slurm's commands by a shell script with the given text."""
     programs = tmp_path / "bin"
-    programs.mkdir()
     monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
 
     def write(name: str, script: str) -> None:
-        new = programs / f"{name}.new"
-        new.write_text(f"#!/bin/sh\n{script}\n")
-        new.chmod(0o755)
-        new.replace(programs / name)
+        write_programs(programs, **{name: script})
 
     write("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
     return write

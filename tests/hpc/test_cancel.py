@@ -1,7 +1,6 @@
 """`hpc cancel` on a real Slurm: the job ends, whatever the path, the disk or Slurm's commands do; a refused resume."""
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, Run, Site, fill, mounted_volume
+from support.fake_slurm import write_programs
 
 from hpc.core.resumption import current_spec
 
@@ -58,11 +58,8 @@ def test_run_is_cancelled_though_its_copy_was_and_scancel_fails(site: Site) -> N
     copied = site.hpc("cancel", "run", "--runs-dir=copies")
     assert copied.returncode == 0, copied.stderr
     assert is_queued(run), "the job is that of the original"
-    clients = site.path / "bin"
-    clients.mkdir()
-    (clients / "scancel").write_text("#!/bin/sh\necho scancel: error: Socket timed out >&2; exit 1\n")
-    (clients / "scancel").chmod(0o755)
-    done = site.hpc("cancel", "run", PATH=f"{clients}:{os.environ['PATH']}")
+    path = write_programs(site.path / "bin", scancel="echo scancel: error: Socket timed out >&2; exit 1")
+    done = site.hpc("cancel", "run", PATH=path)
     assert done.returncode == 1
     assert f"job {run.job_id} may still run: scancel: error: Socket timed out; type hpc" in done.stderr
     assert run.events("cancelled")

@@ -33,8 +33,8 @@ from hpc.core.attempts import attempts_of, last_job_id
 FAILURES = int(os.environ.get("TORCHRELAY_STRESS", "3"))
 SEED = int(os.environ.get("TORCHRELAY_STRESS_SEED", "4"))
 PAUSE_SECONDS = 2.0, 20.0
-# One failure in four comes within a second of the one before.
-PAIRS = 0.25
+# The share of failures that come within a second of the one before.
+SHARE_OF_PAIRS = 0.25
 # Of 30 steps, each of which is slow: they take as long as the longest pause, on any machine.
 EPOCHS_PER_FAILURE = 2
 KINDS = ("worker", "worker", "wrapper", "wrapper", "hang", "agent", "node", "head", "term", "preempt")
@@ -120,7 +120,7 @@ def break_it(chaos: Chaos) -> int:
             done += 1
             step = max(chaos.run.steps(), default=0)
             print(f"{time.strftime('%H:%M:%S')} failure {done}, after step {step}: {what}", flush=True)
-        is_pair = bool(what) and chaos.random.random() < PAIRS
+        is_pair = bool(what) and chaos.random.random() < SHARE_OF_PAIRS
         time.sleep(chaos.random.uniform(0, 1) if is_pair else chaos.random.uniform(*PAUSE_SECONDS))
     return done
 

@@ -16,7 +16,7 @@ from training.checkpoint.storage import STATE_VALUES, list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FLAGS = ("--cluster=local", "--data=data", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", *SMALL_BATCH)
-LONG = ("--epochs=100000", "--log-every=1", "--checkpoint-every=5", "--val-split=0.2")
+ENDLESS_HERE = ("--epochs=100000", "--log-every=1", "--checkpoint-every=5", "--val-split=0.2")
 # Has its own /dev/shm, as another node would. submitit's controller starts the agents.
 OWN_MEMORY = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
 ELSEWHERE = ("unshare", "--mount", "sh", "-c", OWN_MEMORY, "sh", sys.executable, "-m", "hpc.slurm.executor")
@@ -57,7 +57,7 @@ def run() -> Iterator[Run]:
     """A run that never ends; it does not know the controller of its second attempt as its job."""
     need("unshare", "mount")
     with site_without_slurm() as site:
-        run = site.submit(*FLAGS, *LONG)
+        run = site.submit(*FLAGS, *ENDLESS_HERE)
         yield run
         site.hpc("cancel", str(run.directory.path))
         path, own = str(run.directory.path).encode(), os.getpid()

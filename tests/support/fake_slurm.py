@@ -30,12 +30,14 @@ done < {0}/queued; exit 0"""
 HANGS = "touch {0}/reached; while [ -e {0} ] && [ ! -e {0}/go ]; do sleep 0.1; done"
 
 
-def clients(directory: Path, **programs: str) -> str:
-    """Write these shell scripts, and return a PATH that starts with their directory."""
-    directory.mkdir()
+def write_programs(directory: Path, **programs: str) -> str:
+    """Write these shell scripts, also while others call them; return a PATH that starts with their directory."""
+    directory.mkdir(exist_ok=True)
     for name, text in programs.items():
-        (directory / name).write_text(f"#!/bin/sh\n{text}\n")
-        (directory / name).chmod(0o755)
+        new = directory / f"{name}.new"
+        new.write_text(f"#!/bin/sh\n{text}\n")
+        new.chmod(0o755)
+        new.replace(directory / name)
     return f"{directory}:{os.environ['PATH']}"
 
 
@@ -44,16 +46,15 @@ def queueing_site(path: Path) -> tuple[Site, dict[str, str]]:
     programs = {"sbatch": SBATCH.format(path), "squeue": SQUEUE.format(path), "sinfo": SINFO, "scontrol": "exit 1"}
     # The real one would wait for its slurmdbd.
     programs["sacct"] = "exit 1"
-    return Site(path, "/nonexistent"), {"PATH": clients(path / "bin", **programs), "SLURM_CONF": "/nonexistent"}
+    return Site(path, "/nonexistent"), {"PATH": write_programs(path / "bin", **programs), "SLURM_CONF": "/nonexistent"}
 
 
 def replace(site: Site, name: str, text: str | None) -> None:
     """Replace a program of the site; None removes it."""
-    program = site.path / "bin" / name
-    program.unlink(missing_ok=True)
-    if text is not None:
-        program.write_text(f"#!/bin/sh\n{text.format(site.path)}\n")
-        program.chmod(0o755)
+    if text is None:
+        (site.path / "bin" / name).unlink()
+    else:
+        write_programs(site.path / "bin", **{name: text.format(site.path)})
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.cluster import ROOT
 from support.events import attempt_ended, claimed, recorded_run
+from support.fake_slurm import write_programs
 from support.waiting import wait_for
 
 from hpc.core.errors import UserError
@@ -68,14 +69,11 @@ def runs(shared: Path) -> Path:
 @pytest.fixture
 def cluster(shared: Path) -> dict[str, str]:
     """The environment of a machine with these clients, which write down how they were called."""
-    clients, calls = shared / "bin", shared / "calls"
+    calls = shared / "calls"
     calls.touch()
     calls.chmod(0o666)
-    clients.mkdir()
-    for name, text in CLIENTS.items():
-        (clients / name).write_text("#!/bin/sh\n" + text.replace("{calls}", str(calls)) + "\n")
-        (clients / name).chmod(0o755)
-    return {"PATH": f"{clients}:{os.environ['PATH']}", "CALLS": str(calls), "SLURM_CONF": "/nonexistent"}
+    clients = {name: text.replace("{calls}", str(calls)) for name, text in CLIENTS.items()}
+    return {"PATH": write_programs(shared / "bin", **clients), "CALLS": str(calls), "SLURM_CONF": "/nonexistent"}
 
 
 def called(cluster: dict[str, str], program: str) -> list[str]:

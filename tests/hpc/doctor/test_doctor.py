@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Site, hpc
+from support.fake_slurm import write_programs
 from support.forked_hpc import run_forked
 from test_findings import CONFIG, NODE, PARTITIONS
 
@@ -31,9 +32,7 @@ SILENT = "echo 'slurm_load_partitions error: Unable to contact slurm controller 
 
 def answer(directory: Path, **answers: str) -> Path:
     """Put executables on a PATH that print what a Slurm has printed."""
-    for name, body in answers.items():
-        (directory / name).write_text(f'#!/bin/sh\ncd "$(dirname "$0")"\n{body}')
-        (directory / name).chmod(0o755)
+    write_programs(directory, **{name: f'cd "$(dirname "$0")"\n{body}' for name, body in answers.items()})
     return directory
 
 

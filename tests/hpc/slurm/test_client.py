@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from support.fake_slurm import write_programs
 
 from hpc.core.causes import JobState
 from hpc.slurm import client as slurm
@@ -139,10 +140,8 @@ def test_commands_do_not_see_the_users_formats_and_filters(
     user = {"SQUEUE_PARTITION": "debug", "SLURM_TIME_FORMAT": "relative", "SINFO_FORMAT": "%n", "SLURM_CONF": "/x"}
     for name, value in (user | job).items():
         monkeypatch.setenv(name, value)
-    squeue = tmp_path / "squeue"
-    squeue.write_text("#!/bin/sh\nenv | grep -E '^(SLURM|S[A-Z]+_FORMAT|SQUEUE)'\n")
-    squeue.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    path = write_programs(tmp_path, squeue="env | grep -E '^(SLURM|S[A-Z]+_FORMAT|SQUEUE)'")
+    monkeypatch.setenv("PATH", path)
     assert slurm.run("squeue") == "SLURM_CONF=/x\n"
 
 
@@ -167,8 +166,6 @@ def test_missing_command_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_final_states_of_jobs_that_squeue_has_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sacct = tmp_path / "sacct"
-    sacct.write_text("#!/bin/sh\nprintf '7|CANCELLED by 1000\\n8|NODE_FAIL\\n9\\n'\n")
-    sacct.chmod(0o755)
+    write_programs(tmp_path, sacct="printf '7|CANCELLED by 1000\\n8|NODE_FAIL\\n9\\n'")
     monkeypatch.setitem(os.environ, "PATH", str(tmp_path))
     assert slurm.final_states(["7", "8", "9"]) == {"7": JobState.CANCELLED, "8": JobState.NODE_FAIL}

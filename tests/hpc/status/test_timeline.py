@@ -34,7 +34,7 @@ EVENTS: tuple[Event, ...] = (
     first_step(310.0, 211, attempt=2),
     attempt_ended(505.0, attempt=2, step=STEPS),
 )
-WHOLE = [
+ALL_PERIODS = [
     ("queue", 0, 1, None), ("startup", 1, 10, None), ("training", 10, 130, None), ("recovery", 130, 140, 1),
     ("training", 140, 232, None), ("recovery", 232, 234, 2), ("queue", 234, 300, 2), ("recovery", 300, 310, 2),
     ("training", 310, 505, None),
@@ -62,7 +62,7 @@ def gpu_seconds(events: list[Event], until: float, steps: int = STEPS, **line: A
 
 
 def test_periods_follow_each_other_from_the_submission_to_the_end() -> None:
-    assert short(periods(events_until(505), 505)) == WHOLE
+    assert short(periods(events_until(505), 505)) == ALL_PERIODS
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_script_of_the_users_own_has_no_startup() -> None:
 
 def test_recovery_whose_beginning_is_not_recorded_ends_with_the_first_step() -> None:
     events = [{**one, "failed_at": None} if one["event"] == "attempt_ended" else one for one in EVENTS]
-    assert short(periods(events, 505))[5:] == [("queue", 234, 300, 2), ("recovery", 300, 310, 2), WHOLE[-1]]
+    assert short(periods(events, 505))[5:] == [("queue", 234, 300, 2), ("recovery", 300, 310, 2), ALL_PERIODS[-1]]
 
 
 def test_pause_before_a_resumption_is_neither_queue_nor_recovery() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.cluster import TIMEOUT_SECONDS, Site, mounted_volume, shared_directory, tiny_data
-from support.fake_slurm import SINFO, SINFO_TEXT, clients
+from support.fake_slurm import SINFO, SINFO_TEXT, write_programs
 
 from hpc.slurm.client import parse_partitions, partitions
 
@@ -44,7 +44,7 @@ def files() -> Iterator[Path]:
     path = shared_directory()
     write_files(path)
     (path / "torchrelay.yaml").write_text("")
-    clients(path / "bin", sbatch=NOTHING_QUEUES, squeue="exit 0", scontrol="exit 1", sinfo=SINFO)
+    write_programs(path / "bin", sbatch=NOTHING_QUEUES, squeue="exit 0", scontrol="exit 1", sinfo=SINFO)
     yield path
     shutil.rmtree(path)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, Site
-from support.fake_slurm import SINFO, clients
+from support.fake_slurm import SINFO, write_programs
 
 from hpc.core.rundir import RunDir
 
@@ -19,7 +19,7 @@ SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-s
 
 def test_refused_submission_removes_the_directories_that_it_made(shared: Path) -> None:
     refusal = "echo 'sbatch: error: invalid' >&2; exit 1"
-    path = clients(shared / "bin", sbatch=refusal, sinfo=SINFO, squeue="exit 0", scontrol="exit 1")
+    path = write_programs(shared / "bin", sbatch=refusal, sinfo=SINFO, squeue="exit 0", scontrol="exit 1")
     (shared / "own").mkdir()
     for runs in ("new/runs", "own"):
         done = Site(shared, "/nonexistent").hpc(*SUBMIT, f"--runs-dir={runs}", PATH=path)
@@ -31,7 +31,7 @@ def test_refused_submission_removes_the_directories_that_it_made(shared: Path) -
 def test_three_at_once_of_which_one_is_refused(shared: Path) -> None:
     """Of processes that make the same missing directories at the same moment."""
     sbatch = 'case "$1" in */bad/*) echo "sbatch: error: invalid" >&2; exit 1;; esac; echo Submitted batch job 7'
-    path = clients(shared / "bin", sbatch=sbatch, sinfo=SINFO, squeue="exit 0", scontrol="exit 1")
+    path = write_programs(shared / "bin", sbatch=sbatch, sinfo=SINFO, squeue="exit 0", scontrol="exit 1")
     environment = {**os.environ, "PATH": path, "SLURM_CONF": "/nonexistent", "PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-m", "hpc", *SUBMIT, "--cluster=slurm", "--runs-dir", str(shared / "runs")]
     several = [
@@ -48,7 +48,7 @@ def test_three_at_once_of_which_one_is_refused(shared: Path) -> None:
 
 def test_unanswered_submission_keeps_what_its_job_may_need(shared: Path) -> None:
     away = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-    path = clients(shared / "bin", sbatch=LOST_REPLY, sinfo=SINFO, squeue=away)
+    path = write_programs(shared / "bin", sbatch=LOST_REPLY, sinfo=SINFO, squeue=away)
     done = Site(shared, "/nonexistent").hpc(*SUBMIT, PATH=path)
     assert done.returncode == 1, done.stderr
     assert re.search(r"Socket timed out.*Unable to contact.*hpc cancel", done.stderr)
@@ -58,7 +58,7 @@ def test_unanswered_submission_keeps_what_its_job_may_need(shared: Path) -> None
 @pytest.mark.slurm
 def test_job_is_kept_though_the_reply_of_sbatch_was_lost(site: Site) -> None:
     """Slurm has queued the job, and sbatch has not heard so."""
-    path = clients(site.path / "bin", sbatch=f'{shutil.which("sbatch")} "$@" >/dev/null; {LOST_REPLY}')
+    path = write_programs(site.path / "bin", sbatch=f'{shutil.which("sbatch")} "$@" >/dev/null; {LOST_REPLY}')
     run = site.submit(*SUBMIT[1:], "--sbatch=begin=now+1hour", PATH=path)
     assert run.queue("%T") == "PENDING"
     assert [event["job_id"] for event in run.events("submitted")] == [run.job_id]

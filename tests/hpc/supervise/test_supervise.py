@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead, tiny_data
 from support.events import attempt_ended, claimed, write_events
-from support.fake_slurm import queueing_site, replace
+from support.fake_slurm import queueing_site, replace, write_programs
 
 from hpc.core import ledger
 from hpc.core.rundir import RunDir
@@ -27,15 +27,7 @@ from hpc.testbed.lifecycle import PATHS
 
 pytestmark = pytest.mark.timeout(400)
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
-WHOLE = ("--data=data", *TINY_BATCH, "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
-
-
-def program(directory: Path, name: str, text: str) -> str:
-    """Put a program into a directory; what PATH has to be for it to be found before Slurm's."""
-    directory.mkdir(exist_ok=True)
-    (directory / name).write_text(f"#!/bin/sh\n{text}\n")
-    (directory / name).chmod(0o755)
-    return f"{directory}:{os.environ['PATH']}"
+RANK_PER_NODE = ("--data=data", *TINY_BATCH, "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
 
 
 def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs") -> Run:
@@ -43,7 +35,7 @@ def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs"
 
     Its job holds nodes in which nothing works any more, or Slurm has lost it. The next one only sleeps.
     """
-    lost = program(site.path / "lost", "sbatch", "echo Submitted batch job 999999")
+    lost = write_programs(site.path / "lost", sbatch="echo Submitted batch job 999999")
     run = site.submit("--data=data", f"--name={name}", f"--runs-dir={runs_dir}", "--nodes=1", PATH=lost)
     run.directory.script.write_text(SLEEP.format(run.directory.path))
     job_id = site.slurm("sbatch", "--parsable", str(run.directory.script)) if holds_nodes else "999999"
@@ -85,7 +77,7 @@ def live_jobs(run: Run) -> list[str]:
 
 
 def test_job_that_loses_its_first_node_before_its_agents_start_is_replaced(site: Site) -> None:
-    run = site.submit(*WHOLE, "--epochs=1", "--nodes=2", "--setup=mkdir started && sleep 100 || true")
+    run = site.submit(*RANK_PER_NODE, "--epochs=1", "--nodes=2", "--setup=mkdir started && sleep 100 || true")
     run.wait("the start", lambda: run.queue("%T") == "RUNNING")
     with dead(site, run.queue("%B")), site.supervised():
         status = run.wait_for_state("completed")
@@ -108,7 +100,7 @@ def test_killed_at_any_step_the_next_one_ends_what_was_begun(site: Site) -> None
             # Only what holds nodes has a job that is to be ended.
             run = crippled(site, "run", holds_nodes=step == "scancel", runs_dir=name)
             text = f'kill -9 $PPID; exec {real} "$@"' if when == "before" else f'{real} "$@"; kill -9 $PPID'
-            cases[name] = run, program(site.path / f"kills-{name}", step, text)
+            cases[name] = run, write_programs(site.path / f"kills-{name}", **{step: text})
 
     def recover(name: str) -> None:
         run, path = cases[name]
@@ -158,8 +150,8 @@ def test_no_more_runs_are_started_at_once_than_it_may(queue: Site) -> None:
     ids=["an unknown state", "an error", "nothing"],
 )
 def test_squeue_that_cannot_be_trusted_starts_nothing(queue: Site, squeue: str) -> None:
-    run = queue.submit(*WHOLE, "--name=waits", "--nodes=1", "--sbatch", "begin=now+1hour")
-    path = program(queue.path / "odd", "squeue", squeue.replace("$SCRIPT", str(run.directory.script)))
+    run = queue.submit(*RANK_PER_NODE, "--name=waits", "--nodes=1", "--sbatch", "begin=now+1hour")
+    path = write_programs(queue.path / "odd", squeue=squeue.replace("$SCRIPT", str(run.directory.script)))
     done = queue.hpc("supervise", "--once", "--json", PATH=path)
     if "exit 1" in squeue:
         assert done.returncode == 1
@@ -226,7 +218,7 @@ def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
 
 
 def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
-    run = site.submit(*WHOLE, "--name=unwanted", "--nodes=1", "--sbatch", "begin=now+1hour")
+    run = site.submit(*RANK_PER_NODE, "--name=unwanted", "--nodes=1", "--sbatch", "begin=now+1hour")
     site.slurm("scancel", run.job_id)
     silent = crippled(site, "silent", holds_nodes=True)
     site.slurm("scancel", silent.job_id)
@@ -241,8 +233,8 @@ def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
 def test_on_end_is_called_once(queue: Site) -> None:
     run = crippled(queue, "run", holds_nodes=False)
     write_events(run.directory, attempt_ended(None, "bad_input", step=0))
-    tell = program(
-        queue.path / "tell", "tell", f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {queue.path}/notified'
+    tell = write_programs(
+        queue.path / "tell", tell=f'echo "$1 $TORCHRELAY_STATE: $TORCHRELAY_REASON" >> {queue.path}/notified'
     )
     for _ in range(2):
         assert actions(queue, "--on-end=tell Ada", PATH=tell) == {"run": "keep"}
@@ -253,7 +245,7 @@ def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site,
     """One's node dies, and Slurm requeues it; the other's processes stand still, and Slurm sees a job that runs."""
     # Slow ranks are soon told from those that stand still, and leave the machine to others.
     run, zombie = (
-        ordinary_user.submit(*WHOLE, f"--name={name}", "--nodes=1", *more, TORCHRELAY_FAULT="slow@60:0!")
+        ordinary_user.submit(*RANK_PER_NODE, f"--name={name}", "--nodes=1", *more, TORCHRELAY_FAULT="slow@60:0!")
         for name, more in RUNS.items()
     )
     zombie.wait_for_steps(20)
@@ -286,13 +278,13 @@ RUNS = {"one": ("--epochs=1", "--exclude=gpu03,gpu04"), "zombie": ("--epochs=100
 
 
 def test_job_that_slurm_could_not_start_is_released(site: Site, ordinary_user: Site) -> None:
-    program(site.path, "prolog", "exit 1")
+    write_programs(site.path, prolog="exit 1")
     configuration = Path(site.slurm_conf)
     before = configuration.read_text()
     configuration.write_text(f"{before}\nProlog={site.path}/prolog\n")
     try:
         site.slurm("scontrol", "reconfigure")
-        run = ordinary_user.submit(*WHOLE, "--epochs=2", "--name=held", "--nodes=1")
+        run = ordinary_user.submit(*RANK_PER_NODE, "--epochs=2", "--name=held", "--nodes=1")
         run.wait("the hold", lambda: "held" in run.queue("%r"))
     finally:
         configuration.write_text(before)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.fake_slurm import write_programs
 from support.trainings import needs_compiler
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
@@ -79,8 +80,7 @@ def test_an_error_that_does_not_pass_is_not_waited_for(
 
 
 def test_the_processes_on_a_gpu_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU-8c1f-a1, 4711, 812 MiB'\necho 'GPU-8c1f-b2, 9, 5 MiB'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
+    write_programs(tmp_path, **{"nvidia-smi": "echo 'GPU-8c1f-a1, 4711, 812 MiB'\necho 'GPU-8c1f-b2, 9, 5 MiB'"})
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert busy_gpu.processes_on("8c1f-a1") == ["PID 4711 (812 MiB)"]
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
