@@ -15,8 +15,6 @@ INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' |
 
 # A real Slurm needs root, to make the nodes' namespaces, and Debian's packages.
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
-# Data that needs no apt: scikit-learn contains the digits.
-WITHOUT_APT := $(if $(wildcard /usr/share/datasets/fashion-mnist),--data fashion-mnist,--recipe digits)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
 .PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-hard mutants coverage matrix check format lock clean
@@ -24,11 +22,11 @@ NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster l
 demo: $(READY)
 ifeq ($(ROOT),)
 	@echo "$(NO_ROOT)"
-	$(BIN)/python -m hpc.submit --cluster local --nodes 2 --gpus-per-node 4 $(WITHOUT_APT) --wait
+	$(BIN)/python -m hpc.submit --cluster local --nodes 2 --gpus-per-node 4 --wait
 else
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m hpc.testbed up --nodes 4 --gpus-per-node 4
-	$(BIN)/python -m hpc.submit --nodes 2 --gpus-per-node 4 --data fashion-mnist --wait
+	$(BIN)/python -m hpc.submit --nodes 2 --gpus-per-node 4 --wait
 endif
 
 # Every kind of failure on one small run, and what each cost. Ends the testbed that is up: it builds its own.

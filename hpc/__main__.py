@@ -4,34 +4,41 @@ import difflib
 import importlib
 import os
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 # Only the verb's own module is imported: `hpc cancel` must not wait for what `hpc submit` needs.
-VERBS = {
-    "submit": "submit a training run",
-    "status": "table of runs",
-    "logs": "output of the ranks",
-    "supervise": "restart interrupted runs: requeue, release, resubmit",
-    "shell": "a shell on a node of a run",
-    "top": "what each rank uses of its GPU and CPUs now",
-    "cancel": "end runs",
-    "resume": "continue a run after hpc cancel or a failure, or train it longer",
-    "fork": "a new run from another one's newest checkpoint, with other flags",
-    "evaluate": "evaluate a run's model, or an exported one, on any data",
-    "clean": "list or remove what old runs hold",
-    "scaling": "the same run on several numbers of nodes, and what each gains",
-    "sweep": "a run for each of many settings, to find the best",
-    "report": "HTML page about a run, or a comparison of several",
-    "sync": "send metrics to Weights & Biases or MLflow",
-    "stage": "staged copies of data sets on this machine",
-    "config": "defaults of hpc submit, and where they come from",
-    "completion": "what makes bash, zsh or fish complete verbs and flags",
-    "notify": "try the recipients of hpc submit --notify",
-    "smoke": "measure nodes, their devices, disks and network; name what is slow",
-    "doctor": "find settings of the cluster that cost runs work or time",
-    "drill": "cause a failure in a run and measure its cost",
-    "testbed": "a real Slurm on this machine",
+_START = {
+    "submit": "submit a training run, or your own script",
+    "status": "list runs, or show one in detail",
+    "logs": "print the output of a run's ranks",
+    "cancel": "stop runs; hpc resume continues them",
 }
+_RUNS = {
+    "resume": "continue a run after hpc cancel or a failure, or train it longer",
+    "fork": "start a new run from another run's newest checkpoint, with other flags",
+    "evaluate": "evaluate the model of a run, or an exported model, on any data",
+    "report": "write an HTML page about a run, or compare several",
+    "sweep": "search for the best settings, with a run for each trial",
+    "scaling": "train the same on several numbers of nodes and compare the speed",
+    "shell": "open a shell on a node of a run",
+    "top": "show the GPU and CPU use of each rank",
+    "sync": "send a run's metrics to Weights & Biases or MLflow",
+    "clean": "list or remove what old runs occupy",
+}
+_CLUSTER = {
+    "supervise": "watch the queue and restart interrupted runs sooner",
+    "doctor": "find cluster settings that will cost your runs work or time",
+    "smoke": "measure nodes and network, and name what is slow",
+    "drill": "cause a failure in a run and measure the recovery",
+    "stage": "list or remove staged copies of data sets on this machine",
+    "notify": "send a test message to the recipients of hpc submit --notify",
+    "config": "show the default flags and the files that set them",
+    "completion": "print the completion script for bash, zsh or fish",
+    "testbed": "run a real Slurm on this machine (needs root)",
+}
+VERBS = {**_START, **_RUNS, **_CLUSTER}
 _FILES = {
     "cancel",
     "clean",
@@ -48,12 +55,12 @@ _FILES = {
 }
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
-    "train": ("training", "train on this machine"),
-    "pack": ("training.pack", "decode an image folder once, for all trainings"),
+    "train": ("training", "train on this machine, without Slurm"),
     "predict": ("training.predict", "predict the classes of images"),
     "export": ("training.export", "write a trained model as one file"),
+    "pack": ("training.pack", "decode an image folder once, for all later trainings"),
     "profile": ("training.profile", "find the bottleneck of a training"),
-    "verify": ("training.verify_resume", "prove that an interrupted training ends with the same bits"),
+    "verify": ("training.verify_resume", "check that an interrupted training ends with the same bits"),
     "preflight": ("training.engine.preflight", "check that this machine's device computes correctly"),
 }
 
@@ -61,23 +68,35 @@ PROGRAMS = {
 def main() -> int:
     """Run the verb and return its exit code."""
     arguments = sys.argv[1:]
-    if not arguments or arguments[0] in {"-h", "--help"}:
-        programs = {name: summary for name, (_, summary) in PROGRAMS.items()}
-        print("usage: hpc VERB [FLAGS]    (hpc VERB --help lists the flags)")
-        for title, summaries in (("runs and the cluster", VERBS), ("the trainer, here", programs)):
-            print(f"\n{title}:", *(f"  {name:<11}{summary}" for name, summary in summaries.items()), sep="\n")
-        return 0 if arguments else 2
-    verb = arguments[0]
+    if arguments[:1] == ["help"]:  # hpc help COMMAND is hpc COMMAND --help
+        arguments = [*arguments[1:2], "--help"]
+    verb = arguments[0] if arguments else ""
+    if verb in {"", "-h", "--help"}:
+        _print_help()
+        return 0 if verb else 2
+    if verb in {"-V", "--version"}:
+        print(f"torchrelay {version('torchrelay')} ({Path(__file__).parent})")
+        return 0
     if verb in PROGRAMS:
         _run_program(verb, arguments[1:])
     if verb not in VERBS:
-        known = [*VERBS, *PROGRAMS]
-        close = difflib.get_close_matches(verb, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
-        print(f"hpc: there is no verb {verb!r}: {hint}", file=sys.stderr)
+        close = difflib.get_close_matches(verb, ["help", *VERBS, *PROGRAMS], n=1)
+        hint = f"did you mean {close[0]}?" if close else "hpc help lists the commands"
+        print(f"hpc: there is no command {verb!r}: {hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"hpc.{verb}" if verb in _FILES else f"hpc.{verb}.__main__")
     return int(module.main(arguments[1:]))
+
+
+def _print_help() -> None:
+    print("Torchrelay submits PyTorch training to Slurm and keeps it running.\n")
+    print("usage: hpc COMMAND [FLAGS]    (hpc help COMMAND lists its flags)")
+    programs = {name: summary for name, (_, summary) in PROGRAMS.items()}
+    for title, commands in (
+        ("start here", _START), ("more about runs", _RUNS), ("cluster and settings", _CLUSTER),
+        ("image classifier, on this machine", programs),
+    ):  # fmt: skip
+        print(f"\n{title}:", *(f"  {name:<11}{summary}" for name, summary in commands.items()), sep="\n")
 
 
 def _run_program(verb: str, arguments: list[str]) -> NoReturn:

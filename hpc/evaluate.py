@@ -23,7 +23,7 @@ from hpc.core.errors import UserError
 from hpc.core.files import link_files
 from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from hpc.core.text import few
-from hpc.flags import changed_flags, named_run, typed_names, with_own_flags
+from hpc.flags import changed_flags, named_run, with_own_flags
 from hpc.spec import RunSpec
 from hpc.staging.source import is_archive
 from hpc.submit.__main__ import show
@@ -31,7 +31,7 @@ from hpc.submit.new_run import NewRun, start_run
 from hpc.submit.options import SubmitOptions, SubmitTraining, flag_names, with_defaults
 from hpc.submit.sbatch_flags import spelled_out
 from training.checkpoint.storage import STATE_VALUES, checkpoint_path, find_damage, list_checkpoints, step_of
-from training.config.command_line import check_names
+from training.config.command_line import check_names, typed_names
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
 from training.config.train_config import TrainConfig

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hpc.spec import RunSpec
+from training.config.command_line import typed_names
 from training.config.rules import flag
 
 
@@ -48,12 +49,6 @@ def changed_flags(settings: Any, names: Collection[str] = ()) -> list[str]:
 def is_default_time(spec: RunSpec, word: str) -> bool:
     """Whether a flag is the --time that submit has chosen: another partition has another default."""
     return spec.has_default_time and word.startswith("--time=")
-
-
-def typed_names(arguments: Sequence[str]) -> set[str]:
-    """The flags that a command line has, without their dashes, `--no-` and values."""
-    words = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
-    return {word[2:].removeprefix("no-").replace("_", "-") for word in words}
 
 
 def named_run(arguments: Sequence[str], switches: Mapping[str, bool]) -> str | None:

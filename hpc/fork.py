@@ -19,7 +19,7 @@ from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.core.rundir import RunDir
-from hpc.flags import flags_of, is_default_time, named_run, typed_names, with_own_flags
+from hpc.flags import flags_of, is_default_time, named_run, with_own_flags
 from hpc.spec import RunSpec, program_of
 from hpc.submit.__main__ import show
 from hpc.submit.new_run import NewRun, start_run
@@ -27,7 +27,7 @@ from hpc.submit.options import SubmitTraining, flag_names
 from hpc.submit.sbatch_flags import spelled_out
 from training.checkpoint.storage import STATE_VALUES, find_damage, list_checkpoints, step_of
 from training.config.changes import refuse_on_fork
-from training.config.command_line import check_names
+from training.config.command_line import check_names, typed_names
 from training.config.train_config import TrainConfig
 
 _OF_NEW_TRAININGS = ("config", "recipe")

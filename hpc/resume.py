@@ -36,7 +36,7 @@ from hpc.core.resumption import (
 )
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
-from hpc.flags import changed_flags, is_default_time, named_run, typed_names, with_own_flags
+from hpc.flags import changed_flags, is_default_time, named_run, with_own_flags
 from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -50,7 +50,7 @@ from hpc.submit.new_run import preemption_grace
 from hpc.submit.sbatch_flags import spelled_out
 from training.checkpoint.storage import list_checkpoints
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
-from training.config.command_line import flag_names
+from training.config.command_line import flag_names, typed_names
 from training.config.train_config import Adjustable, TrainConfig, check_world
 
 _GROUPS = ("resources", "recovery", "network", "notification", "train")

@@ -11,12 +11,12 @@ import tyro
 
 from hpc import cli
 from hpc.core.errors import UserError
-from hpc.flags import typed_names
 from hpc.group.members import common, user_code
 from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on
 from hpc.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
 from hpc.spec import Resources
 from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
+from training.config.command_line import typed_names
 
 
 @dataclass(frozen=True, kw_only=True)

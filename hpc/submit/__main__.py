@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from hpc import cli
+from hpc.spec import RunSpec
 from hpc.submit.cluster_choice import this_machine
 from hpc.submit.dry_run import show_dry_run, starting_place
 from hpc.submit.new_run import NewRun, start_run
 from hpc.submit.options import SubmitOptions, options_for_help, run_verb, split_script
+from training.config.dataset_layout import title_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,7 +26,7 @@ def show(new: NewRun, options: SubmitOptions) -> int:
         show_dry_run(new.run, new.spec, new.answer, as_json=options.json)
         return 0
     if not options.json:
-        print(_first_line(new))
+        print(*_data_line(new.spec), _first_line(new), sep="\n")
         if new.spec.script:
             print(f"  {starting_place(new.run, new.spec)}")
         sys.stdout.flush()
@@ -38,6 +41,12 @@ def show(new: NewRun, options: SubmitOptions) -> int:
         print(f"  {new.run.path}")
         cli.print_next(new.run, "status", "logs --follow", "cancel")
     return 0
+
+
+def _data_line(spec: RunSpec) -> list[str]:
+    if spec.train is None or spec.data is None or (title := title_of(Path(spec.data))) is None:
+        return []
+    return [f"training {spec.train.model} on {title}; use --data PATH for your own images"]
 
 
 def _first_line(new: NewRun) -> str:

@@ -189,9 +189,10 @@ def run_verb(
 
 
 def with_defaults(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
-    """The arguments with the defaults and the flags of files. Raises UserError if one of these is wrong."""
+    """The arguments with the defaults, the flags of files and a training's data. Raises UserError if one is wrong."""
     typed = sbatch_flags.spelled_out(arguments, known)
     values = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
     if command_line.last_value(typed, "--cluster") == "local":
         values = {name: value for name, value in values.items() if name not in SLURM_FLAGS}
-    return command_line.with_config(typed, known, values)
+    given = command_line.with_config(typed, known, values)
+    return command_line.with_data(given, known) if "synthetic" in known else given

@@ -11,12 +11,12 @@ import tyro
 
 from hpc import cli
 from hpc.core.errors import UserError, need_package
-from hpc.flags import typed_names
 from hpc.group.members import check_placeholders, common, user_code
 from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on
 from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
 from hpc.sweep.space import grid_of, read_space
 from hpc.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
+from training.config.command_line import typed_names
 from training.config.train_config import TrainConfig
 
 _TRIALS, _PARALLEL = 20, 4

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,13 +83,32 @@ def test_processes_of_a_program_start_beside_packages_of_the_same_names(beside_o
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_list_of_verbs_names_all(tmp_path: Path) -> None:
+def test_help_names_all_commands(tmp_path: Path) -> None:
     done = type_hpc(tmp_path, "--help")
     assert done.returncode == 0
     assert all(f"\n  {verb} " in done.stdout for verb in (*VERBS, *PROGRAMS))
+    assert type_hpc(tmp_path, "help").stdout == done.stdout
 
 
-def test_unknown_verb_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    done = type_hpc(tmp_path, "sumbit")
+def test_help_of_a_command(tmp_path: Path) -> None:
+    done = type_hpc(tmp_path, "help", "status")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("usage: hpc status")
+
+
+def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [HPC.with_name("torchrelay"), "--version"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert done.stdout == f"torchrelay {project['version']} ({ROOT / 'hpc'})\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [("sumbit", "did you mean submit?"), ("helpp", "did you mean help?"), ("x", "hpc help lists the commands")],
+)
+def test_unknown_command_is_answered_with_the_nearest(typed: str, hint: str, tmp_path: Path) -> None:
+    done = type_hpc(tmp_path, typed)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "hpc: there is no verb 'sumbit': did you mean submit?\n"
+    assert done.stderr == f"hpc: there is no command {typed!r}: {hint}\n"

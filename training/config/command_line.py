@@ -17,6 +17,7 @@ import yaml
 
 from hpc.core import program
 from hpc.core.errors import UserError
+from training.config.dataset_layout import DIGITS, FASHION_MNIST, FASHION_MNIST_DIRECTORY
 from training.config.model_names import check_model
 from training.config.train_config import RankOptions, TrainConfig
 
@@ -169,6 +170,24 @@ def with_config(
     return flags + [argument for argument in arguments if argument not in off]
 
 
+def with_data(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
+    """Add a data set to the flags of a training that name none.
+
+    It is Fashion-MNIST where Debian's copy is installed, else scikit-learn's digits, with the flags of their recipe.
+    """
+    if {"data", "synthetic", "recipe"} & typed_names(arguments):
+        return arguments
+    if FASHION_MNIST_DIRECTORY.is_dir():
+        return [f"--data={FASHION_MNIST}", *arguments]
+    return [*with_config([f"--recipe={DIGITS}"], known), *arguments]
+
+
+def typed_names(arguments: Sequence[str]) -> set[str]:
+    """The flags that a command line has, without their dashes, `--no-` and values."""
+    words = (argument.partition("=")[0] for argument in arguments if argument.startswith("--"))
+    return {word[2:].removeprefix("no-").replace("_", "-") for word in words}
+
+
 def last_value(arguments: list[str], flag: str) -> str | None:
     """The value of the last occurrence of a flag; None if it does not occur."""
     positions = [i for i, argument in enumerate(arguments) if argument == flag or argument.startswith(f"{flag}=")]
@@ -251,6 +270,7 @@ def parse_flags(options: type[Options], argv: Sequence[str], prog: str, *, print
     Raises:
         UserError: a flag is wrong, or no model has the given name.
     """
-    parsed = program.parse(options, with_config(list(argv), flag_names(TrainConfig)), prog, prints=prints)
+    known = flag_names(TrainConfig)
+    parsed = program.parse(options, with_data(with_config(list(argv), known), known), prog, prints=prints)
     check_model(parsed.train.model)
     return parsed

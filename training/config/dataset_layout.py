@@ -101,6 +101,13 @@ def resolve_data(name: str) -> Path:
     return FASHION_MNIST_DIRECTORY
 
 
+def title_of(data: Path) -> str | None:
+    """What a data set is that `resolve_data` knows by a name; None: the user's own."""
+    if data == FASHION_MNIST_DIRECTORY:
+        return "Fashion-MNIST (60,000 images)"
+    return "scikit-learn's handwritten digits (1,797 images)" if _digits_layout(data) else None
+
+
 def _digits_directory() -> Path:
     package = find_spec("sklearn")  # does not import it, which takes a second
     for directory in (package.submodule_search_locations or ()) if package else ():

@@ -66,7 +66,8 @@ class TrainConfig(Adjustable):
     """The training flags."""
 
     data: str = ""
-    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (Debian's) or digits."""
+    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (Debian's copy) or digits.
+    Default: fashion-mnist if it is installed, otherwise --recipe digits."""
     synthetic: bool = False
     """Train on generated images instead of --data, to measure the speed without loading data."""
     model: str = SMALL_CNN

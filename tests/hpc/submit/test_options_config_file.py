@@ -13,7 +13,8 @@ from hpc.core.rundir import RunDir
 from hpc.spec import Recovery
 from hpc.submit.code_copy import copy_code, find_code
 from hpc.submit.options import SubmitScript, SubmitTraining, flag_names
-from training.config.command_line import recipe_path, recipes, with_config
+from training.config import command_line
+from training.config.command_line import recipe_path, recipes, with_config, with_data
 from training.config.model_names import check_model, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.engine.optim import highest_learning_rate
@@ -108,6 +109,16 @@ def test_a_copy_of_a_recipe_can_be_given_as_a_file(tmp_path: Path) -> None:
         text = recipe_path(name).read_text()
         expected = with_config([f"--recipe={name}"], KNOWN)
         assert flags_of(tmp_path, text) == expected[:-1]
+
+
+def test_training_that_names_no_data_gets_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "FASHION_MNIST_DIRECTORY", tmp_path)
+    assert with_data(["--epochs=3"], KNOWN) == ["--data=fashion-mnist", "--epochs=3"]
+    monkeypatch.setattr(command_line, "FASHION_MNIST_DIRECTORY", tmp_path / "none")
+    train = parse(SubmitTraining, with_data(["--epochs=3"], KNOWN), "hpc submit").train
+    assert (train.data, train.epochs, train.batch_size) == ("digits", 3, 64)
+    for named in (["--data", "x"], ["--synthetic"], ["--recipe=imagenet-resnet50"]):
+        assert with_data(named, KNOWN) == named
 
 
 @pytest.mark.parametrize(
