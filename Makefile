@@ -34,7 +34,7 @@ drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m benchmarks.drill
 
-# Compares us with other tools (docs/performance.md). It takes an hour on two idle cores, and takes down the running testbed.
+# Compares us with other tools (docs/explanation/performance.md). It takes an hour on two idle cores, and takes down the running testbed.
 BENCHMARKS := cost speed recovery projection
 RIVALS := rivals/ready
 

@@ -152,7 +152,7 @@ class Recovery:
     """Idle nodes that replace lost ones."""
     hang_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "auto"
     """Restart all ranks after this time without progress: 90s, 5m. auto: from the measured time of a step.
-    Your own script must report its progress (docs/recovery.md)."""
+    Your own script must report its progress (docs/explanation/recovery.md)."""
     stop_lead: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Save and requeue this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
     grace: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
@@ -197,7 +197,7 @@ class Network:
     Default: the one by which the nodes reach the head node; NCCL chooses its own."""
     port_range: str | None = None
     """Ports that are open between the nodes: 20000-20100. Default: any.
-    The ranks' own connections (NCCL, gloo) always use the kernel's (docs/clusters.md)."""
+    The ranks' own connections (NCCL, gloo) always use the kernel's (docs/how-to/clusters.md)."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a node."""
@@ -223,7 +223,7 @@ class Notification:
     """Messages about the run."""
 
     notify: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]] = ()
-    """Tell this name in ~/.config/torchrelay-notify.yaml when the run is complete or has failed (docs/notify.md).
+    """Tell this name in ~/.config/torchrelay-notify.yaml when the run is complete or has failed (docs/how-to/notifications.md).
     all: every name there. Repeatable."""
     notify_interruptions: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """Tell them too when the run is interrupted more than N times within an hour."""

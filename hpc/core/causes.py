@@ -1,6 +1,6 @@
 """Why an attempt was interrupted or ended; how often a run may fail without progress. Pure; runs everywhere.
 
-docs/recovery.md has the budgets as a table for users.
+docs/explanation/recovery.md has the budgets as a table for users.
 """
 
 import re

@@ -44,7 +44,7 @@ def _facts(row: Summary) -> dict[str, str]:
         "nodes": few(cells.members(row)),
         "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row["gpus"] is None else cells.gpus(row),
         "device": row["device"] or "",
-        "progress": "unknown: the script reports no step (docs/script.md)"
+        "progress": "unknown: the script reports no step (docs/tutorials/own-script.md)"
         if row["last_output"]
         else _joined(
             _named("epoch ", row["epoch"]),
@@ -118,7 +118,7 @@ def _tracker(one: Mapping[str, Any]) -> str:
 
 
 def budget_lines(budget: Mapping[str, Any]) -> list[str]:
-    """How much a run has used of its budgets for failures, which docs/recovery.md explains."""
+    """How much a run has used of its budgets for failures, which docs/explanation/recovery.md explains."""
     lines = [
         f"failures without progress: {one['failures']} of {one['budget']} ({', '.join(one['causes'])})"
         for one in budget["used"]

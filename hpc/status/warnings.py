@@ -59,7 +59,7 @@ def unknown_restarts(events: Sequence[Event], interruptions: int) -> list[str]:
         return []
     after = "the interruption" if interruptions == 1 else f"each of the {interruptions} interruptions"
     unknown = f"the step from which the script resumed after {after} is unknown"
-    return [f"{unknown}: unless it restores its own checkpoints, it restarted from the beginning (docs/script.md)"]
+    return [f"{unknown}: unless it restores its own checkpoints, it restarted from the beginning (docs/tutorials/own-script.md)"]
 
 
 def _unsent(events: Sequence[Event]) -> list[str]:

@@ -35,7 +35,7 @@ class RunFlags:
     """Those of every run, but for its resources and recovery."""
 
     tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
-    """Send the metrics to Weights & Biases or MLflow (docs/tracking.md). Repeatable."""
+    """Send the metrics to Weights & Biases or MLflow (docs/how-to/tracking.md). Repeatable."""
     after: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
     """Begin when this run has ended. Repeatable."""
     after_ok: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
@@ -71,7 +71,7 @@ class TrainingFlags:
     """Those of a training, but for the trainer's own."""
 
     pack: Literal["off", "on", "auto"] = "off"
-    """Decode an image folder once on every node and train from the pixels (docs/packing.md).
+    """Decode an image folder once on every node and train from the pixels (docs/how-to/pack-images.md).
     Random crops are then taken from the centre square of each image. auto: if the run has enough epochs to pay."""
     pack_size: int | None = None
     """Side of these squares in pixels. Default: 8/7 of the model's image size, such as 256 for 224."""

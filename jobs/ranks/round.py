@@ -253,7 +253,7 @@ def rank_environment(
     chosen = {
         "OMP_NUM_THREADS": str(threads),
         # Idle threads of OpenMP spin for milliseconds and slow all processes on their cores: two runs at once become
-        # six times slower. On cores of its own a small model gains 17 % from it (docs/performance.md).
+        # six times slower. On cores of its own a small model gains 17 % from it (docs/explanation/performance.md).
         "OMP_WAIT_POLICY": None if allocation.has_own_cores else "passive",
         # By default gloo publishes the address of this node's name, which is 127.0.1.1 on many systems.
         "GLOO_SOCKET_IFNAME": interface or interface_of(address),

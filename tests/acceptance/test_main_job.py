@@ -15,7 +15,7 @@ COMMAND = (
     *(sys.executable, "-m", "hpc.submit", "--nodes", "2", "--gpus-per-node", "4", "--recipe", "digits"),
     *("--name", "first", "--json", "--wait"),
 )
-# docs/training.md measured 97.8 %. Other kernels change the last bits, and so some of the 360 images.
+# docs/how-to/image-classifier.md measured 97.8 %. Other kernels change the last bits, and so some of the 360 images.
 LEAST_ACCURACY = 0.95
 
 

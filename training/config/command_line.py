@@ -239,7 +239,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
 # What `--recipe` takes, wherever flags are read.
 RecipeName = Annotated[
     str | None,
-    tyro.conf.arg(help=f"A training that is known to work (docs/training.md): {', '.join(recipes())}.", metavar="NAME"),
+    tyro.conf.arg(help=f"A training that is known to work (docs/how-to/image-classifier.md): {', '.join(recipes())}.", metavar="NAME"),
 ]
 
 

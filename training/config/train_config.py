@@ -24,7 +24,7 @@ LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
 """The batch size that --lr is for with --lr-scaling."""
 _DEFAULT_BATCH = 512
-# For _DEFAULT_BATCH images and more: docs/training.md has what was measured.
+# For _DEFAULT_BATCH images and more: docs/how-to/image-classifier.md has what was measured.
 _DEFAULT_LR: dict[Optimizer, float] = {"sgd": 0.15, "adamw": 0.001, "adam": 0.001}
 _SCALINGS: dict[LrScaling, Callable[[float], float]] = {"none": lambda _: 1.0, "sqrt": math.sqrt, "linear": float}
 

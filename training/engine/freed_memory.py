@@ -3,7 +3,7 @@
 A step on a CPU allocates and frees the same tensors each time. By default glibc returns much of that to the kernel,
 which then clears the pages again: how much depends on the order of the first allocations, so that one start of the same
 training made up to 27,000 page faults a step and another 400, and was 45 % faster (small-cnn, 64 images of 64 pixels;
-docs/performance.md).
+docs/explanation/performance.md).
 """
 
 import contextlib

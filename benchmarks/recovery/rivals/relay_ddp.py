@@ -1,4 +1,4 @@
-"""The same training with our three calls of `docs/script.md`: what `hpc submit -- script.py` runs."""
+"""The same training with our three calls of `docs/tutorials/own-script.md`: what `hpc submit -- script.py` runs."""
 
 import sys
 import time

@@ -104,7 +104,7 @@ def test_every_cause_has_a_budget_or_is_free() -> None:
 
 def test_pauses_grow() -> None:
     pauses = [budget_after([failed(None)] * failures).pause_seconds for failures in range(1, 6)]
-    assert pauses == [0.0, 10.0, 30.0, 90.0, 90.0], "as docs/recovery.md says"
+    assert pauses == [0.0, 10.0, 30.0, 90.0, 90.0], "as docs/explanation/recovery.md says"
     assert budget_after([ended("node_failure", 20)] * 3).pause_seconds == 0.0, "other nodes need no rest"
 
 

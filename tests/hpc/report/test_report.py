@@ -293,7 +293,7 @@ def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path) -> None:
 def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Path, capsys: Capture) -> None:
     spec = RunSpec(name="own", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py",))
     run = pending_run(tmp_path / "own", spec)
-    (example,) = re.findall(r"```python\n(.*?)```", Path("docs/metrics.md").read_text(), re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", Path("docs/reference/metrics.md").read_text(), re.DOTALL)
     environment = {**os.environ, "TORCHRELAY_RUN_DIR": str(run.path)}
     subprocess.run([sys.executable, "-c", example], env=environment, check=True)
     assert status.main([str(run.path), "--json"]) == 0

@@ -141,7 +141,7 @@ def test_generated_images_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 # Deep networks with batch normalisation blow rounding errors up, the more so the faster they learn: see
-# docs/exactness.md. Images that are scaled up have equal neighbours, between which max-pooling chooses by rounding.
+# docs/explanation/exactness.md. Images that are scaled up have equal neighbours, between which max-pooling chooses by rounding.
 NORMALISED = {"model": "resnet20", "sync_bn": True, "lr": 0.0003}
 
 
