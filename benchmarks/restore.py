@@ -22,8 +22,8 @@ from training.checkpoint.storage import STATE_TENSORS
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
+from training.runtime.determinism import configure
 from training.runtime.process_group import connect, disconnect
-from training.runtime.repeatability import configure
 from training.runtime.run_context import RunContext, rank_info_from
 
 MODEL = os.environ.get("MODEL", "vit_b_16")

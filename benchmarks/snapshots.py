@@ -26,8 +26,8 @@ from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
+from training.runtime.determinism import configure
 from training.runtime.process_group import ProcessGroup, connect, disconnect
-from training.runtime.repeatability import configure
 from training.runtime.run_context import RunContext, rank_info_from
 from training.runtime.stop_consensus import StopConsensus
 

@@ -48,13 +48,13 @@ _SAME_TRAINING = (
     "val_split",
     "strategy",
     "memory_format",
-    "repeatability",
+    "deterministic",
     "tf32",
     "amp",
     "head_hidden",
 )
 # Flags of `hpc submit` that are not in the help: an evaluation has no script, no file of flags, and hardly any metrics.
-_NOT_FOR_EVALUATIONS = ("python", "container", "config", "tracker", "help_train")
+_NOT_FOR_EVALUATIONS = ("python", "container", "config", "tracker", "help_all")
 _IMAGES_PER_RANK = 256
 _TRIES = 3
 

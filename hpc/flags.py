@@ -25,7 +25,7 @@ def flags_of(spec: RunSpec) -> list[str]:
     flags += ["--stage-env"] if spec.stage_env else []
     flags += [f"--python={spec.python}"] if spec.python else []
     flags += [f"--container={spec.container}"] if spec.container else []
-    flags += [f"--include={pattern}" for pattern in spec.include] + (["--no-snapshot"] if spec.in_place else [])
+    flags += [f"--include={pattern}" for pattern in spec.include] + (["--in-place"] if spec.in_place else [])
     return flags
 
 

@@ -50,7 +50,7 @@ class ForkOptions(SubmitTraining):
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     inherited = {field.name for field in program.flags(ForkOptions)} - _OF_THE_FORK
-    shown = program.Help(hidden=(*_OF_NEW_TRAININGS, "help_train"), inherited=inherited)
+    shown = program.Help(hidden=(*_OF_NEW_TRAININGS, "help_all"), inherited=inherited)
     return cli.run(lambda parsed: show(fork(parsed), parsed), ForkOptions, "fork", argv, with_flags_of_the_run, shown)
 
 

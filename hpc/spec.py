@@ -34,7 +34,7 @@ MANAGED_SBATCH = {
     "output": "logs are in the run directory, use --runs-dir", "error": "logs are in the run directory, use --runs-dir",
     "open-mode": "logs are always appended to: leave it out", "requeue": "runs are always requeued: leave it out",
     "no-requeue": "runs are always requeued until hpc cancel: leave it out",
-    "no-kill": "always set for several nodes: leave it out", "signal": "use --stop-lead instead",
+    "no-kill": "always set for several nodes: leave it out", "signal": "use --signal-before instead",
     "array": "job arrays are not supported: submit one run per setting",
     "hetjob": "heterogeneous jobs are not supported: submit one run, or one per kind of node",
     "chdir": "runs start in the current directory: change it before hpc submit",
@@ -153,9 +153,9 @@ class Recovery:
     hang_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "auto"
     """Restart all ranks after this time without progress: 90s, 5m. auto: from the measured time of a step.
     Your own script must report its progress (docs/explanation/recovery.md)."""
-    stop_lead: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    signal_before: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Save and requeue this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
-    grace: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    grace_period: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Kill ranks that have not ended this long after the signal to stop: 90s. Default: what Slurm leaves for it."""
     stop_signal: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto"
     """Signal on which your own script saves and exits: USR1, INT, HUP, TERM, USR2.
@@ -167,24 +167,25 @@ class Recovery:
             raise UserError(f"--spares is {self.spares}: use 0 or more")
         if self.hang_timeout != "auto" and duration_seconds("--hang-timeout", self.hang_timeout) < 1:
             raise UserError(f"--hang-timeout is {self.hang_timeout}: use 1s or more, or auto")
-        if self.stop_lead is not None:
-            seconds = duration_seconds("--stop-lead", self.stop_lead)
+        if self.signal_before is not None:
+            seconds = duration_seconds("--signal-before", self.signal_before)
             if not _MIN_LEAD_SECONDS <= seconds <= _MAX_LEAD_SECONDS:
-                raise UserError(f"--stop-lead is {self.stop_lead}: use {_MIN_LEAD_SECONDS}s to 18h")
-        if self.grace is not None:
-            self._check_grace(self.grace)
+                raise UserError(f"--signal-before is {self.signal_before}: use {_MIN_LEAD_SECONDS}s to 18h")
+        if self.grace_period is not None:
+            self._check_grace(self.grace_period)
         if self.stop_signal != "auto" and self.stop_signal.removeprefix("SIG") not in _STOP_SIGNALS:
             known = ", ".join(_STOP_SIGNALS)
             raise UserError(f"--stop-signal is {self.stop_signal!r}: use one of {known}, or auto")
 
     def _check_grace(self, grace: str) -> None:
-        needed = duration_seconds("--grace", grace) + int(REQUEUE_SECONDS)
+        needed = duration_seconds("--grace-period", grace) + int(REQUEUE_SECONDS)
         if not REQUEUE_SECONDS < needed <= _MAX_LEAD_SECONDS:
-            raise UserError(f"--grace is {grace}: use 1s to 18h")
-        if self.stop_lead is not None and duration_seconds("--stop-lead", self.stop_lead) < needed:
+            raise UserError(f"--grace-period is {grace}: use 1s to 18h")
+        lead = self.signal_before
+        if lead is not None and duration_seconds("--signal-before", lead) < needed:
             raise UserError(
-                f"--grace is {grace}, and the requeue takes {REQUEUE_SECONDS:.0f} s more, but --stop-lead is "
-                f"{self.stop_lead}: use --stop-lead {needed}s or more, or leave it out"
+                f"--grace-period is {grace}, and the requeue takes {REQUEUE_SECONDS:.0f} s more, but "
+                f"--signal-before is {lead}: use --signal-before {needed}s or more, or leave it out"
             )
 
 
@@ -223,8 +224,8 @@ class Notification:
     """Messages about the run."""
 
     notify: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]] = ()
-    """Tell this name in ~/.config/torchrelay-notify.yaml when the run is complete or has failed (docs/how-to/notifications.md).
-    all: every name there. Repeatable."""
+    """Send a message to this name in ~/.config/torchrelay-notify.yaml when the run completes or fails.
+    all: to every name there. Repeatable (docs/how-to/notifications.md)."""
     notify_interruptions: Annotated[int, tyro.conf.arg(metavar="N")] = 3
     """Tell them too when the run is interrupted more than N times within an hour."""
 
@@ -313,15 +314,19 @@ class RunSpec:
     @property
     def stop_lead_seconds(self) -> int:
         """Seconds before the time limit at which the run is signalled to save and exit."""
-        if self.recovery.stop_lead is not None:
-            return duration_seconds("--stop-lead", self.recovery.stop_lead)
+        if self.recovery.signal_before is not None:
+            return duration_seconds("--signal-before", self.recovery.signal_before)
         usual = stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
         return usual if self.grace_seconds is None else max(usual, self.grace_seconds + int(REQUEUE_SECONDS))
 
     @property
     def grace_seconds(self) -> int | None:
         """Seconds from the signal to stop until ranks that have not ended are killed; None: what Slurm leaves."""
-        return None if self.recovery.grace is None else duration_seconds("--grace", self.recovery.grace)
+        return (
+            None
+            if self.recovery.grace_period is None
+            else duration_seconds("--grace-period", self.recovery.grace_period)
+        )
 
     @property
     def stop_signal(self) -> str | None:

@@ -42,7 +42,7 @@ class StopRequest:
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, events: Sequence[Event]) -> float:
-        """How long the ranks may take to save: --grace, or what Slurm leaves, after SIGTERM less than at the limit."""
+        """Time for the ranks to save: --grace-period, or what Slurm leaves, less after SIGTERM than at the limit."""
         if spec.grace_seconds is not None:
             return spec.grace_seconds
         if self.signal is not signal.SIGTERM:

@@ -27,8 +27,8 @@ from training.data.dataset import ImageDataset
 from training.data.loader import Batch, load_batches, load_device_batches, to_device
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
+from training.runtime.determinism import configure
 from training.runtime.process_group import connect, disconnect
-from training.runtime.repeatability import configure
 from training.runtime.run_context import RunContext, rank_info_from
 
 # No training ends while it is being measured.

@@ -11,7 +11,8 @@
                 break
 
 This file imports nothing of torchrelay: a project that runs where that is not installed has a copy of it. Where no run
-of torchrelay has started the script, `should_stop` answers False, and the others do nothing. docs/tutorials/own-script.md has more.
+of torchrelay has started the script, `should_stop` answers False, and the others do nothing. More is in
+docs/tutorials/own-script.md.
 """
 
 import atexit

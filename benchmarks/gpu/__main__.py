@@ -49,7 +49,7 @@ PARTS = (
     Part(name="files", module="throughput", seconds=70, arguments=("--case=resnet50-files",)),
     Part(name="resnet18", module="throughput", seconds=45, arguments=("--case=resnet18-32px",)),
     Part(name="vit", module="throughput", seconds=50, arguments=("--case=vit-b-16",)),
-    Part(name="repeatability", module="repeatability", seconds=150),
+    Part(name="determinism", module="determinism", seconds=150),
     Part(name="stalls", module="stalls", seconds=60),
     Part(name="accuracy", module="accuracy", seconds=90),
 )

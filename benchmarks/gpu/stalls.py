@@ -26,8 +26,8 @@ from training.checkpoint.writer import StateWriter
 from training.config.rules import INTERVAL_WORDS
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
+from training.runtime.determinism import configure
 from training.runtime.process_group import connect, disconnect
-from training.runtime.repeatability import configure
 from training.runtime.run_context import rank_info_from
 
 _AUTO = INTERVAL_WORDS["snapshot_every"]["auto"]

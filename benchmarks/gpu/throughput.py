@@ -25,8 +25,8 @@ from benchmarks.loader import CLASSES, make_folder
 from benchmarks.speed.loops import RIVALS, Case, Loop
 from benchmarks.speed.our_loop import ours
 from training.config.train_config import TrainConfig
+from training.runtime.determinism import configure
 from training.runtime.process_group import ProcessGroup, connect, disconnect
-from training.runtime.repeatability import configure
 from training.runtime.run_context import rank_info_from
 
 CaseName = Literal["resnet50", "resnet50-files", "resnet18-32px", "vit-b-16"]
@@ -132,7 +132,7 @@ def _advance(loop: Loop, steps: int) -> float:
 
 def _use(entry: Entry) -> None:
     """Set torch up for one of the loops: the rivals let cuDNN choose the fastest algorithms."""
-    configure(TrainConfig(synthetic=True, repeatability="run" if entry.name == OURS else "off"))
+    configure(TrainConfig(synthetic=True, deterministic="warn" if entry.name == OURS else "off"))
     if entry.name == OURS and entry.case.model.startswith("vit"):
         torch.use_deterministic_algorithms(True)  # as configure_attention
 

@@ -79,7 +79,7 @@ def format_minutes(minutes: int) -> str:
 
 
 def stop_lead_seconds(limit_minutes: int) -> int:
-    """Default of --stop-lead: seconds before the time limit at which the run is signalled to save and exit."""
+    """Default of --signal-before: seconds before the time limit at which the ranks are told to save and exit."""
     return min(max(limit_minutes * 60 // 10, _MIN_LEAD_SECONDS), _MAX_LEAD_SECONDS)
 
 

@@ -33,7 +33,7 @@ def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -
     if not isinstance(options, SubmitScript):
         return find_code(Path.cwd(), script, (), options.runs_dir)
     elsewhere = own_environment(options)
-    if options.no_snapshot:
+    if options.in_place:
         return code_in_place(Path.cwd(), script, elsewhere=elsewhere)
     return find_code(Path.cwd(), script, options.include, options.runs_dir, elsewhere=elsewhere)
 

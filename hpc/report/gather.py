@@ -248,7 +248,7 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
         (not summary["attempts"], "No attempt has started."),
         (
             not has_metrics and script,
-            "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl for curves (docs/reference/metrics.md).",
+            "For curves, log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl (docs/reference/metrics.md).",
         ),
         (not has_metrics and not script and not evaluates, "No metrics: the first are logged after --log-every steps."),
         (evaluates and not complete, "No result: the evaluation has not ended."),

@@ -59,7 +59,8 @@ def unknown_restarts(events: Sequence[Event], interruptions: int) -> list[str]:
         return []
     after = "the interruption" if interruptions == 1 else f"each of the {interruptions} interruptions"
     unknown = f"the step from which the script resumed after {after} is unknown"
-    return [f"{unknown}: unless it restores its own checkpoints, it restarted from the beginning (docs/tutorials/own-script.md)"]
+    restarted = "unless it restores its own checkpoints, it restarted from the beginning (docs/tutorials/own-script.md)"
+    return [f"{unknown}: {restarted}"]
 
 
 def _unsent(events: Sequence[Event]) -> list[str]:
@@ -90,7 +91,7 @@ def _too_little_time(submitted: Event, took: float | None) -> list[str]:
     if took is not None and lead is not None and took > MAX_SHARE * (lead - REQUEUE_SECONDS):
         found.append(
             f"saving took {took:.1f} s; the stop signal comes {lead} s before the time limit, and the requeue needs "
-            f"the last {REQUEUE_SECONDS:.0f} s: submit with --stop-lead {ceil(2 * took / 60)}m"
+            f"the last {REQUEUE_SECONDS:.0f} s: submit with --signal-before {ceil(2 * took / 60)}m"
         )
     if took is not None and grace is not None and took > MAX_SHARE * save_timeout_seconds(grace):
         enough = ceil(took / MAX_SHARE + REQUEUE_SECONDS)

@@ -24,7 +24,7 @@ from hpc.staging import archive
 from hpc.staging.source import ARCHIVES, is_archive
 from hpc.submit.runs_storage import LOST, Feature, has_been_seen_by_nodes, missing_features
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.rules import check_validation, parse_eval_crop
+from training.config.rules import check_validation, parse_crop_pct
 from training.config.train_config import TrainConfig
 
 _DAY_MINUTES = 24 * 60
@@ -129,7 +129,7 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
 
 
 def check_recovery(spec: RunSpec) -> None:
-    """Refuse --spares and --interface without Slurm, and a --stop-lead beyond the time limit."""
+    """Refuse --spares and --interface without Slurm, and a --signal-before beyond the time limit."""
     if spec.recovery.spares and spec.cluster == "local":
         raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
     if spec.network.interface and spec.cluster == "local":
@@ -140,9 +140,9 @@ def check_recovery(spec: RunSpec) -> None:
         given = spec.recovery.stop_signal
         raise UserError(f"--stop-signal is {given}, but it is for scripts of your own: leave it out")
     limit = 60 * walltime_minutes(spec.resources.time or "1d")
-    flag, text = "--stop-lead", spec.recovery.stop_lead
+    flag, text = "--signal-before", spec.recovery.signal_before
     if text is None:
-        flag, text = "--grace", spec.recovery.grace
+        flag, text = "--grace-period", spec.recovery.grace_period
     if text is not None and spec.stop_lead_seconds >= limit:
         raise UserError(
             f"{flag} is {text}, but the time limit is {spec.resources.time}: use a shorter {flag} or a longer --time"
@@ -232,7 +232,7 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
         raise UserError(f"--pack is on, but {data} is no image folder and needs no packing: leave it out")
     trained = train.image_size or _DEFAULT_IMAGE_SIZE
     evaluated = train.eval_image_size or trained
-    shorter_side = max(max(trained, evaluated) * Fraction(8, 7), evaluated / parse_eval_crop(train.eval_crop))
+    shorter_side = max(max(trained, evaluated) * Fraction(8, 7), evaluated / parse_crop_pct(train.eval_crop_pct))
     return size or math.ceil(shorter_side / 8) * 8
 
 

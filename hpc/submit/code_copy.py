@@ -99,7 +99,7 @@ def _find_script(
 def _path_in_copy(path: Path, root: Path, here: Path, names: Sequence[str], *, in_repository: bool) -> str:
     """The path below the root of the file that runs. Raises UserError if the copy would not have it."""
     name = os.path.relpath(path, here)
-    otherwise = "or --no-snapshot to run it where it is"
+    otherwise = "or --in-place to run it where it is"
     if not path.is_relative_to(root):
         raise UserError(f"{name} is not below {root}, so the run would not have it: move it there, {otherwise}")
     inside = str(path.relative_to(root))

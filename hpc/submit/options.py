@@ -11,6 +11,7 @@ import tyro
 
 from hpc import cli
 from hpc.core import program
+from hpc.core.errors import UserError
 from hpc.spec import Network, Notification, Recovery, Resources, Service
 from hpc.submit import sbatch_flags, sbatch_variables
 from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag
@@ -19,14 +20,14 @@ from training.config.command_line import RecipeName
 from training.config.device_choice import DeviceChoice
 from training.config.train_config import TrainConfig
 
-# What `--help` shows of the training; `--help-train` shows the other flags.
+# What `--help` shows of the training; `--help-all` shows all flags.
 _EVERYDAY = {
     "data", "model", "weights", "epochs", "batch_size", "lr", "weight_decay", "amp", "num_workers", "seed", "recipe",
 }  # fmt: skip
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
 _RARE = {
     "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
-    "notify", "notify_interruptions", "tracker", "grace", "stop_signal",
+    "notify", "notify_interruptions", "tracker", "grace_period", "stop_signal",
 }  # fmt: skip
 
 
@@ -37,33 +38,34 @@ class RunFlags:
     tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
     """Send the metrics to Weights & Biases or MLflow (docs/how-to/tracking.md). Repeatable."""
     after: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
-    """Begin when this run has ended. Repeatable."""
+    """Start after this run has ended. Repeatable."""
     after_ok: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
-    """Begin when this run is complete; if it fails, wait until hpc resume has completed it. Repeatable."""
+    """Start after this run has completed; if it fails, wait until hpc resume has completed it. Repeatable."""
     name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
     """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")
     """Directory of the runs, on shared storage."""
     cluster: Annotated[ClusterFlag, tyro.conf.arg(metavar="WHERE")] = "auto"
-    """slurm; local: this machine, one process per pretended node; auto: Slurm, or in a terminal this machine."""
+    """slurm; local: this machine, one process per node; auto: slurm if available, else local if typed in a terminal."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="YAML")] = None
-    """File of flags; the command line overrides it."""
+    """YAML file of flags; the command line overrides it."""
     device: Annotated[DeviceChoice, tyro.conf.arg(metavar="DEVICE")] = "auto"
-    """cuda: avoid nodes where torch can use no GPU; cpu; auto: cuda if there are GPUs, and a driver or Slurm."""
+    """cuda, cpu, or auto: cuda if the run asks for GPUs and this machine has a driver or Slurm.
+    With cuda, nodes on which torch cannot use the GPUs are avoided."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
-    """Each node's own disk, for the copy of the data. In quotes, '$SLURM_TMPDIR' and others are the node's."""
+    """Directory on each node's own disk for the copy of the data. '$SLURM_TMPDIR' in quotes is expanded on the node."""
     stage_keep: Annotated[str, tyro.conf.arg(metavar="TIME")] = "7d"
-    """How long to keep unused copies there for later attempts: 0s, 12h, 30d.
-    If the disk is full, the least recently used are removed earlier."""
+    """Time to keep unused copies of data in --stage-dir: 0s, 12h, 30d.
+    If the disk is full, the least recently used copies are removed earlier."""
     stage_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "5m"
-    """Leave out a node that gets nothing of the data for this long: its mount hangs. 90s, 10m."""
+    """Drop a node whose copy of the data makes no progress for this time, because its mount hangs: 90s, 10m."""
     stage_env: bool = False
-    """Start the ranks from a copy of this Python environment on each node's own disk."""
+    """Copy this Python environment to each node's own disk and start the ranks from there."""
     python: Path | None = None
-    """Interpreter of your own environment, ENV/bin/python, for the ranks of your own script: it needs torch alone.
-    Default: this one, or in a container its python3."""
+    """Python of another environment for your own script, such as ENV/bin/python; it needs only torch.
+    Default: this Python, or python3 of --container."""
     container: Annotated[str | None, tyro.conf.arg(metavar="SIF")] = None
-    """Apptainer image for the ranks of your own script."""
+    """Apptainer image in which your own script runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,23 +74,31 @@ class TrainingFlags:
 
     pack: Literal["off", "on", "auto"] = "off"
     """Decode an image folder once on every node and train from the pixels (docs/how-to/pack-images.md).
-    Random crops are then taken from the centre square of each image. auto: if the run has enough epochs to pay."""
+    Random crops are then taken from the centre square of each image. auto: if the run has enough epochs."""
     pack_size: int | None = None
-    """Side of these squares in pixels. Default: 8/7 of the model's image size, such as 256 for 224."""
+    """Side in pixels of the images that --pack writes. Default: 8/7 of the model's image size, such as 256 for 224."""
     recipe: RecipeName = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptFlags:
+class _OwnScript:
+    """With -- script.py ARGS. --data is then any directory or archive, which the script finds in $TORCHRELAY_DATA.
+
+    --help-all shows --python, --container, --stop-signal and --grace-period, too.
+    """
+
+    include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Files to copy with the code although git does not track them: 'configs/*.yaml', or a directory. Repeatable."""
+    in_place: bool = False
+    """Run the script where it is instead of from a copy of the code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptFlags(_OwnScript):
     """Those of a user's script."""
 
     data: Path | None = None
-    """Directory or archive to stage on every node; the script finds it, unpacked, in TORCHRELAY_DATA."""
-    include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Files for the copy of the code that git does not track, as a pattern in quotes: 'configs/**/*.yaml'.
-    Of a directory, all files."""
-    no_snapshot: bool = False
-    """Run the script where it is, as it is when an attempt starts, instead of a copy of the code."""
+    """Directory or archive to stage on every node; the script finds it, unpacked, in $TORCHRELAY_DATA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,20 +110,21 @@ class SubmitOptions(RunFlags, cli.Common):
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
     notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
     dry_run: bool = False
-    """Check everything, ask sbatch too, print the script alone."""
+    """Check all flags, ask Slurm with sbatch --test-only, and print the script without submitting it."""
     wait: bool = False
     """Wait until the run ends, and print its result."""
-    help_train: bool = False
-    """Show the other flags: training, staging, network, messages, trackers."""
+    help_all: bool = False
+    """Show all flags."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitTraining(TrainingFlags, SubmitOptions):
-    """Submit a training run to Slurm and keep it going until it is complete.
+    """Submit a training to Slurm and keep it running until it is complete.
 
     For example:
-      hpc submit --recipe fashion-mnist
-      hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /shared/imagenet --model resnet50
+      hpc submit --nodes 2 --gpus-per-node 4
+      hpc submit -N 2 --gpus-per-node a100:4 -t 12h --data /data/imagenet --model resnet50
+      hpc submit -N 2 --gpus-per-node 4 -t 12h -- train.py --lr 0.1
     """
 
     train: tyro.conf.OmitArgPrefixes[TrainConfig]
@@ -126,6 +137,7 @@ class _SubmitHelp(SubmitTraining):
     # For its usage line: `split_script` takes what stands behind `--`, before tyro sees it.
     script: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[-- script.py ARGS]")]] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
+    own_script: tyro.conf.OmitArgPrefixes[_OwnScript] = field(default_factory=_OwnScript)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +151,7 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return arguments, ()
     split = arguments.index("--")
     flags, script = arguments[:split], tuple(arguments[split + 1 :])
-    return (flags if script else [*flags, "--"]), script  # tyro refuses a `--` with nothing behind it
+    return (flags if script else [*flags, "--"]), script  # with_defaults refuses a `--` with nothing behind it
 
 
 def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
@@ -149,18 +161,18 @@ def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
 
 def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[SubmitOptions]:
     """`options_for`, or, if these arguments ask for help, what it shows."""
-    asked = not {"-h", "--help", "--help-train"}.isdisjoint(arguments)
+    asked = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
     return _SubmitHelp if asked and not script else options_for(script)
 
 
 def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
     """The flags that a --config file may set; True for switches."""
-    not_in_files = {"config", "recipe", "help-train"}
+    not_in_files = {"config", "recipe", "help-all"}
     return {name: switch for name, switch in command_line.flag_names(options).items() if name not in not_in_files}
 
 
 def is_everyday(flag: str) -> bool:
-    """Whether `--help` shows a flag; `--help-train` shows the others."""
+    """Whether `--help` shows a flag; `--help-all` shows all."""
     return flag not in _RARE and (flag in _EVERYDAY or flag not in _TRAINING)
 
 
@@ -172,25 +184,43 @@ def run_verb(
     script: tuple[str, ...],
     hidden: Collection[str] = (),
 ) -> int:
-    """Run a verb with the flags of a submission, whose help is in two parts: `--help`, and `--help-train`.
+    """Run a verb with the flags of a submission: `--help` shows those of every day, `--help-all` all of them.
 
     The defaults and files of the user come first. No help shows the flags of `hidden` fields.
     """
-    others = "--help-train" in arguments
-    of_other_part = {field.name for field in program.flags(options) if is_everyday(field.name) == others}
+    shows_all = "--help-all" in arguments
+    rare = {field.name for field in program.flags(options) if not is_everyday(field.name)}
     return cli.run(
         work,
         options,
         name,
-        ["--help"] if others else arguments,
+        ["--help"] if shows_all else arguments,
         expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        shown=program.Help(hidden={*hidden, *of_other_part}),
+        shown=program.Help(hidden={*hidden, *(() if shows_all else rare)}),
     )
+
+
+def _check_program(typed: list[str], known: Mapping[str, bool]) -> None:
+    """Refuse the flags of a script without one, and those of the image classifier with a script."""
+    script, training = flag_names(SubmitScript), flag_names(SubmitTraining)
+    if known.keys() not in (script.keys(), training.keys()):
+        return
+    for name in command_line.typed_names(typed) - known.keys():
+        if name in script:
+            raise UserError(f"--{name} applies to your own script: add -- script.py ARGS, or leave it out")
+        if name in training:
+            raise UserError(
+                f"--{name} is a flag of the image classifier: leave it out, or pass it to your script: "
+                f"-- script.py --{name} ..."
+            )
 
 
 def with_defaults(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
     """The arguments with the defaults, the flags of files and a training's data. Raises UserError if one is wrong."""
     typed = sbatch_flags.spelled_out(arguments, known)
+    if typed[-1:] == ["--"]:
+        raise UserError("nothing follows --: give your script and its arguments, -- script.py ARGS")
+    _check_program(typed, known)
     values = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
     if command_line.last_value(typed, "--cluster") == "local":
         values = {name: value for name, value in values.items() if name not in SLURM_FLAGS}

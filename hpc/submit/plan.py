@@ -134,11 +134,11 @@ def _name_of(script: tuple[str, ...]) -> str:
 
 def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
     """The code of the run. Raises UserError if it would not have its script."""
-    if not isinstance(options, SubmitScript) or not options.no_snapshot:
+    if not isinstance(options, SubmitScript) or not options.in_place:
         elsewhere = own_environment(spec)
         return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir, elsewhere=elsewhere)
     if options.include:
-        raise UserError("--include is for the copy of the code, which --no-snapshot does without: leave one out")
+        raise UserError("--include is for the copy of the code, which --in-place does without: leave one out")
     return code_in_place(Path.cwd(), spec.script, elsewhere=own_environment(spec))
 
 
@@ -146,9 +146,9 @@ def check_place(run: RunDir, spec: RunSpec) -> None:
     """Raise UserError if a script that runs in place is not visible on the nodes."""
     if spec.in_place and spec.cluster == "slurm":
         start = spec.start_directory(run)
-        checks.check_is_shared("--no-snapshot: the working directory", start)
+        checks.check_is_shared("--in-place: the working directory", start)
         if spec.script[0] != "-m":
-            checks.check_is_shared("--no-snapshot: the script in", (start / spec.script[0]).resolve().parent)
+            checks.check_is_shared("--in-place: the script in", (start / spec.script[0]).resolve().parent)
 
 
 def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:

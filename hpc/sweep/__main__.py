@@ -80,7 +80,7 @@ Options = SweepTraining | SweepScript | ContinueOptions
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
-    if not script and not {"param", "help", "help-train"} & typed_names(flags) and "-h" not in flags:
+    if not script and not {"param", "help", "help-all"} & typed_names(flags) and "-h" not in flags:
         return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags)
     options: type[SweepTraining | SweepScript] = SweepScript if script else SweepTraining
     started = partial(sweep, partial(_started, script=script))
@@ -136,7 +136,7 @@ def _check_names(names: Iterable[str], script: Sequence[str]) -> None:
         return
     for name in names:
         if name.replace("-", "_") not in {field.name for field in dataclasses.fields(TrainConfig)}:
-            raise UserError(f"--param {name}: there is no training flag --{name}; hpc sweep --help-train lists them")
+            raise UserError(f"--param {name}: there is no training flag --{name}; hpc sweep --help-all lists them")
 
 
 def _check_numbers(spec: SweepSpec) -> None:

@@ -91,7 +91,7 @@ def in_fork(module: str, output: Path, *arguments: str) -> None:
 
 @pytest.mark.slow
 @needs_fashion_mnist
-@pytest.mark.parametrize("name", ["exactness", "files", "repeatability", "stalls", "accuracy"])
+@pytest.mark.parametrize("name", ["exactness", "files", "determinism", "stalls", "accuracy"])
 def test_part_measures_something(name: str, tmp_path: Path) -> None:
     prepare_server()
     [part] = [part for part in gpu.PARTS if part.name == name]

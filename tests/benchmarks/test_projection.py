@@ -1,4 +1,4 @@
-"""The projection: its simulation against the closed form; its table from recoveries like those of docs/explanation/recovery.md."""
+"""The projection: its simulation against the closed form; its table from recoveries like the measured ones."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from benchmarks.projection.failure_model import FailureKind, Job, Restart
 REPOSITORY = Path(__file__).parents[2]
 
 DAY = 86_400.0
-# Ours: docs/explanation/recovery.md. The other's are Slurm's default waits: 300 s until a node counts as dead, 120 s per requeue.
+# Ours: docs/explanation/recovery.md. The other's are Slurm's default waits: 300 s for a dead node, 120 s per requeue.
 RECOVERIES: Mapping[str, projection.Seconds] = {
     "ours": {"worker killed": 1.6, "node killed": 23.1, "head node killed": 23.1, "hung": 13.3},
     "ours, with a spare node": {"node killed": 10.6},

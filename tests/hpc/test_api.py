@@ -70,7 +70,7 @@ def test_runs_are_found_and_shown_as_tables(trained: hpc.Run) -> None:
 
 def test_script_is_submitted_and_cancelled(site: Site) -> None:
     (site.path / "waits.py").write_text("import sys, time\nprint('began', sys.argv[1:], flush=True)\ntime.sleep(600)\n")
-    run = hpc.submit(hpc.ScriptRun(command="waits.py 'a b' --c", no_snapshot=True, name="waits", **LOCAL))
+    run = hpc.submit(hpc.ScriptRun(command="waits.py 'a b' --c", in_place=True, name="waits", **LOCAL))
     with pytest.raises(TimeoutError, match="run waits is"):
         run.wait(timeout_seconds=0.1)
     while "began ['a b', '--c']" not in run.logs(rank=0):

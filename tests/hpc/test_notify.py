@@ -64,7 +64,7 @@ def test_message_that_does_not_arrive_is_a_failure(tmp_path: Path) -> None:
 def test_submission_names_the_recipients_before_the_queue(tmp_path: Path) -> None:
     (tmp_path / "a.py").touch()
     write_recipients(tmp_path, hook="json://127.0.0.1:1/hunter2")
-    local = ("submit", "--cluster=local", "--gpus-per-node=1", "--dry-run", "--no-snapshot")
+    local = ("submit", "--cluster=local", "--gpus-per-node=1", "--dry-run", "--in-place")
     environment = {"XDG_CONFIG_HOME": str(tmp_path), "cwd": tmp_path}
     done = hpc(*local, "--notify=all", "--", "a.py", **environment)
     assert (done.returncode, "hpc submit: notifies hook (JSON)" in done.stderr) == (0, True), done.stderr

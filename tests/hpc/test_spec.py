@@ -16,7 +16,7 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
         name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
         resources=Resources(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
         train=TrainConfig(data="/d", lr=0.3),
-        recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", stop_lead="2m"),
+        recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", signal_before="2m"),
     )  # fmt: skip
     spec.save(run)
     assert RunSpec.load(run) == spec
@@ -117,7 +117,7 @@ def test_node_range() -> None:
 
 @pytest.mark.parametrize(
     ("option", "hint"),
-    [("nodes=3", "use --nodes"), ("output=x", "use --runs-dir"), ("signal=USR1@9", "use --stop-lead"),
+    [("nodes=3", "use --nodes"), ("output=x", "use --runs-dir"), ("signal=USR1@9", "use --signal-before"),
      ("requeue=1", "leave it out"), ("X", "KEY=VALUE"),
      ("=y", "KEY=VALUE"), ("comment=a\nb", "KEY=VALUE")],
 )  # fmt: skip
@@ -132,13 +132,13 @@ def test_bad_sbatch_option(option: str, hint: str) -> None:
         ({"spares": -1}, "--spares is -1: use 0 or more"),
         ({"hang_timeout": "soon"}, "--hang-timeout is 'soon': use a duration such as 90s"),
         ({"hang_timeout": "0s"}, "--hang-timeout is 0s: use 1s or more, or auto"),
-        ({"stop_lead": "90"}, "--stop-lead is '90': use a duration"),
-        ({"stop_lead": "9s"}, "--stop-lead is 9s: use 15s to 18h"),
-        ({"stop_lead": "19h"}, "--stop-lead is 19h: use 15s to 18h"),
-        ({"grace": "0s"}, "--grace is 0s: use 1s to 18h"),
+        ({"signal_before": "90"}, "--signal-before is '90': use a duration"),
+        ({"signal_before": "9s"}, "--signal-before is 9s: use 15s to 18h"),
+        ({"signal_before": "19h"}, "--signal-before is 19h: use 15s to 18h"),
+        ({"grace_period": "0s"}, "--grace-period is 0s: use 1s to 18h"),
         (
-            {"grace": "60s", "stop_lead": "60s"},
-            "--grace is 60s, and the requeue takes 10 s more, but --stop-lead is 60s",
+            {"grace_period": "60s", "signal_before": "60s"},
+            "--grace-period is 60s, and the requeue takes 10 s more, but --signal-before is 60s",
         ),
         ({"stop_signal": "KILL"}, "--stop-signal is 'KILL': use one of USR1, USR2, TERM, INT, HUP, or auto"),
     ],
@@ -167,6 +167,6 @@ def test_stop_lead_is_a_tenth_of_the_limit_unless_it_is_given() -> None:
     assert spec(Recovery(), time="20m").stop_lead_seconds == 120
     assert spec(Recovery(), time="1m").stop_lead_seconds == 30
     assert spec(Recovery()).stop_lead_seconds == 300
-    assert spec(Recovery(stop_lead="10m"), time="20m").stop_lead_seconds == 600
-    assert spec(Recovery(grace="10m"), time="20m").stop_lead_seconds == 610, "the ranks get all of it"
-    assert spec(Recovery(grace="10s"), time="20m").stop_lead_seconds == 120
+    assert spec(Recovery(signal_before="10m"), time="20m").stop_lead_seconds == 600
+    assert spec(Recovery(grace_period="10m"), time="20m").stop_lead_seconds == 610, "the ranks get all of it"
+    assert spec(Recovery(grace_period="10s"), time="20m").stop_lead_seconds == 120

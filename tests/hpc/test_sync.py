@@ -82,7 +82,7 @@ def test_script_finds_the_run_that_its_submission_has_made_at_mlflow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.py").write_text("import os\nprint(os.environ['MLFLOW_RUN_ID'], os.environ['WANDB_RUN_ID'])\n")
-    flags = ("submit", "--cluster=local", "--gpus-per-node=1", "--no-snapshot", "--tracker=mlflow", "--name=a")
+    flags = ("submit", "--cluster=local", "--gpus-per-node=1", "--in-place", "--tracker=mlflow", "--name=a")
     environment = {**mlflow_environment(tmp_path), "cwd": tmp_path}
     done = hpc(*flags, "--wait", "--", "a.py", **environment)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -209,9 +209,9 @@ def test_script_starts_where_it_was_submitted(site: Site) -> None:
     for name, text in files.items():
         (here.path / name).parent.mkdir(parents=True, exist_ok=True)
         (here.path / name).write_text(text)
-    flags = (LOCAL, "--nodes=1", "--gpus-per-node=1", "--runs-dir=../runs", "--grace=3s")
+    flags = (LOCAL, "--nodes=1", "--gpus-per-node=1", "--runs-dir=../runs", "--grace-period=3s")
     # In no repository, so that there is nothing to copy.
-    in_place = here.submit(*flags, "--name=in-place", "--no-snapshot", "--", "main.py", "data/input.txt", "stay")
+    in_place = here.submit(*flags, "--name=in-place", "--in-place", "--", "main.py", "data/input.txt", "stay")
     log = in_place.directory.rank_log(1, 0)
     in_place.wait("the script", lambda: printed(log).isdigit())
     *_, line, pid = log.read_text().splitlines()

@@ -117,7 +117,7 @@ def test_script_loses_no_step_to_a_requeue_and_few_to_a_killed_rank(ordinary_use
 
 
 def test_snapshot_restores_a_hung_script_and_becomes_a_checkpoint_when_it_cannot_save(ordinary_user: Site) -> None:
-    run = submit(ordinary_user, "hung", 1000, "--hang-timeout=15s", "--grace=2s")
+    run = submit(ordinary_user, "hung", 1000, "--hang-timeout=15s", "--grace-period=2s")
     wait_for_snapshot(run, 1)
     os.kill(rank_pid(run, 1), signal.SIGSTOP)
     run.wait("the interruption", lambda: run.events("interruption"))

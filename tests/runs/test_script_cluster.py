@@ -95,7 +95,7 @@ def test_scripts_are_stopped_by_the_signal_that_they_handle(ordinary_user: Site)
 
 def test_script_that_ignores_every_signal_is_killed_after_the_grace_and_requeued(ordinary_user: Site) -> None:
     add_script(ordinary_user, "counts.py", COUNTS)
-    run = ordinary_user.submit(*ONE_NODE, "--grace=3s", "--", "counts.py", "none", "0")
+    run = ordinary_user.submit(*ONE_NODE, "--grace-period=3s", "--", "counts.py", "none", "0")
     run.wait("steps", lambda: len(counted(run, 0)) >= 5)
     ordinary_user.slurm("scancel", "--signal=USR2", f"{run.job_id}.0")
     run.wait_for_release()

@@ -24,7 +24,7 @@ from training.inference.exported_model import FORMATS, Format, require_packages
 # Scaled from 12 to 16 pixels on the device; more classes than five.
 IDX = ("--epochs=16", "--batch-size=20", "--lr=0.05", "--image-size=16", "--ema-decay=0.5")
 FOLDER = ("--epochs=3", "--batch-size=9", "--lr=0.02", "--model=resnet20", "--image-size=24", "--head-hidden=8")
-FOLDER += ("--eval-crop=24/26", "--interpolation=bicubic")
+FOLDER += ("--eval-crop-pct=24/26", "--interpolation=bicubic")
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -42,7 +42,7 @@ class ShardLayout:
     offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Where in the full tensors the rank's shards begin, in each dimension, by name. Other tensors are replicated."""
     is_copy: bool = False
-    """Whether a rank of another node holds the same shards, and writes them (--fsdp-mesh node)."""
+    """Whether a rank of another node holds the same shards, and writes them (--fsdp-sharding hybrid)."""
 
     def write(self, tensors: Mapping[str, Tensor], directory: Path, *, replicated: bool) -> None:
         """Write the shards, and the replicated tensors if they are wanted.

@@ -16,7 +16,7 @@ from training.config.train_config import Adjustable, TrainConfig
 
 IDENTIFYING = (
     *("model", "batch_size", "seed", "optimizer", "nesterov", "ema_decay", "layer_decay"),
-    *("image_size", "eval_image_size", "eval_crop", "interpolation", "val_split", "freeze_backbone", "head_hidden"),
+    *("image_size", "eval_image_size", "eval_crop_pct", "interpolation", "val_split", "freeze_backbone", "head_hidden"),
 )
 """The flags that a saved state depends on: with another value it would be another run."""
 ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))

@@ -27,8 +27,8 @@ _RECIPES = Path(__file__).with_name("recipes")
 
 # --- flags of other trainers ---
 
-# What to type here, with the names that torchvision's references, timm, Lightning and Accelerate, and formerly this
-# trainer, have for it.
+# The flag to type here, and its names in torchvision's references, timm, Lightning and Accelerate, and in earlier
+# versions of Torchrelay.
 _OTHER_NAMES: dict[str, str] = {
     "use --data": "data-dir data-path",
     "use --model": "arch",
@@ -69,9 +69,11 @@ _OTHER_NAMES: dict[str, str] = {
     "use --eval-image-size": "eval-size val-crop-size",
     "use --crop-scale MIN,MAX": "scale",
     "use --crop-ratio MIN,MAX": "ratio",
-    "use --eval-crop with the side of the crop by that of the resized image, such as 224/256": (
-        "crop-pct val-resize-size"
+    "use --eval-crop-pct with the side of the crop by that of the resized image, such as 0.875": (
+        "crop-pct eval-crop val-resize-size"
     ),
+    "use --deterministic off, warn or error": "repeatability",
+    "use --fsdp-sharding full or hybrid": "fsdp-mesh",
     "use --interpolation": "train-interpolation",
     "use --val-split": "val-fraction",
     "use --max-corrupt-images": "max-corrupt",
@@ -82,6 +84,10 @@ _OTHER_NAMES: dict[str, str] = {
     "use --nodes of hpc submit": "nnodes num-nodes num-machines",
     "use --gpus-per-node of hpc submit, or torchrun --nproc-per-node": "devices gpus nproc-per-node num-processes",
     "use --cpus-per-gpu of hpc submit": "cpus-per-task",
+    "use --in-place of hpc submit": "no-snapshot",
+    "use --grace-period of hpc submit": "grace",
+    "use --signal-before of hpc submit": "stop-lead",
+    "use --help-all of hpc submit": "help-train",
     "leave it out: a run resumes from its newest checkpoint by itself (to begin from a file, use --weights)": (
         "resume resume-from-checkpoint ckpt-path"
     ),
@@ -239,7 +245,10 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
 # What `--recipe` takes, wherever flags are read.
 RecipeName = Annotated[
     str | None,
-    tyro.conf.arg(help=f"A training that is known to work (docs/how-to/image-classifier.md): {', '.join(recipes())}.", metavar="NAME"),
+    tyro.conf.arg(
+        help=f"Flags of a training that is known to work: {', '.join(recipes())} (docs/how-to/image-classifier.md).",
+        metavar="NAME",
+    ),
 ]
 
 

@@ -43,7 +43,7 @@ def check(config: Any) -> None:
     parse_step_epochs(config.lr_step_epochs)
     for name in ("crop_scale", "crop_ratio"):
         parse_range(name, getattr(config, name))
-    parse_eval_crop(config.eval_crop)
+    parse_crop_pct(config.eval_crop_pct)
     for conflict, fix in _CONFLICTS:
         if conflict(config):
             raise UserError(fix)
@@ -150,7 +150,7 @@ def parse_range(field: str, text: str) -> tuple[float, float]:
     )
 
 
-def parse_eval_crop(text: str) -> Fraction:
+def parse_crop_pct(text: str) -> Fraction:
     """Read a number above 0 and up to 1, such as `224/256` or `0.875`.
 
     Raises:
@@ -158,7 +158,7 @@ def parse_eval_crop(text: str) -> Fraction:
     """
     if 0 < (number := _fraction(text)) <= 1:
         return number
-    raise UserError(f"--eval-crop is {text!r}: use a number above 0 and up to 1, such as 224/256 or 0.875")
+    raise UserError(f"--eval-crop-pct is {text!r}: use a number above 0 and up to 1, such as 0.875")
 
 
 def _fraction(text: str) -> Fraction:
@@ -278,8 +278,8 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("auto_augment_interpolation", lambda c: c.auto_augment != "none", "--auto-augment is none"),
     ("randaugment_magnitude", lambda c: c.auto_augment == "randaugment", "it applies to --auto-augment randaugment"),
     ("repeated_augmentation", lambda c: not c.synthetic, "generated images are not augmented"),
-    ("eval_crop", lambda c: not c.synthetic, "generated images are not evaluated"),
-    ("fsdp_mesh", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
+    ("eval_crop_pct", lambda c: not c.synthetic, "generated images are not evaluated"),
+    ("fsdp_sharding", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
     ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )

@@ -149,7 +149,7 @@ class TrainConfig(Adjustable):
     """Automatic mixed precision."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
     """Each rank holds the whole model (DDP), or a shard of it (FSDP2) for models too large for one GPU."""
-    fsdp_mesh: Literal["flat", "node"] = "flat"
+    fsdp_sharding: Literal["full", "hybrid"] = "full"
     """FSDP shards the model over all ranks, or within each node (HSDP): more memory, less traffic between nodes."""
     memory_format: Literal["channels-last", "contiguous"] = "channels-last"
     """Memory layout of images, and of weights with --strategy ddp; channels-last is the fastest for convolutions."""
@@ -159,11 +159,11 @@ class TrainConfig(Adjustable):
     """DDP's static_graph: every step uses the same parameters, which saves time."""
     compress_gradients: Literal["none", "bf16"] = "none"
     """Round gradients to bf16 for the all-reduce, which halves the traffic."""
-    repeatability: Literal["off", "run", "strict"] = "run"
+    deterministic: Literal["off", "warn", "error"] = "warn"
     """Whether an interrupted training ends with the bits of an uninterrupted one.
     - off: the fastest algorithms, tried out at each start
-    - run: on the same devices and number of ranks; an operation without a deterministic kernel is named
-    - strict: such an operation ends the training before its first step
+    - warn: with the same devices and number of ranks; operations without a deterministic kernel are listed
+    - error: an operation without a deterministic kernel ends the training before its first step
     """
     tf32: bool = False
     """Compute float32 products of matrices in TF32 on GPUs that have it: faster, with 10 bits of fraction."""
@@ -200,7 +200,7 @@ class TrainConfig(Adjustable):
     """Side of the model's square input images in pixels. Default: what suits the model and the data."""
     eval_image_size: int | None = None
     """Side of the input images in evaluations; a larger one often helps. Default: --image-size."""
-    eval_crop: str = "224/256"
+    eval_crop_pct: str = "0.875"
     """Side of the centre crop in evaluations, as a part of the image's shorter side; torchvision's second weights for
     ResNet-50 are for 224/232. Images in memory are not cropped."""
     interpolation: Interpolation = "bilinear"

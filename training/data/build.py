@@ -15,7 +15,7 @@ from hpc.core.errors import UserError
 from training.config.dataset_layout import DataLayout
 from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
-from training.config.rules import parse_eval_crop
+from training.config.rules import parse_crop_pct
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages
 from training.data.file_index import build_index, deserialize, image_roots
@@ -48,7 +48,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
     as_dataset = partial(
         ImageDataset,
         size=folder_size,
-        crop_pct=float(parse_eval_crop(config.eval_crop)),
+        crop_pct=float(parse_crop_pct(config.eval_crop_pct)),
         interpolation=config.interpolation,
     )
     if layout.kind == "image-folder":

@@ -16,8 +16,8 @@ from training.engine.shared_data import check_same, loader_workers, shared_file_
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
 from training.models.sync_batch_norm import convert_sync_batch_norm
+from training.runtime.determinism import configure, configure_attention
 from training.runtime.process_group import ProcessGroup, connect, disconnect
-from training.runtime.repeatability import configure, configure_attention
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 

@@ -16,9 +16,9 @@ from training.engine.optim import learning_rate, set_learning_rate
 from training.models.factory import Preprocess, autocast, set_train_mode
 from training.models.parallel import compiler_error, wrap_for_training
 from training.runtime.counter_rng import Purpose, derive_key
+from training.runtime.determinism import operation_without_kernel, watch_operations
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.rank_device import seed_generators
-from training.runtime.repeatability import operation_without_kernel, watch_operations
 from training.runtime.run_context import RunContext
 
 
@@ -71,10 +71,10 @@ class Stepper:
                 raise SharedError(f"--compile does not work here: {reason}") from error
             if not (operation := operation_without_kernel(str(error))):
                 raise
-            mode, other = self.config.repeatability, "run" if self.config.repeatability == "strict" else "off"
+            mode, other = self.config.deterministic, "warn" if self.config.deterministic == "error" else "off"
             raise SharedError(
-                f"--repeatability {mode} does not work with {self.config.model} here: {operation} has no deterministic "
-                f"kernel: use --repeatability {other}"
+                f"--deterministic {mode} does not work with {self.config.model} here: {operation} has no deterministic "
+                f"kernel: use --deterministic {other}"
             ) from error
         model.zero_grad()
         for name, buffer in model.named_buffers():

@@ -38,8 +38,8 @@ from training.models.parallel import allreduce_seconds, gradient_bytes, place_mo
 from training.monitoring.run_logger import JsonLines, RunLogger
 from training.runtime import signals
 from training.runtime.console import Console
+from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
-from training.runtime.repeatability import Numerics
 from training.runtime.run_context import RunContext
 from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
 
@@ -190,11 +190,11 @@ class Trainer:
             self.console.warn(
                 f"resuming with {', '.join(changes)}: the steps to come have the same images, rounded otherwise"
             )
-        if self.config.repeatability != "off" and (operations := self.stepper.unrepeatable):
+        if self.config.deterministic != "off" and (operations := self.stepper.unrepeatable):
             self.logger.event("unrepeatable", operations=operations)
             self.console.warn(
                 f"{', '.join(operations)}: no deterministic kernel here, so an interrupted training may end with other "
-                "last bits (--repeatability strict refuses it, off hides this line)"
+                "last bits (--deterministic error refuses it, off hides this line)"
             )
 
     # --- steps ---

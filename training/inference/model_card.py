@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from hpc.core.errors import UserError
-from training.config.rules import parse_eval_crop
+from training.config.rules import parse_crop_pct
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.dataset import Data
 from training.models.factory import Preprocess
@@ -84,7 +84,7 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
         head_hidden=config.head_hidden,
         transform_input=config.weights is not None and config.model in {"googlenet", "inception_v3"},
         classes=data.classes,
-        crop_pct=1.0 if data.in_memory else float(parse_eval_crop(config.eval_crop)),
+        crop_pct=1.0 if data.in_memory else float(parse_crop_pct(config.eval_crop_pct)),
         interpolation=config.interpolation,
         image_shape=(data.channels, height, width),
         channels=preprocess.channels,

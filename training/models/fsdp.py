@@ -28,7 +28,7 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
     Blocks are moved to the device and sharded one at a time, so that it never holds the whole model.
 
     Raises:
-        SharedError: --fsdp-mesh node, and the nodes have different numbers of ranks.
+        SharedError: --fsdp-sharding hybrid, and the nodes have different numbers of ranks.
     """
     # FSDP shards rows, and takes no other memory format.
     model.to(memory_format=torch.contiguous_format)
@@ -48,12 +48,12 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
 
 
 def _mesh(config: TrainConfig, group: ProcessGroup) -> DeviceMesh:
-    """All ranks in a row, or with --fsdp-mesh node a row of ranks for each of several nodes."""
+    """All ranks in a row, or with --fsdp-sharding hybrid a row of ranks for each of several nodes."""
     per_node = group.rank_info.local_world_size
-    if config.fsdp_mesh == "node":
+    if config.fsdp_sharding == "hybrid":
         sizes = group.all_gather_json(per_node)
         if len(set(sizes)) > 1:
-            raise SharedError(f"--fsdp-mesh is node, but the nodes have {set(sizes)} ranks: use flat")
+            raise SharedError(f"--fsdp-sharding is hybrid, but the nodes have {set(sizes)} ranks: use full")
         if per_node < group.world_size:
             shape = (group.world_size // per_node, per_node)
             return init_device_mesh(group.device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -27,8 +27,8 @@ from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world, spec_argv
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
+from training.runtime.determinism import describe_numerics
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault
-from training.runtime.repeatability import describe_numerics
 from training.verify_resume.compare import ComparedPart, compare_runs, compare_samples_and_losses
 from training.verify_resume.local_launch import prepare_server, start_ranks, wait_for_ranks
 

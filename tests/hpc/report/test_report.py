@@ -369,7 +369,7 @@ def test_custom_script_has_attempts_and_its_command(tmp_path: Path) -> None:
         name="own", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py", "a b", "--x")
     )
     html = report(pending_run(tmp_path / "own", spec).path).html
-    assert "Custom script: log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl for curves" in html
+    assert "For curves, log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl for curves" in html
     assert "No test result" not in html
     assert "python -m hpc.submit --cluster=local \\\n  -- my.py &#39;a b&#39; --x" in html
 
@@ -483,7 +483,7 @@ def test_command_submits_the_same_run_again() -> None:
     resources = Resources(
         nodes="2:4", gpus_per_node="a100:8", mem="64G", time="90m", sbatch=("mail-type=END", "comment=a b", "hold")
     )
-    recovery = Recovery(elastic=True, spares=1, stop_lead="2m")
+    recovery = Recovery(elastic=True, spares=1, signal_before="2m")
     spec = RunSpec(
         name="x",
         cluster="slurm",

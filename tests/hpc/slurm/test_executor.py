@@ -75,7 +75,7 @@ def test_spares_are_additional_nodes_of_the_job() -> None:
 
 def test_signal_is_sent_stop_lead_before_the_limit() -> None:
     assert told("2")["signal_delay_s"] == 300
-    assert told("2", stop_lead="20m")["signal_delay_s"] == 1200
+    assert told("2", signal_before="20m")["signal_delay_s"] == 1200
 
 
 def exported(*lines: str, **environment: str) -> dict[str, str]:

@@ -21,8 +21,8 @@ def test_longest_save_counts() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "flags"),
-    [(7.0, []), (9.0, ["GraceTime=22"]), (17.0, ["--stop-lead 1m", "GraceTime=32"]),
-     (25.0, ["--stop-lead 1m", "GraceTime=42"]), (100.0, ["--stop-lead 4m", "GraceTime=135"])],
+    [(7.0, []), (9.0, ["GraceTime=22"]), (17.0, ["--signal-before 1m", "GraceTime=32"]),
+     (25.0, ["--signal-before 1m", "GraceTime=42"]), (100.0, ["--signal-before 4m", "GraceTime=135"])],
 )  # fmt: skip
 def test_slow_save_is_warned_of_with_the_flag_to_change(seconds: float, flags: list[str]) -> None:
     warnings = warnings_of([SUBMITTED, train_stopped(9.0, seconds=seconds)])
@@ -36,7 +36,7 @@ def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
     (warning,) = warnings_of([{**SUBMITTED, "grace_seconds": None}, train_stopped(9.0, seconds=25.0)])
     assert warning == (
         "saving took 25.0 s; the stop signal comes 30 s before the time limit, and the requeue needs the last 10 s: "
-        "submit with --stop-lead 1m"
+        "submit with --signal-before 1m"
     )
     assert warnings_of([submitted(0.0), train_stopped(9.0, seconds=25.0)]) == []
 

@@ -129,11 +129,13 @@ def spec(recovery: Recovery, cluster: Cluster = "slurm") -> RunSpec:
 def test_impossible_recovery_is_refused() -> None:
     with pytest.raises(UserError, match="--spares is 1, but --cluster local has no spare nodes"):
         check_recovery(spec(Recovery(spares=1), "local"))
-    with pytest.raises(UserError, match="--stop-lead is 10m, but the time limit is 00:10:00"):
-        check_recovery(spec(Recovery(stop_lead="10m")))
-    check_recovery(spec(Recovery(spares=1, stop_lead="9m")))
-    with pytest.raises(UserError, match=r"--grace is 10m, but the time limit is .*: use a shorter --grace"):
-        check_recovery(spec(Recovery(grace="10m")))
+    with pytest.raises(UserError, match="--signal-before is 10m, but the time limit is 00:10:00"):
+        check_recovery(spec(Recovery(signal_before="10m")))
+    check_recovery(spec(Recovery(spares=1, signal_before="9m")))
+    with pytest.raises(
+        UserError, match=r"--grace-period is 10m, but the time limit is .*: use a shorter --grace-period"
+    ):
+        check_recovery(spec(Recovery(grace_period="10m")))
 
 
 def test_setup_that_could_not_run_is_refused() -> None:
@@ -168,8 +170,8 @@ def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos:
         {"image_size": 176},
         {"image_size": 176, "eval_image_size": 224},
         {"image_size": 224, "eval_image_size": 176},
-        {"image_size": 176, "eval_image_size": 224, "eval_crop": "224/232"},
-        {"image_size": 176, "eval_image_size": 224, "eval_crop": "0.5"},
+        {"image_size": 176, "eval_image_size": 224, "eval_crop_pct": "224/232"},
+        {"image_size": 176, "eval_image_size": 224, "eval_crop_pct": "0.5"},
     )
     packed = [pack_size("on", None, TrainConfig(data=str(photos), **each)) for each in sizes]
     assert packed == [208, 256, 256, 256, 448]

@@ -118,7 +118,7 @@ def test_neither_runs_nor_what_git_keeps_is_code(repository: Path) -> None:
         ("src/my.py", "nothing*", r"--include nothing\*: there is no such file in "),
         ("src/my.py", "/etc/hostname", "--include /etc/hostname: /etc/hostname is not below .*: copy it there"),
         ("src/unused.py", "conf", "is not tracked by git.*: type git add src/unused.py, or use --include src"),
-        ("/etc/hostname", "conf", "is not below .*: move it there, or --no-snapshot to run it where it is"),
+        ("/etc/hostname", "conf", "is not below .*: move it there, or --in-place to run it where it is"),
     ],
 )
 def test_code_that_the_run_would_lack_is_refused(repository: Path, script: str, pattern: str, message: str) -> None:
@@ -163,5 +163,5 @@ def test_submission_warns_of_untracked_imports(repository: Path) -> None:
         f"git add {' '.join(MISSING)}, or use --include\n"
         f"hpc submit: src/my.py starts in {repository}/runs/run/code\n"
     )
-    refused = Site(repository, "/nonexistent").hpc(*words, "--no-snapshot", "--include=conf", "--", "src/my.py")
+    refused = Site(repository, "/nonexistent").hpc(*words, "--in-place", "--include=conf", "--", "src/my.py")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

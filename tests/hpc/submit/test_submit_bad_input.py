@@ -162,7 +162,7 @@ def test_bad_defaults_are_refused_and_the_nearest_place_wins(
         (["--sbatch=requeue"], r"--sbatch requeue: runs are always requeued: leave it out"),
         (["--cluster=cloud"], r"invalid choice 'cloud'"),
         (["--", "nowhere.py"], r"script 'nowhere.py' does not exist"),
-        (["--"], r"--"),
+        (["--"], r"nothing follows --"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

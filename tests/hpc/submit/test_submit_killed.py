@@ -16,7 +16,7 @@ from support.forked_hpc import run_forked
 
 pytestmark = pytest.mark.timeout(400)
 SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8")
-LOCAL = ("submit", "--name=run", "--cluster=local", "--cpus-per-gpu=1", "--no-snapshot", "--", "waits.py")
+LOCAL = ("submit", "--name=run", "--cluster=local", "--cpus-per-gpu=1", "--in-place", "--", "waits.py")
 # Kills itself just before one of its changes to files below runs/ or one of its starts of a process.
 KILLED = """
 import atexit, os, signal, sys

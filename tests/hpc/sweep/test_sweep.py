@@ -107,7 +107,7 @@ def test_worse_trials_are_pruned_and_a_cancelled_sweep_starts_no_more(site: Site
     inner = replace(site, path=site.path / "inner")
     inner.path.mkdir()
     script = ("--", "../scored.py", "--x", "{x}", str(go))
-    found = sweep(inner, "--name=pruned", "--runs-dir=../runs", "--no-snapshot", *flags, *script)
+    found = sweep(inner, "--name=pruned", "--runs-dir=../runs", "--in-place", *flags, *script)
     assert [one["state"] for one in found["trials"]] == ["completed"]
     # The pruner compares with five trials.
     study = open_study(SweepDir(trials), SweepDir(trials).load())

@@ -73,7 +73,7 @@ def test_flags_of_other_steps_are_sent_to_fork_and_those_of_the_state_to_a_new_r
         with pytest.raises(UserError, match=f"type hpc fork r --name NEW --{name} ..."):
             refuse_on_resume({name}, "r", best)
         refuse_on_fork({name.replace("-", "_")}, best)
-    for name in ("model", "batch-size", "seed", "optimizer", "weights", "val-split", "eval-crop"):
+    for name in ("model", "batch-size", "seed", "optimizer", "weights", "val-split", "eval-crop-pct"):
         for refuse in (lambda one: refuse_on_resume({one}, "r", best), lambda one: refuse_on_fork({_field(one)}, best)):
             with pytest.raises(UserError, match=f"--{name} cannot change .* --weights /runs/r/best/model.safetensors"):
                 refuse(name)

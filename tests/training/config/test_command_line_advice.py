@@ -12,7 +12,8 @@ from hpc.submit.options import SubmitScript, SubmitTraining, flag_names
 from training.config.command_line import ADVICE, advice_for, check_names, with_config
 
 SUBMIT = flag_names(SubmitTraining)
-TRAINING = [*SUBMIT, "config", "recipe", "run-dir"]
+TRAINING = [*SUBMIT, "config", "recipe", "run-dir", "help-all"]
+SCRIPT = flag_names(SubmitScript)
 NOT_OURS = {"nproc-per-node"}  # torchrun's
 
 
@@ -20,7 +21,7 @@ NOT_OURS = {"nproc-per-node"}  # torchrun's
 def test_every_answer_names_flags_that_exist(name: str) -> None:
     named = re.findall(r"--([a-z][a-z0-9-]*)", ADVICE[name])
     assert named
-    assert set(named) <= {*TRAINING, *NOT_OURS}
+    assert set(named) <= {*TRAINING, *SCRIPT, *NOT_OURS}
     assert name not in TRAINING
 
 
@@ -33,7 +34,7 @@ def test_every_answer_names_flags_that_exist(name: str) -> None:
         ("--precision", "--amp"), ("--max-epochs", "--epochs"), ("--clip-grad", "--clip-grad-norm"),
         ("--sched", "--lr-scheduler"), ("--opt", "--optimizer"), ("--model-ema", "--ema-decay"),
         ("--reprob", "--random-erasing"), ("--aa", "--auto-augment"), ("--val-fraction", "--val-split"),
-        ("--scale", "--crop-scale"), ("--ratio", "--crop-ratio"), ("--crop-pct", "--eval-crop"),
+        ("--scale", "--crop-scale"), ("--ratio", "--crop-ratio"), ("--crop-pct", "--eval-crop-pct"),
         ("--train-interpolation", "--interpolation"),
         ("--policy", "--auto-augment"), ("--batch", "--batch-size"), ("--devices", "--gpus-per-node"),
         ("--num-nodes", "--nodes"), ("--gpus", "--gpus-per-node"), ("--learning_rate=0.1", "--lr"),

@@ -170,7 +170,7 @@ def test_no_step_follows_when_max_hours_are_over(start: Starter) -> None:
 
 
 def test_a_stop_in_the_last_step_of_an_epoch_starts_no_other_epoch_and_no_other_save(start: Starter) -> None:
-    """The signal comes --stop-lead before the limit, which must suffice for one step and one save."""
+    """The signal comes --signal-before before the limit, which must suffice for one step and one save."""
     flags = ("--epochs=3", "--batch-size=20", "--fault=stop@9:0")
     training = start(*flags, world_size=2, prepare=agree_at_each_step)
     assert training.wait() == [0, 0], training.output()

@@ -28,7 +28,7 @@ from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
 SMALL = ("--model=resnet20", "--image-size=16", "--eval-image-size=24", "--epochs=3", "--batch-size=9", "--lr=0.02")
-CROP = ("--eval-crop=24/28", "--interpolation=bicubic")
+CROP = ("--eval-crop-pct=24/28", "--interpolation=bicubic")
 
 
 def look(source: ImageSource | None, epoch: int | None) -> Tensor:
@@ -64,7 +64,7 @@ def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(star
 
 @pytest.mark.parametrize("interpolation", get_args(Interpolation))
 def test_an_evaluation_crops_and_resizes_as_torchvision_does(folder_data: Path, interpolation: Interpolation) -> None:
-    data = load(folder_data, image_size=16, eval_image_size=24, eval_crop="24/28", interpolation=interpolation)
+    data = load(folder_data, image_size=16, eval_image_size=24, eval_crop_pct="24/28", interpolation=interpolation)
     assert isinstance(data.test, ImageDataset)
     photo = data.test.store.read(0)
     assert photo is not None
@@ -75,7 +75,7 @@ def test_an_evaluation_crops_and_resizes_as_torchvision_does(folder_data: Path, 
 
 
 def test_another_evaluation_prepares_images_as_the_model_card_says(folder_data: Path, group: ProcessGroup) -> None:
-    trained = load(folder_data, image_size=16, eval_image_size=24, eval_crop="24/28", interpolation="bicubic")
+    trained = load(folder_data, image_size=16, eval_image_size=24, eval_crop_pct="24/28", interpolation="bicubic")
     card = ModelCard(
         model="resnet20",
         head_hidden=0,

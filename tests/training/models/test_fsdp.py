@@ -305,7 +305,7 @@ def two_nodes() -> None:
 def on_nodes(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A training on two nodes."""
     start = Starter(idx_data, tmp_path_factory.mktemp("nodes"))
-    return start.complete(*FSDP, *CLIPPED, "--fsdp-mesh=node", world_size=4, prepare=two_nodes).run_dir
+    return start.complete(*FSDP, *CLIPPED, "--fsdp-sharding=hybrid", world_size=4, prepare=two_nodes).run_dir
 
 
 def uneven_nodes() -> None:
@@ -323,7 +323,7 @@ def test_shards_within_nodes_train_as_shards_over_all_of_them(start: Starter, on
 
 @pytest.mark.slow
 def test_they_go_on_exactly_and_with_fewer_ranks_in_a_row(start: Starter, on_nodes: Path) -> None:
-    nodes = (*FSDP, *CLIPPED, "--fsdp-mesh=node")
+    nodes = (*FSDP, *CLIPPED, "--fsdp-sharding=hybrid")
     cut = start(*nodes, "--fault=stop@5:3", run="cut", world_size=4, prepare=two_nodes)
     assert cut.wait() == [0] * 4, cut.output()
     shutil.copytree(cut.run_dir, start.directory / "row")
@@ -334,9 +334,9 @@ def test_they_go_on_exactly_and_with_fewer_ranks_in_a_row(start: Starter, on_nod
 
 
 def test_nodes_of_different_sizes_are_refused(start: Starter) -> None:
-    training = start(*FSDP, "--fsdp-mesh=node", world_size=3, prepare=uneven_nodes)
+    training = start(*FSDP, "--fsdp-sharding=hybrid", world_size=3, prepare=uneven_nodes)
     assert training.wait() == [2, 2, 2], training.output()
-    assert "--fsdp-mesh is node, but the nodes have {1, 2} ranks: use flat" in training.output()
+    assert "--fsdp-sharding is hybrid, but the nodes have {1, 2} ranks: use full" in training.output()
 
 
 # --- what it does not do ---

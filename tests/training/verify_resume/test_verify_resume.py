@@ -46,7 +46,7 @@ SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
                  "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0,
                  **SNAPSHOTS}),
         slow(4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
-                 "repeatability": "strict"}),
+                 "deterministic": "error"}),
     ],
 )  # fmt: skip
 def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
@@ -141,7 +141,8 @@ def test_generated_images_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 # Deep networks with batch normalisation blow rounding errors up, the more so the faster they learn: see
-# docs/explanation/exactness.md. Images that are scaled up have equal neighbours, between which max-pooling chooses by rounding.
+# docs/explanation/exactness.md. Images that are scaled up have equal neighbours, between which max-pooling chooses by
+# rounding.
 NORMALISED = {"model": "resnet20", "sync_bn": True, "lr": 0.0003}
 
 

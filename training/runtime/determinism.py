@@ -1,6 +1,6 @@
 """Whether a training repeats bit by bit: every setting of torch, cuDNN, cuBLAS and NCCL that decides on it. Every rank.
 
-| setting | `off` | `run` | `strict` |
+| setting | `off` | `warn` | `error` |
 |---|---|---|---|
 | cuDNN: algorithms that add in one order, no autotuning | no | yes | yes |
 | cuBLAS: a fixed workspace | no | yes | yes |
@@ -35,13 +35,13 @@ _NO_KERNEL = "does not have a deterministic implementation"
 
 def configure(config: TrainConfig) -> None:
     """Set up torch and the libraries below it. Before the ranks connect: NCCL reads its settings then."""
-    repeatable = config.repeatability != "off"
+    repeatable = config.deterministic != "off"
     for name, value in _ENVIRONMENT.items() if repeatable else ():
         os.environ.setdefault(name, value)
     torch.backends.cudnn.benchmark = not repeatable
     torch.backends.cudnn.deterministic = repeatable
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    torch.use_deterministic_algorithms(repeatable, warn_only=config.repeatability == "run")
+    torch.use_deterministic_algorithms(repeatable, warn_only=config.deterministic == "warn")
     # Nothing here reads uninitialized memory, so filling it would cost time for nothing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
 
@@ -96,7 +96,7 @@ class Numerics:
 
     def __init__(self, config: TrainConfig, group: ProcessGroup) -> None:
         self.values: dict[str, Any] = {
-            "repeatability": config.repeatability,
+            "deterministic": config.deterministic,
             "tf32": config.tf32,
             "ranks": group.world_size,
             "ranks per node": _distinct(group.all_gather_json(group.rank_info.local_world_size)),
@@ -139,7 +139,7 @@ def describe_numerics(values: dict[str, Any]) -> str:
     """What the saved values of `Numerics` say, for a claim about bits."""
     ranks, device = values["ranks"], values["device"]
     where = f"{ranks} rank{'' if ranks == 1 else 's'} on {device}"
-    return f"--repeatability {values['repeatability']}, {where}, torch {values['torch']}"
+    return f"--deterministic {values['deterministic']}, {where}, torch {values['torch']}"
 
 
 def _distinct(values: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""What `--repeatability` and `--tf32` set, and what the state says of the numbers that it was computed with."""
+"""What `--deterministic` and `--tf32` set, and what the state says of the numbers that it was computed with."""
 
 import os
 import platform
@@ -12,9 +12,7 @@ import torch
 from torchvision import models
 
 from training.config.train_config import TrainConfig
-from training.runtime.process_group import ProcessGroup
-from training.runtime.rank_device import processor_name
-from training.runtime.repeatability import (
+from training.runtime.determinism import (
     Numerics,
     configure,
     configure_attention,
@@ -23,6 +21,8 @@ from training.runtime.repeatability import (
     uses_fused_attention,
     watch_operations,
 )
+from training.runtime.process_group import ProcessGroup
+from training.runtime.rank_device import processor_name
 
 CONFIG = TrainConfig(synthetic=True)
 VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}
@@ -39,10 +39,10 @@ def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "repeatable", "warns"), [("off", False, False), ("run", True, True), ("strict", True, False)]
+    ("mode", "repeatable", "warns"), [("off", False, False), ("warn", True, True), ("error", True, False)]
 )
 def test_each_mode_sets_all_libraries(mode: str, repeatable: bool, warns: bool) -> None:
-    configure(replace(CONFIG, repeatability=mode))  # type: ignore[arg-type]  # a test's text
+    configure(replace(CONFIG, deterministic=mode))  # type: ignore[arg-type]  # a test's text
     assert torch.backends.cudnn.benchmark is not repeatable
     assert torch.backends.cudnn.deterministic is repeatable
     assert torch.are_deterministic_algorithms_enabled() is repeatable
@@ -71,7 +71,7 @@ def test_only_fused_attention_makes_missing_kernels_errors(name: str, attends: b
     configure(CONFIG)
     configure_attention(model)
     assert torch.is_deterministic_algorithms_warn_only_enabled() is not attends
-    configure(replace(CONFIG, repeatability="off"))
+    configure(replace(CONFIG, deterministic="off"))
     configure_attention(model)
     assert not torch.are_deterministic_algorithms_enabled()
 
@@ -106,7 +106,7 @@ def test_a_state_says_what_has_changed_since_it_was_computed(group: ProcessGroup
         f"processor {processor_name()} instead of EPYC",
         "NCCL_ALGO None instead of Ring",
     ]
-    assert describe_numerics(numerics.values) == f"--repeatability run, 1 rank on CPU, torch {ours}"
+    assert describe_numerics(numerics.values) == f"--deterministic warn, 1 rank on CPU, torch {ours}"
 
 
 def test_processor_has_its_name_and_the_numbers_of_its_model(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `--repeatability` gives and costs: do two processes compute the same gradients, and how fast are the steps?
+"""What `--deterministic` gives and costs: do two processes compute the same gradients, and how fast are the steps?
 
 Each model and mode runs in processes of its own, because libraries read their settings once. The modes take turns.
 One rank: what NVLS and rings cost between GPUs is not seen here.
@@ -23,14 +23,14 @@ from benchmarks.gpu.part import Goal, PartOptions, Row, device, finish, goal, sy
 from training.config.train_config import TrainConfig
 from training.engine.optim import make_optimizer
 from training.models.factory import autocast, build_model
-from training.runtime.repeatability import configure, configure_attention, operation_without_kernel
+from training.runtime.determinism import configure, configure_attention, operation_without_kernel
 
-Mode = Literal["off", "run", "strict"]
-MODES: tuple[Mode, ...] = ("off", "run", "strict")
+Mode = Literal["off", "warn", "error"]
+MODES: tuple[Mode, ...] = ("off", "warn", "error")
 # Name, batch size, image size.
 MODELS = (("resnet50", 128, 224), ("vit_b_16", 64, 224), ("mobilenet_v3_large", 128, 224), ("vgg11", 64, 224))
 SMALL = (("resnet20", 4, 32),)
-SMALL_MODES: tuple[Mode, ...] = ("run",)
+SMALL_MODES: tuple[Mode, ...] = ("warn",)
 _PRICE = 0.9
 
 
@@ -51,7 +51,7 @@ class Measured:
     """What one process found."""
 
     refused: str
-    """The operation without a deterministic kernel, which strict refuses; empty: there is none."""
+    """The operation without a deterministic kernel, which `error` refuses; empty: there is none."""
     gradients: str
     """Their checksum after two steps."""
     images_per_second: float
@@ -61,7 +61,7 @@ def measure(
     name: str, batch_size: int, size: int, mode: Mode, seconds: float, amp: Literal["none", "bf16"]
 ) -> Measured:
     """Train for some seconds on one batch."""
-    config = TrainConfig(synthetic=True, model=name, image_size=size, amp=amp, repeatability=mode)
+    config = TrainConfig(synthetic=True, model=name, image_size=size, amp=amp, deterministic=mode)
     configure(config)
     model = build_model(config, classes=1000, channels=3, size=size)
     configure_attention(model)
@@ -106,7 +106,7 @@ def compare(options: Options) -> tuple[list[Row], list[Goal]]:
     modes = SMALL_MODES if options.small else MODES
     for _, (name, batch_size, size), mode in product(range(options.rounds), models, modes):
         flags = ["--measure", name, str(batch_size), str(size), mode, f"--seconds={options.seconds}"]
-        command = [sys.executable, "-m", "benchmarks.gpu.repeatability", *flags]
+        command = [sys.executable, "-m", "benchmarks.gpu.determinism", *flags]
         done = subprocess.run(
             [*command, *(["--small"] if options.small else [])], stdout=subprocess.PIPE, text=True, check=True
         )
@@ -125,7 +125,7 @@ def compare(options: Options) -> tuple[list[Row], list[Goal]]:
             "same_gradients": None if refused else same,
         }
         rows.append(row | {"images_per_second": statistics.median(speeds), "by_off": share})
-        if mode == "run" and not refused:
+        if mode == "warn" and not refused:
             goals.append(goal(f"{name}: two processes", same, "the same bits", met=same))
             goals.append(goal(f"{name}: repeatable by fastest", share, f">= {_PRICE}", met=share >= _PRICE))
     return rows, goals
