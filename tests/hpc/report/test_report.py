@@ -369,7 +369,7 @@ def test_custom_script_has_attempts_and_its_command(tmp_path: Path) -> None:
         name="own", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py", "a b", "--x")
     )
     html = report(pending_run(tmp_path / "own", spec).path).html
-    assert "For curves, log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl for curves" in html
+    assert "For curves, log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl" in html
     assert "No test result" not in html
     assert "python -m hpc.submit --cluster=local \\\n  -- my.py &#39;a b&#39; --x" in html
 

@@ -1,7 +1,6 @@
 """The --config file: what it says is what the command line would say."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -152,8 +151,7 @@ def test_the_help_names_each_recipe() -> None:
         argv = [sys.executable, "-m", module, "--help"]
         environment = {**os.environ, "COLUMNS": "200"}
         printed = subprocess.run(argv, capture_output=True, text=True, env=environment, check=True).stdout
-        words = re.sub(r"[\s│]+", " ", printed)
-        assert ", ".join(recipes()) in words
+        assert all(name in printed for name in recipes())
 
 
 def test_recipes_are_in_the_copy_of_the_code(tmp_path: Path) -> None:
