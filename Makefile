@@ -17,7 +17,7 @@ INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' |
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-hard mutants coverage matrix check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-hard mutants coverage matrix docs check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -119,6 +119,11 @@ check: $(READY)
 	$(BIN)/python -m pytest -q tests/test_house.py
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases benchmarks --exclude '^benchmarks/(exactness|recovery/rivals)/'  # not installed here
+
+# The site: build/docs/index.html. A warning, such as a link to a page that does not exist, is an error.
+docs: $(READY)
+	$(BIN)/sphinx-build -W --keep-going -q -c docs/site docs build/docs
+	@echo "open build/docs/index.html"
 
 format: $(READY)
 	$(BIN)/ruff check --fix

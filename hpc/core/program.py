@@ -105,7 +105,7 @@ def _check_flags(options: type[Any], argv: Sequence[str], prog: str) -> None:
 
 def _for_help(options: type[Any], shown: Help) -> type[Any]:
     """The dataclass without hidden fields, and without the defaults that tell nothing: None, False and ''."""
-    texts = _texts(options) if shown.inherited else {}
+    texts = flag_texts(options) if shown.inherited else {}
 
     def mark(name: str) -> Any:
         if name in shown.hidden:
@@ -118,7 +118,7 @@ def _for_help(options: type[Any], shown: Help) -> type[Any]:
     return _annotated(options, mark)
 
 
-def _texts(options: type[Any]) -> dict[str, str]:
+def flag_texts(options: type[Any]) -> dict[str, str]:
     """The docstrings of the fields of a dataclass, by name, those of groups included."""
     found = dict[str, str]()
     for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
@@ -129,7 +129,7 @@ def _texts(options: type[Any]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = inspect.cleandoc(text)
     for group in filter(None, map(_group, dataclasses.fields(options))):
-        found |= _texts(group)
+        found |= flag_texts(group)
     return found
 
 

@@ -1,0 +1,29 @@
+"""Builds the documentation site: `make docs`, then open build/docs/index.html."""
+
+import sys
+from importlib.metadata import version as installed_version
+from pathlib import Path
+from typing import Any
+
+SITE = Path(__file__).resolve().parent
+sys.path[:0] = [str(SITE), str(SITE.parents[1])]
+
+import generated  # noqa: E402
+
+project = "Torchrelay"
+version = release = installed_version("torchrelay")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["site"]
+html_theme = "furo"
+html_title = f"Torchrelay {version}"
+html_show_copyright = False
+myst_heading_anchors = 4
+# Pages also link to files of the repository, which GitHub shows and this site lacks.
+suppress_warnings = ["myst.xref_missing"]
+autodoc_member_order = "bysource"
+nitpicky = False
+
+
+def setup(app: Any) -> None:
+    """Write the generated pages before Sphinx looks for pages."""
+    app.connect("builder-inited", lambda _: generated.write_pages(SITE.parent / "reference"))

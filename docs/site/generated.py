@@ -1,0 +1,121 @@
+"""Writes the reference pages that are made from the code: commands and flags, JSON documents, events."""
+
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, Field
+from pathlib import Path
+from typing import Any, get_args
+
+import tyro
+
+from hpc.__main__ import PROGRAMS, VERBS
+from hpc.completion import OPTIONS
+from hpc.core import ledger, program
+from hpc.submit.options import ScriptFlags, SubmitTraining
+
+# A command with so many flags of hpc submit takes a submission's.
+_MANY = 10
+NOTE = "<!-- Made by docs/site/generated.py: changes are overwritten. -->\n"
+
+
+def write_pages(directory: Path) -> None:
+    """Write commands.md, json.md and events.md."""
+    schema = json.loads((directory.parent / "json.schema.json").read_text())
+    for name, text in (("commands", commands_page()), ("json", json_page(schema)), ("events", events_page())):
+        (directory / f"{name}.md").write_text(f"{NOTE}{text}")
+
+
+def commands_page() -> str:
+    """Every command, with its flags, their defaults and texts."""
+    summaries = VERBS | {name: summary for name, (_, summary) in PROGRAMS.items()}
+    parts = [
+        "# Commands and flags\n",
+        "Every command also has `--help`, `--debug` for tracebacks and, if it prints results, `--json`.\n",
+    ]
+    for name, summary in summaries.items():
+        parts.append(f"## hpc {name}\n\n{summary[0].upper()}{summary[1:]}.\n")
+        if name in OPTIONS:
+            parts += _sections(name)
+    return "\n".join(parts)
+
+
+def _sections(name: str) -> Iterator[str]:
+    module, _, attribute = OPTIONS[name].partition(":")
+    options = getattr(importlib.import_module(module), attribute)
+    # A command with subcommands is a union of their classes.
+    for kind in get_args(options) or (options,):
+        if kind is not options:
+            yield f"### hpc {name} {'-'.join(re.findall('[A-Z][a-z]+', kind.__name__)).lower()}\n"
+        text, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\nFor example:\n")
+        yield f"{text}\n"
+        if examples:
+            yield f"For example:\n\n```bash\n{inspect.cleandoc(examples)}\n```\n"
+        yield _table(kind)
+    if name == "submit":
+        yield "### With your own script\n\nAfter `--`, a script with its arguments replaces the image classifier.\n"
+        yield _table(ScriptFlags)
+
+
+def _table(options: type[Any]) -> str:
+    texts, rows = program.flag_texts(options), list[str]()
+    fields = [field for field in program.flags(options) if field.name not in {"json", "debug", "help_all"}]
+    of_submit = {field.name for field in program.flags(SubmitTraining)} & {field.name for field in fields}
+    if options is SubmitTraining or len(of_submit) < _MANY:
+        of_submit = set()
+    for field in fields:
+        if field.name not in of_submit:
+            default = "" if field.default in (None, False, "", (), MISSING) else f"`{field.default}`"
+            text = " ".join(texts.get(field.name, "").split()).replace("|", "\\|")
+            rows.append(f"| `{_typed(field)}` | {default} | {text} |")
+    lines = ["| flag | default | meaning |", "|---|---|---|", *rows, ""] if rows else []
+    shared = [f"`{_typed(field)}`" for field in fields if field.name in of_submit]
+    if shared:
+        lines += [f"Like [hpc submit](#hpc-submit), it also has {', '.join(shared)}.", ""]
+    return "\n".join(lines)
+
+
+def _typed(field: Field[Any]) -> str:
+    """How a flag, or a positional argument, is typed."""
+    is_positional = tyro.conf.Positional in getattr(field.type, "__metadata__", ())
+    return field.name.upper() if is_positional else f"--{field.name.replace('_', '-')}"
+
+
+def json_page(schema: dict[str, Any]) -> str:
+    """Every document of --json, with its fields."""
+    parts = [
+        "# JSON documents\n",
+        f"{schema['description']}\n\nThe schema itself is `docs/json.schema.json`.\n",
+    ]
+    for name, definition in schema["$defs"].items():
+        parts.append(f"## {name}\n\n{definition.get('description', '')}\n")
+        fields = definition.get("properties") or definition.get("items", {}).get("properties") or {}
+        rows = [f"| `{field}` | {_kind(about)} | {about.get('description', '')} |" for field, about in fields.items()]
+        parts.append(
+            "\n".join(["| field | type | |", "|---|---|---|", *rows, ""]) if rows else f"{_kind(definition)}\n"
+        )
+    return "\n".join(parts)
+
+
+def _kind(about: dict[str, Any]) -> str:
+    if "$ref" in about:
+        name = about["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name})"
+    if "enum" in about:
+        return " or ".join(f"`{value}`" for value in about["enum"])
+    if "const" in about:
+        return f"`{about['const']}`"
+    if isinstance(about.get("items"), dict):
+        return f"array of {_kind(about['items'])}"
+    if several := about.get("anyOf") or about.get("oneOf"):
+        return " or ".join(map(_kind, several))
+    kinds = about.get("type", "any")
+    return " or ".join(kinds) if isinstance(kinds, list) else str(kinds)
+
+
+def events_page() -> str:
+    """Every event of the ledger."""
+    text = inspect.cleandoc(ledger.__doc__ or "")
+    return f"# Events\n\n`events/*.jsonl` in a run directory. {text.partition(': ')[2]}\n"
