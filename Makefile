@@ -17,7 +17,7 @@ INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' |
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-hard mutants coverage matrix docs check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-wheel test-hard mutants coverage matrix docs check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -82,6 +82,17 @@ gpu:
 gpu-bundle: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m benchmarks.gpu.bundle $(or $(GPU_BUNDLE),gpu-bundle)
+
+# The main job on a real Slurm, by the wheel in an environment of its own.
+WHEEL := build/wheel
+
+test-wheel: $(READY)
+	@$(call INSTALL,$(PACKAGES))
+	rm -rf $(WHEEL) build/lib
+	$(PYTHON) -m venv $(WHEEL)
+	$(BIN)/uv build --quiet --wheel --no-build-isolation --out-dir $(WHEEL) --python $(BIN)/python
+	$(BIN)/uv pip install --quiet --python $(WHEEL)/bin/python --constraint requirements.lock $(WHEEL)/torchrelay-*.whl
+	tests/own-machine tests/wheel.py $(WHEEL)
 
 # The tests on the Slurm, on that of other releases of Debian: make matrix SLURM=24.11 TESTS=tests/runs/test_job.py
 SLURM := 22.05 24.11 26.05

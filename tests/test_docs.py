@@ -1,0 +1,93 @@
+"""README, docs and examples: every link, path, command, flag and make target in them exists."""
+
+import importlib
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from hpc.__main__ import PROGRAMS, VERBS
+from hpc.completion import OPTIONS
+from hpc.core import program
+from hpc.submit.options import ScriptFlags
+
+ROOT = Path(__file__).parents[1]
+PAGES = subprocess.run(
+    ["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+).stdout.split()
+GENERATED = {"docs/reference/commands.md", "docs/reference/json.md", "docs/reference/events.md"}
+# Of other programs and of the flags' own spelling.
+OTHER_FLAGS = {
+    *("help", "version", "json", "debug", "help-all", "watch", "quiet"),
+    *("nproc-per-node", "standalone", "nnodes", "rdzv-backend", "rdzv-endpoint", "signals-to-handle"),  # torchrun
+    *("no-kill", "requeue", "test-only", "signal", "gres", "overlap", "pty", "ntasks-per-node", "parsable", "format"),
+    *("cuts", "small", "extra", "editable", "user", "system", "index-url", "yes"),
+}  # fmt: skip
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "") for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    here = ROOT / page
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text_of(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path = (here.parent / target).resolve() if target else here
+        name = str(path.relative_to(ROOT))
+        assert path.exists() or name in GENERATED, f"{page} links to {target}"
+        if anchor and path.suffix == ".md" and path.exists():
+            assert anchor in anchors(path.read_text()), f"{page} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_paths_exist(page: str) -> None:
+    for path in re.findall(r"`((?:hpc|jobs|training|tests|benchmarks|docs|examples)/[\w./-]+)`", text_of(page)):
+        assert (ROOT / path).exists() or path in GENERATED, f"{page} names {path}"
+
+
+def flags_of_all_commands() -> Iterator[str]:
+    for path in OPTIONS.values():
+        module, _, name = path.partition(":")
+        options = getattr(importlib.import_module(module), name)
+        for kind in get_args(options) or (options,):
+            yield from (field.name.replace("_", "-") for field in program.flags(kind))
+    yield from (field.name.replace("_", "-") for field in program.flags(ScriptFlags))
+
+
+@pytest.fixture(scope="module")
+def known_flags() -> set[str]:
+    return {*flags_of_all_commands(), *OTHER_FLAGS}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])
+def test_flags_and_commands_exist(page: str, known_flags: set[str]) -> None:
+    commands = {*VERBS, *PROGRAMS, "help", "COMMAND"}
+    for line in text_of(page).splitlines():
+        for command in re.findall(r"(?:^|`|&& |; |\$ )hpc ([a-z]+)\b", line):
+            assert command in commands, f"{page}: {line}"
+        # Behind `--` stand the words of a user's script; of other programs' lines, nothing is known.
+        if re.search(r"\bhpc [a-z]+|^`?--|\| `--", line) and "sbatch" not in line and "srun" not in line:
+            ours = re.split(r" -- ", line)[0]
+            for flag in re.findall(r"(?<![\w-])--([a-z][a-z0-9-]*)", ours):
+                assert flag.removeprefix("no-") in known_flags or flag in known_flags, f"{page}: --{flag} in {line}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_make_targets_exist(page: str) -> None:
+    targets = set(re.findall(r"^([a-z-]+(?: [a-z-]+)*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    known = {name for group in targets for name in group.split()}
+    for target in re.findall(r"(?:^ *|`)make ([a-z][a-z-]+)", text_of(page), re.MULTILINE):
+        assert target in known, f"{page}: make {target}"
