@@ -1,8 +1,9 @@
-"""PyTorch Lightning, with its own checkpoints and a callback that reports and stops. Runs once per rank.
+"""PyTorch Lightning: a callback reports each step and saves Lightning's own checkpoint. Runs once per rank.
 
-hpc submit --nodes 2 --gpus-per-node 4 -- examples/lightning/train.py {run_dir} --nodes 2
+hpc submit --nodes 2 --gpus-per-node 4 --python ENV/bin/python -- examples/lightning/train.py {run_dir} --nodes 2
 
-Under torchrun, Lightning takes its ranks from torchrun and not from Slurm, so that it does not requeue the job itself.
+A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last checkpoint, at most
+--save-steps. Under torchrun, Lightning takes its ranks from torchrun instead of Slurm, and does not requeue the job.
 """
 
 import argparse
@@ -42,21 +43,30 @@ class Regression(LightningModule):
 
 
 class Relay(Callback):
-    """Reports each step; saves and ends when the run is asked to stop."""
+    """Reports each step; saves every `save_steps` steps, and when the run is asked to stop."""
 
-    def __init__(self, checkpoint: Path) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Path, save_steps: int) -> None:
+        self.checkpoint, self.save_steps = checkpoint, save_steps
 
     def on_train_start(self, *_: Any) -> None:
-        """Lightning's own handler, installed by now, ends the training at SIGTERM before anything is saved."""
+        """Replace Lightning's handler, which ends the training at SIGTERM before anything is saved."""
         signal.signal(signal.SIGTERM, RECORDS_SIGNAL)
 
     def on_train_batch_end(self, trainer: Trainer, _: LightningModule, outputs: Any, *__: Any) -> None:
         """Runs after each step."""
         report(step=trainer.global_step, epoch=trainer.current_epoch, loss=outputs["loss"])
-        if should_stop():
-            trainer.save_checkpoint(self.checkpoint)
+        stop = should_stop()
+        if stop or trainer.global_step % self.save_steps == 0:
+            self.save(trainer)
+        if stop:
             sys.exit(0)
+
+    def save(self, trainer: Trainer) -> None:
+        """Replace the checkpoint in one go: a crash in the middle of a save leaves the previous one."""
+        temporary = self.checkpoint.with_suffix(".tmp")
+        trainer.save_checkpoint(temporary)  # all ranks call it, rank 0 writes
+        if trainer.is_global_zero:
+            temporary.replace(self.checkpoint)
 
 
 def main() -> None:
@@ -65,6 +75,7 @@ def main() -> None:
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--nodes", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--save-steps", type=int, default=100)
     args = parser.parse_args()
 
     seed_everything(1)
@@ -77,8 +88,9 @@ def main() -> None:
     use_gpu = torch.cuda.is_available()
     trainer = Trainer(
         num_nodes=args.nodes, devices=int(os.environ["LOCAL_WORLD_SIZE"]), accelerator="gpu" if use_gpu else "cpu",
-        strategy="ddp", max_epochs=args.epochs, callbacks=[Relay(checkpoint)], default_root_dir=args.run_dir,
-        logger=False, enable_checkpointing=False, enable_progress_bar=False, use_distributed_sampler=False,
+        strategy="ddp", max_epochs=args.epochs, callbacks=[Relay(checkpoint, args.save_steps)],
+        default_root_dir=args.run_dir, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        use_distributed_sampler=False,
     )  # fmt: skip
     trainer.fit(Regression(), loader, ckpt_path=checkpoint if checkpoint.exists() else None, weights_only=False)
 

@@ -31,62 +31,65 @@ _SCALINGS: dict[LrScaling, Callable[[float], float]] = {"none": lambda _: 1.0, "
 
 @dataclass(frozen=True, kw_only=True)
 class Adjustable:
-    """The training flags that change no step, but when the training ends and how it runs: `hpc resume` may set them.
+    """Image-classifier training (not with -- script.py): the flags that hpc resume may set.
 
-    --epochs changes steps too if the learning rate depends on it (`training.config.changes`).
+    They change when the training ends and how it runs, but no step. hpc resume refuses --epochs with --lr-scheduler
+    cosine or one-cycle, whose learning rates depend on the number of epochs.
     """
 
     epochs: int = 8
     """Passes over the training set."""
     early_stopping_patience: int = 0
-    """End the training after this many epochs without a higher validation accuracy; 0: never."""
+    """End the training when the validation accuracy has not improved for this number of epochs. 0: never."""
     max_hours: float = 0.0
-    """End the training after this many hours in all attempts together, as at its last step; 0: no limit."""
+    """End the training after this number of hours in all attempts together, and test the model. 0: no limit."""
     max_corrupt_images: int = 10
-    """Corrupt images that are replaced by others; with more, the run fails."""
+    """Number of corrupt images that the training may replace by others. If there are more, the run fails."""
     num_workers: int | None = None
-    """Loader processes per rank. Default: the CPU cores per rank, or 0 for data in memory."""
+    """Loader processes per rank. Default: the CPU cores per rank, at most 32; 0 for data in memory."""
     log_every: int = 20
-    """Steps between two lines of metrics."""
+    """Number of steps between two lines of metrics."""
     checkpoint_every: str = "10m"
-    """Steps (500) or time (30s, 10m, 2h) between checkpoints. The end of each epoch is saved too."""
+    """Steps (500) or time (30s, 10m, 2h) between checkpoints. There is also one at the end of each epoch."""
     snapshot_every: str = "auto"
-    """Steps (50) or time (2s) between snapshots in each node's memory, from which a crash is resumed. `off`: none.
-    `auto`: one second, or longer where snapshots would take 1 % of the time."""
+    """Steps (50) or time (2s) between snapshots, which each node keeps in memory to resume from after a crash.
+    - off: no snapshots
+    - auto: every second, or less often, so that snapshots take at most 1 % of the time
+    """
     keep_checkpoints: int = 2
-    """Number of newest checkpoints to keep."""
+    """Number of checkpoints to keep: the newest ones."""
     checkpoint_activations: bool = False
-    """Compute the blocks of the model again in the backward pass, to save memory; the bits are the same."""
+    """Recompute the blocks of the model in the backward pass, which saves memory and changes no result."""
     log_samples: bool = False
-    """Log the images of each step, one file per rank in metrics/samples."""
+    """Log which images each step uses, in one file per rank in metrics/samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Adjustable):
-    """The training flags."""
+    """Image-classifier training (not with -- script.py)."""
 
     data: str = ""
-    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (Debian's copy) or digits.
+    """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (Debian's copy), or digits.
     Default: fashion-mnist if it is installed, otherwise --recipe digits."""
     synthetic: bool = False
-    """Train on generated images instead of --data, to measure the speed without loading data."""
+    """Train on generated images instead of --data, to measure the speed without loading data from files."""
     model: str = SMALL_CNN
-    """small-cnn, resnet20 (to 110: for small images), one of torchvision's, such as resnet50, or timm:NAME."""
+    """small-cnn or resnet20 (32, 44, 56, 110) for small images; torchvision's, such as resnet50; or timm:NAME."""
     weights: str | None = None
-    """Initial weights: a .safetensors or .pth file, or IMAGENET1K_V1 and others from torchvision's cache.
-    A head for another number of classes is left out. Default: random."""
+    """Initial weights: a .safetensors or .pth file, or a name in torchvision's cache, such as IMAGENET1K_V1.
+    If the number of classes differs, the classification head is initialised randomly. Default: random."""
     freeze_backbone: bool = False
-    """Train only the head; all other layers and their batch statistics keep --weights."""
+    """Train only the classification head. All other layers keep the weights and batch statistics of --weights."""
     head_hidden: int = 0
-    """Width of an additional hidden layer in the head; 0: none."""
+    """Width of an additional hidden layer in the classification head. 0: no such layer."""
     drop_path: float | None = None
-    """Rate of stochastic depth of the last block; it rises from the first one. Default: the model's own."""
+    """Rate of stochastic depth in the last block; earlier blocks have lower rates. Default: the model's own."""
     batch_size: int = _DEFAULT_BATCH
-    """Images per step on all ranks together (global batch)."""
+    """Global batch: images per step on all ranks together."""
     lr: float | None = None
     """Highest learning rate. Default: 0.15 (sgd), 0.001 (adam, adamw); less for batches below 512 images."""
     lr_scaling: LrScaling = "none"
-    """Scale --lr with the global batch size.
+    """Whether the learning rate grows with the global batch.
     - none: --lr is used as it is
     - sqrt: --lr is for a batch of 256 images and grows with the square root of --batch-size
     - linear: --lr is for a batch of 256 images and grows with --batch-size (Goyal et al., 2017)
@@ -100,116 +103,134 @@ class TrainConfig(Adjustable):
     momentum: float = 0.9
     """Momentum of SGD; beta1 of Adam and AdamW."""
     adam_beta2: float = 0.999
-    """Beta2 of Adam and AdamW; vision transformers are often trained with 0.95."""
+    """Beta2 of Adam and AdamW. Vision transformers are often trained with 0.95."""
     nesterov: bool = False
-    """Use Nesterov momentum (SGD)."""
+    """Use Nesterov momentum with --optimizer sgd."""
     weight_decay: float = 5e-4
-    """Weight decay. Biases, norms and embeddings have none without --decay-norm-and-bias."""
+    """Weight decay. Only --decay-norm-and-bias includes biases, norms and embeddings."""
     decay_norm_and_bias: bool = False
-    """Apply the weight decay to biases, norms and embeddings too."""
+    """Apply --weight-decay to biases, norms and embeddings, too."""
     layer_decay: float = 1.0
-    """Multiply the learning rate by this for each block between a layer and the head, such as 0.75 in fine-tuning
-    (Clark et al., 2020; Bao et al., 2021); 1: all layers have the same."""
+    """Multiply a layer's learning rate by this factor for each block between the layer and the classification head,
+    such as 0.75 for fine-tuning (Clark et al., 2020; Bao et al., 2021). 1: all layers have the same learning rate."""
     loss: Literal["cross-entropy", "bce"] = "cross-entropy"
-    """Loss.
-    - cross-entropy: of the classes together
-    - bce: binary cross entropy, the mean over the classes; all classes of a mixed image count (Wightman et al., 2021)
+    """Training loss.
+    - cross-entropy: cross entropy of the softmax over all classes
+    - bce: mean of each class's binary cross entropy; a mixed image counts for both its classes (Wightman et al., 2021)
     """
     class_weights: Literal["none", "balanced"] = "none"
-    """Weights of the classes in the loss. `balanced`: in inverse proportion to their numbers of training images."""
+    """Weights of the classes in the loss.
+    - none: all classes have the same weight
+    - balanced: weights are inversely proportional to the classes' numbers of training images
+    """
     label_smoothing: float = 0.0
-    """Label smoothing."""
+    """Part of each target that is spread evenly over all classes, such as 0.1. 0: no label smoothing."""
     warmup_epochs: float = 1.0
-    """Epochs of linear warm-up from almost zero to --lr."""
+    """Number of epochs in which the learning rate rises linearly from almost zero to --lr."""
     lr_scheduler: LrScheduler = "cosine"
     """Learning rate after the warm-up.
     - cosine: falls to --min-lr along half a cosine
     - step: is multiplied by --lr-gamma at --lr-step-epochs
-    - one-cycle: rises from 1/25 over --warmup-epochs (usually a third of --epochs), falls to 1/250,000 along cosines
+    - one-cycle: rises from --lr/25 over --warmup-epochs (usually a third of --epochs), then falls to --lr/250000
     - plateau: is multiplied by --lr-gamma after --plateau-patience epochs without a lower validation loss
-    - constant: stays the same
+    - constant: stays at --lr
     """
     min_lr: float = 0.0
-    """Learning rate at the end of the cosine scheduler."""
+    """Learning rate at the end of --lr-scheduler cosine."""
     lr_step_epochs: str = "30"
-    """Epochs at which the step scheduler lowers the learning rate: 30 for every 30 epochs, or a list: 150,225."""
+    """Epochs at which --lr-scheduler step lowers the learning rate: 30 (every 30 epochs), or a list: 150,225."""
     lr_gamma: float = 0.1
-    """Factor of the step and plateau schedulers."""
+    """Factor by which --lr-scheduler step and plateau lower the learning rate."""
     plateau_patience: int = 10
-    """Patience of the plateau scheduler in epochs."""
+    """Epochs without a lower validation loss after which --lr-scheduler plateau lowers the learning rate."""
     clip_grad_norm: float = 0.0
-    """Clip the norm of the gradients to this value; 0: no clipping."""
+    """Clip the norm of the gradients to this value. 0: no clipping."""
     grad_accum_steps: int = 1
-    """Gradient accumulation steps: forward and backward passes per optimizer step, to save memory."""
+    """Split each step into this number of forward and backward passes (gradient accumulation), to save memory."""
     ema_decay: float = 0.0
-    """Decay of an exponential moving average of the weights, which is evaluated and kept, such as 0.999; 0: none."""
+    """Decay of an exponential moving average of the weights, such as 0.999. The average is then what is evaluated and
+    saved as the model. 0: no average."""
     sync_bn: bool = False
-    """Synchronize batch normalization over all ranks."""
+    """Compute the statistics of batch normalization over all ranks together."""
     amp: Literal["none", "bf16", "fp16"] = "none"
-    """Automatic mixed precision."""
+    """Automatic mixed precision with bfloat16 or float16."""
     strategy: Literal["ddp", "fsdp"] = "ddp"
-    """Each rank holds the whole model (DDP), or a shard of it (FSDP2) for models too large for one GPU."""
+    """How the model is distributed.
+    - ddp: each rank holds the whole model
+    - fsdp: each rank holds a shard of the model (FSDP2), for models that are too large for one GPU
+    """
     fsdp_sharding: Literal["full", "hybrid"] = "full"
-    """FSDP shards the model over all ranks, or within each node (HSDP): more memory, less traffic between nodes."""
+    """How --strategy fsdp shards the model.
+    - full: over all ranks
+    - hybrid: within each node (HSDP), which needs more memory per GPU and less traffic between nodes
+    """
     memory_format: Literal["channels-last", "contiguous"] = "channels-last"
-    """Memory layout of images, and of weights with --strategy ddp; channels-last is the fastest for convolutions."""
+    """Memory layout of images and, with --strategy ddp, of weights. Convolutions are fastest with channels-last."""
     compile: bool = False
-    """Compile the model with torch.compile, which takes a minute at each start."""
+    """Compile the model with torch.compile, which takes about a minute at each start."""
     static_graph: bool = False
-    """DDP's static_graph: every step uses the same parameters, which saves time."""
+    """Tell DDP that every step uses the same parameters (static_graph), which saves time."""
     compress_gradients: Literal["none", "bf16"] = "none"
-    """Round gradients to bf16 for the all-reduce, which halves the traffic."""
+    """Round gradients to bfloat16 (bf16) for the all-reduce, which halves the traffic."""
     deterministic: Literal["off", "warn", "error"] = "warn"
-    """Whether an interrupted training ends with the bits of an uninterrupted one.
-    - off: the fastest algorithms, tried out at each start
-    - warn: with the same devices and number of ranks; operations without a deterministic kernel are listed
-    - error: an operation without a deterministic kernel ends the training before its first step
+    """Whether an interrupted training ends with the same bits as an uninterrupted one.
+    - off: not ensured; cuDNN tries out the fastest algorithms at each start
+    - warn: ensured if devices and number of ranks stay the same; the log lists operations that are not deterministic
+    - error: as warn, but such an operation ends the training before its first step
     """
     tf32: bool = False
-    """Compute float32 products of matrices in TF32 on GPUs that have it: faster, with 10 bits of fraction."""
+    """Compute float32 matrix products in TF32 on GPUs that support it: faster, but with a fraction of 10 bits."""
     crop: Literal["auto", "none", "padded", "resized"] = "auto"
-    """Random crops: of the padded image, or resized crops. `auto`: padded for IDX and CIFAR files, else resized."""
+    """Random crops.
+    - auto: padded for IDX and CIFAR files and digits, resized for all other data
+    - none: no random crops
+    - padded: crops of the image's size from the image with a padded border
+    - resized: crops of random size and shape, resized to --image-size (RandomResizedCrop)
+    """
     crop_scale: str = "0.25,1"
-    """Least and greatest area of a resized crop, as parts of the image's; Szegedy et al. (2015) use 0.08,1."""
+    """Smallest and largest area of a resized crop as parts of the image's area. Szegedy et al. (2015) use 0.08,1."""
     crop_ratio: str = "3/4,4/3"
-    """Least and greatest width by height of a resized crop."""
+    """Smallest and largest aspect ratio (width divided by height) of a resized crop."""
     flip: Literal["auto", "on", "off"] = "auto"
-    """Random horizontal flips. `auto`: on, except for IDX files, because mirrored digits are others."""
+    """Random horizontal flips. auto: on, except for IDX files and digits, because mirroring changes digits."""
     auto_augment: Literal["none", "autoaugment", "randaugment", "trivialaugment"] = "none"
-    """Augmentation of color and shape: AutoAugment (ImageNet's or CIFAR-10's), RandAugment or TrivialAugment."""
+    """Policy that changes color and shape: AutoAugment (for ImageNet or CIFAR-10), RandAugment or TrivialAugment."""
     auto_augment_interpolation: Literal["nearest", "bilinear", "bicubic"] = "nearest"
-    """How --auto-augment computes the pixels of rotated, sheared and shifted images; published ImageNet trainings of
-    torchvision: bilinear."""
+    """Interpolation with which --auto-augment rotates, shears and shifts images. torchvision's published ImageNet
+    trainings use bilinear."""
     randaugment_magnitude: int = 9
-    """Strength of RandAugment, from 0 to 30. TrivialAugment draws another one for each image."""
+    """Strength of --auto-augment randaugment, from 0 to 30."""
     color_jitter: float = 0.0
-    """Change brightness, contrast and saturation by random factors of at most 1 plus and at least 1 minus this, such as
-    0.4; 0: none."""
+    """Change brightness, contrast and saturation by random factors between 1 - VALUE and 1 + VALUE, such as 0.4.
+    0: no change."""
     random_erasing: float = 0.0
     """Probability of erasing a random rectangle of an image."""
     repeated_augmentation: int = 1
-    """Samples of an image in a batch, each augmented otherwise (Hoffer et al., 2020), such as 4: an epoch then has as
-    many steps as before, and one image in 4."""
+    """Number of copies of each image in a batch, each augmented differently (Hoffer et al., 2020), such as 4.
+    An epoch keeps its number of steps, and so uses a part of the images: a quarter of them with 4."""
     mixup: float = 0.0
-    """Alpha of mixup, such as 0.2; 0: no mixup. With --cutmix too, each step uses one of them."""
+    """Alpha of mixup, such as 0.2. 0: no mixup. With --mixup and --cutmix, each step uses one of the two."""
     cutmix: float = 0.0
-    """Alpha of cutmix, such as 1; 0: no cutmix."""
+    """Alpha of cutmix, such as 1. 0: no cutmix. With --mixup and --cutmix, each step uses one of the two."""
     seed: int = 0
     """Random seed."""
     image_size: int | None = None
-    """Side of the model's square input images in pixels. Default: what suits the model and the data."""
+    """Side in pixels of the square images that the model is trained on. Default: chosen by the model and the data."""
     eval_image_size: int | None = None
-    """Side of the input images in evaluations; a larger one often helps. Default: --image-size."""
+    """Side in pixels of the images in evaluations. A larger one often raises the accuracy. Default: --image-size."""
     eval_crop_pct: str = "0.875"
-    """Side of the centre crop in evaluations, as a part of the image's shorter side; torchvision's second weights for
-    ResNet-50 are for 224/232. Images in memory are not cropped."""
+    """Side of the centre crop in evaluations as a part of the image's shorter side, as a number or a fraction:
+    0.875, 224/232. Images of IDX and CIFAR files are not cropped."""
     interpolation: Interpolation = "bilinear"
-    """How images are resized, in training and in evaluations."""
+    """Interpolation with which images are resized, in training and in evaluations."""
     val_split: float = 0.05
-    """Part of the training set held out for validation, if the data have no val/."""
+    """Part of the training set to hold out for validation if --data has no val/ directory."""
     data_on_device: Literal["auto", "on", "off"] = "auto"
-    """Keep all images of IDX or CIFAR files in the memory of each rank's GPU and augment them there, without
-    --auto-augment, --color-jitter or --crop resized. `auto`: if they take less than a tenth of its free memory."""
+    """Keep all images of IDX or CIFAR files in the memory of each rank's GPU, and augment them on the GPU.
+    - on: always; not possible with --auto-augment, --color-jitter or --crop resized
+    - auto: if it is possible, and the images take less than a tenth of the GPU's free memory
+    - off: never
+    """
 
     def __post_init__(self) -> None:
         """Refuse what cannot work: `training.config.rules.check`."""
