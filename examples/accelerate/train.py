@@ -1,6 +1,9 @@
-"""Hugging Face Accelerate; what it has prepared is kept by state(). Runs once per rank.
+"""Hugging Face Accelerate: `state()` saves what `prepare` returns. Runs once per rank.
 
-hpc submit --nodes 2 --gpus-per-node 4 -- examples/accelerate/train.py --epochs 10
+hpc submit --nodes 2 --gpus-per-node 4 --python ENV/bin/python -- examples/accelerate/train.py --epochs 10
+
+A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last snapshot, about a
+second of work.
 """
 
 import argparse

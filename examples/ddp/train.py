@@ -1,6 +1,9 @@
-"""The DDP tutorial's script: Fashion-MNIST, a small network, an epoch loop. Runs once per rank.
+"""PyTorch's DDP with Fashion-MNIST: an epoch loop that continues in the middle of an epoch. Runs once per rank.
 
 hpc submit --nodes 2 --gpus-per-node 4 --data fashion-mnist/ -- examples/ddp/train.py --data {data}
+
+A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last snapshot, about a
+second of work.
 """
 
 import argparse

@@ -1,6 +1,9 @@
-"""Hugging Face's Trainer, with its own checkpoints and a callback that reports and stops. Runs once per rank.
+"""Hugging Face's Trainer: a callback reports the losses and saves when asked to stop. Runs once per rank.
 
-hpc submit --nodes 2 --gpus-per-node 4 -- examples/huggingface/train.py {run_dir}
+hpc submit --nodes 2 --gpus-per-node 4 --python ENV/bin/python -- examples/huggingface/train.py {run_dir}
+
+A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last checkpoint, at most
+`save_steps`.
 """
 
 import argparse
@@ -27,7 +30,7 @@ class Words(Dataset):
 
 
 class Relay(TrainerCallback):
-    """Reports what the Trainer logs; has it save and end when the run is asked to stop."""
+    """Reports what the Trainer logs; makes it save and end when the run is asked to stop."""
 
     def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
         """Runs after each step."""

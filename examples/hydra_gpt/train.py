@@ -1,6 +1,9 @@
-"""A small GPT in minGPT's manner, configured by Hydra. Runs once per rank.
+"""A small GPT in the style of minGPT, configured by Hydra. Runs once per rank.
 
-hpc submit --nodes 2 --gpus-per-node 4 -- examples/hydra_gpt/train.py steps=1000 hydra.run.dir={run_dir}/hydra
+hpc submit -N 2 --gpus-per-node 4 --python ENV/bin/python -- examples/hydra_gpt/train.py hydra.run.dir={run_dir}/hydra
+
+A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last snapshot, about a
+second of work.
 """
 
 import os

@@ -1,6 +1,9 @@
-"""A script in the manner of timm's train.py: its models, optimizers and schedules. Runs once per rank.
+"""timm's models, optimizers, schedules and average of the weights, in the style of its train.py. Runs once per rank.
 
-hpc submit --nodes 2 --gpus-per-node 4 -- examples/timm/train.py --model resnet18 --epochs 10
+hpc submit --nodes 2 --gpus-per-node 4 --python ENV/bin/python -- examples/timm/train.py --model resnet18 --epochs 10
+
+A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last snapshot, about a
+second of work.
 """
 
 import argparse
