@@ -17,7 +17,7 @@ INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' |
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-wheel test-hard mutants coverage matrix docs check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-wheel test-hard mutants coverage matrix docs pictures check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -135,6 +135,11 @@ check: $(READY)
 docs: $(READY)
 	$(BIN)/sphinx-build -W --keep-going -q -c docs/site docs build/docs
 	@echo "open build/docs/index.html"
+
+# Those of README and docs, from results and from a run on a Slurm of its own.
+pictures: $(READY)
+	@$(call INSTALL,$(TEST_PACKAGES))
+	tests/own-machine docs/site/pictures.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix

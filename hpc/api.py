@@ -92,18 +92,18 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """The run directory, which has everything."""
+        """The run directory."""
         return self._run.path
 
     def status(self) -> Summary:
-        """What `hpc status --json` prints of it (docs/json.schema.json); None is what is not known."""
+        """The run's entry in `hpc status --json` (docs/json.schema.json); values that are not known are None."""
         return StatusCache().summary(self._run)
 
     def wait(self, timeout_seconds: float | None = None) -> Summary:
-        """Wait until it is completed, failed or cancelled, over all its attempts; returns the status.
+        """Wait until the run is completed, failed or cancelled, over all its attempts; returns the status.
 
         Raises:
-            TimeoutError: it has not ended in this time. It goes on.
+            TimeoutError: the run has not ended in this time. It continues.
         """
         deadline, cache = None if timeout_seconds is None else time.monotonic() + timeout_seconds, StatusCache()
         while (status := cache.summary(self._run))["state"] not in TERMINAL:
@@ -113,7 +113,7 @@ class Run:
         return status
 
     def metrics(self, name: str = "train") -> "pd.DataFrame":
-        """The lines of `metrics/NAME.jsonl`, such as `train` and `eval`, by step; of a repeated step the last one."""
+        """The lines of `metrics/NAME.jsonl` (`train`, `eval` or your own) by step; the last line of a repeated step."""
         import pandas as pd  # noqa: PLC0415 - takes half a second
 
         from hpc.core.files import read_json_lines  # noqa: PLC0415
@@ -124,35 +124,39 @@ class Run:
         return table if table.empty else table.drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
 
     def logs(self, rank: int | None = None, attempt: int | None = None) -> str:
-        """What the ranks and agents have printed; of one rank, or in one attempt, alone."""
+        """The output of the ranks and node agents, or of one rank or attempt."""
         lines = LogReader(self._run, rank, attempt).new_lines(ended=True)
         return "".join(f"{line['line']}\n" for line in lines)
 
     def cancel(self, *, final: bool = False) -> None:
-        """End it: nothing requeues it until `resume`, and with `final` nothing at all.
+        """Stop the run. Only `resume` continues it, and after `final` nothing does.
 
         Raises:
-            TorchrelayError: a job may still run.
+            TorchrelayError: a job of the run may still be running.
         """
         cancel_run(cli.find_own_run(str(self.directory), self.directory.parent), self.status()["state"], final=final)
 
     def resume(self, **flags: Any) -> None:
-        """Continue it after `cancel` or a failure, or train it longer: `run.resume(epochs=200)`.
+        """Continue the run after `cancel` or a failure, or train it longer: `run.resume(epochs=200)`.
 
         Raises:
-            UserError: it goes on, or a flag cannot change (`fork`).
+            UserError: the run has not ended, or a flag cannot change (use `fork`).
         """
         arguments = [*as_arguments(flags), str(self.directory)]
         options = cli.parse(resume.ResumeOptions, "resume", arguments, resume.with_flags_of_the_run)
         resume.resume_run(options)
 
     def fork(self, name: str, **flags: Any) -> "Run":
-        """A new run from its newest checkpoint, with other flags: `run.fork("low", lr=0.01)`. Raises as `submit`."""
+        """Start a new run from the newest checkpoint, with other flags: `run.fork("low", lr=0.01)`.
+
+        Raises:
+            UserError, TorchrelayError: as `submit`.
+        """
         arguments = [*as_arguments({"name": name, **flags}), str(self.directory)]
         return Run(fork.fork(cli.parse(fork.ForkOptions, "fork", arguments, fork.with_flags_of_the_run)).run.path)
 
     def report(self) -> Path:
-        """Write its HTML page and CSV tables; returns the page."""
+        """Write the HTML page and the CSV tables of the run; returns the path of the page."""
         from hpc.report.__main__ import page_path, write_report  # noqa: PLC0415 - imports pandas and Bokeh
 
         path = page_path([self._run])

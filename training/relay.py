@@ -1,5 +1,7 @@
 """Three calls for a torchrun script of your own: `should_stop`, `report`, `state`. Runs on every rank.
 
+For example::
+
     from training.relay import report, should_stop, state
 
     with state(model=model, optimizer=optimizer) as saved:  # restores them, and saves them while they change
@@ -182,7 +184,7 @@ class _Signs:
                 file.write(b"\n" * is_torn + json.dumps(record, default=str).encode() + b"\n")
         except OSError as error:
             if not self._failed:
-                _warn(f"{path} cannot be written ({error}): free some space; the training goes on without it")
+                _warn(f"{path} cannot be written ({error}): free some space; the training continues without it")
             self._failed = True
 
 
@@ -572,7 +574,7 @@ def _write_state(directory: Path, step: int, content: Mapping[str, Any], *, keep
     data = _serialized(content)
     directory.mkdir(parents=True, exist_ok=True)
     if not durable and shutil.disk_usage(directory).free < (_SNAPSHOTS_AT_ONCE - len(_steps(directory))) * len(data):
-        raise OSError(f"{directory} has no room for {_SNAPSHOTS_AT_ONCE} snapshots of {len(data) / 1e6:,.1f} MB")
+        raise OSError(f"{directory} has no space for {_SNAPSHOTS_AT_ONCE} snapshots of {len(data) / 1e6:,.1f} MB")
     temporary = directory / f".{path.name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     try:

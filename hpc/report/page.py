@@ -1,6 +1,7 @@
 """Prepares what the templates show on a run's page and on a comparison's. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,7 @@ from hpc.report.rendering import render
 from hpc.spec import RunSpec
 from hpc.status.cells import is_on_cpu
 from hpc.status.downtime import PARTS
+from training.config.dataset_layout import title_of
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import highest_learning_rate
 
@@ -35,7 +37,7 @@ _RECOVERY = {
 RELOAD_SECONDS = 30
 # Color and meaning of the marks in the figures.
 _MARKS = (
-    ("failure", "a failure, and what it discarded or until the run was back"),
+    ("failure", "a failure, with the steps or the time that it cost"),
     ("outside", "a preemption or time limit"),
     ("queue", "in the queue"),
 )
@@ -116,7 +118,8 @@ def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
         return [evaluated(spec.evaluation), f"on {train.data}", where]
     sizes = f"{train.epochs} epochs, batch size {train.batch_size:,}"
     optimizer = f"{train.optimizer}, lr {highest_learning_rate(train):.3g}"
-    return [f"{train.model} on {train.data}", sizes, optimizer, f"seed {train.seed}", where]
+    data = title_of(Path(train.data)) or train.data
+    return [f"{train.model} on {data}", sizes, optimizer, f"seed {train.seed}", where]
 
 
 def _evaluation(record: RunRecord) -> dict[str, Any] | None:

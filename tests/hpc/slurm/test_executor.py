@@ -6,12 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fake_slurm import write_programs
 
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.report.command import submit_command
 from hpc.slurm.executor import SlurmExecutor, sbatch_parameters, setup, start_local
 from hpc.spec import Recovery, Resources, RunSpec
+
+
+@pytest.fixture(autouse=True)
+def srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What submitit looks for before it writes a script."""
+    monkeypatch.setenv("PATH", write_programs(tmp_path / "bin", srun="exit 1"))
 
 
 def told(nodes: str, **recovery: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_consensus, "time", Clock)
+    monkeypatch.setattr(Clock, "seconds", 0.0)  # how it rounds depends on it
 
 
 def exchanges(
