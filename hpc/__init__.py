@@ -25,12 +25,16 @@ def __getattr__(name: str) -> Any:
 
 
 def _prepare_verb() -> None:
-    """Let `python -m hpc.VERB` import our packages, not a user's of the same name. Exit if a dependency is missing."""
+    """Let `python -m hpc.VERB` import our packages, not those of a user. Exit if this Python cannot run them."""
     top = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     # Python searches the current directory first, where a user may have a package `training` or `jobs`.
     with contextlib.suppress(FileNotFoundError):  # the directory was deleted
         if sys.path[0] == os.getcwd() != top:
             del sys.path[0]
+    if tuple(sys.version_info) < (3, 11):
+        found = ".".join(map(str, sys.version_info[:2]))
+        print(f"torchrelay needs Python 3.11 or newer, and {sys.executable} is Python {found}", file=sys.stderr)
+        sys.exit(2)
     try:
         importlib.import_module("tyro")
     except ModuleNotFoundError:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.cluster import hpc, tiny_data
 
+import hpc as hpc_package
 from hpc.__main__ import PROGRAMS, VERBS
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +75,17 @@ def test_python_without_our_dependencies_is_told_what_to_type(tmp_path: Path) ->
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert f"torchrelay is not installed for {sys.executable}: type " in done.stderr
+
+
+def test_older_python_is_told_which_one_is_needed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 2, "final", 0))
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    with pytest.raises(SystemExit) as stopped:
+        hpc_package._prepare_verb()  # noqa: SLF001  # a process of an older Python cannot be had
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == f"torchrelay needs Python 3.11 or newer, and {sys.executable} is Python 3.9\n"
 
 
 @pytest.mark.slow
