@@ -34,6 +34,7 @@ CONTENDERS = {
 }
 # With hpc supervise, which has no part in the other failures.
 SUPERVISED = {("preempted", "ours"): "ours, supervised"}
+TITLES = {"preempted": "preempted, supervised", "hung": "hung (10 s timeout)"}
 COLORS = ("#2f81f7", "#8b949e", "#a8adb5", "#c2c6cc", "#dcdfe3")
 PAPERS = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
 
@@ -50,9 +51,9 @@ def draw_chart() -> None:
             positions = range(len(CONTENDERS))
             panel.barh(positions, [value or 0 for value in seconds], color=COLORS)
             for position, value in zip(positions, seconds, strict=True):
-                text = "not back" if value is None else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
+                text = "not resumed" if value is None else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
                 panel.text(value or 0, position, f" {text}", va="center", color=ink, fontsize=9)
-            panel.set_title(failure, color=ink, fontsize=10, loc="left")
+            panel.set_title(TITLES.get(failure, failure), color=ink, fontsize=10, loc="left")
             panel.set_yticks(positions, CONTENDERS.values(), color=ink)
             panel.set_xlim(0, 1.5 * max(value or 0 for value in seconds))
             panel.set_xticks([])
@@ -60,7 +61,8 @@ def draw_chart() -> None:
             panel.spines[:].set_visible(False)
             panel.tick_params(length=0)
         panels[0].invert_yaxis()
-        figure.suptitle("Seconds until training continues after a failure", color=ink, fontsize=11, x=0.02, ha="left")
+        title = "Seconds until training continues (2 CPU cores, Slurm 22.05, simulated GPUs)"
+        figure.suptitle(title, color=ink, fontsize=11, x=0.02, ha="left")
         figure.tight_layout()
         figure.savefig(PICTURES / f"recovery-{paper}.svg", metadata={"Date": None}, facecolor=background)
         plt.close(figure)
