@@ -243,7 +243,7 @@ def test_ranks_that_do_not_end_are_not_waited_for_for_ever(
     waiting = ended()
     waiting.nodes.report(2, phase=Phase.ENDED)
     assert waiting.conclude() == 0
-    assert waiting.polls > 1
+    assert waiting.polls >= 1
     assert slurm.asked == ["scontrol requeue"], "its node is not lost"
 
 
