@@ -31,9 +31,13 @@ HANGS = "touch {0}/reached; while [ -e {0} ] && [ ! -e {0}/go ]; do sleep 0.1; d
 
 
 def write_programs(directory: Path, **programs: str) -> str:
-    """Write these shell scripts, also while others call them; return a PATH that starts with their directory."""
+    """Write these shell scripts, also while others call them; return a PATH that starts with their directory.
+
+    With an sbatch goes an srun, which submitit looks for.
+    """
     directory.mkdir(exist_ok=True)
-    for name, text in programs.items():
+    others = {"srun": 'exec /usr/bin/srun "$@"'} if "sbatch" in programs else {}
+    for name, text in (others | programs).items():
         new = directory / f"{name}.new"
         new.write_text(f"#!/bin/sh\n{text}\n")
         new.chmod(0o755)

@@ -134,13 +134,13 @@ def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, t
     torn.write_bytes(whole.read_bytes()[:500])
     code, out, err = ask(colors / "run", torn, whole, missing)
     assert code == 1
-    assert "0.jpg" in out
-    assert f"warning: {torn} cannot be read: it is no image, or damaged\n" in err
+    assert "red" in out, "a long path is wrapped"
+    assert f"warning: {torn} cannot be read: it is not an image, or it is damaged\n" in err
     assert f"warning: {missing} cannot be read: No such file or directory\n" in err
     code, out, err = ask(colors / "run", torn, whole, "--json")
     assert [("error" in each, "class" in each) for each in documented(code, out, err)] == [(True, False), (False, True)]
     code, out, _ = ask(colors / "run", torn, whole, "--csv", "--top=2")
-    assert [row["error"] for row in csv.DictReader(io.StringIO(out))] == ["it is no image, or damaged", ""]
+    assert [row["error"] for row in csv.DictReader(io.StringIO(out))] == ["it is not an image, or it is damaged", ""]
     assert ask(colors / "run", torn)[:2] == (1, "")
 
 
@@ -157,7 +157,7 @@ def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, t
         (["{torn}", "x.png"], "{torn} cannot be loaded ("),
         (
             ["{card}", "x.png"],
-            "{card} is no exported model: give a run, its final/ or best/ directory, or a .pt2 or .onnx",
+            "{card} is not an exported model: give a run, its final/ or best/ directory, or a .pt2 or .onnx",
         ),
     ],
 )
@@ -184,7 +184,10 @@ def test_a_mistake_is_a_json_document_too(digits: Path, ask: Ask) -> None:
     [
         (["--format=onyx", "--output={there}/m.onnx"], "--format is 'onyx': use one of torch, onnx"),
         (["--output={there}/m.onnx"], "--output is {there}/m.onnx: use a name that ends with .pt2"),
-        (["--output={there}/none/m.pt2"], "--output is {there}/none/m.pt2, but {there}/none is no directory: make it"),
+        (
+            ["--output={there}/none/m.pt2"],
+            "--output is {there}/none/m.pt2, but {there}/none is not a directory: create it",
+        ),
         (
             ["--output={there}/m.pt2", "--data={there}/none"],
             "--data is {there}/none, which does not exist: give a directory, fashion-mnist or digits (images for the",

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from support.cluster import need
 from support.events import attempt_ended, cancelled, claimed, event, recorded_run, staged, submitted, write_events
 
 from hpc.core.files import append_json_line
@@ -103,7 +104,7 @@ def test_state_of_a_job_that_slurm_holds(word: str, state: str, tmp_path: Path, 
 
 SCANCELLED = "7|CANCELLED|None|||0|N/A|N/A|{script}|"
 GONE = "its job is gone: continue it with hpc supervise --once, or hpc resume"
-NEVER = "its job is gone and never started: continue with hpc resume"
+NEVER = "its job disappeared from the queue before its agents started: type hpc resume"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_reason_why_a_run_has_no_job_is_printed(
     run = make_run(tmp_path)
     squeue("exit 0")
     assert status.main([str(run.path)]) == 0
-    assert "its job is gone and never started" in " ".join(capsys.readouterr().out.split())
+    assert "its job disappeared from the queue before its agents started" in " ".join(capsys.readouterr().out.split())
     assert status.wait_for_end(run, None) == 1
     assert f"failed: {NEVER}" in capsys.readouterr().err
 
@@ -172,7 +173,7 @@ def test_pending_run_has_its_reason_and_start(
     assert (row["reason"], row["starts_at"]) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
     assert status.main([str(run.path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "its user has reached a limit of the QOS" in shown
+    assert "you have reached a limit of the QOS" in shown
     assert f"may start {soon:%H:%M}" in shown
 
 
@@ -263,6 +264,7 @@ def test_damaged_result_is_still_one(tmp_path: Path) -> None:
 
 def test_unreadable_run_hides_no_other(shared: Path) -> None:
     """As an ordinary user: root reads everything."""
+    need()
     run, sound = make_run(shared, CLAIMED), make_run(shared, CLAIMED, name="s")
     run.script.unlink(), sound.script.unlink()
     run.events.chmod(0)
