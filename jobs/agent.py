@@ -116,8 +116,8 @@ def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
     found = own_addresses(spec.network.interface)
     if spec.network.interface and not found:
         raise BadNodeError(
-            f"{allocation.host} has no network interface {spec.network.interface} with an address, which --interface "
-            f"names: it has {', '.join(interface_addresses())}"
+            f"--interface is {spec.network.interface}, but {allocation.host} has no such network interface with an "
+            f"address: it has {', '.join(interface_addresses())}"
         )
     return found
 
@@ -215,7 +215,7 @@ class _Agent:
             tried = ", ".join(channel.hosts)
             raise TorchrelayError(
                 f"{node.host} cannot reach the agent on {allocation.head}, port {node.attempt.port}, at {tried}: is "
-                "there a firewall between the nodes (--port-range), or another network (--interface)?"
+                "there a firewall between the nodes (use --port-range), or must they use another network (--interface)?"
             )
         skew = channel.clock_skew_seconds
         node.record_event(
@@ -260,8 +260,9 @@ def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
     usable, machine = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     if allocation.cpus is not None and usable < min(allocation.cpus, machine):
         raise TorchrelayError(
-            f"{allocation.host} lets the job use {usable} of the {allocation.cpus} CPUs it asked for: a CPU binding "
-            "leaked into it; type `unset SLURM_CPU_BIND` before sbatch, or submit with hpc submit"
+            f"{allocation.host} lets the job use {usable} of the {allocation.cpus} CPUs it asked for: the job "
+            "inherited the CPU binding of another job's shell; type `unset SLURM_CPU_BIND` before sbatch, or submit "
+            "with hpc submit"
         )
     # Without binding, a process may use the cores of other jobs as well.
     usable = min(usable, allocation.cpus or usable)

@@ -56,7 +56,7 @@ def claim_next(
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
-        resubmit.record_missing_end(run, last, "ended without reporting (node lost?)")
+        resubmit.record_missing_end(run, last, "the job ended, and its agents recorded no reason (was a node lost?)")
     return claim(run, allocation, port, secret, addresses)
 
 
@@ -102,7 +102,7 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addre
     attempts = attempts_of(ledger.read(run.events))
     # submitit's local executor restarts a job without counting.
     if allocation.cluster == "slurm" and any((one.job_id, one.restart) == allocation.job_start for one in attempts):
-        raise TorchrelayError(f"job {allocation.job_id} has made an attempt already")
+        raise TorchrelayError(f"job {allocation.job_id} has already started an attempt: submit the script again")
     number = len(attempts) + 1
     job = {"job_id": allocation.job_id, "restart": allocation.restart, "nodes": list(allocation.hostnames)}
     event = ledger.record("claimed", attempt=number, secret=secret, port=port, addresses=list(addresses), **job)
@@ -163,7 +163,10 @@ def join(
         if look_at < now < latest and (now > look_at + _LOOK_SECONDS or not can_write(run.events)):
             deadline = now + timeout_seconds
         if now > deadline:
-            raise TorchrelayError(f"the head node {allocation.head} claimed no attempt within {timeout_seconds:.0f} s")
+            raise TorchrelayError(
+                f"the agent on the head node {allocation.head} did not start within {timeout_seconds:.0f} s: see the "
+                "job's log in logs/"
+            )
         if now > look_at:
             look_at = now + _LOOK_SECONDS
             if _has_lost_head(allocation):

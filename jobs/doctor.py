@@ -189,7 +189,8 @@ def summarize(output: str, exit_code: int) -> str:
         return next((line for line in lines if line.startswith("preflight:")), "passed")
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     # Those of ranks that passed come last: another rank's failure ended them.
-    return next(iter(sorted(errors, key=lambda line: "this rank passed" in line)), (lines or ["no output"])[-1])
+    errors.sort(key=lambda line: "this rank passed the check" in line)
+    return (errors or lines[-1:] or ["no output"])[0]
 
 
 if __name__ == "__main__":

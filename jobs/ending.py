@@ -321,8 +321,8 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
     """
     claim = functools.cache(lambda: resubmit.claim_next_job(node.run, node.attempt.attempt, node.run_events()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
-    ways = {"take a new job": _resubmit, **ways} if lost else {**ways, "take a new job": _resubmit}
-    ways["take a new job after the end of this one"] = _end_and_resubmit
+    ways = {"accept a new job": _resubmit, **ways} if lost else {**ways, "accept a new job": _resubmit}
+    ways["accept a new job after the end of this one"] = _end_and_resubmit
 
     def ask() -> None:
         must_wait = set(slurm.dead_nodes(lost)) != set(lost) if lost else False
@@ -337,7 +337,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
                 del ways[what]
                 log(f"Slurm refuses to {what}: {error}")
         if not ways:
-            raise slurm.SlurmRefusalError("none of this is possible")
+            raise slurm.SlurmRefusalError("Slurm refused both the requeue and a new job")
         raise TorchrelayError(f"Slurm has not yet marked {', '.join(lost)} down")
 
     try:
@@ -376,7 +376,7 @@ def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     try:
         redirect_waiting_jobs(node.run)
     except (OSError, TorchrelayError) as error:
-        log(f"jobs that wait for this run may start, and wait again: {error}")
+        log(f"jobs that wait for this run may start too early, and then wait again: {error}")
     log(f"the run continues in job {new}; this one ends")
     end_job(node)
 
@@ -386,7 +386,7 @@ def _end_and_resubmit(node: NodeAttempt, avoid: list[str]) -> None:
 
     Limits such as MaxSubmitJobs=1 count a job until then.
     """
-    log("this job ends, so that Slurm takes a new one")
+    log("this job ends so that Slurm accepts a new one")
     slurm.cancel(node.allocation.job_id)
     _resubmit(node, avoid)
 
@@ -397,4 +397,4 @@ def end_job(node: NodeAttempt) -> None:
     try:
         ask_slurm(lambda: slurm.cancel(job_id), _SLURM_SECONDS)
     except TorchrelayError as error:
-        log(f"this job has nothing left to do, and could not be ended: type scancel {job_id} ({error})")
+        log(f"this job has nothing left to do but could not be cancelled: type scancel {job_id} ({error})")

@@ -52,11 +52,15 @@ def main(argv: list[str]) -> int:
         writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
     )  # fmt: skip
     ended_with = f"ended with {killed_by or f'exit code {exit_code}'}"
-    cause, detail = Cause.LOST, f"its agents {ended_with} and recorded no end"
+    look = "see the end of hpc logs --all"
+    detail = f"srun ended with exit code {exit_code}, and the agents of the job recorded no reason: {look}"
+    if killed_by:
+        detail = f"all agents of the job were killed ({killed_by}): {look}"
+    cause = Cause.LOST
     if exit_code == EXIT_NO_SPACE:
         cause, detail = Cause.NO_SPACE, "the storage of the run directory had no space for the events of the attempt"
     if len(argv) > 2:
-        cause, detail = Cause.BAD_NODE, f"--setup {argv[2]!r} {ended_with}: hpc logs --all has what it printed"
+        cause, detail = Cause.BAD_NODE, f"--setup {argv[2]!r} {ended_with}: see hpc logs --all"
     stopped_by = killed_by if number in STOP_SIGNALS else None
     return conclude_failed_agent(node, cause, detail, stopped_by)
 

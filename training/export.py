@@ -33,11 +33,11 @@ _FORMATS = "\n".join(["File format.", *(f"{name}: {kind.about}" for name, kind i
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Export a trained model as one file that takes bytes of images and gives the probabilities of the classes.
+    """Export a trained model as one file that takes the bytes of images and returns the probabilities of the classes.
 
-    The file includes the normalisation but not the crop: `model.json`, which is in the file, describes it, and
-    `python -m training.predict FILE IMAGES...` does it. Before it is written, the file is compared with the model on
-    images of the test set. Exit codes: 0 done, 1 failed, 2 your mistake (one line says what to type).
+    The file includes the normalisation but not the crop. The crop is described in `model.json`, which is in the file,
+    and applied by `hpc predict FILE IMAGES...`. Before the file is written, it is compared with the model on images of
+    the test set. Exit codes: 0 done, 1 failed, 2 your mistake (one line says what to type).
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -70,7 +70,7 @@ def export(options: ExportOptions) -> str:
     if output.suffix != kind.suffix:
         raise UserError(f"--output is {options.output}: use a name that ends with {kind.suffix}")
     if not output.parent.is_dir():
-        raise UserError(f"--output is {options.output}, but {output.parent} is no directory: make it")
+        raise UserError(f"--output is {options.output}, but {output.parent} is not a directory: create it")
     classifier = load_classifier(find_model(options.model))
     split, images = comparison_images(classifier.card, options.data)
     try:

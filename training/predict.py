@@ -38,16 +38,16 @@ _BATCH = 256
 class PredictOptions:
     """Predict the classes of images, with their probabilities.
 
-    An image that cannot be read is reported on stderr; the others are predicted. Exit codes: 0 done, 1 some images
-    could not be read or it failed, 2 your mistake (one line says what to type).
+    An image that cannot be read is reported on stderr; the others are predicted. Exit codes: 0 done, 1 failed or some
+    images could not be read, 2 your mistake (one line says what to type).
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A run, its final/ or best/ directory, or a file of `python -m training.export`."""
+    """A run, its final/ or best/ directory, or a file that `hpc export` wrote."""
     images: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="IMAGES...")]
     """Image files, or directories: all images in and below them."""
     top: int = 1
-    """Print this many classes for each image, the most likely first."""
+    """Number of classes to print for each image, the most likely first."""
     json: bool = False
     """Print one JSON document, and nothing else, on stdout."""
     csv: bool = False
@@ -148,7 +148,9 @@ def load(model: str) -> tuple[ModelCard, Classify]:
     by_suffix = {kind.suffix: kind for kind in FORMATS.values()}
     if path.suffix not in by_suffix:
         suffixes = " or ".join(by_suffix)
-        raise UserError(f"{path} is no exported model: give a run, its final/ or best/ directory, or a {suffixes} file")
+        raise UserError(
+            f"{path} is not an exported model: give a run, its final/ or best/ directory, or a {suffixes} file"
+        )
     return load_exported(path, by_suffix[path.suffix])
 
 
@@ -165,7 +167,7 @@ def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tenso
     else:
         image = decode_image(content, decode_jpeg)
     if image is None:
-        return "it is no image, or damaged"
+        return "it is not an image, or it is damaged"
     if card.crop_pct == 1 and image.shape == (height, width, channels):
         return image.permute(2, 0, 1)
     return center_crop(image, (height, width), card.crop_pct, card.interpolation)

@@ -43,20 +43,20 @@ _MAX_IMAGES = 64
 ADVICE = {
     "decode": (
         "reading and decoding images",
-        "decode once: python -m training.pack DATA PACKED, then --data PACKED; or more cores for more --num-workers",
+        "decode once: hpc pack DATA PACKED, then --data PACKED; or use more cores and a larger --num-workers",
     ),
     "augment": (
         "cropping and augmenting",
-        "more cores for more --num-workers, a smaller --image-size, or a cheaper --auto-augment",
+        "more cores and a larger --num-workers, a smaller --image-size, or a cheaper --auto-augment",
     ),
-    "loading": ("making batches", "more cores for more --num-workers"),
+    "loading": ("making batches", "more cores and a larger --num-workers"),
     "copy": (
         "copying to the GPU",
         "a smaller --image-size; for IDX and CIFAR files --data-on-device on",
     ),
     "compute": (
         "the model",
-        "it does not wait for data: --amp bf16 on a GPU, --compile, a smaller --image-size or --model, or more GPUs",
+        "loading is fast enough; use --amp bf16 on a GPU, --compile, a smaller --image-size or --model, or more GPUs",
     ),
     "all_reduce": (
         "exchanging gradients",
@@ -79,7 +79,7 @@ _ROWS = (
 class ProfileOptions(TrainFlags):
     """Find the bottleneck of a training, and the flag that changes it.
 
-    Takes the flags of the training; runs under its torchrun, or alone. Measures the parts separately: the loader, steps
+    Takes the flags of hpc train; runs under torchrun or alone. Measures the parts separately: the loader, steps
     on images that are already on the device, with and without the all-reduce of gradients, and complete steps. Exit
     codes: 0 done, 1 failed, 2 your mistake (one line says what to type).
     """
@@ -98,7 +98,7 @@ def main() -> int:
             ProfileOptions, sys.argv[1:], program.called("training.profile"), prints=rank_info.is_rank_zero
         )
         if options.train.strategy == "fsdp":
-            raise UserError("--strategy is fsdp, whose communication cannot be measured apart: leave --strategy out")
+            raise UserError("--strategy is fsdp, whose communication cannot be measured alone: leave --strategy out")
         if not options.seconds > 0:
             raise UserError(f"--seconds is {options.seconds:g}: use more than 0")
         profile(options)

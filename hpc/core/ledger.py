@@ -28,6 +28,10 @@ and their other fields (a failure has those that are known):
 | software | rank 0, after it | torch cuda driver python, and other versions |
 | train_started | rank 0, at every start | step epoch total_steps world_size restored_from source train_seconds (of \
   the restored state) and the times below |
+| numerics_changed | rank 0, after train_started: what the rounding depends on has changed, such as torch | \
+  step changes (texts) |
+| unrepeatable | rank 0, after train_started, unless --deterministic is off: operations of the model have no \
+  deterministic kernel | operations (names) |
 | first_step | rank 0, at every start of the ranks | step |
 | checkpoint_saved | rank 0 | step seconds copy_seconds |
 | checkpoint_failed | rank 0 | step reason |

@@ -225,7 +225,7 @@ class Coordinator:
             )  # fmt: skip
             log(
                 f"rank {found.rank} on {node} slows the others down: it works {found.busy_seconds:.3f} s per step, "
-                f"they {found.usual_seconds:.3f} s"
+                f"the others {found.usual_seconds:.3f} s"
             )
 
     def _node_of(self, rank: int) -> int | None:

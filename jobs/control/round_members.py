@@ -75,7 +75,7 @@ def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
         return RoundDecision(members=_choose(directive, view))
     if len(able) + view.num_pending < view.min_nodes:
         return RoundDecision(
-            failed=f"{len(able)} of the {view.num_nodes} nodes are left, and the run needs {view.min_nodes}"
+            failed=f"only {len(able)} of {view.num_nodes} nodes can train, and the run needs {view.min_nodes}"
         )
     return RoundDecision(wait=directive.round > 0 and not directive.paused)
 
@@ -96,7 +96,7 @@ def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision
     ended = [status for status in members if status.phase is Phase.ENDED and status.round == directive.round]
     if any(status.exit_code for status in ended):
         if view.failed_rounds >= _MAX_FAILED_ROUNDS:
-            return RoundDecision(failed=f"torchrun failed {view.failed_rounds} times in a row: hpc logs --all has why")
+            return RoundDecision(failed=f"torchrun failed {view.failed_rounds} times in a row: see hpc logs --all")
         return RoundDecision(members=_choose(directive, view))
     if ended:
         return RoundDecision(done=len(ended) == len(members))

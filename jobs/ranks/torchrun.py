@@ -87,7 +87,7 @@ class Torchrun:
         self._forking = {pid: self._forking.get(pid, now) for pid in forking}
         for pid, since in self._forking.items():
             if now - since > _FORK_SECONDS:
-                log(f"a rank hung in its fork for {_FORK_SECONDS:.0f} s: torchrun restarts the ranks")
+                log(f"a forked process started no rank within {_FORK_SECONDS:.0f} s: torchrun restarts the ranks")
                 _send(pid, signal.SIGKILL)
 
     def forward(self, numbers: Sequence[signal.Signals]) -> None:

@@ -173,7 +173,7 @@ class NodeStaging:
         if staged.in_memory:
             log(f"{node.stage_dir} on {node.host} is RAM-backed: add the size of the data set to --mem")
         if staged.shared:
-            log(f"{node.stage_dir} on {node.host} is no disk of its own: {staged.shared}")
+            log(f"{node.stage_dir} on {node.host} is not on the node's own disk: {staged.shared}")
         if per_job:
             log(f"{node.stage_dir} on {node.host} is deleted with this job: the next job copies {source} again")
         return staged

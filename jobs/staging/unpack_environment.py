@@ -68,8 +68,8 @@ def _copy(staging: NodeStaging, archive: Path) -> str:
     expected = [copy, copy / inside_name(described.torch)]
     if version != described.torch_version or not all(map(os.path.samefile, [prefix, torch], expected)):
         raise TorchrelayError(
-            f"{python} runs in {prefix} and imports torch {version} from {torch}, and not "
-            f"{described.torch_version} from {expected[1]}: is there a PYTHONPATH?"
+            f"{python} runs in {prefix} and imports torch {version} from {torch} instead of "
+            f"{described.torch_version} from {expected[1]}: is PYTHONPATH set?"
         )
     return str(python)
 

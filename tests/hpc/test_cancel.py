@@ -93,6 +93,6 @@ def test_resumption_that_slurm_refuses_changes_nothing_and_others_submit_one_job
     assert run.status()["state"] == "cancelled"
     words = f"{sys.executable} -m hpc resume run"
     both = site.type("sh", "-c", f"{words} & {words} & wait", PYTHONPATH=str(ROOT))
-    assert both.stdout.count("goes on in job") == 1, both.stdout + both.stderr
+    assert both.stdout.count("continues in job") == 1, both.stdout + both.stderr
     assert len(run.events("resumed")) == len(run.events("resubmitted")) == 2, "of two at once, one submits a job"
     run.cancel()

@@ -98,7 +98,7 @@ def test_flags_choose_runs(site: Site, flags: list[str], names: list[str]) -> No
     ("flags", "says"),
     [
         (["--yes"], "--yes alone would remove all 3 runs that have ended: name them, or give --older-than 30d"),
-        (["--state=done"], "--state is 'done': 'done' is none of cancelled, completed, failed"),
+        (["--state=done"], "--state is 'done': use one or several of cancelled,completed,failed"),
         (["--older-than=30"], "--older-than is '30': use a duration such as"),
         (["complet", "--yes"], "there is no run 'complet': existing runs: complete"),
     ],
@@ -132,7 +132,7 @@ def test_checkpoints_alone(site: Site) -> None:
     assert listed(site, "complete", "--checkpoints-only", "--yes") == ["complete"]
     assert {file.relative_to(path) for file in path.rglob("*")} == kept
     assert (path / "final" / "model.safetensors").exists()
-    assert "so it would begin anew: type hpc submit" in refused(site, "resume", "complete", "--epochs=3")
+    assert "so it would start from the beginning: type hpc submit" in refused(site, "resume", "complete", "--epochs=3")
     assert "has no checkpoint in" in refused(site, "fork", "complete", "--name=x", "--epochs=3")
 
 

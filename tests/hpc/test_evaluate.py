@@ -189,4 +189,4 @@ def test_evaluations_and_own_scripts_are_not_evaluated_forked_or_resumed(site: S
     assert "run once is an evaluation" in refused(site, "fork", "once", "--name=again")
     assert "run once is a complete evaluation" in refused(site, "resume", "once")
     pending_run(site.path / "runs" / "mine", replace(spec_of("mine"), train=None, script=("mine.py",)))
-    assert "run mine runs mine.py, whose model only that script knows" in refused(site, "evaluate", "mine")
+    assert "run mine runs mine.py, and only that script knows its model" in refused(site, "evaluate", "mine")

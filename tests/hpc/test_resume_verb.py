@@ -89,7 +89,7 @@ def test_failed_script_is_mended_and_resumed(local_site: Site) -> None:
     run = submit_and_wait(inner, *flags, "--name=mended", "--runs-dir=../runs", "--", "mine.py")
     assert run.status()["state"] == "failed"
     says = refused(local_site, "resume", "mended", "--epochs=3")
-    assert "--epochs is a flag of our trainer, but run mended runs mine.py" in says
+    assert "--epochs is a flag of the image classifier, but run mended runs mine.py" in says
     (inner.path / "mine.py").write_text("import os\nprint('mended in', os.getcwd())\n")
     (local_site.path / "elsewhere").mkdir()
     again = local_site.hpc("resume", "mended", "--wait")
@@ -147,5 +147,5 @@ def test_flags_of_the_run_are_kept_unless_they_are_typed() -> None:
 @pytest.mark.parametrize("flag", ["--after", "--after-ok"])
 def test_chain_without_slurm_is_refused(local_site: Site, complete: Run, flag: str) -> None:
     says = refused(local_site, "submit", *SHORT_LOCAL_CONSTANT_LR, flag, complete.directory.name)
-    assert f"{flag} complete: Slurm keeps the order of runs, and this run has --cluster local" in says
+    assert f"{flag} complete needs Slurm, but this run has --cluster local" in says
     assert "there is no run 'nope'" in refused(local_site, "submit", *SHORT_LOCAL_CONSTANT_LR, flag, "nope")

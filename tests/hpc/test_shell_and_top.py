@@ -100,7 +100,7 @@ def test_run_on_this_machine(shared: Path) -> None:
     assert all(rank["cpu_percent"] > 0 for rank in ranks)
     assert "run run has no job: it runs on this machine" in refused(site, "shell", "run")
     run.cancel()
-    assert "run run does not run: hpc status run shows its state" in refused(site, "top", "run")
+    assert "run run is not running: hpc status run shows its state" in refused(site, "top", "run")
 
 
 def test_lines_of_the_cluster_among_the_answers_are_skipped() -> None:

@@ -62,7 +62,7 @@ def test_damaged_copy_that_cannot_be_repaired_is_deleted(source: Path, here: str
     ("arguments", "message"),
     [
         ((), "nothing to copy: give a directory or an archive"),
-        (("--list", "--clean"), "give one of them"),
+        (("--list", "--clean"), "give only one of them"),
         (("/nowhere",), "/nowhere does not exist on this node"),
         (("--verify", "/nowhere"), "has no copy of /nowhere"),
         (("--list", "--stage-dir=/nowhere"), "/nowhere"),

@@ -75,7 +75,10 @@ def test_controller_that_is_away_is_waited_for(
     monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
     assert claim.claim_next(run, allocation("slurm"), 1, "m").attempt == 2
     lost = attempts_of(ledger.read(run.events))[0]
-    assert (lost.cause, lost.detail) == ("node_failure", "ended without reporting (node lost?); down: gpu01")
+    assert (lost.cause, lost.detail) == (
+        "node_failure",
+        "the job ended, and its agents recorded no reason (was a node lost?); down: gpu01",
+    )
 
 
 def test_controller_that_stays_away_is_an_error(
@@ -143,7 +146,7 @@ def test_start_of_a_job_that_does_nothing_is_told_to_its_agents(
     tell(run, replace(own, restart=1), "another start of the job")
     tell(run, replace(own, job_id="7"), "another job")
     agent = replace(own, node_rank=1)
-    with pytest.raises(TorchrelayError, match="the head node gpu01 claimed no attempt within 0 s"):
+    with pytest.raises(TorchrelayError, match="the agent on the head node gpu01 did not start within 0 s"):
         claim.join(run, agent, lambda: False, 0.0)
     tell(run, own, "not today")
     with pytest.raises(TorchrelayError, match="not today"):
@@ -171,7 +174,7 @@ def test_head_node_that_is_not_known_to_be_dead_is_waited_for(
     slurm_command("squeue", squeue)
     slurm_command("scontrol", "echo gpu01; echo gpu02")
     agent = replace(allocation(cluster), node_rank=1, hostnames=("gpu01", "gpu02"))
-    with pytest.raises(TorchrelayError, match="claimed no attempt") as error:
+    with pytest.raises(TorchrelayError, match="did not start within") as error:
         claim.join(run, agent, lambda: False, 0.5)
     assert not isinstance(error.value, HeadLostError)
 

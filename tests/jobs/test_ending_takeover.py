@@ -158,4 +158,4 @@ def test_job_that_cannot_be_ended_is_named(
     stuck = ended()
     slurm_command("scancel", "echo 'Access/permission denied' >&2; exit 1")
     ending.end_job(stuck.node)
-    assert "this job has nothing left to do, and could not be ended: type scancel 7" in capsys.readouterr().out
+    assert "this job has nothing left to do but could not be cancelled: type scancel 7" in capsys.readouterr().out

@@ -38,7 +38,7 @@ def test_missing_interface_is_named(site: Site) -> None:
     run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, *NETWORK, "--interface=ib7")
     status = run.wait_for_state("failed")
     assert not status["attempts"]
-    assert "gpu01 has no network interface ib7 with an address" in status["reason"]
+    assert "--interface is ib7, but gpu01 has no such network interface with an address" in status["reason"]
     assert "it has lo, eth0, eth1, eth2" in status["reason"]
 
 

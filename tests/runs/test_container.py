@@ -107,7 +107,8 @@ def test_image_without_torch_is_refused_before_the_queue(
     add_script(site, "sleeps.py", "")
     done = site.hpc("submit", *TWO_NODES, f"--container={path}", "--", "sleeps.py")
     assert done.returncode == 2
-    assert f"--container is {path}, with the interpreter python3, which is no Python that works here" in done.stderr
+    says = f"--container is {path}, with the interpreter python3, which does not run as a Python interpreter here"
+    assert says in done.stderr
     done = site.hpc("submit", *TWO_NODES, f"--container={path}", "--", "sleeps.py", **mounts)
     assert done.returncode == 2
     assert "which does not import torch (ModuleNotFoundError: No module named 'torch')" in done.stderr

@@ -306,4 +306,4 @@ def test_images_are_packed_on_the_node_once(site: Site) -> None:
     few = site.hpc("submit", LOCAL, "--data=photos", "--pack=auto", "--epochs=2", "--dry-run", *flags)
     assert few.returncode == 0, few.stderr
     other = site.hpc("submit", LOCAL, "--data=data", "--pack=on", "--dry-run", *flags)
-    assert (other.returncode, "is no image folder" in other.stderr) == (2, True)
+    assert (other.returncode, "is not an image folder" in other.stderr) == (2, True)

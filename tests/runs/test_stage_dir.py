@@ -50,5 +50,5 @@ def test_directory_that_the_nodes_share_is_recognised(site: Site) -> None:
     staged = staged_on(run, 2)
     assert all(Path(event["path"]).is_relative_to(shared) and not event["per_job"] for event in staged)
     assert {event["shared"] for event in staged} & {"gpu01 uses it too", "gpu02 uses it too"}
-    assert any("on no disk of that node's own (gpu0" in warning for warning in run.status()["warnings"])
+    assert any("not on that node's own disk (gpu0" in warning for warning in run.status()["warnings"])
     run.cancel()

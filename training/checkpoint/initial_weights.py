@@ -83,7 +83,7 @@ def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) ->
     layers = {name.rpartition(".")[0] for name in wanting}
     wrong = sorted(layer for layer in layers if layer != head and not layer.startswith(f"{head}."))
     if wrong:
-        missing = f"{len(wrong)} of its layers have other weights or none, such as {wrong[0]}"
-        raise UserError(f"--weights is {path}, which is not of this model: {missing}")
+        missing = f"it has no weights of the right shape for {len(wrong)} of the layers, such as {wrong[0]}"
+        raise UserError(f"--weights is {path}, which does not fit this model: {missing}")
     # All tensors of a layer are loaded, or none.
     return {name: value for name, value in fitting.items() if name.rpartition(".")[0] not in layers}, sorted(layers)

@@ -183,7 +183,9 @@ class CheckpointDestination:
         if error is None:
             self._logger.event("checkpoint_saved", step=step, **seconds)
             return
-        self._logger.console.warn(f"no checkpoint of step {step} ({error}): free some space below {self._directory}")
+        self._logger.console.warn(
+            f"the checkpoint of step {step} was not saved ({error}): free some space below {self._directory}"
+        )
         self._logger.event("checkpoint_failed", step=step, reason=str(error))
 
 
@@ -234,7 +236,7 @@ class SnapshotDestination:
         self._warned = True
         # Rank 0 prints what concerns the training; this concerns the node.
         console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
-        console.warn(f"no snapshots on this node ({reason}): a crash may cost all steps since the last checkpoint")
+        console.warn(f"snapshots are off on this node ({reason}): a crash may cost all steps since the last checkpoint")
         self._logger.event("snapshot_off", reason=reason)
 
     def clear(self) -> None:

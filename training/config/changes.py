@@ -52,7 +52,7 @@ def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
         refuse_on_fork({name}, best)
         raise UserError(
             f"{flag(name)} would change the steps of run {run}, which hpc resume continues as it was: type "
-            f"hpc fork {run} --name NEW {flag(name)} ..., which goes on from its newest checkpoint under a new name"
+            f"hpc fork {run} --name NEW {flag(name)} ..., which continues from its newest checkpoint under a new name"
         )
 
 
@@ -83,7 +83,7 @@ def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> Non
             what = f"--lr-scheduler {before.lr_scheduler}" if depends else f"--warmup-epochs {before.warmup_epochs:g}"
             raise UserError(
                 f"--epochs is {after.epochs}, but with {what} the learning rate of every step depends on it, and the "
-                f"steps so far are those of --epochs {before.epochs}: {fork}, which goes on from the "
+                f"steps so far are those of --epochs {before.epochs}: {fork}, which continues from the "
                 f"newest checkpoint with the learning rates of {after.epochs} epochs"
             )
         if after.epochs < begun.epoch:
@@ -98,7 +98,7 @@ def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> Non
 _HOW_TO_GO_ON = {
     None: "to train longer, give more --epochs than it has",
     "early_stopping": "it stopped early; to train longer, give a larger --early-stopping-patience, or 0",
-    "max_hours": "its hours were over; to train longer, give more --max-hours, or 0",
+    "max_hours": "it reached --max-hours; to train longer, give a larger --max-hours, or 0",
 }
 
 

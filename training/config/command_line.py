@@ -80,7 +80,7 @@ _OTHER_NAMES: dict[str, str] = {
     "use --num-workers": "j workers",
     "use --log-every": "log-every-n-steps log-interval print-freq",
     "use --keep-checkpoints": "checkpoint-hist save-top-k",
-    "use --runs-dir and --name of hpc submit, or --run-dir of python -m training": "output output-dir default-root-dir",
+    "use --runs-dir and --name of hpc submit, or --run-dir of hpc train": "output output-dir default-root-dir",
     "use --nodes of hpc submit": "nnodes num-nodes num-machines",
     "use --gpus-per-node of hpc submit, or torchrun --nproc-per-node": "devices gpus nproc-per-node num-processes",
     "use --cpus-per-gpu of hpc submit": "cpus-per-task",
@@ -222,7 +222,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where} cannot be read: {error}") from error
     if not isinstance(loaded, dict | None):
-        raise UserError(f"{where} is no mapping: write lines such as `batch-size: 256`")
+        raise UserError(f"{where} is not a mapping: write lines such as `batch-size: 256`")
     settings = {}
     for key, value in (loaded or {}).items():
         name = str(key).replace("_", "-")
@@ -264,7 +264,7 @@ class TrainFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(TrainFlags, RankOptions):
-    """Train an image classifier with all ranks that torchrun started, or alone.
+    """Train an image classifier, with one process or under torchrun.
 
     Resumes from the newest checkpoint in the run directory. On SIGTERM and SIGUSR2 it saves and stops.
     """

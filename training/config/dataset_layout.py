@@ -61,7 +61,7 @@ CIFAR: dict[Kind, CifarFiles] = {
 }
 LAYOUTS = (
     "class directories of images, or train/ (and val/ or validation/, and test/) with class directories, "
-    "or what python -m training.pack made of them, "
+    "or the output of hpc pack, "
     "or IDX files such as train-images-idx3-ubyte.gz, or cifar-10-batches-py, or cifar-100-python"
 )
 

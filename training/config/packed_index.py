@@ -15,7 +15,7 @@ from hpc.core.files import write_json
 
 INDEX = "torchrelay-pack.json"
 VERSION = 2
-AGAIN = "copy the packed data again, or pack them again (python -m training.pack SRC DST)"
+AGAIN = "copy the packed data again, or pack them again (hpc pack SRC DST)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +92,11 @@ def read_index(directory: Path) -> PackIndex:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): {AGAIN}") from error
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is torn, or no index of packed data: {AGAIN}") from error
+        raise UserError(f"{path} is damaged, or not an index of packed data: {AGAIN}") from error
     if index is None:
-        raise UserError(f"{path} has version {version} instead of {VERSION}: pack the data again")
+        raise UserError(f"{path} has version {version} instead of {VERSION}: pack the data again (hpc pack SRC DST)")
     if index.fingerprint != fingerprint:
-        raise UserError(f"{path} is torn or was edited, because its fingerprint differs: {AGAIN}")
+        raise UserError(f"{path} is damaged or was edited, because its fingerprint differs: {AGAIN}")
     return index
 
 

@@ -102,7 +102,7 @@ class FolderImages:
         except OSError as error:
             raise UserError(
                 f"{path} cannot be read on {socket.gethostname()} ({error.strerror}): copy the data there again, "
-                "or leave that node out"
+                "or exclude that node"
             ) from error
         return decode_image(content, self.decode_jpeg)
 

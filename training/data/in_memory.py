@@ -86,7 +86,7 @@ def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
     if images.dim() != 4 or labels.dim() != 1 or len(images) != len(labels):
         raise UserError(f"{files[0]} is {list(images.shape)} and {files[1]} is {list(labels.shape)}: not a pair")
     if not images.numel():
-        raise UserError(f"{files[0]} is {list(images.shape)}, which is no image: replace it")
+        raise UserError(f"{files[0]} is {list(images.shape)}, which is not an image: replace it")
     return images, labels.long()
 
 

@@ -87,7 +87,7 @@ def _map_array(path: Path, kind: type[np.generic], shape: tuple[int, ...]) -> np
     except OSError as error:
         raise UserError(f"{path} cannot be read on {socket.gethostname()} ({error.strerror}): {AGAIN}") from error
     except (ValueError, EOFError) as error:
-        raise UserError(f"{path} is truncated or something else ({error}): {AGAIN}") from error
+        raise UserError(f"{path} is truncated or not a NumPy array ({error}): {AGAIN}") from error
     if array.shape != shape or not np.issubdtype(array.dtype, kind):
         raise UserError(f"{path} holds {array.dtype} {list(array.shape)} instead of {list(shape)}: {AGAIN}")
     return array

@@ -10,8 +10,8 @@ from training.runtime.train_progress import Progress
 
 PATIENCE, MAX_HOURS = "early_stopping", "max_hours"
 _MESSAGES = {
-    PATIENCE: "no higher validation accuracy in --early-stopping-patience {config.early_stopping_patience} epochs",
-    MAX_HOURS: "--max-hours {config.max_hours:g} are over",
+    PATIENCE: "no higher validation accuracy for {config.early_stopping_patience} epochs (--early-stopping-patience)",
+    MAX_HOURS: "the limit of --max-hours {config.max_hours:g} is reached",
 }
 
 

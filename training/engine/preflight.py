@@ -29,7 +29,7 @@ from training.runtime.software import versions
 
 _HELP = """usage: hpc preflight
 
-Check that this machine's device computes correctly. All GPUs of a machine, and that they communicate:
+Check that this machine's device computes correctly. To check all GPUs of a machine, and that they communicate:
 
   torchrun --nproc-per-node 4 -m training.engine.preflight"""
 _REPEATS = 3
@@ -69,7 +69,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     if problem:
         raise BadNodeError(problem)
     if problems:
-        raise TorchrelayError(f"this rank passed, but {next(iter(problems.values()))}")
+        raise TorchrelayError(f"this rank passed the check, but another rank failed: {next(iter(problems.values()))}")
     if group.device.type == "cuda":
         # It is not the training's.
         torch.cuda.empty_cache()

@@ -47,6 +47,6 @@ def check_same(data: Data, group: ProcessGroup) -> None:
     other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
     if other is not None:
         raise SharedError(
-            f"--data is not the same everywhere: rank 0 has {found[0][0]} training images, rank {other} "
-            f"{found[other][0]}, or other names or labels: stage the data again"
+            f"--data differs between nodes: rank 0 has {found[0][0]} training images, rank {other} has "
+            f"{found[other][0]}, or their names or labels differ: stage the data again"
         )

@@ -188,13 +188,13 @@ class Trainer:
         if changes := self.numerics.changes:
             self.logger.event("numerics_changed", step=step, changes=changes)
             self.console.warn(
-                f"resuming with {', '.join(changes)}: the steps to come have the same images, rounded otherwise"
+                f"resuming with {', '.join(changes)}: the steps to come use the same images but are rounded differently"
             )
         if self.config.deterministic != "off" and (operations := self.stepper.unrepeatable):
             self.logger.event("unrepeatable", operations=operations)
             self.console.warn(
-                f"{', '.join(operations)}: no deterministic kernel here, so an interrupted training may end with other "
-                "last bits (--deterministic error refuses it, off hides this line)"
+                f"{', '.join(operations)}: there is no deterministic kernel here, so an interrupted training may end "
+                "with different bits (--deterministic error refuses such operations, off hides this line)"
             )
 
     # --- steps ---
@@ -370,7 +370,7 @@ class Trainer:
         """Test the model as it is after the last step, and write `final/`."""
         if self.ended:
             step = self.state.progress.step
-            self.console.print(f"no step follows step {step}: {self.early_stopping.message(self.ended)}")
+            self.console.print(f"the training ends early, after step {step}: {self.early_stopping.message(self.ended)}")
         try:
             self.validator.complete(self.before_batch, self.ended)
         except TorchrelayError:

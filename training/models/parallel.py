@@ -46,7 +46,7 @@ def wrap_for_training(
         SharedError: --checkpoint-activations, and the model has no blocks.
     """
     if config.checkpoint_activations and not checkpoint_activations(model):
-        raise SharedError(f"--checkpoint-activations has no blocks to compute again in {config.model}: leave it out")
+        raise SharedError(f"--checkpoint-activations finds no blocks to recompute in {config.model}: leave it out")
     if config.strategy == "fsdp":
         from training.models.fsdp import FsdpModel  # noqa: PLC0415  # as above
 

@@ -24,7 +24,7 @@ def timm_settings(model: str) -> Any:
     except RuntimeError as error:
         raise UserError(f"--model is {model!r}, which timm does not have ({error}): use another") from error
     if found is None:
-        raise UserError(f"--model is {model!r}, of which timm knows no settings: use another")
+        raise UserError(f"--model is {model!r}, for which timm has no settings: use another")
     return found
 
 

@@ -44,8 +44,9 @@ class PackOptions:
 
     Each image is scaled so that its shorter side is --size, and its middle square is kept: the margins of the longer
     side are cut off. Random crops (RandomResizedCrop, --crop resized) are then cut from that square instead of the
-    whole image, and crops smaller than --image-size are enlarged; an evaluation sees the same pixels as before. Images
-    that cannot be decoded are marked: trainings replace, count and name them as they do those of a folder.
+    whole image, and crops smaller than --image-size are enlarged. Evaluations crop the same part of an image as without
+    packing, but resize it once more. Images that cannot be decoded are marked: trainings replace, count and name them
+    as they do those of a folder.
 
     After a signal, a kill or a full disk, the same command resumes where it was. Exit code 0: DST is complete; 1: it
     failed; 2: your mistake (one line says what to type); 143: ended by SIGTERM.
@@ -111,7 +112,7 @@ def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, n
         UserError: SRC is no image folder, a directory in it cannot be read, or DST is inside SRC.
     """
     if not src.is_dir():
-        raise UserError(f"SRC is {src}, which is no directory: give the image folder")
+        raise UserError(f"SRC is {src}, which is not a directory: give the image folder")
     try:
         layout = check_data(src)
     except UserError as error:
@@ -190,7 +191,7 @@ def _is_packed(dst: Path, index: PackIndex) -> bool:
     """Whether DST is complete; an error if it exists, but is something else."""
     if not (dst / INDEX).exists():
         if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
-            raise UserError(f"{dst} exists and is no packed data set: give a new directory")
+            raise UserError(f"{dst} exists and is not a packed data set: give a new directory")
         return False
     if _identity(read_index(dst)) != _identity(index):
         raise UserError(f"{dst} was packed from other images, or with another --size: give a new directory")
@@ -253,7 +254,7 @@ def verify(dst: Path, workers: int) -> None:
         UserError: DST is no packed data set, or a file is damaged.
     """
     if check_data(dst).kind != "packed":
-        raise UserError(f"{dst} is no packed data set: give one that python -m training.pack made")
+        raise UserError(f"{dst} is not a packed data set: give one that hpc pack made")
     index = read_index(dst)
     with _pool(workers) as pool:
         for part in index.parts:

@@ -62,7 +62,7 @@ class _Members:
         """Take a member's report, and return the answer to it."""
         node, generation = int(report["node"]), int(report["generation"])
         if node not in range(len(self._generations)):
-            raise ValueError(f"node {node} is no member")
+            raise ValueError(f"node {node} is not a member")
         with self._lock:
             self._generations[node] = generation
             if report["ended"]:
@@ -139,7 +139,7 @@ class NodeRendezvous(RendezvousHandler):
                 store = cast("Store", _ExitBarrier(self))
                 return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))
             time.sleep(max(_MEETING_POLL_SECONDS, _POLL_SECONDS_PER_NODE * self._num_nodes))
-        raise RendezvousTimeoutError(f"not all {self._num_nodes} nodes have come within {_ARRIVAL_SECONDS:.0f} s")
+        raise RendezvousTimeoutError(f"not all {self._num_nodes} nodes arrived within {_ARRIVAL_SECONDS:.0f} s")
 
     def num_nodes_waiting(self) -> int:
         """How many members want new ranks: if there are any, torchrun restarts this node's, too."""

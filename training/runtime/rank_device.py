@@ -140,7 +140,10 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
     named = bool(visible) and _NVIDIA_DRIVER.exists()
     problem = why_no_gpu() if not usable and (named or must_use_gpu(os.environ)) else ""
     if passes(problem) and driver_recovers(problem):
-        raise TorchrelayError(f"the GPU driver of {platform.node()} accepts only new processes: start this rank again")
+        raise TorchrelayError(
+            f"the GPU driver of {platform.node()} refused this process, but accepts new ones: Torchrelay restarts the "
+            "ranks of a run; in other cases, type the command again"
+        )
     return choose_device(rank_info, store, usable, problem)
 
 
@@ -183,7 +186,7 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
     where = f"local rank {rank_info.local_rank} on {platform.node()}"
     # First: the store is gone as soon as the first rank has ended.
     if broken:
-        raise BadNodeError(f"{where} cannot use the GPU that was asked for (--device cpu does without): {problem}")
+        raise BadNodeError(f"{where} cannot use the GPU that was asked for (--device cpu needs none): {problem}")
     some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)
     several = rank_info.world_size > rank_info.local_world_size
     if some and lacking and several and store.add(f"ranks where {usable} are usable", 0) == rank_info.world_size:
@@ -192,7 +195,9 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
             f"{usable}, or check why no more are visible (CUDA_VISIBLE_DEVICES)"
         )
     if some and not able:
-        raise BadNodeError(f"{where} has no GPU: this node has {usable}; start no more ranks than that")
+        raise BadNodeError(f"{where} has no GPU: this node has {usable}, so start at most that number of ranks")
     if store.add("broken", 0) or (some and lacking):
-        raise TorchrelayError(f"this rank passed, but {lacking} of the {rank_info.world_size} ranks have no GPU")
+        raise TorchrelayError(
+            f"this rank passed the check, but {lacking} of the {rank_info.world_size} ranks have no GPU"
+        )
     return torch.device("cuda", rank_info.local_rank) if able else torch.device("cpu")

@@ -44,10 +44,10 @@ _GRACE_SECONDS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(TrainFlags):
-    """Train once without interruption, once cut at random steps and resumed, and compare the two bit by bit.
+    """Train once without interruption, once interrupted at random steps and resumed, and compare the two bit by bit.
 
-    With several numbers of ranks, such as 4,3,2, each resumption has the next number; then the samples of all steps
-    are compared, and the losses. Exit codes: 0 the trainings are equal, 1 they differ or one failed, 2 your mistake.
+    With several numbers of ranks, such as 4,3,2, each attempt uses the next number; then the samples and the losses of
+    all steps are compared. Exit codes: 0 the trainings are equal, 1 they differ or one failed, 2 your mistake.
     """
 
     cuts: int = 3
@@ -120,7 +120,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     parts = compare_runs(whole, cut) if same_size else compare_samples_and_losses(whole, cut)
     done = sum(event["event"] == "train_started" for event in ledger.read(cut.events)) - 1
     if done < cuts:
-        missing = f"only {done} could be made: use more --epochs or fewer --cuts"
+        missing = f"only {done} were possible: use more --epochs or fewer --cuts"
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))
     verdict = "bit-identical" if same_size else "the same samples"
     values = json.loads((list_checkpoints(cut.checkpoints)[0] / STATE_VALUES).read_bytes())

@@ -159,7 +159,7 @@ def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
     made = claim(run, place(restart=1), 1, "n")
     assert join(run, place(restart=1, node_rank=1), lambda: False, timeout_seconds=60.0) == made
     for later_start_or_another_job in (place(restart=2, node_rank=1), place("9", restart=1, node_rank=1)):
-        with pytest.raises(TorchrelayError, match="claimed no attempt"):
+        with pytest.raises(TorchrelayError, match="did not start within"):
             join(run, later_start_or_another_job, lambda: False, timeout_seconds=0.0)
 
 
@@ -176,7 +176,7 @@ def test_node_does_not_join_an_attempt_twice(run: RunDir) -> None:
     claim(run, head, 1, "n")
     event_file(run, 1, 1).append("joined", attempt=1, node="gpu02")
     EventWriter(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="requeued")
-    with pytest.raises(TorchrelayError, match="claimed no attempt"):
+    with pytest.raises(TorchrelayError, match="did not start within"):
         join(run, other, lambda: False, timeout_seconds=0.0)
     again = claim(run, head, 1, "n")
     assert join(run, other, lambda: False, timeout_seconds=60.0) == again
@@ -184,7 +184,7 @@ def test_node_does_not_join_an_attempt_twice(run: RunDir) -> None:
 
 def test_start_of_a_slurm_job_makes_one_attempt(run: RunDir) -> None:
     claim(run, place(), 1, "n")
-    with pytest.raises(TorchrelayError, match="job 7 has made an attempt already"):
+    with pytest.raises(TorchrelayError, match="job 7 has already started an attempt"):
         claim(run, place(), 1, "n")
     assert claim(run, place(restart=1), 1, "n").attempt == 2
 
@@ -196,7 +196,7 @@ def test_join_follows_a_refusal(run: RunDir) -> None:
 
 
 def test_join_times_out(run: RunDir) -> None:
-    with pytest.raises(TorchrelayError, match="head node gpu01 claimed no attempt"):
+    with pytest.raises(TorchrelayError, match="head node gpu01 did not start"):
         join(run, place(node_rank=1), lambda: False, timeout_seconds=0.0)
     assert join(run, place(node_rank=1), lambda: True, timeout_seconds=60.0) is None, "told to stop"
 

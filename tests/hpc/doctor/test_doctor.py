@@ -113,7 +113,7 @@ def test_without_slurm_this_machine_is_inspected(tmp_path: Path) -> None:
 def test_nodes_need_slurm(tmp_path: Path) -> None:
     done = without_slurm(tmp_path, "--node")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "--node needs Slurm, and there is none here" in done.stderr
+    assert "--node needs Slurm, but there is no Slurm here" in done.stderr
 
 
 def test_newest_run_that_has_saved_is_the_default(tmp_path: Path) -> None:
@@ -166,7 +166,11 @@ def test_reports_of_tasks_that_print_at_the_same_time() -> None:
     [
         ("preflight: 2 ranks on GPU, 0.1 s\n", 0, "preflight: 2 ranks on GPU, 0.1 s"),
         ("", 0, "passed"),
-        ("error: this rank passed, but x\nerror: rank 1 computes wrongly\nnoise\n", 1, "rank 1 computes wrongly"),
+        (
+            "error: this rank passed the check, but x\nerror: rank 1 computes wrongly\nnoise\n",
+            1,
+            "rank 1 computes wrongly",
+        ),
         ("Traceback\nRuntimeError: no route\n\n", 1, "RuntimeError: no route"),
         ("", 1, "no output"),
         ("waiting\n", 124, "no answer in 180 s: the nodes do not reach each other, or something hangs"),

@@ -53,7 +53,7 @@ def test_run_that_slurm_does_not_continue_has_failed() -> None:
     stopped = event("not_continued", 3, attempt=1, detail="Slurm refuses")
     [notice] = notices_of(RUN, [began(1, 1), ended(1, 2, "node_failure"), stopped], 3)
     assert notice.key == "failed-001"
-    assert "Nothing starts it again (Slurm refuses): start hpc supervise, or type hpc resume\n" in notice.body
+    assert "Nothing restarts the run (Slurm refuses): start hpc supervise, or type hpc resume\n" in notice.body
     assert keys(began(1, 1), ended(1, 2, "node_failure"), stopped, began(2, 4)) == []
 
 
@@ -62,7 +62,7 @@ def test_interruptions_of_and_within_attempts_are_counted_once() -> None:
     events = began(1, 1), *within, ended(1, 4.0, "node_failure", failed_at=3.0), began(2, 5)
     [notice] = notices_of(RUN, events, 1)
     assert (notice.key, notice.title) == ("interrupted-001", "Run r was interrupted 2 times within an hour")
-    assert "Why, the last at the end: crashed, node_failure\n" in notice.body
+    assert "Causes, the newest last: crashed, node_failure\n" in notice.body
     assert keys(*events, interruptions=2) == []
 
 

@@ -244,7 +244,7 @@ def test_page_begins_with_provenance_and_cost(page: Written) -> None:
     ):
         assert part in html
     assert f"Check out commit {COMMIT} first, with changes that were not committed" in html
-    assert "its flags began as recipe cifar." in html
+    assert "its flags are based on recipe cifar." in html
 
 
 @pytest.mark.slow

@@ -77,7 +77,7 @@ def test_conclusions_call_slower_what_is_slower() -> None:
 def test_conclusions_say_up_or_out() -> None:
     sizes = [measured(1, 1, 100), measured(1, 2, 190), measured(2, 1, 160)]
     assert conclusions(sizes) == [
-        "More ranks pay up to the largest size, 2 ranks (1x2): each works at 95%.",
+        "More ranks pay up to the largest size, 2 ranks (1x2): each rank has 95% of its speed in the smallest size.",
         "2 ranks: 1x2 is 1.19 times as fast as 2x1: scale up.",
     ]
     assert conclusions(sizes[:1]) == []

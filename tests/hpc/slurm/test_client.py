@@ -54,7 +54,7 @@ def test_jobs_of_squeue() -> None:
         ("Priority", "jobs of higher priority come first"),
         ("ReqNodeNotAvail, UnavailableNodes:gpu[01-03]", "nodes that it needs are down or reserved"),
         ("DependencyNeverSatisfied", "it will never start: the job that it depends on failed"),
-        ("QOSMaxGRESPerUser", "its user has reached a limit of the QOS"),
+        ("QOSMaxGRESPerUser", "you have reached a limit of the QOS, or this job alone exceeds it"),
         ("AssocGrpGRESMinutes", "the jobs of its account have reached a limit"),
         ("launch failed requeued held", "held after a failed start: type scontrol release"),
         ("launch_failed_requeued_held", "held after a failed start: type scontrol release"),

@@ -9,7 +9,7 @@ from support.cluster import hpc
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ((), "hpc smoke measures nodes of a cluster, and there is no Slurm here (sbatch is not on the PATH)"),
+        ((), "hpc smoke measures nodes of a cluster, but there is no Slurm here (sbatch is not on the PATH)"),
         (("--nodes=none",), "--nodes is 'none': use a number such as 2"),
     ],
 )

@@ -61,7 +61,7 @@ def test_ranks_that_could_not_be_forks_have_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "advice"), [("no_space", "make room"), ("bad_input", "new name"), ("preempted", None)]
+    ("cause", "advice"), [("no_space", "free some space"), ("bad_input", "new name"), ("preempted", None)]
 )
 def test_failure_that_needs_a_person_has_advice(cause: str, advice: str | None) -> None:
     ended = attempt_ended(5.0, cause)
@@ -82,7 +82,7 @@ def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:
     assert "is RAM-backed" in warning
     assert "--mem" in warning
     [warning] = warnings_of([SUBMITTED, FIRST, copied(shared="gpu02 uses it too")])
-    assert warning.startswith("the copy of /photos on gpu01 is on no disk of that node's own (gpu02 uses it too): set")
+    assert warning.startswith("the copy of /photos on gpu01 is not on that node's own disk (gpu02 uses it too): set")
     assert warnings_of([SUBMITTED, FIRST, copied(in_place="no room"), SECOND]) == []
 
 

@@ -141,7 +141,7 @@ def test_impossible_recovery_is_refused() -> None:
 def test_setup_that_could_not_run_is_refused() -> None:
     check_setup(["module load cuda/12.4", "if true\nthen\n  source it\\'s.sh\nfi"], "slurm")
     with pytest.raises(
-        UserError, match=r"--setup 'if true' is no bash \(.*unexpected end of file\): write each --setup"
+        UserError, match=r"--setup 'if true' is not valid Bash \(.*unexpected end of file\): write each --setup"
     ):
         check_setup(["true", "if true"], "slurm")
     with pytest.raises(UserError, match="--setup is 'true', but --cluster local has no batch script: type it in this"):
@@ -195,7 +195,7 @@ def test_script_that_could_not_start_is_refused(script: tuple[str, ...], message
 
 
 def test_stop_signal_is_not_for_our_trainer() -> None:
-    with pytest.raises(UserError, match="--stop-signal is USR1, but it is for scripts of your own: leave it out"):
+    with pytest.raises(UserError, match="--stop-signal is USR1, but it applies only to your own script: leave it out"):
         check_recovery(
             RunSpec(
                 name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(),

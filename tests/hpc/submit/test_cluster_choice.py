@@ -36,8 +36,8 @@ def test_flag_of_slurms_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> No
     name, _, value = flags[0].partition("=")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"hpc submit: {name} {value} needs Slurm, and there is none here (sbatch is not on the PATH): type this on a "
-        "login node of the cluster, or leave it out and use --cluster local to train on this machine\n"
+        f"hpc submit: {name} {value} needs Slurm, but there is no Slurm here (sbatch is not on the PATH): type this on "
+        "a login node of the cluster, or leave it out and use --cluster local to train on this machine\n"
     )
     assert list(tmp_path.iterdir()) == []
 

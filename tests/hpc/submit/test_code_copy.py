@@ -116,7 +116,7 @@ def test_neither_runs_nor_what_git_keeps_is_code(repository: Path) -> None:
     ("script", "pattern", "message"),
     [
         ("src/my.py", "nothing*", r"--include nothing\*: there is no such file in "),
-        ("src/my.py", "/etc/hostname", "--include /etc/hostname: /etc/hostname is not below .*: copy it there"),
+        ("src/my.py", "/etc/hostname", "--include /etc/hostname: /etc/hostname is not below .*: copy it to that"),
         ("src/unused.py", "conf", "is not tracked by git.*: type git add src/unused.py, or use --include src"),
         ("/etc/hostname", "conf", "is not below .*: move it there, or --in-place to run it where it is"),
     ],
@@ -159,7 +159,8 @@ def test_submission_warns_of_untracked_imports(repository: Path) -> None:
     done = Site(repository, "/nonexistent").hpc(*words, "--", "src/my.py")
     assert done.returncode == 0, done.stderr
     assert done.stderr == (
-        "hpc submit: warning: src/my.py imports files that git does not track, so the run will not have them: type "
+        "hpc submit: warning: src/my.py imports files that git does not track, so they will be missing in the "
+        "run's copy of the code: type "
         f"git add {' '.join(MISSING)}, or use --include\n"
         f"hpc submit: src/my.py starts in {repository}/runs/run/code\n"
     )

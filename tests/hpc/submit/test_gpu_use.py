@@ -30,5 +30,5 @@ def test_devices_that_there_cannot_be_are_refused(monkeypatch: pytest.MonkeyPatc
     on_cluster(monkeypatch)
     with pytest.raises(UserError, match=r"torch 2\.15 is built for CPUs alone: install one for GPUs, or"):
         resolve_device("auto", 1, "slurm", FOR_CPUS)
-    with pytest.raises(UserError, match="--device is cuda, but --gpus-per-node 0 asks for no GPUs: leave one out"):
+    with pytest.raises(UserError, match="--device is cuda, but --gpus-per-node 0 asks for no GPUs: leave one of them"):
         resolve_device("cuda", 0, "slurm", FOR_GPUS)

@@ -122,8 +122,8 @@ def test_the_oldest_versions_are_those_of_this_project() -> None:
 
 
 def test_what_is_no_python_or_hangs_is_refused(program: Callable[[str], Path]) -> None:
-    assert "no Python that works here (exit code 3)" in refused(program("#!/bin/sh\nexit 3\n"))
-    assert "no Python that works here ([Errno 8] Exec format error" in refused(program("\x7fELF"))
+    assert "which does not run as a Python interpreter here (exit code 3)" in refused(program("#!/bin/sh\nexit 3\n"))
+    assert "which does not run as a Python interpreter here ([Errno 8] Exec format error" in refused(program("\x7fELF"))
     assert "which is Python 3.9: use 3.11 or newer" in refused(program("#!/bin/sh\necho 'torchrelay:[3, 9]'\n"))
     hangs = program("#!/bin/sh\necho 'torchrelay:[3, 12]'\nexec sleep 1000\n")
     assert "does not import torch (it took longer than 0 s)" in refused(hangs, seconds=0.5)
@@ -149,7 +149,7 @@ def test_environment_on_a_nodes_own_disk_is_refused_on_a_cluster(venv: Path) -> 
 def test_they_are_for_scripts_alone(flag: str, shared: Path) -> None:
     (shared / "my.py").touch()
     for others, message in (
-        (["--synthetic"], "is for a script of your own"),
+        (["--synthetic"], "applies only to your own script"),
         (["--stage-env", "--", "my.py"], "--stage-env copies the environment of hpc"),
     ):
         done = Site(shared, "/nonexistent").hpc("submit", "--cluster=local", f"{flag}=x", "--dry-run", *others)

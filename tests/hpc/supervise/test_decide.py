@@ -87,7 +87,7 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("could not be started four times after preemptions",
      {"jobs": [replace(HELD, restarts=9)], "attempts": [attempt(restart=4)]}, Action.RELEASE, "could not start"),
     ("could not be started five times after preemptions",
-     {"jobs": [replace(HELD, restarts=10)], "attempts": [attempt(restart=4)]}, Action.KEEP, "job 7 5 times"),
+     {"jobs": [replace(HELD, restarts=10)], "attempts": [attempt(restart=4)]}, Action.KEEP, "5 times to start job 7"),
     ("suspended", {"jobs": [job(JobState.SUSPENDED)], "attempts": [attempt()]}, Action.KEEP, "is suspended"),
     ("held by its user", {"jobs": [job(JobState.PENDING, reason="JobHeldUser")]}, Action.KEEP, "JobHeldUser"),
     ("keeps away from too many nodes", {"jobs": [job(JobState.PENDING, reason="ReqNodeNotAvail")],
@@ -104,7 +104,7 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("a restart whose agents never came", {"jobs": [replace(RUNNING, restarts=1)], "attempts": [attempt(Cause.LOST)]},
      Action.RESUBMIT, "not started"),
     ("its agents died when they handed over", {"jobs": [RUNNING], "attempts": [attempt(Cause.LOST, ended=NOW - 101)]},
-     Action.RESUBMIT, "queued no next one"),
+     Action.RESUBMIT, "did not queue the next job"),
     ("ended for good, but not its job", {"jobs": [RUNNING], "attempts": [attempt(Cause.BAD_INPUT, ended=NOW - 101)]},
      Action.CANCEL, "its job still runs"),
     ("an old listing of a job that began anew",
@@ -139,14 +139,14 @@ TABLE: list[tuple[str, dict[str, Any], Action, str]] = [
     ("never began", {}, Action.KEEP, "hpc resume"),
     ("never reached Slurm", {"submitted": False}, Action.KEEP, NEVER_SUBMITTED),
     ("reached Slurm, and its submission was not recorded", {"submitted": False, "jobs": [job(JobState.FAILED)]},
-     Action.KEEP, "(failed) and never started"),
+     Action.KEEP, "the job failed before its agents started: see the job's log"),
     ("resumed after it had failed, its job waits",
      {"attempts": [CRASHES[0], attempt(Cause.CRASHED, attempt=2, last_step=0, signature="1: x", resumed=NOW - 5)],
       "jobs": [job(JobState.PENDING)]}, Action.KEEP, "job 7 is pending"),
     ("resumed after hpc cancel, and failed again",
      {"attempts": [attempt(Cause.CANCELLED, resumed=NOW - 500), attempt(Cause.CRASHED, attempt=2, ended=NOW - 300)]},
      Action.RESUBMIT, "gone"),
-    ("failed before it began", {"jobs": [job(JobState.FAILED)]}, Action.KEEP, "(failed)"),
+    ("failed before it began", {"jobs": [job(JobState.FAILED)]}, Action.KEEP, "the job failed before"),
     ("its node failed before it began", {"jobs": [job(JobState.NODE_FAIL)]}, Action.REQUEUE, "a node failed"),
     ("its nodes fail before it begins", {"jobs": [job(JobState.NODE_FAIL, restarts=5)]},
      Action.KEEP, "5 times before it started"),
@@ -281,7 +281,7 @@ def test_job_that_refused_to_start_says_why() -> None:
     known = view(jobs=[job(JobState.FAILED)], last_job_state=JobState.FAILED, refusal="gpu01 has no interface ib7")
     decision = decide(known)
     assert decision.state == "failed"
-    assert "its job started nothing: gpu01 has no interface ib7: continue with" in decision.reason
+    assert "its job started nothing: gpu01 has no interface ib7: correct that" in decision.reason
 
 
 def test_job_that_never_started_is_no_cause_of_the_end_of_the_last_attempt() -> None:

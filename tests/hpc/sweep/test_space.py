@@ -25,7 +25,7 @@ def test_ranges_and_lists() -> None:
         (("lr=log:0,1",), r"--param lr=log:0,1: "),
         (("n=int:1.5,2",), r"--param n=int:1.5,2: invalid literal"),
         (("lr=exp:1,2",), r"there is no kind 'exp': use log, float or int"),
-        (("n=1,1",), r"a value is empty, or is there twice"),
+        (("n=1,1",), r"a value is empty, or given twice"),
         (("n=1,2", "n=3"), r"--param n is given twice"),
     ],
 )

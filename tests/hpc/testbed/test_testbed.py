@@ -288,7 +288,9 @@ def test_links_are_as_slow_as_was_asked_for(box: Box) -> None:
     assert "tbf" in (shown := slurm("srun", "--nodelist=gpu01", "tc", "qdisc", "show", "dev", "eth0"))
     assert "rate 100Mbit" in shown
     type_testbed("down", prefix=box)
-    assert "give a rate, and a delay" in fails(*box, sys.executable, "-m", "hpc.testbed", "up", "--shape-network=fast")
+    assert "a rate, or a rate and a delay" in fails(
+        *box, sys.executable, "-m", "hpc.testbed", "up", "--shape-network=fast"
+    )
 
 
 def test_accounting_remembers_how_a_job_ended(box: Box) -> None:

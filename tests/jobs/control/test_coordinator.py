@@ -118,7 +118,7 @@ def test_silent_node_is_waited_for_if_the_run_needs_it(attempt: AttemptMaker) ->
     assert needed.is_over()
     assert needed.coordinator.failure is not None
     assert (
-        needed.coordinator.failure.detail == "lost contact with gpu02; 2 of the 3 nodes are left, and the run needs 3"
+        needed.coordinator.failure.detail == "lost contact with gpu02; only 2 of 3 nodes can train, and the run needs 3"
     )
 
 
@@ -368,7 +368,10 @@ def test_straggler_is_recorded(attempt: AttemptMaker, capsys: pytest.CaptureFixt
     slow.poll(11.0)
     expected = {"rank": 2, "node": "gpu03", "busy_seconds": 0.4, "median_seconds": 0.1}
     assert slow.events("slow_rank") == [expected]
-    assert "rank 2 on gpu03 slows the others down: it works 0.400 s per step, they 0.100 s" in capsys.readouterr().out
+    assert (
+        "rank 2 on gpu03 slows the others down: it works 0.400 s per step, the others 0.100 s"
+        in capsys.readouterr().out
+    )
 
 
 # --- with its server and clocks ---

@@ -83,7 +83,7 @@ def test_torchrun_that_fails_again_and_again_ends_the_attempt(attempt: AttemptMa
     assert failing.is_over()
     assert failing.coordinator.failure is not None
     assert failing.coordinator.failure.cause == "crashed"
-    assert failing.coordinator.failure.detail == "torchrun failed 5 times in a row: hpc logs --all has why"
+    assert failing.coordinator.failure.detail == "torchrun failed 5 times in a row: see hpc logs --all"
 
 
 def test_failed_rounds_that_lasted_do_not_count(attempt: AttemptMaker) -> None:
@@ -139,11 +139,11 @@ def test_too_few_nodes_end_the_attempt_with_what_failed_on_them(attempt: Attempt
     few.poll()
     failure = few.coordinator.failure
     assert failure is not None
-    left = "2 of the 3 nodes are left, and the run needs 3"
+    left = "only 2 of 3 nodes can train, and the run needs 3"
     assert (failure.cause, failure.detail) == ("crashed", f"gpu02: no space in /tmp; {left}")
     assert (failure.node, failure.signature) == (
         None,
-        "gpu#: no space in /tmp; # of the # nodes are left, and the run needs #",
+        "gpu#: no space in /tmp; only # of # nodes can train, and the run needs #",
     )
     assert (failure.failed_at, failure.noticed_at) == (few.clock.now, few.clock.now)
 
@@ -157,7 +157,7 @@ def test_bad_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
     failure = few.coordinator.failure
     assert failure is not None
     assert (failure.cause, failure.node, failure.signature) == ("bad_node", "gpu03", None)
-    assert failure.detail.startswith("gpu02: no space in /tmp; gpu03: no GPU answers; 1 of the 3 nodes")
+    assert failure.detail.startswith("gpu02: no space in /tmp; gpu03: no GPU answers; only 1 of 3 nodes")
 
 
 def test_lost_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
@@ -168,7 +168,7 @@ def test_lost_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
     failure = few.coordinator.failure
     assert failure is not None
     assert (failure.cause, failure.node, failure.signature) == ("node_failure", "gpu03", None)
-    assert failure.detail == "lost contact with gpu03; 2 of the 3 nodes are left, and the run needs 3"
+    assert failure.detail == "lost contact with gpu03; only 2 of 3 nodes can train, and the run needs 3"
     assert not few.events("interruption"), "it did not train yet"
 
 
@@ -183,7 +183,7 @@ def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(
     assert failure is not None
     assert (failure.rank, failure.step) == (1, 7)
     assert failure.detail == (
-        "rank 1 on gpu02: exit code 1: ValueError: 12 is too much; 2 of the 3 nodes are left, and the run needs 3"
+        "rank 1 on gpu02: exit code 1: ValueError: 12 is too much; only 2 of 3 nodes can train, and the run needs 3"
     )
 
 
@@ -197,7 +197,7 @@ def test_failure_that_is_old_or_of_another_node_is_not_the_reason(attempt: Attem
     failure = few.coordinator.failure
     assert failure is not None
     assert (failure.cause, failure.rank) == ("crashed", None)
-    assert failure.detail.startswith("2 of the 3" if why == "old" else "gpu03: gone; 2 of the 3")
+    assert failure.detail.startswith("only 2 of 3" if why == "old" else "gpu03: gone; only 2 of 3")
 
 
 def test_node_that_never_reported_is_waited_for(attempt: AttemptMaker) -> None:

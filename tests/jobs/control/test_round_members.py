@@ -54,7 +54,7 @@ def test_elastic_run_waits_for_a_slow_node_but_not_for_ever() -> None:
 
 def test_too_few_nodes_from_the_start() -> None:
     decision = decide_round(Directive(), view(READY, FAILED))
-    assert decision.failed == "1 of the 2 nodes are left, and the run needs 2"
+    assert decision.failed == "only 1 of 2 nodes can train, and the run needs 2"
 
 
 def test_node_that_never_reports_is_waited_for_for_ten_minutes() -> None:
@@ -98,7 +98,7 @@ def test_round_whose_torchrun_failed_is_repeated_but_not_for_ever() -> None:
     assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1)) == RoundDecision(members=(0, 1))
     assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=4)) == RoundDecision(members=(0, 1))
     failed = decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=5)).failed
-    assert failed == "torchrun failed 5 times in a row: hpc logs --all has why"
+    assert failed == "torchrun failed 5 times in a row: see hpc logs --all"
 
 
 def test_end_of_an_older_round_is_no_end_of_this_one() -> None:

@@ -109,7 +109,10 @@ class Harm:
         (Harm(), "which cannot be read (it holds more than tensors): give another file"),
         (b"neither", "which cannot be read ("),
         ({"epoch": 3}, "which holds no tensors by name: give a state_dict"),
-        ({"features.0.weight": torch.zeros(16, 1, 3, 3)}, "which is not of this model: 37 of its layers have other"),
+        (
+            {"features.0.weight": torch.zeros(16, 1, 3, 3)},
+            "which does not fit this model: it has no weights of the right shape for 37",
+        ),
     ],
 )
 def test_an_unsuitable_file_is_refused_in_one_line(

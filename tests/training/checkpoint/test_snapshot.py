@@ -319,7 +319,7 @@ def test_without_memory_for_snapshots_the_training_goes_on_with_a_warning(
 ) -> None:
     training = start(*FLAGS, f"--node-dir={small_memory}", "--snapshot-every=5", "--ema-decay=0.9", prepare=prepare)
     assert training.wait() == [0], training.output()
-    assert training.output().count("warning: no snapshots on this node (") == 1
+    assert training.output().count("warning: snapshots are off on this node (") == 1
     assert len(events(training.run_dir, "snapshot_off")) == 1
     assert events(training.run_dir, "snapshot_off")[0]["reason"]
     left = list(small_memory.rglob("*")) if small_memory.exists() else []

@@ -41,7 +41,7 @@ def test_epochs_may_change_where_no_learning_rate_so_far_depends_on_them(schedul
         ({"early_stopping_patience": 2}, "early_stopping", "give a larger --early-stopping-patience, or 0"),
         ({"early_stopping_patience": 0}, "early_stopping", None),
         ({"early_stopping_patience": 4}, "early_stopping", None),
-        ({"max_hours": 1.0}, "max_hours", "give more --max-hours, or 0"),
+        ({"max_hours": 1.0}, "max_hours", "give a larger --max-hours, or 0"),
         ({"max_hours": 9.0}, "max_hours", None),
     ],
 )

@@ -214,7 +214,7 @@ def scrambled(path: Path) -> None:
     ("name", "damage", "complaint"),
     [
         ("train-pixels.npy", of_other_size, "holds uint8 [27, 20, 80, 3] instead of [27, 40, 40, 3]"),
-        ("train-pixels.npy", scrambled, "is truncated or something else"),
+        ("train-pixels.npy", scrambled, "is truncated or not a NumPy array"),
         ("train-labels.npy", scrambled, "does not have its checksum"),
     ],
 )
@@ -237,11 +237,11 @@ def test_an_index_of_other_images_is_refused(packed: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (lambda text: text[: len(text) // 2], "is torn, or no index of packed data"),
-        (lambda _: "[]", "is torn, or no index of packed data"),
-        (lambda _: '{"version": 2, "fingerprint": ""}', "is torn, or no index of packed data"),
+        (lambda text: text[: len(text) // 2], "is damaged, or not an index of packed data"),
+        (lambda _: "[]", "is damaged, or not an index of packed data"),
+        (lambda _: '{"version": 2, "fingerprint": ""}', "is damaged, or not an index of packed data"),
         (lambda text: text.replace('"version": 2', '"version": 1'), "has version 1 instead of 2"),
-        (lambda text: text.replace('"red"', '"rot"'), "is torn or was edited, because its fingerprint differs"),
+        (lambda text: text.replace('"red"', '"rot"'), "is damaged or was edited, because its fingerprint differs"),
     ],
 )
 def test_a_wrong_index_is_named(packed: Path, damage: Callable[[str], str], complaint: str) -> None:

@@ -45,7 +45,7 @@ def test_a_training_that_does_not_improve_ends_and_is_complete(start: Starter) -
     assert (outcome["ended"], outcome["step"], outcome["epoch"]) == ("early_stopping", 36, 4)
     assert outcome["test_accuracy"] is not None
     assert (
-        "no step follows step 36: no higher validation accuracy in --early-stopping-patience 3 epochs"
+        "the training ends early, after step 36: no higher validation accuracy for 3 epochs (--early-stopping-patience)"
         in training.output()
     )
     assert events(training.run_dir, "train_completed")[0]["ended"] == "early_stopping"
@@ -140,7 +140,7 @@ def test_max_hours_counts_all_attempts(start: Starter) -> None:
     assert 0 < stopped["step"] <= saved < 14  # the kill may have come before the checkpoint of step 12
     outcome = result(training.run_dir)
     assert (outcome["ended"], outcome["step"]) == ("max_hours", 21)
-    assert "no step follows step 21: --max-hours 0.3333 are over" in ended.output()
+    assert "the training ends early, after step 21: the limit of --max-hours 0.3333 is reached" in ended.output()
 
 
 def die_late(run_dir: Path, seconds: float) -> None:

@@ -123,7 +123,7 @@ def test_the_exit_code_identifies_the_rank_on_a_bad_node(start: Starter) -> None
     training = start(*SHORT, "--fault=preflight@0:1", world_size=3)
     assert training.wait() == [TorchrelayError.exit_code, EXIT_BAD_NODE, TorchrelayError.exit_code]
     output = training.output()
-    assert output.count("error: this rank passed, but rank 1 on ") == 2
+    assert output.count("error: this rank passed the check, but another rank failed: rank 1 on ") == 2
     assert output.count("error: rank 1 on ") == 1
     assert "Traceback" not in output
     assert not training.run_dir.exists(), "a bad node leaves nothing behind"
@@ -159,7 +159,7 @@ def test_all_ranks_have_gpus_or_none_has() -> None:
 
 def test_a_node_whose_driver_is_not_loaded_is_bad() -> None:
     well, bad_node = choose([1, 0], ["", ""])
-    assert well == "TorchrelayError: this rank passed, but 1 of the 2 ranks have no GPU"
+    assert well == "TorchrelayError: this rank passed the check, but 1 of the 2 ranks have no GPU"
     assert bad_node.startswith("BadNodeError: local rank 0 on ")
     assert "has no GPU: this node has 0" in bad_node
 

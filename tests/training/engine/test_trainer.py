@@ -155,7 +155,7 @@ def test_data_that_are_missing_on_one_node_end_all_ranks_with_one_line(start: St
 def test_nodes_with_different_data_are_refused(start: Starter, tmp_path: Path) -> None:
     other = make_idx(tmp_path / "other", train=200)
     message = refused(start(*SHORT, world_size=2, data=[start.data, other]), 2)
-    assert message.startswith("error: --data is not the same everywhere: rank 0 has 193 training images, rank 1 190")
+    assert message.startswith("error: --data differs between nodes: rank 0 has 193 training images, rank 1 has 190")
 
 
 @pytest.fixture
@@ -303,4 +303,6 @@ def test_an_unusable_run_directory_is_refused_in_one_line(start: Starter) -> Non
 
 def test_a_data_set_without_images_is_refused_in_one_line(start: Starter, tmp_path: Path) -> None:
     start.data = make_idx(tmp_path / "empty", test=0)
-    assert refused(start(*SHORT)).endswith("t10k-images-idx3-ubyte.gz is [0, 1, 12, 12], which is no image: replace it")
+    assert refused(start(*SHORT)).endswith(
+        "t10k-images-idx3-ubyte.gz is [0, 1, 12, 12], which is not an image: replace it"
+    )

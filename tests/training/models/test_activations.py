@@ -96,7 +96,7 @@ def test_a_training_may_compute_again_from_its_middle_on(start: Starter, strateg
 def test_a_model_without_blocks_is_refused(start: Starter) -> None:
     training = start("--checkpoint-activations")
     assert training.wait() == [2]
-    assert "has no blocks to compute again in small-cnn: leave it out" in training.output()
+    assert "finds no blocks to recompute in small-cnn: leave it out" in training.output()
 
 
 # --- stochastic depth ---

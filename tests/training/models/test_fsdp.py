@@ -188,7 +188,10 @@ def no_room_on_rank_1() -> None:
 def test_what_one_rank_cannot_write_is_no_checkpoint_and_all_know(start: Starter) -> None:
     training = start(*FSDP, "--checkpoint-every=2", "--fault=stop@8:1", world_size=2, prepare=no_room_on_rank_1)
     assert training.wait() == [0, 0], training.output()
-    assert "warning: no checkpoint of step 2 (rank 1: [Errno 28] No space left on device)" in training.output()
+    assert (
+        "warning: the checkpoint of step 2 was not saved (rank 1: [Errno 28] No space left on device)"
+        in training.output()
+    )
     assert [event["step"] for event in events(training.run_dir, "checkpoint_failed")][:2] == [2, 4]
     assert step_of(newest(training.run_dir)) == events(training.run_dir, "train_stopped")[0]["step"]
     assert not list((training.run_dir / "checkpoints").glob(".*"))

@@ -290,15 +290,15 @@ def test_wrong_directories_are_refused(photos: Path, tmp_path: Path, idx_data: P
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     pack(photos, tmp_path / "packed", "--size", "32")
     for arguments, complaint in (
-        ((tmp_path / "nowhere", tmp_path / "a"), "nowhere, which is no directory: give the image folder"),
+        ((tmp_path / "nowhere", tmp_path / "a"), "nowhere, which is not a directory: give the image folder"),
         (
             (tmp_path / "full", tmp_path / "a"),
             f"error: SRC is {tmp_path / 'full'}, but there are no images in class directories",
         ),
         ((idx_data, tmp_path / "a"), f"{idx_data} needs no packing: train from it as it is"),
         ((tmp_path / "packed", tmp_path / "a"), "needs no packing"),
-        ((photos, tmp_path / "full"), "exists and is no packed data set: give a new directory"),
-        ((photos, tmp_path / "full" / "thesis.txt"), "exists and is no packed data set: give a new directory"),
+        ((photos, tmp_path / "full"), "exists and is not a packed data set: give a new directory"),
+        ((photos, tmp_path / "full" / "thesis.txt"), "exists and is not a packed data set: give a new directory"),
         ((photos, photos / "packed"), "which is inside SRC: give a directory outside of"),
         ((photos, tmp_path / "packed", "--size", "64"), "was packed from other images, or with another --size"),
         ((photos, tmp_path / "a", "--size", "4"), "--size is 4: use 8 or more"),

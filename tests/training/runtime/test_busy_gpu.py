@@ -110,7 +110,7 @@ RANK = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, restarts
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
 def test_a_rank_that_the_driver_has_refused_is_started_again_once_it_accepts_new_processes(driver: Path) -> None:
     driver.touch()
-    with pytest.raises(TorchrelayError, match="accepts only new processes: start this rank again") as raised:
+    with pytest.raises(TorchrelayError, match="refused this process, but accepts new ones") as raised:
         rank_device.find_device(RANK, HashStore())
     assert raised.value.exit_code == TorchrelayError.exit_code
 

@@ -258,7 +258,7 @@ def test_impostor_and_node_that_is_no_member_do_not_arrive(
 
     thread = threading.Thread(target=arrive)
     thread.start()
-    with pytest.raises(RendezvousTimeoutError, match="not all 2 nodes have come"):
+    with pytest.raises(RendezvousTimeoutError, match="not all 2 nodes arrived"):
         first.next_rendezvous()
     thread.join(60)
     assert problems

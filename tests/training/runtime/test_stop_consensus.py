@@ -2,6 +2,7 @@
 
 import math
 import signal
+from fractions import Fraction
 from itertools import pairwise
 
 import pytest
@@ -13,19 +14,18 @@ from training.runtime.stop_consensus import StepFlags, StopConsensus, StopReques
 
 
 class Clock:
-    """A clock that a test moves on."""
+    """A clock that a test moves on, exactly: sums of floats would round the interval down at some times."""
 
-    seconds = 0.0
+    seconds = Fraction(0)
 
     @classmethod
-    def monotonic(cls) -> float:
+    def monotonic(cls) -> Fraction:
         return cls.seconds
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_consensus, "time", Clock)
-    monkeypatch.setattr(Clock, "seconds", 0.0)  # how it rounds depends on it
 
 
 def exchanges(
@@ -33,11 +33,11 @@ def exchanges(
 ) -> list[tuple[int, bool]]:
     """The steps at whose boundary flags are exchanged, and whether a save was agreed on."""
     found = []
-    Clock.seconds += step_seconds
+    Clock.seconds += Fraction(str(step_seconds))
     for step in range(steps):
         if consensus.is_due():
             found.append((step, bool(consensus.exchange(flags, most).save)))
-        Clock.seconds += step_seconds
+        Clock.seconds += Fraction(str(step_seconds))
     return found
 
 

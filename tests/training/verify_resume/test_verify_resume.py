@@ -189,7 +189,7 @@ def test_a_verification_that_could_not_make_its_cuts_proves_nothing(
 ) -> None:
     config = TrainConfig(data=str(idx_data), epochs=1, batch_size=193)
     assert not verify(config, [1], 6, tmp_path)
-    assert "could be made: use more --epochs or fewer --cuts" in capsys.readouterr().out
+    assert "were possible: use more --epochs or fewer --cuts" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
