@@ -33,12 +33,12 @@ _OVER = frozenset({"completed", "cancelled"})
 
 @dataclass(frozen=True, kw_only=True)
 class CancelOptions(cli.RunsOptions):
-    """End runs: nothing requeues them, until hpc resume continues them from the step that they have saved."""
+    """Stop runs and keep them from being requeued. hpc resume continues them from the last saved step."""
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Run directories or names."""
+    """Run directories or names; also those of sweeps and scaling studies."""
     final: bool = False
-    """End them for good: hpc resume refuses them."""
+    """Stop the runs for good: hpc resume refuses to continue them."""
 
 
 def cancel(options: CancelOptions) -> int:
@@ -81,11 +81,13 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
         try:
             EventWriter(run.cancellation).append("cancelled", by=getpass.getuser(), final=final)
         except OSError as error:
-            problems.append(f"the run may be requeued, because its cancellation cannot be recorded: {error}")
+            problems.append(f"the cancellation cannot be recorded, so the run may continue: {error}")
     if on_slurm and not problems:
         problems += _release_waiting_jobs(run)
     if problems:
-        raise TorchrelayError(f"run {run.name}: {'; '.join(problems)}; type hpc cancel again when that is over")
+        raise TorchrelayError(
+            f"run {run.name}: {'; '.join(problems)}; type hpc cancel again when this problem is solved"
+        )
     for job_id in [] if on_slurm else local_jobs(run):
         os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agents
     return is_new

@@ -43,22 +43,23 @@ _REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
 
 @dataclass(frozen=True, kw_only=True)
 class CleanOptions(cli.RunsOptions):
-    """List what runs that have ended hold, the largest first; with --yes, remove it.
+    """List the runs that have ended by the disk space that they use, or remove them with --yes.
 
-    Runs that are pending or running are left alone, and those of other users. Copies of our packages, of earlier
-    versions, go when no run uses them.
+    Pending and running runs and the runs of other users stay. Copies of earlier versions of Torchrelay's packages are
+    also listed and removed, if no run uses them.
     """
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Run directories or names; by default all below --runs-dir."""
+    """Run directories or names. Default: all runs in --runs-dir."""
     older_than: str = _ANY_AGE
-    """Only runs in which nothing has happened for this long: 12h, 30d."""
+    """Only runs whose files have not changed for this long: 12h, 30d."""
     state: str = ",".join(sorted(TERMINAL))
-    """Only runs in these states."""
+    """Only runs in these states, separated by commas."""
     checkpoints_only: bool = False
-    """Remove only the checkpoints: best/, final/, metrics, logs and report stay. Nothing can resume or fork the run."""
+    """Remove only the checkpoints, not best/, final/, metrics, logs and report.
+    The run can then no longer be resumed or forked."""
     yes: bool = False
-    """Remove. Without it, only list."""
+    """Remove the runs. Without this flag, hpc clean only lists them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +110,7 @@ def clean(options: CleanOptions) -> int:
         if found:
             Console().print(_table(found))
         for one in packages:
-            print(visible(f"{one.path}: {decimal(one.size)}, a version of our packages that no run uses"))
+            print(visible(f"{one.path}: {decimal(one.size)}, a version of Torchrelay's packages that no run uses"))
         of_runs = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
         what = " and ".join([*([of_runs] if found else []), *(["these packages"] if packages else [])])
         print(f"removed {what}: {decimal(total)}" if options.yes else f"{decimal(total)}: --yes removes {what}")
@@ -124,8 +125,8 @@ def clean(options: CleanOptions) -> int:
 def _chosen(options: CleanOptions) -> list[Holding]:
     """The runs that match the flags. Raises UserError for wrong flags, and for named runs that cannot be removed."""
     wanted = set(options.state.split(","))
-    if unknown := sorted(wanted - TERMINAL):
-        raise UserError(f"--state is {options.state!r}: {unknown[0]!r} is none of {', '.join(sorted(TERMINAL))}")
+    if wanted - TERMINAL:
+        raise UserError(f"--state is {options.state!r}: use one or several of {','.join(sorted(TERMINAL))}")
     oldest = time.time() - duration_seconds("--older-than", options.older_than)
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
     cache = StatusCache()
@@ -150,12 +151,12 @@ def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -
     except UserError as error:
         return str(error)
     if run.script.exists() and jobs is None:
-        return f"run {run.name} is Slurm's, and may have a job: type this where there is a Slurm"
+        return f"run {run.name} was submitted to Slurm and may have a job: type this on a machine with Slurm"
     alive = local_jobs(run) + (slurm_jobs(run, jobs) if jobs else [])
     if state in TERMINAL and not alive:
         return ""
     what = f"has job {alive[0]}" if alive else f"is {state}"
-    return f"run {run.name} {what}: type hpc cancel {run.name}, and this again when it has ended"
+    return f"run {run.name} {what}: type hpc cancel {run.name}, and repeat hpc clean when it has ended"
 
 
 def _holding(run: RunDir, states: dict[str, str]) -> Holding:

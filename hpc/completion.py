@@ -33,7 +33,7 @@ OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class CompletionOptions(cli.Common):
-    """Print a script with which the shell completes hpc: its verbs, flags and their values.
+    """Print a completion script for your shell, which completes the commands, flags and values of hpc.
 
     For example:
       hpc completion bash > ~/.local/share/bash-completion/completions/hpc
@@ -42,6 +42,7 @@ class CompletionOptions(cli.Common):
     """
 
     shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
+    """Your shell: bash, zsh or fish."""
 
 
 def completion(options: CompletionOptions) -> int:

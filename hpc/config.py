@@ -21,14 +21,14 @@ from training.config.defaults import files
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions(cli.Common):
-    """Show the defaults of hpc submit that are not the built-in ones, and where they come from.
+    """Show the defaults of hpc submit that differ from the built-in defaults, and where they come from.
 
-    Two YAML files set them, the site's and the user's: `partition: gpu` is that of --partition. Variables of sbatch,
-    such as SBATCH_PARTITION, win over both.
+    Two YAML files set defaults, the site's and yours: the line `partition: gpu` sets the default of --partition.
+    Variables of sbatch, such as SBATCH_PARTITION, override both files.
     """
 
     all: bool = False
-    """Show the built-in ones too."""
+    """Show the built-in defaults, too."""
 
 
 def config(environment: Mapping[str, str], options: ConfigOptions) -> int:

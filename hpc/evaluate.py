@@ -61,29 +61,29 @@ _TRIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions(SubmitOptions):
-    """Evaluate the model of a run, or an exported file: every image counts once, on any number of ranks.
+    """Evaluate the model of a run, or an exported model. Each image counts exactly once on any number of ranks.
 
     For example:
       hpc evaluate first
       hpc evaluate first --checkpoint 1200 --data /shared/imagenet-v2 --gpus-per-node 4 --wait
       hpc evaluate model.pt2 --data /shared/imagenet
 
-    The evaluation is a run: see it with hpc status, hpc logs, hpc report. Partition, GPUs and the like are those of the
-    other run unless they are given; it gets one node.
+    The evaluation is a run, too: hpc status, hpc logs and hpc report show it. It uses one node. Other resources that
+    you do not give, such as --partition and --gpus-per-node, are those of the evaluated run.
     """
 
     run: tyro.conf.Positional[str]
-    """Run directory or name, which may be running; or a file of hpc export."""
+    """Directory or name of a run, which may still be running, or a file of hpc export."""
     checkpoint: Annotated[str, tyro.conf.arg(metavar="WHICH")] = "best"
-    """best: by validation; last: the final model, or the newest checkpoint; or the STEP of a checkpoint."""
+    """Model to evaluate: best (by validation), last (the final model or newest checkpoint), or a checkpoint's step."""
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """Other images, with classes that the model knows. Default: the run's data."""
+    """Images to evaluate on, of classes that the model knows. Default: the data of the evaluated run."""
     split: SplitChoice = "auto"
-    """Part of the data. auto: test; without it val; of other data without both, all images."""
+    """Part of the data. auto: test, or val if there is no test part, or all images if --data has neither."""
     num_workers: int | None = None
     """Loader processes per rank. Default: the CPU cores per rank, or 0 for data in memory."""
     max_corrupt_images: int = 10
-    """Corrupt images that are replaced by others; with more, the evaluation fails."""
+    """Number of corrupt images that may be replaced by others. If there are more, the evaluation fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
     if name is None:
         raise UserError("no run is named: type hpc evaluate NAME; hpc status lists the runs")
     if "config" in typed_names(arguments):
-        raise UserError("--config is for new trainings: type the flags")
+        raise UserError("--config is only for new trainings: give the flags instead")
     subject = find_subject(name, cli.runs_dir(arguments))
     if subject.spec is None:
         return with_defaults(arguments, known)
@@ -147,7 +147,7 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
     path = Path(name).expanduser()
     if path.suffix in _EXPORTED or path.is_file():
         if path.suffix not in _EXPORTED or not path.is_file():
-            what = "is no exported model" if path.is_file() else "does not exist"
+            what = "is not an exported model" if path.is_file() else "does not exist"
             raise UserError(f"{path} {what}: give a run, or a {' or '.join(_EXPORTED)} file of hpc export")
         return Subject(path=path.absolute(), spec=None)
     run = cli.find_run(name, runs_dir)
@@ -156,8 +156,8 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
         raise UserError(f"run {name} is itself an evaluation: evaluate {spec.evaluation.source}")
     if spec.train is None:
         raise UserError(
-            f"run {name} runs {spec.script[0]}, whose model only that script knows: evaluate it by a script of yours, "
-            "hpc submit -- script.py"
+            f"run {name} runs {spec.script[0]}, and only that script knows its model: evaluate it with your own "
+            "script, hpc submit -- script.py"
         )
     return Subject(path=run.path, spec=spec)
 
@@ -233,7 +233,7 @@ def find_model(run: RunDir, checkpoint: str) -> list[Path]:
     saved = list_checkpoints(run.checkpoints)
     if checkpoint == "best":
         found = [run.best] if (run.best / MODEL_CARD).is_file() else []
-        missing = "has no best model, which its validations choose: use --checkpoint last"
+        missing = "has no best model, because no validation has chosen one: use --checkpoint last"
     elif checkpoint == "last":
         found = [run.final] if run.final_result.is_file() else saved
         missing = "has neither a final model nor a checkpoint yet: wait for the first one"

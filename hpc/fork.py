@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -37,14 +38,16 @@ _TRIES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class ForkOptions(SubmitTraining):
-    """Submit a new run that goes on from the newest checkpoint of another one, with other flags.
+    """Submit a new run that continues from the newest checkpoint of another run, with other flags.
 
-    All flags of hpc submit; those that are not given are the other run's. The steps before the checkpoint stay in the
-    other run: the metrics of the new one begin after it.
+    Flags that you leave out have the values that they have in the other run. The metrics up to the checkpoint are
+    copied into the new run as attempt 0.
     """
 
     run: tyro.conf.Positional[str]
-    """Run directory or name of the other run. It may be running."""
+    """Directory or name of the other run, which may still be running."""
+    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    """Name of the new run, which you must give."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +70,7 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
     if "name" not in typed:
         raise UserError(f"the new run has no name: type hpc fork {name} --name NEW")
     for flag in typed.intersection(_OF_NEW_TRAININGS):
-        raise UserError(f"--{flag} is for new trainings: type the flags that change")
+        raise UserError(f"--{flag} is only for new trainings: give the flags that change instead")
     source = cli.find_own_run(name, cli.runs_dir(arguments))
     spec = RunSpec.load(source)
     if spec.evaluation is not None:
@@ -75,7 +78,7 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
     if spec.train is None:
         raise UserError(
             f"run {name} runs {program_of(spec.script)}, which keeps its own checkpoints: submit it under a new "
-            "name, with the argument by which it finds them"
+            "name, with its own argument for resuming from a checkpoint"
         )
     refuse_on_fork([field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed], source.best)
     own = [word for word in flags_of(spec) if not is_default_time(spec, word)]
@@ -111,11 +114,11 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
                 break
         shutil.rmtree(copy, ignore_errors=True)
     else:
-        raise UserError(f"run {source.name} has no checkpoint that is intact in {source.checkpoints}: type hpc submit")
+        raise UserError(f"run {source.name} has no intact checkpoint in {source.checkpoints}: type hpc submit")
     epochs_done = json.loads((copy / STATE_VALUES).read_bytes())["progress"]["epoch"]
     if spec.train and epochs_done >= spec.train.epochs:
         raise UserError(
-            f"--epochs is {spec.train.epochs}, and {path.name} of run {source.name} is after epoch {epochs_done}: "
+            f"--epochs is {spec.train.epochs}, but {path.name} of run {source.name} is after epoch {epochs_done}: "
             f"use --epochs {epochs_done + 1} or more"
         )
     _give_results(source, run, step_of(path))

@@ -13,22 +13,23 @@ from hpc.notification.delivery import try_to_send
 from hpc.notification.recipients import ALL, choose_recipients, recipients_file
 
 _TITLE = "A test message of Torchrelay"
-_BODY = "hpc notify on {host} sent this: runs that are submitted with --notify {name} will tell you of their end."
+_BODY = "hpc notify on {host} sent this: runs submitted with --notify {name} will send you a message when they end."
 
 
 @dataclass(frozen=True, kw_only=True)
 class NotifyOptions(cli.Common):
-    """Send a test message to recipients of hpc submit --notify; without names, list them.
+    """Send a test message to recipients of hpc submit --notify, or list the recipients if you give no names.
 
-    They are in ~/.config/torchrelay-notify.yaml, which only you may be able to read (chmod 600), as NAME: ADDRESS:
+    Recipients are lines NAME: ADDRESS in ~/.config/torchrelay-notify.yaml, which only you may be able to read (chmod
+    600), such as:
       slack: slack://TOKEN_A/TOKEN_B/TOKEN_C
       mail: mailto://USER:PASSWORD@smtp.example.org?to=me@example.org
 
-    https://appriseit.com/services/ has the addresses of all services.
+    The page https://appriseit.com/services/ lists the addresses of all services.
     """
 
     names: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Names there; all: every one."""
+    """Names of recipients; all: every recipient."""
 
 
 def notify(options: NotifyOptions) -> int:

@@ -60,8 +60,8 @@ _GROUPS = ("resources", "recovery", "network", "notification", "train")
 class ResumeOptions(cli.RunOptions):
     """Continue a run after hpc cancel or a failure, or train a complete one longer, from its newest saved state.
 
-    Flags that are not given stay as they were. The counts of failures begin anew. Flags that would change steps, such
-    as --lr, need hpc fork.
+    Flags that you leave out keep the values that they have in the run. The counts of failures start again from zero.
+    Flags that would change the steps of the training, such as --lr, need hpc fork.
     """
 
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
@@ -70,7 +70,7 @@ class ResumeOptions(cli.RunOptions):
     notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
     train: tyro.conf.OmitArgPrefixes[Adjustable] = field(default_factory=Adjustable)
     new_code: bool = False
-    """Run the code as it is now in the repository of the current directory, instead of the copy of the submission."""
+    """Run the present code of the repository in the current directory instead of the copy from the submission."""
     wait: bool = False
     """Wait until the run ends, and print its result."""
 
@@ -100,8 +100,8 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
     of_training = {field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)}
     if spec.train is None and (unknown := sorted(typed & of_training)):
         raise UserError(
-            f"--{unknown[0]} is a flag of our trainer, but run {run.name} runs {program_of(spec.script)}, whose "
-            "arguments stay as they were submitted: leave it out"
+            f"--{unknown[0]} is a flag of the image classifier, but run {run.name} runs {program_of(spec.script)}, "
+            "whose arguments hpc resume cannot change: leave it out"
         )
     refuse_on_resume(typed, name, run.best)
     groups = (spec.resources, spec.recovery, spec.network, spec.notification)
@@ -121,7 +121,7 @@ def resume(options: ResumeOptions) -> int:
         cli.print_json(answer)
         return 0
     step = resubmit.last_step(run)
-    print(visible(f"run {run.name} goes on in job {answer['job_id']}" + (f" after step {step}" if step else "")))
+    print(visible(f"run {run.name} continues in job {answer['job_id']}" + (f" after step {step}" if step else "")))
     for name, value in answer["changed"].items():
         print(visible(f"  {name} {value}"))
     return 0
@@ -145,7 +145,8 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     before = RunSpec.load(run)
     if options.new_code and before.in_place:
         raise UserError(
-            f"--new-code: run {run.name} runs {program_of(before.script)} where it is, as it is now: leave it out"
+            f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
+            "leave it out"
         )
     after = _adjusted(run, before, options, events)
     _check_has_ended(run, before, events, shlex.quote(options.run))
@@ -174,11 +175,12 @@ def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event], typed:
             state = listed[job_id].state.lower()
             raise UserError(
                 f"run {run.name} has job {job_id}, which is {state}: hpc resume is for runs without a job; type hpc "
-                f"cancel {typed}, and this again when the job has ended"
+                f"cancel {typed}, and repeat hpc resume when the job has ended"
             )
     for pid in local_jobs(run)[:1]:
         raise UserError(
-            f"run {run.name} still runs, as process {pid}: type hpc cancel {typed}, and this again when it has ended"
+            f"run {run.name} still runs, as process {pid}: type hpc cancel {typed}, and repeat hpc resume when it "
+            "has ended"
         )
     if spec.cluster == "slurm" and not resubmit.has_own_script(run):
         raise UserError(
@@ -188,8 +190,8 @@ def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event], typed:
     saved = spec.forked_from or any(event["event"] in {"checkpoint_saved", "snapshot_saved"} for event in events)
     if spec.train and saved and not list_checkpoints(run.checkpoints):
         raise UserError(
-            f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would begin anew: type hpc submit for "
-            "a new run"
+            f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would start from the beginning: type "
+            "hpc submit for a new run"
         )
 
 

@@ -14,10 +14,10 @@ from hpc.status.alive import chosen_node, running_job
 
 @dataclass(frozen=True, kw_only=True)
 class ShellOptions(cli.RunOptions):
-    """Open a shell on a node of a run, in the run's directory. It sees the GPUs of the run and ends with its job."""
+    """Open a shell on a node of a run, in the run's directory. The shell sees the run's GPUs and ends with its job."""
 
     node: str | None = None
-    """The node, by the name that hpc status shows. Default: the first."""
+    """Name of the node, as hpc status shows it. Default: the first node of the run."""
 
 
 def shell(options: ShellOptions) -> int:
@@ -31,7 +31,10 @@ def shell(options: ShellOptions) -> int:
         cli.print_json({"run": run.name, "job_id": job.job_id, "node": node, "command": command})
         return 0
     if not sys.stdin.isatty():
-        raise UserError("hpc shell needs a terminal, and stdin is none: for one command, use the srun of --json")
+        raise UserError(
+            "hpc shell needs a terminal, and stdin is not one: for a single command, use the srun command of "
+            "hpc shell --json"
+        )
     return subprocess.run(command, check=False).returncode
 
 

@@ -64,9 +64,9 @@ class Resources:
     """Resources of the Slurm job."""
 
     nodes: Annotated[str, tyro.conf.arg(aliases=("-N",), metavar="N")] = "1"
-    """Number of nodes, or MIN:MAX for as many as are free, at least MIN."""
+    """Number of nodes. MIN:MAX: as many as are free in this range."""
     gpus_per_node: Annotated[str, tyro.conf.arg(metavar="N")] = "1"
-    """GPUs per node, one rank each; of one type: a100:2. 0: one rank per node on its CPUs, by gloo."""
+    """GPUs per node, with one rank each, or TYPE:N such as a100:2. 0: one rank per node on its CPUs (gloo)."""
     cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """CPUs per rank. Default: a node's share per GPU."""
     mem: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
@@ -86,7 +86,7 @@ class Resources:
     sbatch: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY[=VALUE]")]] = ()
     """Another option of sbatch: mail-type=END. Repeatable."""
     setup: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="LINE")]] = ()
-    """Bash for the head node, whose exports all ranks get: 'module load cuda/12.4'. Repeatable."""
+    """Bash command to run first on the head node: 'module load cuda/12.4'. All ranks get its exports. Repeatable."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
@@ -147,19 +147,19 @@ class Recovery:
     """Recovery from interruptions."""
 
     elastic: bool = False
-    """When nodes are lost, continue on the others: down to one, or the MIN of --nodes MIN:MAX."""
+    """When nodes are lost, continue on the remaining nodes: at least one, or MIN of --nodes MIN:MAX."""
     spares: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """Idle nodes that replace lost ones."""
+    """Number of idle nodes to replace lost ones."""
     hang_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "auto"
-    """Restart all ranks after this time without progress: 90s, 5m. auto: from the measured time of a step.
+    """Restart all ranks after this time without progress: 90s, 5m. auto: chosen from the measured time of a step.
     Your own script must report its progress (docs/explanation/recovery.md)."""
     signal_before: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Save and requeue this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
     grace_period: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
-    """Kill ranks that have not ended this long after the signal to stop: 90s. Default: what Slurm leaves for it."""
+    """Kill ranks that have not ended this long after the signal to stop: 90s. Default: as long as Slurm allows."""
     stop_signal: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto"
     """Signal on which your own script saves and exits: USR1, INT, HUP, TERM, USR2.
-    auto: USR2 at the time limit, TERM at a preemption, or the one of them that it handles."""
+    auto: USR2 at the time limit and TERM at a preemption; if your script handles only one of them, always that one."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a cluster."""
@@ -195,10 +195,10 @@ class Network:
 
     interface: str | None = None
     """Network interface of the nodes, such as ib0, for the agents, the data and the ranks.
-    Default: the one by which the nodes reach the head node; NCCL chooses its own."""
+    Default: the interface of the route to the head node; NCCL chooses its interface itself."""
     port_range: str | None = None
-    """Ports that are open between the nodes: 20000-20100. Default: any.
-    The ranks' own connections (NCCL, gloo) always use the kernel's (docs/how-to/clusters.md)."""
+    """Ports that are open between the nodes: 20000-20100. Default: any ports.
+    The ranks' own connections (NCCL, gloo) always use ports that the kernel chooses (docs/how-to/clusters.md)."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without a node."""
@@ -225,9 +225,9 @@ class Notification:
 
     notify: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]] = ()
     """Send a message to this name in ~/.config/torchrelay-notify.yaml when the run completes or fails.
-    all: to every name there. Repeatable (docs/how-to/notifications.md)."""
+    all: to every name in the file. Repeatable (docs/how-to/notifications.md)."""
     notify_interruptions: Annotated[int, tyro.conf.arg(metavar="N")] = 3
-    """Tell them too when the run is interrupted more than N times within an hour."""
+    """Also send a message when the run is interrupted more than N times within an hour."""
 
     def __post_init__(self) -> None:
         """Check what can be checked without the file."""

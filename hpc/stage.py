@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions(cli.Common):
-    """Copy data to this machine's own disk, where runs find them; list, verify or delete the copies."""
+    """Copy data to this machine's own disk, where runs find the copy; or list, verify or delete such copies."""
 
     path: tyro.conf.Positional[Path | None] = None
     """Directory, or .tar, .tar.gz, .tar.bz2, .tar.xz, .tar.zst or .zip archive."""
@@ -40,15 +40,15 @@ class StageOptions(cli.Common):
     list: bool = False
     """List the copies."""
     verify: bool = False
-    """Read every byte of all copies, or those of PATH, compare the checksums, and repair damaged files."""
+    """Read all copies, or only those of PATH, in full, compare the checksums, and repair damaged files."""
     clean: bool = False
-    """Delete all copies, or those of PATH, except copies in use."""
+    """Delete all copies, or only those of PATH, except copies in use."""
 
 
 def stage(options: StageOptions) -> int:
     """Copy, or do what the flag asks for."""
     if sum((options.list, options.verify, options.clean)) > 1:
-        raise UserError("--list, --verify and --clean exclude each other: give one of them")
+        raise UserError("--list, --verify and --clean exclude each other: give only one of them")
     store = open_store(options.stage_dir.absolute())
     if options.clean:
         return _clean(options, store)
@@ -67,7 +67,7 @@ def stage(options: StageOptions) -> int:
         how = "reused" if staged.reused else f"{decimal(staged.bytes_from_source)} in {staged.seconds:.1f} s"
         print(f"{staged.path} ({how})")
         if staged.shared:
-            print(f"{options.stage_dir} is no disk of this machine's own: {staged.shared}")
+            print(f"{options.stage_dir} is not on this machine's own disk: {staged.shared}")
         if staged.in_memory:
             available = decimal(available_bytes(options.stage_dir))
             print(f"{options.stage_dir} is RAM-backed: the copy takes memory; {available} remain available for copies")
@@ -164,7 +164,7 @@ def _repair(options: StageOptions, entry: CacheEntry, source: Path) -> str:
         pass  # the source is gone
     if not entry.delete():
         return "still damaged: a run reads it, so cancel that run first"
-    return "deleted: its source is gone or has changed, or it was a packed data set; the next run makes it again"
+    return "deleted: its source is gone or has changed, or it was a packed data set; the next run creates it again"
 
 
 def _copy(options: StageOptions, source: Path, *, read_all: bool = False) -> Staged:

@@ -28,7 +28,7 @@ _PAUSE_SECONDS = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions(cli.RunsOptions):
-    """Send the metrics of runs to Weights & Biases or MLflow, from here.
+    """Send the metrics of runs to Weights & Biases or MLflow from this machine.
 
     For example, where the nodes have no internet:
       hpc submit --tracker wandb ...
@@ -38,9 +38,9 @@ class SyncOptions(cli.RunsOptions):
     run: tyro.conf.Positional[tuple[str, ...]] = ()
     """Run directories or names."""
     tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
-    """Where to. Default: what the run was submitted with."""
+    """Tracker to send to. Default: the trackers that the run was submitted with."""
     watch: bool = False
-    """Go on until the runs have ended."""
+    """Continue sending until the runs have ended."""
 
 
 def sync(options: SyncOptions) -> int:

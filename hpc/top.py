@@ -32,7 +32,7 @@ _TITLES = ("rank", "node", "CPU", "processes", "GPU", "busy", "memory")
 
 @dataclass(frozen=True, kw_only=True)
 class TopOptions(cli.RunOptions):
-    """Show what each rank uses now: its CPUs (100% is one) with its loader workers, and its GPU, as nvidia-smi says."""
+    """Show the present CPU use of each rank with its loader workers (100% is one core), and its GPU use."""
 
 
 def top(options: TopOptions) -> int:
@@ -47,7 +47,7 @@ def top(options: TopOptions) -> int:
     elif local_jobs(run):
         answers = parse(subprocess.run(_measurement(run), stdout=subprocess.PIPE, text=True, check=True).stdout)
     else:
-        raise UserError(f"run {run.name} does not run: hpc status {run.name} shows its state")
+        raise UserError(f"run {run.name} is not running: hpc status {run.name} shows its state")
     ranks = sorted((rank for answer in answers.values() for rank in answer), key=lambda rank: int(rank["rank"]))
     if options.json:
         cli.print_json(ranks)

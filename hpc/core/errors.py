@@ -24,9 +24,14 @@ class UserError(TorchrelayError):
     exit_code = 2
 
 
+# What pip calls the packages of an extra of pyproject.toml, if not as the extra. The extra itself would need an index.
+_PACKAGES = {"sweep": "optuna", "mlflow": "mlflow-skinny"}
+
+
 def need_package(package: str, extra: str, what: str) -> None:
     """A UserError if an optional package, that one of our extras brings, is not installed."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
-            f"{what} needs the package {package}, which is not in {sys.prefix}: type pip install 'torchrelay[{extra}]'"
+            f"{what} needs the package {package}, which is not in {sys.prefix}: type pip install "
+            f"{_PACKAGES.get(extra, extra)}"
         )

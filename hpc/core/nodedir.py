@@ -27,7 +27,7 @@ from hpc.core.rundir import RunDir, SubPath
 DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
 # In the order of preference. /tmp may be a disk: snapshots take longer there, and all else works.
 _PARENTS = DEV_SHM, Path("/tmp")  # noqa: S108
-_OTHERWISE = "ask an administrator to mend it"
+_OTHERWISE = "ask an administrator to fix it"
 _MAX_LINKS = 10
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 # An agent of the previous attempt may not have exited yet.
@@ -247,7 +247,7 @@ class HeldNodeDir:
         os.close(self._lock)
         lock = self._wait_for_lock()
         if lock is None:
-            raise TorchrelayError(f"{self.files.path} was removed, and another process has made it again")
+            raise TorchrelayError(f"{self.files.path} was removed, and another process has created it again")
         self._lock = lock
         return True
 

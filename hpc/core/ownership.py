@@ -32,7 +32,7 @@ def check_is_own(run: RunDir) -> None:
         if others_may_write(status):
             raise UserError(
                 f"run {run.name} is not yours alone: {path} is {stat.filemode(status.st_mode)}, so others can change "
-                f"what it runs as you; look at it, then type chmod -R go-w {run.path}"
+                f"what it runs as you; check its files, then type chmod -R go-w {run.path}"
             )
 
 

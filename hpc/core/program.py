@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import textwrap
 import traceback
@@ -25,6 +26,7 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.text import visible
 
 INTERRUPTED = 130
+_WIDEST = 100  # columns of a description: longer lines are hard to read
 CALLED = "TORCHRELAY_CALLED"
 SCHEMA = 1
 """Version of docs/json.schema.json: of a change that breaks readers."""
@@ -43,7 +45,7 @@ class Help:
     hidden: Collection[str] = ()
     """Those that it leaves out."""
     inherited: Collection[str] = ()
-    """Those whose default is what a run has."""
+    """Those whose default is what a run has: the help of the command says so once, and shows no default for them."""
 
 
 ALL_FLAGS = Help()
@@ -73,17 +75,45 @@ def parse(
         _check_flags(options, argv, prog)
         if not {"-h", "--help"}.isdisjoint(argv):
             options = _for_help(options, shown)
-    box = io.StringIO()
+    box, text = io.StringIO(), _HelpText()
     try:
-        with contextlib.redirect_stderr(box):
+        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(text):
             return tyro.cli(options, args=list(argv), prog=prog, config=_TYRO, console_outputs=prints)
     except SystemExit as stop:
         if stop.code in {0, None}:
+            print(_wrapped(text.read_all()), end="")
             raise
         lines = [line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()[1:]]
         sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
         useful = [section for section in sections if section and not section.startswith("Argument helptext")]
         raise UserError(re.sub(r"\s+", " ", "; ".join(useful))) from None
+
+
+class _HelpText(io.TextIOWrapper):
+    """What tyro prints for stdout: with its colors if that is a terminal, and with the characters that it has."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding=sys.stdout.encoding, errors=sys.stdout.errors, newline="\n")
+        self._is_terminal = sys.stdout.isatty()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    def read_all(self) -> str:
+        """All that was printed."""
+        self.seek(0)
+        return self.read()
+
+
+def _wrapped(text: str) -> str:
+    """A help with its description, above the first box, as wide as the boxes at most: tyro does not wrap it."""
+    description, box, flags_of_command = text.partition("╭")
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    usage, *lines = description.split("\n")
+    for at, line in enumerate(lines):
+        if line[:1].strip():  # not an example
+            lines[at] = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([usage, *lines]) + box + flags_of_command
 
 
 def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
@@ -112,7 +142,7 @@ def _for_help(options: type[Any], shown: Help) -> type[Any]:
             return tyro.conf.Suppress
         if name in shown.inherited:
             text = re.sub(r"\s*\bDefault: .*?\.(?=\s|$)", "", texts[name], flags=re.DOTALL)
-            return tyro.conf.arg(help=text, help_behavior_hint="(default: as before)")
+            return tyro.conf.arg(help=text, help_behavior_hint="")
         return tyro.conf.arg(help_behavior_hint=_default_hint)
 
     return _annotated(options, mark)

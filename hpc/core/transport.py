@@ -155,7 +155,7 @@ class Connection:
         try:
             message = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise TransportError(f"a message is no JSON: {type(error).__name__}") from error
+            raise TransportError(f"a message is not JSON: {type(error).__name__}") from error
         if not isinstance(message, dict):
             raise TransportError("a message is not a JSON object")
         return message

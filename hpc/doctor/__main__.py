@@ -56,9 +56,9 @@ class DoctorOptions(cli.RunsOptions):
     """Find settings of this cluster that cost runs work or time, and print how to change them."""
 
     run: tyro.conf.Positional[str | None] = None
-    """Run whose measured save times to use. Default: the newest run that has saved."""
+    """Run whose measured save times are used. Default: the newest run that has saved a checkpoint."""
     node: tuple[str, ...] | None = None
-    """Also inspect compute nodes in a short job: these nodes, or without names any (as many as --nodes)."""
+    """Also inspect compute nodes in a short job: the named nodes, or without names any nodes (--nodes of them)."""
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
 
@@ -107,7 +107,9 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     found = judge(OF_RUN, measured, f"run {measured.name}") if measured else []
     if not slurm.is_available():
         if options.node is not None:
-            raise UserError("--node needs Slurm, and there is none here (no sbatch, or no slurm.conf): leave it out")
+            raise UserError(
+                "--node needs Slurm, but there is no Slurm here (no sbatch, or no slurm.conf): leave it out"
+            )
         verdict = note(
             "there is no Slurm here (no sbatch, or no slurm.conf)",
             "runs use this machine only (--cluster local), and end when it fails",

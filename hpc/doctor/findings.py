@@ -237,7 +237,7 @@ def _stage(node: NodeInfo) -> Verdict:
     if node.stage_type in NETWORK_BACKED:
         return note(
             f"{value}, which is on other machines",
-            "every node copies the data there, and reads the copy over the network all the same",
+            "every node copies the data to it, but still reads the copy over the network",
             "use --stage-dir with a directory on the nodes' own disks; '$NAME' is a variable of the job on the node",
         )
     if free >= _MIN_STAGE_BYTES:

@@ -82,12 +82,12 @@ def _preempt_mode(site: ClusterFacts) -> Verdict | None:
             value,
             "a preempted run stands still, with its memory and GPU memory, until Slurm resumes it; hpc status says "
             "suspended",
-            "nothing to do: it goes on at the same step. If it must not wait, use a partition without preemption",
+            "nothing to do: the run then continues at the same step. Partitions without preemption avoid the wait",
         )
     if mode == "CANCEL" and may_be_preempted(site.cluster) is not False:
         return note(
             value,
-            "Slurm ends a preempted job for good: what continues the run are its own agents, before the job is killed",
+            "Slurm ends a preempted job for good: the agents of the run must submit a new job before it is killed",
             "start hpc supervise: it submits a new job for a run whose agents did not manage to",
         )
     return ok(value)
@@ -105,7 +105,7 @@ def _user_signal(site: ClusterFacts) -> Verdict | None:
         return ok("not set; the trainer also saves on SIGTERM")
     return note(
         "preempt_send_user_signal is not set",
-        "a preemption sends only SIGTERM: a script of your own that saves on SIGUSR2 alone loses work",
+        "a preemption sends only SIGTERM: your own script loses work if it saves only on SIGUSR2",
         "save on SIGTERM too, or ask the administrators for SlurmctldParameters=preempt_send_user_signal",
     )
 
@@ -226,7 +226,7 @@ def _oversubscription(site: ClusterFacts) -> Verdict | None:
     gang = "GANG" in site.cluster.config.get("PreemptMode", "")
     return note(
         f"OverSubscribe={given}" + (" with gang scheduling" if gang else ""),
-        f"Slurm suspends runs in turn with other jobs, for {slice_seconds} s each time: they take that much longer"
+        f"Slurm suspends the run and other jobs alternately, for {slice_seconds} s each: the run takes that much longer"
         if gang
         else "other jobs use the CPUs of a run: all its ranks wait for the slowest one",
         "use another --partition, or ask the administrators for OverSubscribe=NO in the line PartitionName="

@@ -33,14 +33,14 @@ _TIMEOUT_SECONDS = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class DrillOptions(cli.RunOptions):
-    """Cause a failure in a run, wait until it trains again, and print what it cost."""
+    """Cause a failure in a run, wait until the run trains again, and print the lost steps and the lost time."""
 
     kind: tyro.conf.Positional[Kind]
-    """worker-kill, hang or disk-full of a rank; node-kill; preempt or term of the job."""
+    """Failure to cause: worker-kill, hang or disk-full of a rank; node-kill of a node; preempt or term of the job."""
     rank: int | None = None
-    """The rank for worker-kill, hang (default: the last) and disk-full (default: 0)."""
+    """Rank for worker-kill and hang (default: the last rank), or for disk-full (default: 0)."""
     node: str | None = None
-    """The node for node-kill. Default: the last that is not the head node."""
+    """Node for node-kill. Default: the last node that is not the head node."""
     yes: bool = False
     """Do not ask for confirmation."""
 
@@ -67,7 +67,7 @@ def drill(options: DrillOptions) -> int:
     if not options.yes:
         question = f"{action} (run {run.name}, job {target.job_id})"
         if not sys.stdin.isatty():
-            raise UserError(f"this would {question}: add --yes to confirm")
+            raise UserError(f"no terminal to confirm in: add --yes to {question}")
         print(f"{question}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
             raise UserError("nothing was done")

@@ -40,7 +40,9 @@ class GroupController(Protocol):
 def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
     """The directory of a group of this name. Raises UserError if the name is missing, or none for a directory."""
     if name is None:
-        raise UserError(f"the {kind.TITLE} has no name: add --name NAME; later, hpc {kind.KIND} --name NAME goes on")
+        raise UserError(
+            f"the {kind.TITLE} has no name: add --name NAME; later, hpc {kind.KIND} --name NAME continues it"
+        )
     check_run_name(name)
     return kind(runs_dir.expanduser().resolve() / name)
 
@@ -58,7 +60,8 @@ def _exists(group: GroupDir[Any]) -> UserError:
     name, kind = group.path.name, group.KIND
     if group.spec_file.exists():
         return UserError(
-            f"there is a {group.TITLE} {name}: type hpc {kind} --name {name} to go on, or choose another --name"
+            f"{group.TITLE} {name} exists already: type hpc {kind} --name {name} to continue it, or choose another "
+            "--name"
         )
     return UserError(f"{group.path} exists already: choose another --name")
 
@@ -112,7 +115,9 @@ def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool,
     except KeyboardInterrupt:
         name = group.path.name
         print(
-            f"\nits runs go on: hpc {group.KIND} --name {name} continues, hpc cancel {name} ends them", file=sys.stderr
+            f"\nthe runs of {name} continue: type hpc {group.KIND} --name {name} to continue the {group.TITLE}, or "
+            f"hpc cancel {name} to stop the runs",
+            file=sys.stderr,
         )
         raise
 

@@ -28,22 +28,22 @@ _LINES_BEFORE = 40
 
 @dataclass(frozen=True, kw_only=True)
 class LogsOptions(cli.RunOptions):
-    """Print the logs of a run, each line with its attempt, its rank and, if it does not say so itself, its time.
+    """Print the logs of a run. Each line shows its attempt, its rank and, unless the line contains it, its time.
 
-    For a failed run: the log of the rank that failed first, from shortly before its error. Of a long log only the last
-    megabyte. --all and --json print everything.
+    For a failed run, this is the log of the rank that failed first, from shortly before its error. Of a long log, only
+    the last megabyte is printed. --all and --json print everything.
     """
 
     follow: bool = False
-    """Print new lines as they are written, over requeues, until the run ends or Ctrl-C."""
+    """Print new lines as they are written, also after requeues, until the run ends or you press Ctrl-C."""
     rank: int | None = None
-    """Only the log of this rank."""
+    """Print only the log of this rank."""
     attempt: int | None = None
-    """Only the logs of this attempt; by default all."""
+    """Print only the logs of this attempt. Default: all attempts."""
     all: bool = False
-    """Everything, from the beginning."""
+    """Print the logs in full, from the beginning."""
     raw: bool = False
-    """Print control characters, such as those of colours, as they are: a terminal obeys them."""
+    """Print control characters, such as those for colours, unchanged: the terminal then executes them."""
 
 
 def logs(options: LogsOptions) -> int:

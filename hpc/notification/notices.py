@@ -33,7 +33,7 @@ def notices_of(run: Path, events: Sequence[Event], interruptions: int) -> list[N
     for number, at in enumerate(alert_times(causes, interruptions), start=1):
         recent = [cause for when, cause in causes.items() if at - _HOUR_SECONDS < when <= at][-interruptions - 1 :]
         times = f" {len(recent)} times within an hour" if interruptions else ""
-        why = f"Why, the last at the end: {', '.join(recent)}"
+        why = f"Causes, the newest last: {', '.join(recent)}"
         title, body = f"Run {run.name} was interrupted{times}", _body(run, attempts, "status", [why])
         found.append(Notice(key=f"{INTERRUPTED}-{number:03d}", title=title, body=body, time=at))
     return found
@@ -77,7 +77,7 @@ def _end_of(attempts: Sequence[Attempt], events: Iterable[Event]) -> tuple[str, 
 def _not_continued(last: Attempt, events: Iterable[Event]) -> str | None:
     """Why no next attempt could be started, and what to do; None: it could, or should not be."""
     detail = not_continued(last, events)
-    return None if detail is None else f"Nothing starts it again ({detail}): start hpc supervise, or type hpc resume"
+    return None if detail is None else f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"
 
 
 def _interruptions(events: Sequence[Event], *, failed: bool) -> dict[float, str]:

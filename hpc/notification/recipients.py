@@ -53,7 +53,7 @@ def read_recipients() -> dict[str, str]:
     except yaml.YAMLError as error:
         # The error's own text quotes the line, and so perhaps a password.
         line = mark.line + 1 if (mark := getattr(error, "problem_mark", None)) else 1
-        raise UserError(f"{path} is no YAML (line {line}): use {_EXAMPLE}") from None
+        raise UserError(f"{path} is not valid YAML (line {line}): use {_EXAMPLE}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {type(error).__name__}") from error
     if not isinstance(found, dict) or not found:
@@ -109,7 +109,7 @@ def service(name: str, address: str) -> "NotifyBase":
     found = Apprise.instantiate(address, suppress_exceptions=True)
     if found is None:
         raise UserError(
-            f"the address of {name} in {recipients_file()} is none that apprise knows: compare it with "
-            "https://appriseit.com/services/"
+            f"the address of {name} in {recipients_file()} is not an address that apprise supports: compare it "
+            "with https://appriseit.com/services/"
         )
     return found

@@ -22,25 +22,25 @@ from hpc.status.__main__ import summaries
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(cli.RunsOptions):
-    """Write one self-contained HTML page about a run, or a comparison of several, and its tables as CSV."""
+    """Write a self-contained HTML page about a run, or a comparison of several runs, with its tables as CSV files."""
 
     run: tyro.conf.Positional[tuple[str, ...]]
     """Run directories or names."""
     output: Path | None = None
-    """Directory for the page and the tables; by default report/ in the run, or beside the runs that are compared."""
+    """Directory for the page and the tables. Default: report/ in the run, or next to the runs that are compared."""
     watch: bool = False
-    """Write them anew every 30 s until the runs have ended, or Ctrl-C. An open page reloads itself."""
+    """Write the page again every 30 s until the runs have ended or you press Ctrl-C. An open page reloads itself."""
 
 
 def report(options: ReportOptions) -> int:
     """Write the page and the tables, and print their paths; with --watch again and again until all runs have ended."""
     if not options.run:
-        raise UserError("no run: type hpc report NAME [NAME...]; hpc status lists the names")
+        raise UserError("no run is named: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in cli.find_runs(options.run, options.runs_dir)}.values())
     path = page_path(runs, options.output)
     tables, ended = write_report(runs, path)
     if not options.json:
-        print(f"{path}\n  beside it: {', '.join(tables)}", flush=True)
+        print(f"{path}\n  next to it: {', '.join(tables)}", flush=True)
     while options.watch and not ended:
         time.sleep(RELOAD_SECONDS)
         tables, ended = write_report(runs, path)

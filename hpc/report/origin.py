@@ -39,11 +39,11 @@ def provenance(record: RunRecord) -> list[tuple[str, str]]:
 def how_to_get_the_code(record: RunRecord) -> str:
     """From which commit and recipe the command makes the same run, in a sentence."""
     commit, _, dirty = (record.revision or "").partition("+")
-    recipe = f"its flags began as recipe {record.spec.recipe}" if record.spec and record.spec.recipe else ""
+    recipe = f"its flags are based on recipe {record.spec.recipe}" if record.spec and record.spec.recipe else ""
     code = f"check out commit {commit} first" if commit else "its code was in no git repository"
     changed = ", with changes that were not committed" if dirty else ""
     below = record.spec.working_directory if record.spec else "."
-    place = "" if below == "." else f"type it in the directory {below} of the repository"
+    place = "" if below == "." else f"type the command in the directory {below} of the repository"
     return "; ".join(filter(None, [f"{code[0].upper()}{code[1:]}{changed}", place, recipe])) + "."
 
 

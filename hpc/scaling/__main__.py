@@ -24,9 +24,9 @@ class StudyResources(Resources):
     """Resources of the Slurm jobs."""
 
     nodes: Annotated[str, tyro.conf.arg(aliases=("-N",), metavar="N...")] = "1"
-    """Numbers of nodes, a run for each: 1 2 4 8."""
+    """Numbers of nodes, with a run for each number: 1 2 4 8."""
     gpus_per_node: Annotated[str, tyro.conf.arg(metavar="N...")] = "1"
-    """Numbers of GPUs per node, a run for each together with each number of nodes: 1 4, or a100:1 a100:4."""
+    """Numbers of GPUs per node: 1 4, or a100:1 a100:4. Each is combined with each number of nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,36 +34,39 @@ class ScalingFlags:
     """Those of a study."""
 
     minutes: float = 5.0
-    """How long each run trains."""
+    """Minutes of training in each run."""
     mode: Mode = "weak"
-    """weak: --batch-size is that of the smallest size, and grows with the ranks; strong: it is the same for all."""
+    """weak: --batch-size is for the smallest run and grows with the number of ranks. strong: all runs have the same."""
     parallel: int = 1
-    """Runs at the same time: more than one disturb each other where they share storage or a network."""
+    """Number of runs at the same time. Runs that share storage or a network slow each other down."""
     once: bool = False
-    """Look after the runs once and exit: for cron."""
+    """Check and start runs once, then exit: for cron."""
+    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    """Name of the scaling study, which you must give."""
     resources: tyro.conf.OmitArgPrefixes[StudyResources] = field(default_factory=StudyResources)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingTraining(ScalingFlags, SubmitTraining):
-    """Train the same on several numbers of nodes and GPUs, and see what each of them gains.
+    """Run the same training on several numbers of nodes and GPUs, and compare the speed.
 
     For example:
-      hpc scaling --name resnet --nodes 1 2 4 8 --gpus-per-node 1 4 --minutes 5 --data /shared/pets --model resnet50
+      hpc scaling --name resnet --nodes 1 2 4 8 --gpus-per-node 1 4 --data /shared/pets --model resnet50
       hpc scaling --name own --nodes 1 2 4 -- train.py
 
-    Typed again with --name alone, it goes on. The runs are in runs/NAME: hpc status, cancel and report take NAME.
+    To continue an interrupted study, type hpc scaling --name NAME. The runs are in runs/NAME: hpc status, hpc cancel
+    and hpc report accept NAME.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingScript(ScalingFlags, SubmitScript):
-    """Run the same script of your own on several numbers of nodes and GPUs, and see what each of them gains."""
+    """Run your own script on several numbers of nodes and GPUs, and compare the speed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions(cli.RunsOptions):
-    """Go on with a study."""
+    """Continue a study."""
 
     name: str | None = None
     parallel: int | None = None

@@ -122,7 +122,10 @@ def conclusions(measured: Sequence[Measures]) -> list[str]:
     if limit is None:
         largest = fastest[-1]
         share = efficiency(known)[largest.size]
-        found.append(f"More ranks pay up to the largest size, {_words(largest.size)}: each works at {share:.0%}.")
+        found.append(
+            f"More ranks pay up to the largest size, {_words(largest.size)}: each rank has {share:.0%} of its speed "
+            "in the smallest size."
+        )
         found += _reason(largest)
     else:
         before, after = limit
@@ -148,7 +151,7 @@ def _reason(one: Measures) -> list[str]:
     if share < _NOTABLE:
         return []
     if name == "data":
-        return [f"They wait {share:.0%} of the time for data: more --num-workers and CPUs, or --pack on."]
+        return [f"They wait {share:.0%} of the time for data: use more --num-workers and CPUs, or --pack on."]
     cost = ""
     if one.bandwidth is not None and one.gradient_bytes is not None:
         cost = (

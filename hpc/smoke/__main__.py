@@ -34,16 +34,17 @@ _DATA = "data"
 
 @dataclass(frozen=True, kw_only=True)
 class SmokeOptions(cli.RunsOptions):
-    """Measure nodes of the cluster in a short job: devices, disks, staging, clocks, and the network of all pairs.
+    """Measure nodes of the cluster in a short job: devices, disks, staging, clocks, and the network of each pair.
 
-    What is slow against the median is named. The result is kept beside the runs, as JSON and as text for the
-    administrators, and the next one says what has changed. Exit codes: 0 nothing is slow, 1 something is, or it failed.
+    hpc smoke lists what is slow compared with the median. It saves the result next to the runs, as JSON and as text for
+    the administrators, and compares it with the previous result. Exit codes: 0 nothing is slow, 1 something is slow or
+    the measurement failed.
     """
 
     node: tuple[str, ...] | None = None
-    """Measure these nodes. Default: any, as many as --nodes."""
+    """Nodes to measure. Default: any nodes (--nodes of them)."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - submit's default
-    """Each node's own disk."""
+    """Directory on each node's own disk."""
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
 
@@ -74,7 +75,7 @@ def measure(options: SmokeOptions) -> SmokeResult:
         TorchrelayError: no node has answered.
     """
     if (reason := slurm.why_unavailable()) is not None:
-        raise UserError(f"hpc smoke measures nodes of a cluster, and there is no Slurm here ({reason})")
+        raise UserError(f"hpc smoke measures nodes of a cluster, but there is no Slurm here ({reason})")
     names = options.node or ()
     check_runs_dir(options.runs_dir, on_cluster=True)
     resources = plan(options.resources, slurm.query_cluster(options.resources.partition), names)
@@ -85,8 +86,7 @@ def measure(options: SmokeOptions) -> SmokeResult:
     nodes = read_documents(run_on_nodes(job, options.runs_dir, write_data), node_speed)
     if not nodes:
         raise TorchrelayError(
-            "the job has ended before a node had answered (see the messages of srun): nothing is kept; type hpc smoke "
-            "again"
+            "the job ended before a node answered (see the messages of srun): nothing was saved; type hpc smoke again"
         )
     return result_of(nodes, resources.partition or "", resources.max_nodes)
 
@@ -106,7 +106,7 @@ def _print(
     console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
     show(console, result, slow, changed)
     if not slow:
-        print("nothing is slow against the median of these nodes")
+        print("nothing is slow compared with the median of these nodes")
     if has_before and not changed:
         print("nothing has changed since the last hpc smoke")
     print("kept:", *files, sep="\n  ")

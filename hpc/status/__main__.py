@@ -33,13 +33,13 @@ class StatusOptions(cli.RunsOptions):
     """Show the state of runs."""
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
-    """Run directories or names; by default all below --runs-dir."""
+    """Run directories or names. Default: all runs in --runs-dir."""
     state: tyro.conf.UseAppendAction[tuple[State, ...]] = ()
-    """Only runs in this state. Repeatable."""
+    """Show only runs in this state. Repeatable."""
     mine: bool = False
-    """Only your own runs, where several users share --runs-dir."""
+    """Show only your own runs, if several users share --runs-dir."""
     watch: bool = False
-    """Keep the table up to date until Ctrl-C."""
+    """Keep the table up to date until you press Ctrl-C."""
 
 
 def status(options: StatusOptions) -> int:
@@ -101,7 +101,7 @@ def _watch(options: StatusOptions) -> None:
     """Redraw the table until Ctrl-C."""
     console, cache = Console(), StatusCache()
     if not console.is_terminal:
-        raise UserError("--watch needs a terminal, and stdout is none: leave it out, or use --json")
+        raise UserError("--watch needs a terminal, and stdout is not one: leave it out, or use --json")
     with Live(console=console, auto_refresh=False) as live:
         while True:
             began = time.process_time()

@@ -113,7 +113,7 @@ def _gpu_hours(hours: Mapping[str, float] | None) -> str:
 
 def _tracker(one: Mapping[str, Any]) -> str:
     if one["problem"] is not None:
-        return f"not at {one['tracker']} ({one['problem']}): type hpc sync"
+        return f"not sent to {one['tracker']} ({one['problem']}): type hpc sync"
     return f"at {one['tracker']}" + (f", {one['url']}" if one["url"] else "")
 
 

@@ -12,11 +12,11 @@ from hpc.notification.notices import unsent_messages
 MAX_SHARE = 0.8
 ASK_NO_GPUS = "in a script, move the import that queries GPUs into a function; or install an older torch"
 _ADVICE = {
-    Cause.NO_SPACE: "no space left: make room, then continue with hpc resume",
+    Cause.NO_SPACE: "no space left: free some space, then continue with hpc resume",
     Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, then continue "
     "from its newest checkpoint with hpc fork and a smaller --lr or --clip-grad-norm 1",
     Cause.BAD_INPUT: "another attempt would fail again: correct the input, then continue with hpc resume "
-    "(--new-code if the code was at fault), or submit under a new name",
+    "(with --new-code if you have changed the code), or submit under a new name",
 }
 
 
@@ -96,8 +96,8 @@ def _too_little_time(submitted: Event, took: float | None) -> list[str]:
     if took is not None and grace is not None and took > MAX_SHARE * save_timeout_seconds(grace):
         enough = ceil(took / MAX_SHARE + REQUEUE_SECONDS)
         found.append(
-            f"saving took {took:.1f} s; on preemption Slurm kills the run after {grace} s: lose less with a shorter "
-            f"--checkpoint-every, or ask the administrators for GraceTime={enough}"
+            f"saving took {took:.1f} s; on preemption Slurm kills the run after {grace} s: use a shorter "
+            f"--checkpoint-every, which reduces the loss, or ask the administrators for GraceTime={enough}"
         )
     return found
 
@@ -106,13 +106,13 @@ def _staging_warning(event: Event) -> str | None:
     if event.get("in_place"):
         return (
             f"{event['node']} reads {event['source']} in place, without a copy: {event['in_place']}; set "
-            "--stage-dir to a larger disk of the nodes, or run hpc stage --clean there"
+            "--stage-dir to a larger disk of the nodes, or run hpc stage --clean on that node"
         )
     if event.get("in_memory"):
         return f"the copy of {event['source']} on {event['node']} is RAM-backed: add the size of the data set to --mem"
     if event.get("shared"):
         return (
-            f"the copy of {event['source']} on {event['node']} is on no disk of that node's own ({event['shared']}): "
+            f"the copy of {event['source']} on {event['node']} is not on that node's own disk ({event['shared']}): "
             "set --stage-dir to a directory on the nodes' disks"
         )
     return None

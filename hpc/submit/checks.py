@@ -125,7 +125,7 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
         done = subprocess.run(["bash", "-n", "-c", line], capture_output=True, text=True, errors="replace", check=False)
         if done.returncode != 0:
             problem = done.stderr.strip().partition("\n")[0].removeprefix("bash: -c: ")
-            raise UserError(f"--setup {line!r} is no bash ({problem}): write each --setup as a whole command")
+            raise UserError(f"--setup {line!r} is not valid Bash ({problem}): write each --setup as a whole command")
 
 
 def check_recovery(spec: RunSpec) -> None:
@@ -138,7 +138,7 @@ def check_recovery(spec: RunSpec) -> None:
         )
     if spec.stop_signal and spec.train:
         given = spec.recovery.stop_signal
-        raise UserError(f"--stop-signal is {given}, but it is for scripts of your own: leave it out")
+        raise UserError(f"--stop-signal is {given}, but it applies only to your own script: leave it out")
     limit = 60 * walltime_minutes(spec.resources.time or "1d")
     flag, text = "--signal-before", spec.recovery.signal_before
     if text is None:
@@ -153,7 +153,7 @@ def local_resources(asked: Resources) -> Resources:
     """`resolve_resources` for this machine: the pretended nodes share its CPUs."""
     if asked.gpu_type:
         raise UserError(
-            f"--gpus-per-node is {asked.gpus_per_node}, but --cluster local knows no types of GPUs: "
+            f"--gpus-per-node is {asked.gpus_per_node}, but --cluster local does not know types of GPUs: "
             f"use --gpus-per-node {asked.num_gpus}"
         )
     share = (os.cpu_count() or 1) // (asked.max_nodes * asked.ranks_per_node)
@@ -170,7 +170,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
         raise UserError(f"--runs-dir {str(runs_dir)!r}: Slurm replaces % and \\ in file names; use another path")
     existing = nearest_existing(real)
     if not existing.is_dir():
-        raise UserError(f"--runs-dir {runs_dir}: {existing} is no directory")
+        raise UserError(f"--runs-dir {runs_dir}: {existing} is not a directory")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"--runs-dir {runs_dir}: {existing} is not writable; use a directory of your own")
     if existing == real and (problem := who_may_rename(real)):
@@ -178,7 +178,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
     free = shutil.disk_usage(existing).free
     if free < _MIN_FREE_BYTES:
         raise UserError(
-            f"--runs-dir {runs_dir}: its file system is full ({free // 2**20} MB free): make room or use another one"
+            f"--runs-dir {runs_dir}: its file system is full ({free // 2**20} MB free): free some space, or use another"
         )
 
 
@@ -229,7 +229,7 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
     if asked == "auto" and (kind != "image-folder" or train.epochs < _MIN_EPOCHS_TO_PACK):
         return None
     if kind not in {None, "image-folder"}:
-        raise UserError(f"--pack is on, but {data} is no image folder and needs no packing: leave it out")
+        raise UserError(f"--pack is on, but {data} is not an image folder and needs no packing: leave it out")
     trained = train.image_size or _DEFAULT_IMAGE_SIZE
     evaluated = train.eval_image_size or trained
     shorter_side = max(max(trained, evaluated) * Fraction(8, 7), evaluated / parse_crop_pct(train.eval_crop_pct))

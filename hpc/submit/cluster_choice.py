@@ -34,8 +34,8 @@ def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: boo
     meant = slurm_only(resources) + ([f"--time {resources.time}"] if resources.time else [])
     if meant:
         raise UserError(
-            f"{meant[0]} needs Slurm, and there is none here ({reason}): type this on a login node of the cluster, or "
-            "leave it out and use --cluster local to train on this machine"
+            f"{meant[0]} needs Slurm, but there is no Slurm here ({reason}): type this on a login node of the cluster, "
+            "or leave it out and use --cluster local to train on this machine"
         )
     if not in_terminal:
         raise UserError(f"there is no Slurm here ({reason}): use --cluster local to train on this machine")

@@ -101,13 +101,19 @@ def _path_in_copy(path: Path, root: Path, here: Path, names: Sequence[str], *, i
     name = os.path.relpath(path, here)
     otherwise = "or --in-place to run it where it is"
     if not path.is_relative_to(root):
-        raise UserError(f"{name} is not below {root}, so the run would not have it: move it there, {otherwise}")
+        raise UserError(
+            f"{name} is not below {root}, so it would be missing in the run's copy of the code: move it there, "
+            f"{otherwise}"
+        )
     inside = str(path.relative_to(root))
     if inside not in names:
         reason = "is not tracked by git" if in_repository else f"is in no git repository of {here}"
         how = f"type {'' if in_repository else 'git init and '}git add {shlex.quote(name)}"
         include_it = f"use --include {shlex.quote(name)}"
-        raise UserError(f"{name} {reason}, so the run would not have it: {how}, or {include_it}, {otherwise}")
+        raise UserError(
+            f"{name} {reason}, so it would be missing in the run's copy of the code: {how}, or {include_it}, "
+            f"{otherwise}"
+        )
     return inside
 
 
@@ -157,7 +163,7 @@ def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> l
     files = [path for path in files if not any(path.is_relative_to(directory) for directory in no_code)]
     outside = [path for path in files if not path.is_relative_to(root)]
     if outside:
-        raise UserError(f"--include {pattern}: {outside[0]} is not below {root}: copy it there")
+        raise UserError(f"--include {pattern}: {outside[0]} is not below {root}: copy it to that directory")
     if not files:
         raise UserError(f"--include {pattern}: there is no such file in {here}")
     return [str(path.relative_to(root)) for path in files]

@@ -46,7 +46,7 @@ class RunFlags:
     runs_dir: Path = Path("runs")
     """Directory of the runs, on shared storage."""
     cluster: Annotated[ClusterFlag, tyro.conf.arg(metavar="WHERE")] = "auto"
-    """slurm; local: this machine, one process per node; auto: slurm if available, else local if typed in a terminal."""
+    """slurm, local (this machine, one process per node) or auto (slurm if available, or local in a terminal)."""
     config: Annotated[Path | None, tyro.conf.arg(metavar="YAML")] = None
     """YAML file of flags; the command line overrides it."""
     device: Annotated[DeviceChoice, tyro.conf.arg(metavar="DEVICE")] = "auto"
@@ -58,11 +58,11 @@ class RunFlags:
     """Time to keep unused copies of data in --stage-dir: 0s, 12h, 30d.
     If the disk is full, the least recently used copies are removed earlier."""
     stage_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "5m"
-    """Drop a node whose copy of the data makes no progress for this time, because its mount hangs: 90s, 10m."""
+    """Drop a node whose copy of the data makes no progress for this time, because its mount may hang: 90s, 10m."""
     stage_env: bool = False
     """Copy this Python environment to each node's own disk and start the ranks from there."""
     python: Path | None = None
-    """Python of another environment for your own script, such as ENV/bin/python; it needs only torch.
+    """Python of another environment for your own script, such as ENV/bin/python. It needs only torch.
     Default: this Python, or python3 of --container."""
     container: Annotated[str | None, tyro.conf.arg(metavar="SIF")] = None
     """Apptainer image in which your own script runs."""
@@ -74,7 +74,7 @@ class TrainingFlags:
 
     pack: Literal["off", "on", "auto"] = "off"
     """Decode an image folder once on every node and train from the pixels (docs/how-to/pack-images.md).
-    Random crops are then taken from the centre square of each image. auto: if the run has enough epochs."""
+    Random crops are then taken from the centre square of each image. auto: pack if the run has enough epochs."""
     pack_size: int | None = None
     """Side in pixels of the images that --pack writes. Default: 8/7 of the model's image size, such as 256 for 224."""
     recipe: RecipeName = None
@@ -82,9 +82,9 @@ class TrainingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class _OwnScript:
-    """With -- script.py ARGS. --data is then any directory or archive, which the script finds in $TORCHRELAY_DATA.
+    """Flags of your own script (-- script.py ARGS). It finds --data, any directory or archive, in $TORCHRELAY_DATA.
 
-    --help-all shows --python, --container, --stop-signal and --grace-period, too.
+    Further flags for scripts are --python, --container, --stop-signal and --grace-period (see hpc submit --help-all).
     """
 
     include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -142,7 +142,7 @@ class _SubmitHelp(SubmitTraining):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitScript(ScriptFlags, SubmitOptions):
-    """Submit your own torchrun script to Slurm and keep it going until it exits with 0."""
+    """Submit your own torchrun script to Slurm and keep it running until it exits with 0."""
 
 
 def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:

@@ -96,8 +96,8 @@ def _directories(flag: str, names: Sequence[str], options: SubmitOptions, cluste
         if cluster == "local" or not run.script.exists():
             which = "this run" if cluster == "local" else f"run {run.name}"
             raise UserError(
-                f"{flag} {run.name}: Slurm keeps the order of runs, and {which} has --cluster local: type hpc submit "
-                "when the other run has ended, which hpc submit --wait tells"
+                f"{flag} {run.name} needs Slurm, but {which} has --cluster local: type hpc submit when the other run "
+                "has ended (hpc submit --wait waits for the end of a run)"
             )
     return tuple(str(run.path) for run in found)
 
@@ -138,7 +138,9 @@ def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
         elsewhere = own_environment(spec)
         return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir, elsewhere=elsewhere)
     if options.include:
-        raise UserError("--include is for the copy of the code, which --in-place does without: leave one out")
+        raise UserError(
+            "--include adds files to the copy of the code, but --in-place makes no copy: leave one of them out"
+        )
     return code_in_place(Path.cwd(), spec.script, elsewhere=own_environment(spec))
 
 
@@ -159,8 +161,8 @@ def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
     if missing := code.missing_imports():
         names = shlex.join(os.path.relpath(code.root / name) for name in missing)
         warnings.append(
-            f"{visible(program_of(code.script))} imports files that git does not track, so the run will not have "
-            f"them: type git add {names}, or use --include"
+            f"{visible(program_of(code.script))} imports files that git does not track, so they will be missing "
+            f"in the run's copy of the code: type git add {names}, or use --include"
         )
     for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)

@@ -18,8 +18,8 @@ class Feature(StrEnum):
 
 LOST = {
     Feature.HARD_LINKS: "two jobs of a run could both train it, so no run can start",
-    Feature.DIRECTORY_FSYNC: "when the storage loses power, the newest checkpoint may go, and the run continues from "
-    "the one before",
+    Feature.DIRECTORY_FSYNC: "when the storage loses power, the newest checkpoint may be lost, and the run continues "
+    "from the previous one",
 }
 """What their lack costs."""
 

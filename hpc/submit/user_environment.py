@@ -38,13 +38,14 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
         return
     if trains:
         raise UserError(
-            f"{flag} is {value}, and is for a script of your own (-- script.py): our trainer needs what torchrelay "
-            "depends on; leave it out, or install torchrelay in that environment and submit with the hpc there"
+            f"{flag} is {value}, but it applies only to your own script (-- script.py): the image classifier needs the "
+            "packages that torchrelay depends on; leave it out, or install torchrelay in that environment and submit "
+            "with the hpc of that environment"
         )
     if stages:
         raise UserError(
             f"{flag} is {value}, but --stage-env copies the environment of hpc, in which no rank would start: leave "
-            "one of the two out"
+            "one of the two flags out"
         )
 
 
@@ -115,7 +116,7 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
     """Check the versions of an interpreter and its torch; the file of torch, if it is imported here."""
     answers, problem = _ask(program, seconds)
     if not answers:
-        raise UserError(f"{flag}, which is no Python that works here ({problem})")
+        raise UserError(f"{flag}, which does not run as a Python interpreter here ({problem})")
     if tuple(answers[0]) < OLDEST_PYTHON:
         raise UserError(f"{flag}, which is Python {_dotted(answers[0])}: use {_dotted(OLDEST_PYTHON)} or newer")
     if len(answers) == 1:

@@ -44,30 +44,30 @@ Line = dict[str, str | None]
 
 @dataclass(frozen=True, kw_only=True)
 class SuperviseOptions(cli.RunsOptions):
-    """Watch squeue and keep runs going: end requeue delays, resubmit lost runs, take over from dead nodes."""
+    """Watch the queue and restart runs sooner: end requeue delays, and resubmit runs that lost their job or nodes."""
 
     once: bool = False
     """Check all runs once and exit: for cron."""
     interval: str = "10s"
     """Time between two checks."""
     dry_run: bool = False
-    """Print what would be done with each run, and why; do nothing."""
+    """Print what hpc supervise would do with each run, and why, without doing it."""
     max_parallel_requeues: int = 20
-    """Start at most this many runs per check: each stages its data."""
+    """Start at most this number of runs per check, because each run stages its data."""
     on_end: str = ""
-    """A command to call once when a run is complete or given up. Its environment has TORCHRELAY_RUN_DIR,
-    TORCHRELAY_STATE and TORCHRELAY_REASON."""
+    """Command to run once for each run that is complete or has failed for good.
+    Its environment has TORCHRELAY_RUN_DIR, TORCHRELAY_STATE and TORCHRELAY_REASON."""
 
 
 def supervise(options: SuperviseOptions) -> int:
     """Check all runs and act, once or until Ctrl-C."""
     interval = float(duration_seconds("--interval", options.interval))
     if interval < 1 or options.max_parallel_requeues < 1:
-        raise UserError("--interval is 1s or more, --max-parallel-requeues 1 or more")
+        raise UserError("use 1s or more for --interval, and 1 or more for --max-parallel-requeues")
     try:
         on_end = shlex.split(options.on_end)
     except ValueError as error:
-        raise UserError(f"--on-end {options.on_end!r} is no command: {error}") from error
+        raise UserError(f"--on-end {options.on_end!r} is not a valid command: {error}") from error
     wait, once = interval, options.once or options.dry_run
     while True:
         try:

@@ -146,12 +146,12 @@ def _pending(run: RunObservation) -> Decision | None:
         times = job.restarts - (last.restart + 1 if last and last.job_id == job.job_id else 0)
         if times < _MAX_STARTS:
             return Decision(action=Action.RELEASE, job_id=job.job_id, reason="Slurm could not start it on a node")
-        reason = f"Slurm could not start job {job.job_id} {times} times: scontrol release {job.job_id}"
+        reason = f"Slurm failed {times} times to start job {job.job_id}: type scontrol release {job.job_id}"
         return _over(reason, "failed")
     # Without a restart, the delay was requested by the user.
     delay = (job.eligible or 0.0) - run.now if job.reason == "BeginTime" and job.restarts else 0.0
     if _MIN_DELAY_SECONDS < delay < _MAX_DELAY_SECONDS:
-        reason = "requeued; nothing but Slurm's delay holds it"
+        reason = "requeued; waiting only for Slurm's requeue delay"
         start = Decision(action=Action.START_NOW, job_id=job.job_id, reason=reason)
         return _back_off(run, run.failures - 2) or start
     if missed := set(run.excluded) - set(run.excludable):
@@ -200,7 +200,7 @@ def _running(run: RunObservation) -> Decision | None:
         return _keep(f"job {job.job_id} is ending")
     if run.over:
         return _cancel(job, "the run has ended, but its job still runs")
-    return _resubmit(run, job, "the attempt ended, and its agents queued no next one")
+    return _resubmit(run, job, "the attempt ended, but its agents did not queue the next job")
 
 
 def _given_up(run: RunObservation) -> Decision | None:
@@ -228,6 +228,14 @@ def _scancelled(run: RunObservation) -> Decision | None:
     return Decision(action=Action.RECORD, reason=reason, cause=cause, state="cancelled")
 
 
+_HOW_ENDED = {
+    JobState.FAILED: "failed",
+    JobState.TIMEOUT: "reached its time limit",
+    JobState.PREEMPTED: "was preempted",
+    JobState.CANCELLED: "was cancelled",
+}
+
+
 def _vanished(run: RunObservation) -> Decision | None:
     """A job that is gone and never started: whether the user cancelled it is unknown."""
     state = run.last_job_state
@@ -239,8 +247,12 @@ def _vanished(run: RunObservation) -> Decision | None:
     failed = run.last is None and state not in {JobState.UNKNOWN, JobState.NODE_FAIL}
     if not unknown and not failed:
         return None
-    why = f"its job started nothing: {run.refusal}" if run.refusal else f"{_gone(run)} and never started"
-    reason = f"{why}: continue with hpc resume"
+    if run.refusal:
+        return _keep(f"its job started nothing: {run.refusal}: correct that, then type hpc resume", "failed")
+    if state is JobState.UNKNOWN:
+        return _keep("its job disappeared from the queue before its agents started: type hpc resume", "failed")
+    how = _HOW_ENDED.get(state, "ended")
+    reason = f"the job {how} before its agents started: see the job's log in logs/, then type hpc resume"
     return _keep(reason, "failed")
 
 

@@ -27,46 +27,50 @@ class SweepFlags:
     """Those of a sweep."""
 
     param: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUES")]] = ()
-    """A flag that differs between trials: lr=log:1e-4,1e-1, momentum=float:0.8,0.99, epochs=int:5,20, or a list:
-    batch-size=64,128,256. Repeatable."""
+    """Flag that differs between the trials, with a range or a list of values. Repeatable.
+    Ranges: lr=log:1e-4,1e-1, momentum=float:0.8,0.99, epochs=int:5,20. List: batch-size=64,128,256."""
+    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    """Name of the sweep, which you must give."""
     trials: int | None = None
-    """Number of runs. Default: 20, or with --sampler grid one for each combination."""
+    """Number of trials. Default: 20, or with --sampler grid one for each combination."""
     parallel: int | None = None
-    """Runs at the same time. Default: 4."""
+    """Number of trials that run at the same time. Default: 4."""
     metric: str = "val/accuracy"
-    """What is compared, the best value of each run: FILE/NAME of metrics/*.jsonl, such as val/loss or train/loss."""
+    """Metric whose best value in each trial is compared, such as val/accuracy, val/loss or train/loss.
+    FILE/NAME: the values NAME of metrics/FILE.jsonl."""
     direction: Direction | None = None
-    """Default: maximize an accuracy, minimize anything else."""
+    """Whether to maximize or minimize the metric. Default: maximize accuracies, minimize all other metrics."""
     sampler: Sampler = "tpe"
-    """How values are chosen: by those before, at random, or all of them (lists only)."""
+    """How to choose values: by the results of earlier trials (tpe), at random, or all combinations of lists (grid)."""
     pruner: Pruner = "median"
-    """Cancel a run that is worse than the median of the others after as many steps; not before 5 have ended."""
+    """median: when 5 trials have ended, cancel each trial that is worse than their median after the same steps."""
     sweep_seed: int = 0
-    """Random seed of the choice."""
+    """Random seed of the sampler."""
     once: bool = False
-    """Look after the trials once and exit: for cron."""
+    """Check and start trials once, then exit: for cron."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTraining(SweepFlags, SubmitTraining):
-    """Submit a run for each of many settings, and find the best one.
+    """Submit a run (a trial) for each of many settings, and find the best settings.
 
     For example:
-      hpc sweep --name pets --param lr=log:1e-3,1 --param batch-size=64,128 --trials 20 --data /shared/pets
+      hpc sweep --name pets --param lr=log:1e-3,1 --param batch-size=64,128 --data /shared/pets
       hpc sweep --name pets --param lr=0.1,0.01 -- train.py --lr {lr}
 
-    Typed again with --name alone, it goes on. Trials are runs in runs/NAME: hpc status, cancel and report take NAME.
+    To continue an interrupted sweep, type hpc sweep --name NAME. The trials are runs in runs/NAME: hpc status,
+    hpc cancel and hpc report accept NAME.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepScript(SweepFlags, SubmitScript):
-    """Submit a run of your own script for each of many settings, and find the best one."""
+    """Submit a run of your own script for each of many settings, and find the best settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContinueOptions(cli.RunsOptions):
-    """Go on with a sweep."""
+    """Continue a sweep."""
 
     name: str | None = None
     trials: int | None = None
@@ -103,7 +107,7 @@ def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> in
 def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, script: tuple[str, ...]) -> SweepSpec:
     """Check what is asked for, and make the directory. Raises UserError."""
     if not options.param:
-        raise UserError("there is nothing to choose: add --param NAME=VALUES")
+        raise UserError("no flag differs between the trials: add --param NAME=VALUES")
     check_is_new(directory, options)
     space = read_space(options.param)
     _check_names(space, script)

@@ -27,7 +27,7 @@ def read_space(params: Sequence[str]) -> "dict[str, BaseDistribution]":
             raise UserError(f"--param {param!r}: use NAME=VALUES, such as {_EXAMPLES}")
         name = name.replace("_", "-")
         if name in space:
-            raise UserError(f"--param {name} is given twice: write all of its values into one")
+            raise UserError(f"--param {name} is given twice: write all of its values into one --param")
         space[name] = _distribution(param, values)
     return space
 
@@ -55,7 +55,7 @@ def _distribution(param: str, values: str) -> "BaseDistribution":
 
 def _distinct(param: str, values: Sequence[str]) -> list[str]:
     if len({*values}) < len(values) or not all(values):
-        raise UserError(f"--param {param}: a value is empty, or is there twice")
+        raise UserError(f"--param {param}: a value is empty, or given twice")
     return list(values)
 
 

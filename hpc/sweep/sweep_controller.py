@@ -110,8 +110,8 @@ class SweepController:
             self._end(trial, summary, values)
         elif live.should_prune():
             cancel_run(run, state, final=True)
-            self._give_up(trial, TrialState.PRUNED, "others were better after as many steps")
-            self._tell(f"{run.name} is cancelled: others were better after as many steps")
+            self._give_up(trial, TrialState.PRUNED, "other trials were better after the same number of steps")
+            self._tell(f"{run.name} is cancelled: other trials were better after the same number of steps")
 
     def _values(self, run: RunDir) -> dict[int, float]:
         """The metric by step."""

@@ -21,14 +21,14 @@ NodeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
 
 @dataclass(frozen=True, kw_only=True)
 class Up(Common):
-    """Start Slurm with pretended nodes on this machine, or repair it."""
+    """Start Slurm with simulated nodes on this machine, or repair it."""
 
     shape: Annotated[TestbedShape, tyro.conf.OmitArgPrefixes] = field(default_factory=TestbedShape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Down(Common):
-    """End the testbed and remove all that belongs to it."""
+    """Stop the testbed and remove all its files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Status(Common):
 
 @dataclass(frozen=True, kw_only=True)
 class KillNode(Common):
-    """Cut a node's power: it is silent at once, and Slurm marks it down after --slurmd-timeout."""
+    """Simulate a power failure of a node: it stops at once, and Slurm marks it down after --slurmd-timeout."""
 
     name: NodeName
     """The node, for example gpu02."""

@@ -25,20 +25,23 @@ class TestbedNode:
 class TestbedShape:
     """Size of a testbed; `up` with the shape of the running testbed changes nothing.
 
-    CPUs and memory are only declared: the pretended nodes may have more of them than the machine.
+    CPUs and memory are only declared: the simulated nodes may have more of them than the machine.
     """
 
     profile: ProfileName = "usual"
-    """Kind of cluster. `typed`: GPUs of two types, a node without GPUs, CPUs allocated one by one. `bare`: no
-    grace time on preemption, jobs of at most 5 minutes that are not requeued, 300 s until a dead node is noticed.
-    `cancel`: a preempted job is cancelled. `suspend`: it is suspended. `strict`: one job at a time for the users of the
-    account `users`, and no requeues or changes of jobs. `addresses`: names lead to a network that is closed between the
-    nodes, and in the other one most ports are closed. `ranges`: more nodes, with three digits: gpu[001-032].
-    `private`: each job has a /tmp and a /dev/shm of its own."""
+    """Kind of cluster.
+    - typed: GPUs of two types, a node without GPUs, CPUs allocated one by one
+    - bare: no grace time on preemption, jobs of at most 5 minutes and without requeues, dead nodes noticed after 300 s
+    - cancel: a preempted job is cancelled
+    - suspend: a preempted job is suspended
+    - strict: one job at a time for the users of the account `users`, no requeues and no changes of jobs
+    - addresses: the nodes' names lead to a closed network; in the open network, most ports are closed
+    - ranges: more nodes, with three digits: gpu[001-032]
+    - private: each job has its own /tmp and /dev/shm"""
     nodes: int | None = None
     """Compute nodes: gpu01, gpu02, and so on. Default: 4; 32 with `--profile ranges`."""
     gpus_per_node: int = 4
-    """Pretended GPUs: Slurm allocates them, but no hardware is behind them."""
+    """Simulated GPUs per node: Slurm allocates them, but there is no hardware."""
     cpus_per_node: int = 8
     """CPUs that each node declares."""
     memory_mb_per_node: int = 32_768
@@ -46,7 +49,7 @@ class TestbedShape:
     slurmd_timeout: int | None = None
     """Seconds after which Slurm marks a dead node down (SlurmdTimeout). Default: 20; 300 with `--profile bare`."""
     shape_network: str | None = None
-    """What each node sends at most, and by how much its packets are delayed: 25gbit, or 1gbit,50us."""
+    """Highest rate at which each node sends, and optionally the delay of its packets: 25gbit, or 1gbit,50us."""
     accounting: bool = False
     """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
@@ -54,7 +57,7 @@ class TestbedShape:
         """Refuse a shape that Slurm or the address range cannot hold."""
         if self.shape_network is not None and not _NETWORK.fullmatch(self.shape_network):
             raise UserError(
-                f"--shape-network is {self.shape_network!r}: give a rate, and a delay: 25gbit, or 1gbit,50us"
+                f"--shape-network is {self.shape_network!r}: give a rate, or a rate and a delay: 25gbit, or 1gbit,50us"
             )
         for flag, value, minimum, maximum, example in (
             ("--nodes", self.num_nodes, 1, _MAX_NODES, 4),

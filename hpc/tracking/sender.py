@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             tracker.close(_outcome(run))
         except (OSError, TorchrelayError) as error:
             writer.append("tracking_failed", reason=str(error), **known)
-            print(f"torchrelay: {TITLES[options.service]} does not get the metrics: {error}", flush=True)
+            print(f"torchrelay: the metrics cannot be sent to {TITLES[options.service]}: {error}", flush=True)
             if _input_ends_within(_RETRY_SECONDS):
                 return 1
         else:

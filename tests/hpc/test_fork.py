@@ -35,10 +35,10 @@ def files_of(run: RunDir) -> dict[str, bytes]:
     [
         ((), "no run is named: type hpc fork NAME --name NEW"),
         (("parent",), "the new run has no name: type hpc fork parent --name NEW"),
-        (("parent", "--name=x"), "--epochs is 2, and step-00000008 of run parent is after epoch 2: use --epochs 3 or"),
+        (("parent", "--name=x"), "--epochs is 2, but step-00000008 of run parent is after epoch 2: use --epochs 3 or"),
         (("parent", "--name=x", "--batch-size=8"), "--batch-size cannot change in a training that has begun"),
         (("parent", "--name=x", "--weights=a.pth"), "--weights cannot change in a training that has begun"),
-        (("parent", "--name=x", "--recipe=cifar"), "--recipe is for new trainings"),
+        (("parent", "--name=x", "--recipe=cifar"), "--recipe is only for new trainings"),
         (("parent", "--name=x", "--learning-rate=1"), "there is no flag --learning-rate: use --lr"),
         (("parent", "--name=x", "--lr=much"), "much"),
         (("parent", "--name=parent", "--epochs=3"), "exists already"),

@@ -235,7 +235,7 @@ def test_what_is_no_json_object_ends_the_connection(server: Server, text: bytes)
 
 def test_deeply_nested_json_is_an_error_of_the_transport() -> None:
     server = Server(SECRET, PURPOSE, lambda connection: connection._send_text(b"[" * 10**6), LIMITS)
-    with client(server.port) as connection, pytest.raises(TransportError, match="no JSON: RecursionError"):
+    with client(server.port) as connection, pytest.raises(TransportError, match="not JSON: RecursionError"):
         connection.receive()
     server.close()
 

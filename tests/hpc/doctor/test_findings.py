@@ -146,7 +146,7 @@ TEXTS = {
         ("oversubscription", {}, {"OverSubscribe": "YES:4"}, None, "ok", []),
         ("oversubscription", {}, {"OverSubscribe": "FORCE:1"}, None, "ok", []),
         ("oversubscription", {}, {"OverSubscribe": "FORCE:4"}, None, "note", ["slowest one", "PartitionName=gpu"]),
-        ("oversubscription", GANG, {"OverSubscribe": "FORCE:4"}, None, "note", ["suspends", "in turn", "--partition"]),
+        ("oversubscription", GANG, {"OverSubscribe": "FORCE:4"}, None, "note", ["suspends", "alternat", "--partition"]),
     ],
 )  # fmt: skip
 def test_finding_about_slurm(

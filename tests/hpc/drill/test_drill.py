@@ -233,7 +233,7 @@ def test_drill_waits_for_the_first_step_and_prints_the_cost(
 def test_without_a_terminal_yes_is_required(run: RunDir, rank: Process) -> None:
     done = hpc("drill", str(run.path), "worker-kill")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "this would kill rank 0 with SIGKILL" in done.stderr
+    assert "no terminal to confirm in: add --yes to kill rank 0 with SIGKILL" in done.stderr
     assert "--yes" in done.stderr
     assert rank.poll() is None
 
