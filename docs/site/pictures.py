@@ -23,7 +23,14 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs/pictures"
 COLUMNS = 108
-FAILURES = ("worker killed", "node killed", "preempted", "hung")
+# The failures as the benchmark calls them, and the panels' titles. `hpc supervise` has no part in the others.
+PANELS = {
+    "worker killed": ("worker killed", "ours"),
+    "node killed": ("node killed", "ours"),
+    "preempted": ("preempted", "ours"),
+    "preempted, supervised": ("preempted", "ours, supervised"),
+    "hung (10 s timeout)": ("hung", "ours"),
+}
 # The benchmark's names, and those in the chart.
 CONTENDERS = {
     "ours": "Torchrelay",
@@ -32,9 +39,6 @@ CONTENDERS = {
     "Lightning": "Lightning",
     "torchx": "torchx",
 }
-# With hpc supervise, which has no part in the other failures.
-SUPERVISED = {("preempted", "ours"): "ours, supervised"}
-TITLES = {"preempted": "preempted, supervised", "hung": "hung (10 s timeout)"}
 COLORS = ("#2f81f7", "#8b949e", "#a8adb5", "#c2c6cc", "#dcdfe3")
 PAPERS = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
 
@@ -45,15 +49,15 @@ def draw_chart() -> None:
     found = {(row["failure"], row["contender"]): row for row in rows}
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "torchrelay", "font.family": "sans-serif", "font.size": 10}
     for paper, (background, ink) in PAPERS.items():
-        figure, panels = plt.subplots(1, len(FAILURES), figsize=(9, 2.7), sharey=True, facecolor=background)
-        for panel, failure in zip(panels, FAILURES, strict=True):
-            seconds = [found[failure, SUPERVISED.get((failure, name), name)]["seconds"] for name in CONTENDERS]
+        figure, panels = plt.subplots(1, len(PANELS), figsize=(10.5, 2.7), sharey=True, facecolor=background)
+        for panel, (title, (failure, ours)) in zip(panels, PANELS.items(), strict=True):
+            seconds = [found[failure, ours if name == "ours" else name]["seconds"] for name in CONTENDERS]
             positions = range(len(CONTENDERS))
             panel.barh(positions, [value or 0 for value in seconds], color=COLORS)
             for position, value in zip(positions, seconds, strict=True):
                 text = "not resumed" if value is None else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
                 panel.text(value or 0, position, f" {text}", va="center", color=ink, fontsize=9)
-            panel.set_title(TITLES.get(failure, failure), color=ink, fontsize=10, loc="left")
+            panel.set_title(title, color=ink, fontsize=10, loc="left")
             panel.set_yticks(positions, CONTENDERS.values(), color=ink)
             panel.set_xlim(0, 1.5 * max(value or 0 for value in seconds))
             panel.set_xticks([])
@@ -61,8 +65,8 @@ def draw_chart() -> None:
             panel.spines[:].set_visible(False)
             panel.tick_params(length=0)
         panels[0].invert_yaxis()
-        title = "Seconds until training continues (2 CPU cores, Slurm 22.05, simulated GPUs)"
-        figure.suptitle(title, color=ink, fontsize=11, x=0.02, ha="left")
+        heading = "Seconds until training continues (2 CPU cores, Slurm 22.05; each panel has its own scale)"
+        figure.suptitle(heading, color=ink, fontsize=11, x=0.02, ha="left")
         figure.tight_layout()
         figure.savefig(PICTURES / f"recovery-{paper}.svg", metadata={"Date": None}, facecolor=background)
         plt.close(figure)
