@@ -86,7 +86,7 @@ def test_three_starts_at_once(here: tuple[Site, dict[str, str]], start: tuple[st
     several = [subprocess.Popen(command, cwd=site.path, env={**os.environ, **environment}, **out) for _ in range(3)]
     errors = [one.communicate()[1] for one in several]
     assert sorted(one.returncode for one in several) == [1, 2, 2], errors
-    says = f"pets: type hpc {start[0]} --name pets to continue it, or choose another --name"
+    says = f"pets exists already: type hpc {start[0]} --name pets to continue it, or choose another --name"
     assert [says in error for one, error in zip(several, errors, strict=True) if one.returncode == 2] == [True] * 2
     assert queued(site) == [FIRST[start]]
 
