@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import re
+import textwrap
 from collections.abc import Iterator
 from dataclasses import MISSING, Field
 from pathlib import Path
@@ -51,8 +52,9 @@ def _sections(name: str) -> Iterator[str]:
             yield f"### hpc {name} {'-'.join(re.findall('[A-Z][a-z]+', kind.__name__)).lower()}\n"
         text, _, examples = inspect.cleandoc(kind.__doc__ or "").partition("\n\nFor example:\n")
         yield f"{text}\n"
-        if examples:
-            yield f"For example:\n\n```bash\n{inspect.cleandoc(examples)}\n```\n"
+        commands, _, rest = examples.partition("\n\n")
+        if commands:
+            yield f"For example:\n\n```bash\n{textwrap.dedent(commands)}\n```\n\n{rest}\n"
         yield _table(kind)
     if name == "submit":
         yield "### With your own script\n\nAfter `--`, a script with its arguments replaces the image classifier.\n"
