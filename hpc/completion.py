@@ -48,15 +48,16 @@ class CompletionOptions(cli.Common):
 def completion(options: CompletionOptions) -> int:
     """Print the script of tyro's generator."""
     verbs = tuple(
-        Annotated[program.without_texts(_class(path)), tyro.conf.subcommand(name=verb, prefix_name=False)]
-        for verb, path in OPTIONS.items()
+        Annotated[program.without_texts(options_of(verb)), tyro.conf.subcommand(name=verb, prefix_name=False)]
+        for verb in OPTIONS
     )
     program.print_completion(Union[verbs], "hpc", options.shell)  # noqa: UP007 - of a tuple
     return 0
 
 
-def _class(path: str) -> Any:
-    module, _, name = path.partition(":")
+def options_of(command: str) -> Any:
+    """The dataclass of a command's flags, or a union of those of its subcommands."""
+    module, _, name = OPTIONS[command].partition(":")
     return getattr(importlib.import_module(module), name)
 
 

@@ -1,6 +1,5 @@
 """README, docs and examples: every link, path, command, flag and make target in them exists."""
 
-import importlib
 import re
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from typing import get_args
 import pytest
 
 from hpc.__main__ import PROGRAMS, VERBS
-from hpc.completion import OPTIONS
+from hpc.completion import OPTIONS, options_of
 from hpc.core import program
 from hpc.submit.options import ScriptFlags
 
@@ -62,9 +61,7 @@ def test_paths_exist(page: str) -> None:
 
 
 def flags_of_all_commands() -> Iterator[str]:
-    for path in OPTIONS.values():
-        module, _, name = path.partition(":")
-        options = getattr(importlib.import_module(module), name)
+    for options in map(options_of, OPTIONS):
         for kind in get_args(options) or (options,):
             yield from (field.name.replace("_", "-") for field in program.flags(kind))
     yield from (field.name.replace("_", "-") for field in program.flags(ScriptFlags))

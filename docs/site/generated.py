@@ -1,6 +1,5 @@
 """Writes the reference pages that are made from the code: commands and flags, JSON documents, events."""
 
-import importlib
 import inspect
 import json
 import re
@@ -13,7 +12,7 @@ from typing import Any, get_args
 import tyro
 
 from hpc.__main__ import PROGRAMS, VERBS
-from hpc.completion import OPTIONS
+from hpc.completion import OPTIONS, options_of
 from hpc.core import ledger, program
 from hpc.submit.options import ScriptFlags, SubmitTraining
 
@@ -44,8 +43,7 @@ def commands_page() -> str:
 
 
 def _sections(name: str) -> Iterator[str]:
-    module, _, attribute = OPTIONS[name].partition(":")
-    options = getattr(importlib.import_module(module), attribute)
+    options = options_of(name)
     # A command with subcommands is a union of their classes.
     for kind in get_args(options) or (options,):
         if kind is not options:

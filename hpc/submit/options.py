@@ -205,7 +205,7 @@ def _check_program(typed: list[str], known: Mapping[str, bool]) -> None:
     script, training = flag_names(SubmitScript), flag_names(SubmitTraining)
     if known.keys() not in (script.keys(), training.keys()):
         return
-    for name in command_line.typed_names(typed) - known.keys():
+    for name in sorted(command_line.typed_names(typed) - known.keys()):
         if name in script:
             raise UserError(f"--{name} applies to your own script: add -- script.py ARGS, or leave it out")
         if name in training:
