@@ -1,7 +1,8 @@
-"""Hugging Face's Trainer: a callback reports the losses and saves when asked to stop. Runs once per rank.
+"""Hugging Face's Trainer on a data set of `datasets`: a callback reports the losses, and saves when asked to stop.
 
-hpc submit --nodes 2 --gpus-per-node 4 --python ENV/bin/python -- examples/huggingface/train.py {run_dir}
+hpc submit -N 2 --gpus-per-node 4 --data DATA --python ENV/bin/python -- examples/huggingface/train.py {data} {run_dir}
 
+DATA is what `save_to_disk` has written: a data set with a column `text`, such as wikitext or a CSV of your own.
 A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last checkpoint, at most
 `save_steps`.
 """
@@ -11,22 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from datasets import load_from_disk
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from training.relay import report, should_stop
 
+LENGTH = 32
 
-class Words(Dataset):
-    """Sequences that count up."""
 
-    def __len__(self) -> int:
-        return 1600
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        words = (torch.arange(16) + index).remainder(64)
-        return {"input_ids": words, "labels": words}
+def tokens(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+    """The bytes of the texts, in pieces of one length; a tokenizer would stand here."""
+    data = "\n".join(rows["text"]).encode()
+    pieces = [list(data[start : start + LENGTH]) for start in range(0, len(data) - LENGTH + 1, LENGTH)]
+    return {"input_ids": pieces, "labels": pieces}
 
 
 class Relay(TrainerCallback):
@@ -46,6 +45,7 @@ class Relay(TrainerCallback):
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("data", type=Path)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
@@ -57,9 +57,11 @@ def main() -> None:
         save_steps=100, save_total_limit=2, use_cpu=use_cpu, ddp_backend="gloo" if use_cpu else "nccl",
         report_to=[], disable_tqdm=True, dataloader_pin_memory=not use_cpu,
     )  # fmt: skip
+    data = load_from_disk(args.data)
+    data = data.map(tokens, batched=True, remove_columns=data.column_names, keep_in_memory=True)
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2))
-    trainer = Trainer(model, arguments, train_dataset=Words(), callbacks=[Relay()])
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=2))
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Relay()])
     newest = get_last_checkpoint(str(output)) if output.is_dir() else None
     trainer.train(resume_from_checkpoint=newest)
 

@@ -1,7 +1,8 @@
-"""timm's models, optimizers, schedules and average of the weights, in the style of its train.py. Runs once per rank.
+"""timm's models, optimizers, schedules and average of the weights, on a folder of images. Runs once per rank.
 
-hpc submit --nodes 2 --gpus-per-node 4 --python ENV/bin/python -- examples/timm/train.py --model resnet18 --epochs 10
+hpc submit --nodes 2 --gpus-per-node 4 --data PHOTOS --python ENV/bin/python -- examples/timm/train.py {data}
 
+PHOTOS is a directory with `train/CLASS/*.jpg`.
 A preemption or the time limit costs no step; a crash or a lost node costs the steps since the last snapshot, about a
 second of work.
 """
@@ -9,16 +10,19 @@ second of work.
 import argparse
 import sys
 from itertools import islice
+from pathlib import Path
 
 import timm
 import torch
 from timm import utils
+from timm.data import create_transform, resolve_model_data_config
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler
+from torchvision.datasets import ImageFolder
 
 from training.relay import report, should_stop, state
 
@@ -26,17 +30,22 @@ from training.relay import report, should_stop, state
 def main() -> None:
     """Train."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="test_resnet")
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--model", default="resnet18")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--workers", type=int, default=4)
     args = parser.parse_args()
 
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
     device = utils.init_distributed_device(args)
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(320, 3, 64, 64), torch.randint(10, (320,)))
+    model = timm.create_model(args.model)
+    transform = create_transform(**resolve_model_data_config(model), is_training=True)
+    data = ImageFolder(args.data / "train", transform)
     sampler = DistributedSampler(data)
-    loader = DataLoader(data, batch_size=8, sampler=sampler)
-    model = timm.create_model(args.model, num_classes=10).to(device)
+    loader = DataLoader(data, batch_size=8, sampler=sampler, num_workers=args.workers)
+    model.reset_classifier(len(data.classes))
+    model.to(device)
     optimizer = create_optimizer_v2(model, opt="sgd", lr=0.05)
     schedule, epochs = create_scheduler_v2(optimizer, "cosine", num_epochs=args.epochs, updates_per_epoch=len(loader),
                                            step_on_epochs=False)  # fmt: skip
