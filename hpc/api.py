@@ -193,14 +193,18 @@ def submit(request: TrainingRun | ScriptRun) -> Run:
     return Run(start_run(cli.parse(options, "submit", as_arguments(flags), expand), script).run.path)
 
 
-def runs(runs_dir: str | Path = "runs") -> Runs:
-    """All runs in a directory, the newest last."""
-    return Runs(Run(run.path) for run in cli.all_runs(Path(runs_dir)))
+def runs(runs_dir: str | Path | None = None) -> Runs:
+    """All runs in a directory, the newest last. Default: the `--runs-dir` that the commands have by default."""
+    return Runs(Run(run.path) for run in cli.all_runs(_runs_dir(runs_dir)))
 
 
-def find_run(name: str, runs_dir: str | Path = "runs") -> Run:
-    """A run by its name or directory. Raises UserError if there is none."""
-    return Run(cli.find_run(name, Path(runs_dir)).path)
+def find_run(name: str, runs_dir: str | Path | None = None) -> Run:
+    """A run by its name, in the same directory as in `runs`, or by its path. Raises UserError if there is none."""
+    return Run(cli.find_run(name, _runs_dir(runs_dir)).path)
+
+
+def _runs_dir(given: str | Path | None) -> Path:
+    return cli.runs_dir([]) if given is None else Path(given)
 
 
 def as_arguments(flags: Mapping[str, Any]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import platformdirs
 
+from hpc.core.errors import UserError
 from training.config import command_line
 
 _FILE = "torchrelay.yaml"
@@ -32,10 +33,17 @@ def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
     """The defaults of both files; a later one wins. `known` are the flags that they may set; None: any.
 
     Raises:
-        UserError: a file cannot be read, or has an unknown flag.
+        UserError: a file cannot be read, or has an unknown flag or a recipe.
     """
     paths = [path for path in files() if os.path.lexists(path)]
-    return [Defaults(source=str(path), settings=command_line.read_settings("defaults", path, known)) for path in paths]
+    found = [Defaults(source=str(path), settings=command_line.read_settings("defaults", path, known)) for path in paths]
+    for one in found:
+        if "recipe" in one.settings:
+            raise UserError(
+                f"defaults {one.source}: a recipe cannot be a default: write its flags into the file instead, or type "
+                f"--recipe {one.settings['recipe']}"
+            )
+    return found
 
 
 def merge(defaults: list[Defaults]) -> dict[str, Any]:

@@ -96,6 +96,7 @@ def defaults(site: Site) -> Iterator[Path]:
         ("", ["-p", "three"], {"SBATCH_PARTITION": "two"}, r"--partition 'three' does not exist"),
         ("", [], {"SBATCH_TIMELIMIT": "2880"}, r"--time is 2880m, but partition gpu allows"),
         ("nodez: 5\n", [], {}, r"defaults \S+/torchrelay.yaml: there is no flag 'nodez': did you mean nodes"),
+        ("recipe: digits\n", [], {}, r"torchrelay.yaml: a recipe cannot be a default: .* or type --recipe digits"),
     ],
 )
 def test_bad_defaults_are_refused_and_the_nearest_place_wins(
