@@ -83,10 +83,28 @@ def parse(
         if stop.code in {0, None}:
             print(_wrapped(text.read_all()), end="")
             raise
-        lines = [line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()[1:]]
-        sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
-        useful = [section for section in sections if section and not section.startswith("Argument helptext")]
-        raise UserError(re.sub(r"\s+", " ", "; ".join(useful))) from None
+        raise UserError(f"{_one_line(box.getvalue())} (see {prog} --help)") from None
+
+
+# tyro's sentences about a command line, and ours.
+_SENTENCES = {
+    r"Unrecognized options: (.*)": r"unexpected argument: \1",
+    r"Missing value for argument '(.*?)'.*": r"\1 has no value",
+    r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?),?\)\.": r"\2 is '\1': use one of \3",
+    r"Error parsing (\S+): could not convert string to float: ('.*')": r"\1 is \2: expected a number",
+    r"Error parsing (\S+): invalid literal for int\(\) with base 10: ('.*')": r"\1 is \2: expected a whole number",
+    r"Error parsing (\S+): no type matching (\S+) could be instantiated from \[(.*?)\]\..*": r"\1 is \3: expected \2",
+    r"Missing from [^:]*: (\S+) (.*) \(required\)": r"missing argument \1: \2",
+}
+
+
+def _one_line(box: str) -> str:
+    """What tyro says in a box about a command line, in one line."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
+    sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
+    about_help = ("Argument helptext", "For full helptext")
+    text = re.sub(r"\s+", " ", "; ".join(one for one in sections if one and not one.startswith(about_help)))
+    return next((re.sub(theirs, ours, text) for theirs, ours in _SENTENCES.items() if re.fullmatch(theirs, text)), text)
 
 
 class _HelpText(io.TextIOWrapper):

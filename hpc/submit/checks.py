@@ -273,6 +273,8 @@ def check_script(script: tuple[str, ...], *, has_data: bool) -> None:
             raise UserError("-m needs the name of a module: -- -m package.module ARGS")
         return
     path = Path(script[0])
+    if path.suffix == ".sh" or (not path.exists() and shutil.which(script[0])):
+        raise UserError(f"{script[0]!r} is not a Python file: after --, give the file that it runs on each rank")
     if not path.is_file():
         close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(close)}?" if close else "give the path of a Python file after --"

@@ -2,8 +2,11 @@
 
 import dataclasses
 import os
+import re
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -220,6 +223,11 @@ def with_defaults(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
     typed = sbatch_flags.spelled_out(arguments, known)
     if typed[-1:] == ["--"]:
         raise UserError("nothing follows --: give your script and its arguments, -- script.py ARGS")
+    for at, (before, word) in enumerate(pairwise(["", *typed])):
+        is_value = before.startswith("-") and "=" not in before and not known.get(before.lstrip("-"), False)
+        if re.fullmatch(r"[^-].*\.py", word) and not is_value:
+            right = shlex.join([*typed[:at], "--", *typed[at:]])
+            raise UserError(f"put -- before {word}: {right}")
     _check_program(typed, known)
     values = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
     if command_line.last_value(typed, "--cluster") == "local":

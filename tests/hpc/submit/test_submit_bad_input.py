@@ -161,7 +161,7 @@ def test_bad_defaults_are_refused_and_the_nearest_place_wins(
         (["--stage-dir=$(pwd)"], r"--stage-dir is '\$\(pwd\)': write variables as \$NAME or \$\{NAME\}"),
         (["--gpus-per-node=a100:2"], r"partition gpu has 4 without a type per node: use --gpus-per-node 4 or fewer"),
         (["--sbatch=requeue"], r"--sbatch requeue: runs are always requeued: leave it out"),
-        (["--cluster=cloud"], r"invalid choice 'cloud'"),
+        (["--cluster=cloud"], r"--cluster is 'cloud': use one of"),
         (["--", "nowhere.py"], r"script 'nowhere.py' does not exist"),
         (["--"], r"nothing follows --"),
     ],
