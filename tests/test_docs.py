@@ -91,3 +91,22 @@ def test_make_targets_exist(page: str) -> None:
     known = {name for group in targets for name in group.split()}
     for target in re.findall(r"(?:^ *|`)make ([a-z][a-z-]+)", text_of(page), re.MULTILINE):
         assert target in known, f"{page}: make {target}"
+
+
+def test_environment_variables_are_those_of_the_code() -> None:
+    """The page has each variable that users may read or set, and no other of ours."""
+    code = "".join(path.read_text() for room in ("hpc", "jobs", "training") for path in (ROOT / room).rglob("*.py"))
+    page = text_of("docs/reference/environment-variables.md")
+    ours = r"\b(?:TORCHRELAY|SBATCH)_[A-Z_]+\b"
+    named = set(re.findall(ours, page))
+    # Between our own processes, and for tests.
+    internal = {"CALLED", "DEVICE", "FAULT", "HEARTBEAT", "PRELOAD", "PYTHONPATH", "RESTARTS", "SECRET", "SNAPSHOTS",
+                "STOP_SIGNAL"}  # fmt: skip
+    assert named == set(re.findall(ours, code)) - {f"TORCHRELAY_{name}" for name in internal} | {"SBATCH_EXPORT"}
+    # Of torchrun, of platformdirs, and what is not ours.
+    for name in (
+        set(re.findall(r"`([A-Z][A-Z_]+)`", page))
+        - named
+        - {"LOCAL_WORLD_SIZE", "SBATCH_EXPORT", "COMMAND", "XDG_CONFIG_HOME"}
+    ):
+        assert name in code, f"no line of the code has {name}"
