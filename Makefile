@@ -101,10 +101,20 @@ RELEASE_24.11 := trixie
 RELEASE_26.05 := sid
 CACHE := /var/cache/torchrelay
 
+# make matrix TORCH=2.11: the quick tests with another torch, in a copy of this checkout.
+TORCH :=
+
 matrix:
+ifneq ($(TORCH),)
+	@$(call INSTALL,rsync)
+	mkdir -p $(CACHE)/torch-$(TORCH)
+	rsync -a --delete --exclude=/.venv --exclude=/runs --exclude=/build ./ $(CACHE)/torch-$(TORCH)/
+	$(MAKE) --no-print-directory -C $(CACHE)/torch-$(TORCH) test
+else
 	@$(call INSTALL,debootstrap rsync)
 	@set -e; for release in $(foreach version,$(SLURM),$(RELEASE_$(version))); do \
 		TORCHRELAY_REQUIRE_SLURM=1 tests/on-debian $$release $(CACHE) make test TESTS="-m slurm $(TESTS)"; done
+endif
 
 # Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/core, or a file; EVERY=10: each tenth mutant.
 ROOM :=
@@ -154,6 +164,7 @@ endif
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 	$(BIN)/uv pip sync --require-hashes --compile-bytecode --python $(BIN)/python requirements.lock
+	$(if $(TORCH),$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python "torch==$(TORCH).*" torchvision)
 	$(BIN)/uv pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python --editable .
 	touch $@
 

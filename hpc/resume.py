@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ from hpc.core.ledger import Event, EventWriter
 from hpc.core.resumption import (
     is_cancelled,
     is_cancelled_for_good,
+    is_cancelled_now,
     next_resumption,
     record_resumption,
     resumption_file,
@@ -53,6 +55,8 @@ from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on
 from training.config.command_line import flag_names, typed_names
 from training.config.train_config import Adjustable, TrainConfig, check_world
 
+# Longer than most jobs take to save and end after hpc cancel.
+_ENDING_SECONDS = 60.0
 _GROUPS = ("resources", "recovery", "network", "notification", "train")
 
 
@@ -140,9 +144,10 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     # What the run is made of must be writable by its user alone (hpc.core.ownership).
     os.umask(os.umask(0) | 0o022)
     run = cli.find_own_run(options.run, options.runs_dir)
+    before = RunSpec.load(run)
+    _wait_for_end(run, before)
     # Before the jobs: what another process submits after this is then seen by the claim, what it did before by squeue.
     events = ledger.read(run.events)
-    before = RunSpec.load(run)
     if options.new_code and before.in_place:
         raise UserError(
             f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
@@ -160,6 +165,23 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
 # --- what must hold ---
 
 
+def _wait_for_end(run: RunDir, spec: RunSpec) -> None:
+    """Wait for the job of a run that is cancelled or complete: it saves, and ends a moment later."""
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while (is_cancelled_now(run) or run.final_result.exists()) and _job_of(run, spec) and time.monotonic() < deadline:
+        time.sleep(1)
+
+
+def _job_of(run: RunDir, spec: RunSpec) -> str | None:
+    """What works on the run, or waits in the queue; None: nothing does."""
+    if spec.cluster == "slurm":
+        listed = slurm.jobs()
+        found = [f"job {job_id}, which is {listed[job_id].state.lower()}" for job_id in slurm_jobs(run, listed)]
+    else:
+        found = [f"process {pid}" for pid in local_jobs(run)]
+    return next(iter(found), None)
+
+
 def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event], typed: str) -> None:
     """Refuse a run that was cancelled for good, that a job works on, or that has lost what it would continue with.
 
@@ -169,18 +191,10 @@ def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event], typed:
         raise UserError(
             f"run {run.name} was cancelled with --final: continue under a new name with hpc fork {typed} --name NEW"
         )
-    if spec.cluster == "slurm":
-        listed = slurm.jobs()
-        for job_id in slurm_jobs(run, listed)[:1]:
-            state = listed[job_id].state.lower()
-            raise UserError(
-                f"run {run.name} has job {job_id}, which is {state}: hpc resume is for runs without a job; type hpc "
-                f"cancel {typed}, and repeat hpc resume when the job has ended"
-            )
-    for pid in local_jobs(run)[:1]:
+    if job := _job_of(run, spec):
         raise UserError(
-            f"run {run.name} still runs, as process {pid}: type hpc cancel {typed}, and repeat hpc resume when it "
-            "has ended"
+            f"run {run.name} has {job}: hpc resume is for runs that have ended; type hpc cancel {typed}, and repeat "
+            "hpc resume"
         )
     if spec.cluster == "slurm" and not resubmit.has_own_script(run):
         raise UserError(

@@ -1,5 +1,6 @@
 """Builds the documentation site: `make docs`, then open build/docs/index.html."""
 
+import shutil
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -25,5 +26,7 @@ nitpicky = False
 
 
 def setup(app: Any) -> None:
-    """Write the generated pages before Sphinx looks for pages."""
+    """Write the generated pages before Sphinx looks for pages; and copy the pictures, which pages show by HTML."""
     app.connect("builder-inited", lambda _: generated.write_pages(SITE.parent / "reference"))
+    pictures = (SITE.parent / "pictures", Path(app.outdir, "pictures"))
+    app.connect("build-finished", lambda *_: shutil.copytree(*pictures, dirs_exist_ok=True))

@@ -1,12 +1,15 @@
-"""Makes the pictures of README and docs: `make pictures`, as root.
+"""Makes the pictures of README and docs, and the output that two pages show: `make pictures`, as root.
 
 recovery-*.svg: a chart of benchmarks/results/recovery.json. terminal.svg: commands and their output, for a run on the
-testbed that is preempted. report-*.png: that run's report in Chromium.
+testbed that is preempted. report-*.png: that run's report in Chromium. sweep-*.png, scaling-*.png: the pages that the
+commands of docs/how-to/sweep.md and scaling-study.md write; what these print is put into the pages.
 """
 
 import json
 import os
 import pty
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -125,6 +128,20 @@ def record_terminal(directory: Path) -> None:
     (PICTURES / "terminal.svg").write_text(console.export_svg(title="a run that is preempted", unique_id="torchrelay"))
 
 
+def run_study(directory: Path, verb: str, name: str) -> None:
+    """Type the first command of a page, put what it prints below it, and photograph the page that it writes."""
+    page = ROOT / f"docs/how-to/{name}.md"
+    command, _, shown = re.findall(rf"(?ms)^(hpc {verb} .*?)```(.*?)```text\n(.*?)```", page.read_text())[0]
+    words = shlex.split(command.replace("\\\n", " "))
+    output = re.sub(r"\x1b\[[\d;]*m", "", typed(directory, *words))
+    lines = [line.rstrip() for line in output.splitlines()]
+    table = next(index for index, line in enumerate(lines) if line.startswith(" "))
+    # Of what it prints while it runs, the start and the end.
+    kept = [*lines[:3], "...", *lines[table - 1 :]] if verb == "sweep" else lines[table:]
+    page.write_text(page.read_text().replace(shown, "\n".join(kept) + "\n"))
+    photograph(directory / lines[-1].strip(), verb)
+
+
 def photograph(page: Path, name: str) -> None:
     """The top of a page, light and dark."""
     with sync_playwright() as playwright:
@@ -151,6 +168,8 @@ def main() -> int:
         record_terminal(directory)
         subprocess.run(["hpc", "report", "first"], cwd=directory, check=True)
         photograph(directory / "runs/first/report/index.html", "report")
+        run_study(directory, "sweep", "sweep")
+        run_study(directory, "scaling", "scaling-study")
     finally:
         subprocess.run(["hpc", "testbed", "down"], check=True)
         shutil.rmtree(directory)

@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 from support.cluster import Site, site_without_slurm
-from support.waiting import wait_for
 
 import hpc
-from hpc.core.rundir import RunDir
-from hpc.status.alive import local_jobs
 
 pytestmark = pytest.mark.timeout(400)
 LOCAL: dict[str, Any] = {"cluster": "local", "gpus_per_node": 1, "cpus_per_gpu": 1}
@@ -52,8 +49,6 @@ def test_training_is_submitted_waited_for_and_read(site: Site, trained: hpc.Run)
 
 @pytest.mark.slow
 def test_training_is_trained_longer_and_forked(trained: hpc.Run) -> None:
-    # A run is complete a moment before its process has ended, and until then a resumption is refused.
-    wait_for(lambda: not local_jobs(RunDir(trained.directory)))
     trained.resume(epochs=3)
     assert trained.wait(timeout_seconds=300)["step"] == 12
     low = trained.fork("low", lr=0.001, epochs=4)
