@@ -7,10 +7,12 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -71,10 +73,12 @@ def parse(
     Raises:
         UserError: one line that names the wrong flag and the reason. (tyro draws a box of several lines.)
     """
-    if dataclasses.is_dataclass(options):  # else a union of subcommands
+    subcommands = get_args(options)
+    if not subcommands:
         _check_flags(options, argv, prog)
-        if not {"-h", "--help"}.isdisjoint(argv):
-            options = _for_help(options, shown)
+    if not {"-h", "--help"}.isdisjoint(argv):
+        views = (_for_help(each, shown) for each in subcommands or (options,))
+        options = functools.reduce(operator.or_, views)
     box, text = io.StringIO(), _HelpText()
     try:
         with contextlib.redirect_stderr(box), contextlib.redirect_stdout(text):
