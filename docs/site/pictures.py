@@ -54,15 +54,17 @@ def draw_chart() -> None:
     for paper, (background, ink) in PAPERS.items():
         figure, panels = plt.subplots(1, len(PANELS), figsize=(10.5, 2.7), sharey=True, facecolor=background)
         for panel, (title, (failure, ours)) in zip(panels, PANELS.items(), strict=True):
-            seconds = [found[failure, ours if name == "ours" else name]["seconds"] for name in CONTENDERS]
-            positions = range(len(CONTENDERS))
-            panel.barh(positions, [value or 0 for value in seconds], color=COLORS)
+            # The others have no supervisor.
+            names = list(CONTENDERS) if ours == "ours" else ["ours"]
+            seconds = [found[failure, ours if name == "ours" else name]["seconds"] for name in names]
+            positions = range(len(names))
+            panel.barh(positions, [value or 0 for value in seconds], color=COLORS[: len(names)])
             for position, value in zip(positions, seconds, strict=True):
                 text = "not resumed" if value is None else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
                 panel.text(value or 0, position, f" {text}", va="center", color=ink, fontsize=9)
             panel.set_title(title, color=ink, fontsize=10, loc="left")
-            panel.set_yticks(positions, CONTENDERS.values(), color=ink)
-            panel.set_xlim(0, 1.5 * max(value or 0 for value in seconds))
+            panel.set_yticks(range(len(CONTENDERS)), CONTENDERS.values(), color=ink)
+            panel.set_xlim(0, (1.5 if len(names) > 1 else 15) * max(value or 0 for value in seconds))
             panel.set_xticks([])
             panel.set_facecolor(background)
             panel.spines[:].set_visible(False)
