@@ -167,8 +167,11 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
 
 def _wait_for_end(run: RunDir, spec: RunSpec) -> None:
     """Wait for the job of a run that is cancelled or complete: it saves, and ends a moment later."""
+    if not (is_cancelled_now(run) or run.final_result.exists()) or not (job := _job_of(run, spec)):
+        return
+    print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
     deadline = time.monotonic() + _ENDING_SECONDS
-    while (is_cancelled_now(run) or run.final_result.exists()) and _job_of(run, spec) and time.monotonic() < deadline:
+    while _job_of(run, spec) and time.monotonic() < deadline:
         time.sleep(1)
 
 
