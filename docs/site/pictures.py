@@ -133,14 +133,15 @@ def record_terminal(directory: Path) -> None:
 def run_study(directory: Path, verb: str, name: str) -> None:
     """Type the first command of a page, put what it prints below it, and photograph the page that it writes."""
     page = ROOT / f"docs/how-to/{name}.md"
-    command, _, shown = re.findall(rf"(?ms)^(hpc {verb} .*?)```(.*?)```text\n(.*?)```", page.read_text())[0]
+    before = page.read_text()
+    command, shown = re.findall(rf"(?ms)^(hpc {verb} .*?)```.*?```text\n(.*?)```", before)[0]
     words = shlex.split(command.replace("\\\n", " "))
     output = re.sub(r"\x1b\[[\d;]*m", "", typed(directory, *words))
     lines = [line.rstrip() for line in output.splitlines()]
     table = next(index for index, line in enumerate(lines) if line.startswith(" "))
     # Of what it prints while it runs, the start and the end.
     kept = [*lines[:3], "...", *lines[table - 1 :]] if verb == "sweep" else lines[table:]
-    page.write_text(page.read_text().replace(shown, "\n".join(kept) + "\n"))
+    page.write_text(before.replace(shown, "\n".join(kept) + "\n"))
     photograph(directory / lines[-1].strip(), verb)
 
 

@@ -218,16 +218,20 @@ def _check_program(typed: list[str], known: Mapping[str, bool]) -> None:
             )
 
 
+def _check_separator(typed: list[str], known: Mapping[str, bool]) -> None:
+    """Refuse a script among the flags: a word that is the value of none of them."""
+    for at, (before, word) in enumerate(pairwise(["", *typed])):
+        is_value = before.startswith("-") and "=" not in before and not known.get(before.lstrip("-"), False)
+        if re.fullmatch(r"[^-].*\.py", word) and not is_value:
+            raise UserError(f"put -- before {word}: {shlex.join([*typed[:at], '--', *typed[at:]])}")
+
+
 def with_defaults(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
     """The arguments with the defaults, the flags of files and a training's data. Raises UserError if one is wrong."""
     typed = sbatch_flags.spelled_out(arguments, known)
     if typed[-1:] == ["--"]:
         raise UserError("nothing follows --: give your script and its arguments, -- script.py ARGS")
-    for at, (before, word) in enumerate(pairwise(["", *typed])):
-        is_value = before.startswith("-") and "=" not in before and not known.get(before.lstrip("-"), False)
-        if re.fullmatch(r"[^-].*\.py", word) and not is_value:
-            right = shlex.join([*typed[:at], "--", *typed[at:]])
-            raise UserError(f"put -- before {word}: {right}")
+    _check_separator(typed, known)
     _check_program(typed, known)
     values = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
     if command_line.last_value(typed, "--cluster") == "local":
