@@ -283,7 +283,7 @@ class Coordinator:
         return frozenset(rank for rank in recent if silent[rank] < limit)
 
     def _is_over_for_others(self) -> bool:
-        """Whether other agents have ended the attempt, or the user has cancelled the run without reaching its job.
+        """Whether other agents have ended the attempt. If the user has cancelled the run, tell all agents to stop.
 
         Looks every _END_CHECK_SECONDS, and returns False in between.
         """
@@ -291,7 +291,11 @@ class Coordinator:
             return False
         self._end_checked = time.monotonic()
         run = self._node.run
-        return resubmit.has_ended(run, self._node.attempt.attempt) or is_cancelled_now(run)
+        if is_cancelled_now(run):
+            # The agents stop as on the SIGTERM of scancel, which has not reached them, or not yet: to end the attempt
+            # here would kill ranks that save.
+            self._direct(stop=True)
+        return resubmit.has_ended(run, self._node.attempt.attempt)
 
     def _announce_round(self, members: tuple[int, ...], statuses: dict[int, NodeStatus]) -> None:
         before = self._server.directive

@@ -119,6 +119,8 @@ class Directive:
     """The round only checks its members, before a user's script that would not."""
     abort_count: int = 0
     """Counts the head's requests to kill all ranks; an agent kills its own each time the number rises."""
+    stop: bool = False
+    """The run was cancelled: all agents stop, as on SIGTERM."""
     over: bool = False
     """The attempt ends: end all ranks."""
     plans: tuple[StagingPlan, ...] = ()

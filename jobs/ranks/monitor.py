@@ -218,6 +218,8 @@ class NodeMonitor:
             self._node.record_event("rank_failed", **asdict(failure))
         heartbeats = self.ranks.heartbeats()
         self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats)])
+        if self._channel.directive.stop:
+            self._stop.handle(signal.SIGTERM, None)
         self._channel.report(heartbeats=heartbeats, failures=self.ranks.failures, signal=self._stop.name)
         try:
             for callback in self.callbacks:

@@ -81,7 +81,9 @@ def test_submission_returns_and_the_run_requeues_itself_until_it_is_cancelled(si
     # No signal reaches the run.
     EventWriter(run.directory.cancellation).append("cancelled", by="me")
     run.wait("the end", lambda: not run.is_alive())
-    assert [event["cause"] for event in run.events("attempt_ended")] == ["requeued", "cancelled"]
+    ended = run.events("attempt_ended")
+    assert [event["cause"] for event in ended] == ["requeued", "cancelled"]
+    assert run.events("checkpoint_saved")[-1]["step"] == ended[-1]["step"], "the ranks have saved and stopped"
     assert len(run.events("requeued")) == 1
     assert run.status()["state"] == "cancelled"
 
@@ -156,6 +158,28 @@ def test_run_waits_between_failures_and_a_signal_ends_the_wait(site: Site) -> No
     rounds = [event["attempt"] for event in run.events("rendezvous")]
     assert rounds.count(1) == 3, "the check, the first one, and that after the first pause"
     run.cancel()
+
+
+SAVES_SLOWLY = """
+import os, pathlib, signal, time
+run, stopped = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"]), []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
+(run / "ready").touch()
+while not stopped:
+    time.sleep(0.1)
+time.sleep(7)
+(run / "saved").touch()
+"""
+
+
+@pytest.mark.slow
+def test_cancelled_run_saves_though_that_takes_longer_than_its_agent_takes_to_read_of_it(site: Site) -> None:
+    add_script(site, "saves.py", SAVES_SLOWLY)
+    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=saves", "--", "saves.py")
+    run.wait("the script", (run.directory.path / "ready").exists)
+    run.cancel()
+    assert (run.directory.path / "saved").exists()
+    assert run.status()["state"] == "cancelled"
 
 
 OWN = """

@@ -1,5 +1,6 @@
 """What the coordinator makes of failures: which it records, which end the attempt, and whom it leaves out."""
 
+import signal
 import time
 from dataclasses import replace
 from typing import Any, cast
@@ -250,14 +251,10 @@ def test_attempt_that_others_have_ended_is_over(attempt: AttemptMaker) -> None:
     assert not ended.events("interruption")
 
 
-@pytest.mark.parametrize("what", ["ended", "cancelled"])
-def test_end_by_others_and_cancellation_are_seen_within_seconds(attempt: AttemptMaker, what: str) -> None:
+def test_end_by_others_is_seen_within_seconds(attempt: AttemptMaker) -> None:
     ended = attempt()
     ended.poll()
-    if what == "ended":
-        write_events(ended.node.run, attempt_ended(cause="node_failure"), file="attempt-001-end.jsonl")
-    else:
-        write_events(ended.node.run, cancelled(), file=ended.node.run.cancellation.name)
+    write_events(ended.node.run, attempt_ended(cause="node_failure"), file="attempt-001-end.jsonl")
     ended.poll(4.75)
     assert not ended.is_over(), "not every poll asks the shared storage"
     ended.poll(0.25)
@@ -265,6 +262,23 @@ def test_end_by_others_and_cancellation_are_seen_within_seconds(attempt: Attempt
     ended.nodes.silent[1] = 6.0
     ended.poll()
     assert not ended.events("node_lost"), "it does nothing more"
+
+
+def test_cancellation_tells_the_agents_to_stop_and_waits_for_the_ranks_that_save(attempt: AttemptMaker) -> None:
+    cancel = attempt()
+    write_events(cancel.node.run, cancelled(), file=cancel.node.run.cancellation.name)
+    cancel.poll(4.75)
+    assert not cancel.nodes.directive.stop, "not every poll asks the shared storage"
+    cancel.poll(0.25)
+    assert cancel.nodes.directive.stop
+    cancel.stop.handle(signal.SIGTERM, None)
+    cancel.poll(9.0)
+    assert not cancel.is_over(), "its ranks are saving"
+    for node_rank in range(3):
+        cancel.nodes.report(node_rank, phase=Phase.ENDED)
+    cancel.poll()
+    assert cancel.is_over()
+    assert cancel.coordinator.failure is None
 
 
 def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(
