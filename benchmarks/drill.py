@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hpc_commands import hpc, supervised, testbed
-from hpc.status.downtime import PARTS
+from hpc.core.events.downtime import PARTS
 
 RUN = [
     "--data=fashion-mnist", "--name=drill", "--nodes=2", "--spares=1", "--gpus-per-node=1", "--cpus-per-gpu=1",

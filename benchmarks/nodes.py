@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import record
-from hpc.core import ledger
-from hpc.core.ledger import Event
+from hpc.core.events import ledger
+from hpc.core.events.ledger import Event
 from hpc.core.rundir import RunDir
 
 SIZES, TURNS = (1, 2, 4, 8, 16, 32), 3

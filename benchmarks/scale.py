@@ -23,9 +23,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks import record
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of
-from hpc.core.ledger import EventWriter
+from hpc.core.events import ledger
+from hpc.core.events.attempts import attempts_of
+from hpc.core.events.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.core.transport import Connection, Limits, connect
 from hpc.spec import Resources, RunSpec

@@ -15,11 +15,11 @@ from functools import partial
 import tyro
 
 from hpc import cli
-from hpc.core import ledger
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.ledger import EventWriter
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Cancelled
+from hpc.core.events.ledger import EventWriter
 from hpc.core.ownership import check_is_own
-from hpc.core.resumption import is_cancelled_for_good
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.slurm import client as slurm
@@ -79,7 +79,7 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     is_new = is_new or recorded_outcome(run) is None
     if is_new:
         try:
-            EventWriter(run.cancellation).append("cancelled", by=getpass.getuser(), final=final)
+            EventWriter(run.cancellation).append(Cancelled(by=getpass.getuser(), final=final))
         except OSError as error:
             problems.append(f"the cancellation cannot be recorded, so the run may continue: {error}")
     if on_slurm and not problems:
@@ -110,7 +110,7 @@ def _show(run: RunDir, before: str | None, *, final: bool) -> None:
 
 
 def _is_final(run: RunDir) -> bool:
-    return is_cancelled_for_good(ledger.read(run.events))
+    return History.load(run).is_cancelled_for_good
 
 
 def _end_jobs(run: RunDir) -> list[str]:

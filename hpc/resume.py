@@ -21,21 +21,20 @@ from typing import Any, NamedTuple
 import tyro
 
 from hpc import cli
-from hpc.core import ledger, program
-from hpc.core.attempts import attempts_of, last_job_id
+from hpc.core import program
 from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import last_json_line, write_atomic
-from hpc.core.git import git_revision, repository
-from hpc.core.ledger import Event, EventWriter
-from hpc.core.resumption import (
-    is_cancelled,
-    is_cancelled_for_good,
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
+from hpc.core.events.ledger import EventWriter
+from hpc.core.events.resumption import (
     is_cancelled_now,
     next_resumption,
     record_resumption,
     resumption_file,
 )
+from hpc.core.files import last_json_line, write_atomic
+from hpc.core.git import git_revision, repository
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.flags import changed_flags, is_default_time, named_run, with_own_flags
@@ -147,15 +146,15 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     before = RunSpec.load(run)
     _wait_for_end(run, before)
     # Before the jobs: what another process submits after this is then seen by the claim, what it did before by squeue.
-    events = ledger.read(run.events)
+    history = History.load(run)
     if options.new_code and before.in_place:
         raise UserError(
             f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
             "leave it out"
         )
-    after = _adjusted(run, before, options, events)
-    _check_has_ended(run, before, events, shlex.quote(options.run))
-    job_id = _continue(run, before, after, events, new_code=options.new_code)
+    after = _adjusted(run, before, options, history)
+    _check_has_ended(run, before, history, shlex.quote(options.run))
+    job_id = _continue(run, before, after, history, new_code=options.new_code)
     changed = changed_settings(before, after)
     return run, {
         "run": run.name, "run_dir": str(run.path), "job_id": job_id, "cluster": after.cluster, "changed": changed,
@@ -185,12 +184,12 @@ def _job_of(run: RunDir, spec: RunSpec) -> str | None:
     return next(iter(found), None)
 
 
-def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event], typed: str) -> None:
+def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -> None:
     """Refuse a run that was cancelled for good, that a job works on, or that has lost what it would continue with.
 
     `typed` is how its user has named it.
     """
-    if is_cancelled_for_good(events):
+    if history.is_cancelled_for_good:
         raise UserError(
             f"run {run.name} was cancelled with --final: continue under a new name with hpc fork {typed} --name NEW"
         )
@@ -204,7 +203,7 @@ def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event], typed:
             f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
             f"{typed} --name NEW"
         )
-    saved = spec.forked_from or any(event["event"] in {"checkpoint_saved", "snapshot_saved"} for event in events)
+    saved = spec.forked_from or any(isinstance(event, CheckpointSaved | SnapshotSaved) for event in history.events)
     if spec.train and saved and not list_checkpoints(run.checkpoints):
         raise UserError(
             f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would start from the beginning: type "
@@ -212,7 +211,7 @@ def _check_has_ended(run: RunDir, spec: RunSpec, events: Sequence[Event], typed:
         )
 
 
-def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequence[Event]) -> RunSpec:
+def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: History) -> RunSpec:
     """The spec with the flags of the command line, checked as by hpc submit where something has changed."""
     train = before.train and dataclasses.replace(
         before.train, **{name: getattr(options.train, name) for name in ADJUSTABLE}
@@ -224,12 +223,12 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, events: Sequ
         before, resources=resources, recovery=options.recovery, network=options.network, train=train,
         notification=_adjusted_notification(before, options), has_default_time=has_default_time,
     )  # fmt: skip
-    last = next(reversed(attempts_of(events)), None)
-    complete = run.final_result.exists() or (last is not None and last.cause == Cause.COMPLETED and not last.resumed)
+    complete = history.outcome == "completed"
     if before.evaluation and complete:
         raise UserError(f"run {run.name} is a complete evaluation: type hpc evaluate {before.evaluation.source} again")
     if before.train and train:
-        ended = next((event.get("ended") for event in reversed(events) if event["event"] == "train_completed"), None)
+        completed = history.last(TrainCompleted)
+        ended = completed.ended if completed else None
         epoch = (last_json_line(run.train_metrics) or {}).get("epoch", 0)
         check_adjusted(before.train, train, Begun(run=options.run, epoch=epoch, ended=ended, complete=complete))
     elif complete:
@@ -269,13 +268,13 @@ def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
 # --- what is done ---
 
 
-def _continue(run: RunDir, before: RunSpec, after: RunSpec, events: Sequence[Event], *, new_code: bool) -> str:
+def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *, new_code: bool) -> str:
     """Put the spec into force and start the run's next job. Returns its id; an error leaves everything as it was."""
-    attempts, number = attempts_of(events), next_resumption(run)
+    attempts, number = history.attempts, next_resumption(run)
     attempt = attempts[-1].attempt if attempts else 0
     with ExitStack() as cleanup, ExitStack() as undo:
         copy = _copy_code(run, after, cleanup) if new_code else None
-        if not resubmit.claim_next_job(run, attempt, events):
+        if not resubmit.claim_next_job(run, attempt, history):
             raise TorchrelayError(f"another process submits the next job of run {run.name}: see hpc status {run.name}")
         if copy:
             after = dataclasses.replace(after, script=copy.script)
@@ -285,22 +284,27 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, events: Sequence[Eve
             undo.callback(write_atomic, run.script, run.script.read_bytes())
             write_atomic(run.script, SlurmExecutor(run, after).script())
         if attempts and attempts[-1].ended is None:
-            cause = Cause.CANCELLED if is_cancelled(events) else Cause.LOST
+            cause = Cause.CANCELLED if history.is_cancelled else Cause.LOST
             resubmit.record_missing_end(run, attempts[-1], "its agents recorded no end", cause=cause)
         if run.final.exists():
             kept = run.earlier_final(number)
             run.final.rename(kept)
             undo.callback(kept.rename, run.final)
-        recorded = record_resumption(
-            run, number, events, attempt=attempt, by=getpass.getuser(), changed=changed_settings(before, after),
+        resumed = Resumed(
+            attempt=attempt,
+            number=number,
+            cancellations=len(history.of(Cancelled)),
+            by=getpass.getuser(),
+            changed=changed_settings(before, after),
             revision=git_revision(Path.cwd()) if copy else None,
-            stop_lead_seconds=after.stop_lead_seconds, grace_seconds=preemption_grace(after),
-        )  # fmt: skip
-        if not recorded:
+            stop_lead_seconds=after.stop_lead_seconds,
+            grace_seconds=preemption_grace(after),
+        )
+        if not record_resumption(run, resumed):
             raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
         undo.callback(resumption_file(run, number).unlink)
         try:
-            job_id = _start(run, after, number, attempt, events)
+            job_id = _start(run, after, number, attempt, history)
         except TorchrelayError as error:
             raise type(error)(f"run {run.name} stays as it was: {error}") from error
         undo.pop_all()
@@ -349,16 +353,15 @@ def _replace_code(run: RunDir, copy: RunDir, undo: ExitStack) -> None:
     undo.callback(run.code.rename, copy.code)
 
 
-def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, events: Sequence[Event]) -> str:
-    writer = EventWriter(resumption_file(run, number))
-    old, excluded = last_job_id(events), list[str]()
+def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, history: History) -> str:
+    writer = EventWriter(resumption_file(run, number), attempt)
+    old, excluded = history.last_job_id, list[str]()
     if spec.cluster == "slurm":
-        excluded = resubmit.nodes_to_exclude(spec, events)
-        known = {event["job_id"] for event in events if event.get("job_id")}
-        job_id = resubmit.submit_next_job(run, spec, excluded, known)
+        excluded = resubmit.nodes_to_exclude(spec, history)
+        job_id = resubmit.submit_next_job(run, spec, excluded, history.job_ids)
     else:
         job_id = start_local(run)
-    writer.append("resubmitted", attempt=attempt, job_id=job_id, old_job_id=old, excluded=excluded)
+    writer.append(Resubmitted(job_id=job_id, old_job_id=old, excluded=tuple(excluded)))
     if spec.cluster == "slurm":
         try:
             redirect_waiting_jobs(run)

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from hpc.core.errors import UserError
+from hpc.core.events.resumption import current_spec
 from hpc.core.files import write_json
-from hpc.core.resumption import current_spec
 from hpc.core.rundir import RunDir
 from hpc.core.units import REQUEUE_SECONDS, duration_seconds, port_range, stop_lead_seconds, walltime_minutes
 from training.config.device_choice import DeviceChoice

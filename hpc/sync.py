@@ -13,9 +13,9 @@ from typing import Any, cast
 import tyro
 
 from hpc import cli
-from hpc.core import ledger
-from hpc.core.attempts import Outcome
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.history import History, Outcome
+from hpc.core.events.kinds import Tracking
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.spec import RunSpec, Service
@@ -69,10 +69,10 @@ def _sync(run: RunDir, service: Service, cache: StatusCache, options: SyncOption
         "run": run.name, "run_dir": str(run.path), "tracker": service, "url": None, "points": 0, "problem": None,
     }  # fmt: skip
     summary = cache.summary(run)
-    own = last_events(ledger.read(run.events), summary["attempt"]).get(service)
-    if summary["state"] == "running" and own and own["event"] == "tracking":
+    own = last_events(History.load(run), summary["attempt"]).get(service)
+    if summary["state"] == "running" and isinstance(own, Tracking):
         text = "its node sends its metrics"
-        answer["url"] = own["url"]
+        answer["url"] = own.url
     else:
         try:
             answer |= _send(run, service, cache, summary, watch=options.watch)

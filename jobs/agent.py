@@ -20,6 +20,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.core.causes import EXIT_NO_SPACE, Cause
 from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.core.events.kinds import Joined, NodeFailed
 from hpc.core.files import DISK_FULL, TEMPORARY
 from hpc.core.kernel import interface_addresses, raise_open_files_limit
 from hpc.core.nodedir import DEV_SHM, HeldNodeDir
@@ -149,7 +150,7 @@ def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, detail:
     """End this node's part after an error; that of the head node ends the attempt. Returns the exit code."""
     log(detail)
     channel.report(phase=Phase.BAD_NODE, detail=detail)
-    node.record_event("node_failed", node=node.host, cause=Cause.BAD_NODE, detail=detail)
+    node.record(NodeFailed(node=node.host, cause=Cause.BAD_NODE, detail=detail))
     if isinstance(channel, ControlServer):
         channel.directive = replace(channel.directive, over=True)
         return conclude_failed_agent(node, Cause.BAD_NODE, detail, stop.name)
@@ -204,7 +205,7 @@ class _Agent:
             bad_node = isinstance(error, BadNodeError)
             self._channel.report(phase=Phase.BAD_NODE if bad_node else Phase.FAILED, detail=str(error))
             cause = Cause.BAD_NODE if bad_node else Cause.CRASHED
-            self._node.record_event("node_failed", node=self._node.host, cause=cause, detail=str(error))
+            self._node.record(NodeFailed(node=self._node.host, cause=cause, detail=str(error)))
             log(str(error))
 
     def _record_joined(self) -> None:
@@ -218,12 +219,14 @@ class _Agent:
                 "there a firewall between the nodes (use --port-range), or must they use another network (--interface)?"
             )
         skew = channel.clock_skew_seconds
-        node.record_event(
-            "joined", node=node.host, node_rank=allocation.node_rank,
+        joined = Joined(
+            node=node.host,
+            node_rank=allocation.node_rank,
             clock_skew_seconds=round(skew, 3),
             tmp_free_bytes=shutil.disk_usage(node.stage_dir).free,
             shm_free_bytes=shutil.disk_usage(DEV_SHM).free if DEV_SHM.exists() else 0,
-        )  # fmt: skip
+        )
+        node.record(joined)
         if abs(skew) > _MAX_SKEW_SECONDS:
             log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.head}")
 

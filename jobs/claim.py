@@ -9,13 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import can_write, json_line, write_exclusive
-from hpc.core.ledger import EventWriter, claim_file
-from hpc.core.resumption import is_cancelled
+from hpc.core.events import ledger
+from hpc.core.events.attempts import Attempt, attempts_of
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Claimed, Deferred, Refused, StartedNothing
+from hpc.core.events.ledger import EventWriter, claim_file, record_once
+from hpc.core.files import can_write
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -36,7 +37,7 @@ class HeadLostError(TorchrelayError):
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
     """The ledger file of one node's agent in one attempt."""
-    return EventWriter(ledger.agent_file(run, attempt, node_rank))
+    return EventWriter(ledger.agent_file(run, attempt, node_rank), attempt)
 
 
 def claim_next(
@@ -47,10 +48,10 @@ def claim_next(
     Raises:
         TorchrelayError: another job does, or the run was cancelled.
     """
-    events = ledger.read(run.events)
-    if is_cancelled(events):
+    history = History.load(run)
+    if history.is_cancelled:
         raise TorchrelayError(f"run {run.name} was cancelled, so this job starts nothing: type {_resume(run)}")
-    last = next(reversed(attempts_of(events)), None)
+    last = history.last_attempt
     if last is not None and secret and last.secret == secret:
         return last  # an earlier try claimed it although the storage reported an error
     if last is not None and last.ended is None:
@@ -99,35 +100,41 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addre
     Raises:
         TorchrelayError: another agent was quicker.
     """
-    attempts = attempts_of(ledger.read(run.events))
+    attempts = History.load(run).attempts
     # submitit's local executor restarts a job without counting.
     if allocation.cluster == "slurm" and any((one.job_id, one.restart) == allocation.job_start for one in attempts):
         raise TorchrelayError(f"job {allocation.job_id} has already started an attempt: submit the script again")
     number = len(attempts) + 1
-    job = {"job_id": allocation.job_id, "restart": allocation.restart, "nodes": list(allocation.hostnames)}
-    event = ledger.record("claimed", attempt=number, secret=secret, port=port, addresses=list(addresses), **job)
+    claimed = Claimed(
+        time=time.time(), attempt=number, job_id=allocation.job_id, restart=allocation.restart, secret=secret,
+        nodes=tuple(allocation.hostnames), port=port, addresses=tuple(addresses),
+    )  # fmt: skip
     # The head node's file, also if another agent claims the attempt in its place.
-    if not write_exclusive(claim_file(run, number), json_line(event)):
+    if not record_once(claim_file(run, number), claimed):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
-    return attempts_of([event])[0]
+    return attempts_of([claimed])[0]
 
 
 def refuse(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
     """Report to the other nodes' agents that this start of the job does nothing."""
-    writer = EventWriter(run.events / f"job-{allocation.job_id}-{allocation.restart}.jsonl")
-    writer.append("refused", job_id=allocation.job_id, restart=allocation.restart, detail=reason)
+    event = Refused(job_id=allocation.job_id, restart=allocation.restart, detail=reason)
+    _file_of_start(run, allocation).append(event)
 
 
 def defer(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
     """Report to the other nodes' agents that this start of the job does nothing yet: the run waits for others."""
-    writer = EventWriter(run.events / f"job-{allocation.job_id}-{allocation.restart}.jsonl")
-    writer.append("deferred", job_id=allocation.job_id, restart=allocation.restart, detail=reason)
+    event = Deferred(job_id=allocation.job_id, restart=allocation.restart, detail=reason)
+    _file_of_start(run, allocation).append(event)
 
 
-def started_nothing(event: ledger.Event, allocation: NodeAllocation) -> bool:
-    """Whether an event says that this start of the job makes no attempt."""
-    kinds = {"refused", "deferred"}
-    return event["event"] in kinds and (event["job_id"], event["restart"]) == allocation.job_start
+def _file_of_start(run: RunDir, allocation: NodeAllocation) -> EventWriter:
+    return EventWriter(run.events / f"job-{allocation.job_id}-{allocation.restart}.jsonl")
+
+
+def why_nothing_started(history: History, allocation: NodeAllocation) -> str | None:
+    """Return why this start of the job makes no attempt; None if no agent has said so."""
+    own = (one for one in history.of(StartedNothing) if (one.job_id, one.restart) == allocation.job_start)
+    return next((one.detail for one in own), None)
 
 
 def join(
@@ -145,11 +152,10 @@ def join(
     began = time.monotonic()
     deadline, look_at, latest = began + timeout_seconds, began + _LOOK_SECONDS, began + STORAGE_SECONDS
     while not stopped():
-        events = await_storage(run, stopped, partial(ledger.read_without_other_nodes, run.events))
-        for event in events:
-            if started_nothing(event, allocation):
-                raise TorchrelayError(event["detail"])
-        newest = next(reversed(attempts_of(events)), None)
+        history = History(await_storage(run, stopped, partial(ledger.read_without_other_nodes, run.events)))
+        if reason := why_nothing_started(history, allocation):
+            raise TorchrelayError(reason)
+        newest = history.last_attempt
         # submitit's local executor restarts a job without counting: an attempt that this node has joined is older.
         if (
             newest is not None

@@ -10,17 +10,27 @@ Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the 
 import functools
 import time
 from collections.abc import Callable
+from typing import Any
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.core.attempts import attempts_of, may_restart_after
 from hpc.core.causes import Cause, Ending, JobState, cause_of, must_requeue, signature_of
 from hpc.core.errors import TorchrelayError
+from hpc.core.events.kinds import (
+    AttemptEnded,
+    Excluded,
+    Joined,
+    NodeLost,
+    NotContinued,
+    Requeued,
+    Resubmitted,
+    SnapshotSaved,
+)
+from hpc.core.events.ledger import check_is_newest
+from hpc.core.events.resumption import is_cancelled_now
 from hpc.core.files import modified, refresh_nfs_cache
 from hpc.core.kernel import steady_time
-from hpc.core.ledger import check_is_newest
 from hpc.core.nodedir import NodeDir, node_dirs
-from hpc.core.resumption import is_cancelled, is_cancelled_now
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -57,7 +67,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     # Slurm has noticed by now what was lost long ago, or it has come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
     lost = recent | coordinator.stuck | _wait_for_others(node, server, monitor)
-    failure, fields = coordinator.failure, dict[str, object]()
+    failure, fields = coordinator.failure, dict[str, Any]()
     ending = _inspect_ending(
         node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
     )
@@ -73,7 +83,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
         # The budget was decided by the step of the failure.
         last_step = last_step if failure.step is None else failure.step
-    if not record_end(node, cause=cause, step=last_step, **fields):
+    if not record_end(node, AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, **fields)):
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
     names = node.allocation.names
@@ -98,7 +108,9 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     # Agents that recorded nothing may have ended of anything, such as a node that died while srun started them.
     signature = None if failure is Cause.LOST else signature_of(detail)
     blamed = None if failure is Cause.LOST and _follows_a_dead_start(node) else node.host
-    if not record_end(node, cause=cause, step=step, detail=detail, node=blamed, signature=signature):
+    number = node.attempt.attempt
+    ended = AttemptEnded(attempt=number, cause=cause, step=step, detail=detail, node=blamed, signature=signature)
+    if not record_end(node, ended):
         return 1
     log(f"attempt {node.attempt.attempt} ended: {cause} ({detail})")
     for node_dir in node_dirs(node.run.path) if cause is not Cause.COMPLETED else ():
@@ -106,7 +118,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     lost = node.reported_lost()
     if cause is Cause.LOST:
         # srun fails, too, if a node has died that Slurm still takes for alive: its job must not be requeued.
-        joined = {event["node"] for event in node.events("joined")}
+        joined = {event.node for event in node.history().during(number).of(Joined)}
         lost = [*lost, *(name for name in node.allocation.hostnames if name not in {*joined, *lost, node.host})]
     bad_nodes = [blamed] if blamed and cause in {Cause.BAD_NODE, Cause.LOST} else []
     return _continue_run(node, cause, ending.job_state, lost=lost, bad_nodes=bad_nodes)
@@ -118,10 +130,9 @@ def _follows_a_dead_start(node: NodeAttempt) -> bool:
     If a node of that start was only suspended, its srun ends the step of this start once the node resumes, because
     both steps have the same name.
     """
-    events, number = node.run_events(), node.attempt.attempt
-    before = [attempt.job_id for attempt in attempts_of(events) if attempt.attempt == number - 1]
-    ends = (each for each in events if each["event"] == "attempt_ended" and each["attempt"] == number - 1)
-    return before == [node.allocation.job_id] and any("last_heard" in end for end in ends)
+    before = node.history().during(node.attempt.attempt - 1)
+    was_silent = any(end.last_heard is not None for end in before.of(AttemptEnded))
+    return was_silent and [attempt.job_id for attempt in before.attempts] == [node.allocation.job_id]
 
 
 def _continue_run(
@@ -137,11 +148,11 @@ def _continue_run(
 
 
 def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], bad_nodes: list[str]) -> int:
-    may_restart = may_restart_after(attempts_of(node.run_events()))
+    may_restart = node.history().may_restart
     if not must_requeue(cause, job_state, may_restart=may_restart):
         return 0 if cause is Cause.COMPLETED or may_restart else 1
     if not node.on_slurm:
-        node.record_event("requeued", job_id=node.allocation.job_id)
+        node.record(Requeued(job_id=node.allocation.job_id))
         return LOCAL_REQUEUE_RETURN_CODE
     return 0 if start_next_attempt(node, lost, bad_nodes) else 1
 
@@ -170,7 +181,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         log(f"Slurm does not report the state of this job: {error}")
     return Ending(
         finished=node.run.final_result.exists() if node.spec.train else done and not signal,
-        cancelled=is_cancelled(node.run_events()),
+        cancelled=is_cancelled_now(node.run),
         signal=signal,
         job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
         preempted=slurm.is_preempted(fields)
@@ -190,14 +201,16 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     failed_at, head = steady_time() - channel.silent_seconds, node.allocation.head
     detail = f"lost contact with {head}"
     log(detail)
-    node.record_event("node_lost", node=head, last_heard=failed_at, detail=detail)
+    node.record(NodeLost(node=head, last_heard=failed_at, detail=detail))
     if node.allocation.node_rank not in channel.directive.members:
         time.sleep(_SPARE_SECONDS)
     if not _confirm_head_is_lost(node) or not _is_running(node):
         return 0
     step = monitor.last_step if node.knows_steps else None
     cause = Cause.CANCELLED if is_cancelled_now(node.run) else Cause.NODE_FAILURE
-    first = record_end(node, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head)
+    number = node.attempt.attempt
+    ended = AttemptEnded(attempt=number, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head)
+    first = record_end(node, ended)
     if not node.on_slurm:
         return LOCAL_REQUEUE_RETURN_CODE if first and cause is Cause.NODE_FAILURE else 0
     if not first and not _is_left_undone(node):
@@ -205,7 +218,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     # A large snapshot takes minutes to save; without a heartbeat the supervisor would end this job meanwhile.
     send_heartbeats(node.run)
     save_snapshot(node, monitor.node_dir)
-    if may_restart_after(attempts_of(node.run_events())):
+    if node.history().may_restart:
         start_next_attempt(node, [head], [])
     else:
         end_job(node)
@@ -224,7 +237,9 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     step = (resubmit.last_step(run) or 0) if spec.train else None
-    if record_end(node, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head):
+    number = attempt.attempt
+    ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head)
+    if record_end(node, ended):
         start_next_attempt(node, [allocation.head], [])
         start_notifying(node).join()
     return 0
@@ -259,10 +274,9 @@ def _is_left_undone(node: NodeAttempt) -> bool:
     """Whether the agent that ended the attempt has died before it started the next one: it sends no heartbeat."""
     heartbeat, deadline = None, time.monotonic() + resubmit.HANDOVER_SECONDS
     while time.monotonic() < deadline:
-        events = node.run_events()
-        this = (event for event in events if event.get("attempt") == node.attempt.attempt)
-        continued = any(event["event"] in {"resubmitted", "requeued"} for event in this)
-        if continued or not may_restart_after(attempts_of(events)):
+        history = node.history()
+        this = history.during(node.attempt.attempt).events
+        if any(isinstance(event, Resubmitted | Requeued) for event in this) or not history.may_restart:
             return False
         if (newest := modified(node.run.alive)) != heartbeat:
             heartbeat, deadline = newest, time.monotonic() + resubmit.HANDOVER_SECONDS
@@ -285,13 +299,13 @@ def _is_running(node: NodeAttempt) -> bool:
 # --- both ---
 
 
-def record_end(node: NodeAttempt, /, **fields: object) -> bool:
+def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
     """Record the end of the attempt; False if another agent has recorded one.
 
     A full disk must not keep the run from continuing: then the agent with the lowest node rank decides.
     """
     try:
-        return resubmit.record_end(node.run, node.attempt.attempt, **fields)
+        return resubmit.record_end(node.run, ended)
     except OSError as error:
         log(f"the end of the attempt could not be recorded: {error}")
         return node.allocation.node_rank <= 1
@@ -308,7 +322,7 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
         node.has_unsaved_snapshot.set()
         return
     if step is not None:
-        node.record_event("snapshot_saved", step=step, seconds=round(time.monotonic() - began, 3))
+        node.record(SnapshotSaved(step=step, seconds=round(time.monotonic() - began, 3)))
 
 
 def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str]) -> bool:
@@ -319,7 +333,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
     jobs from their compute nodes, or no second job. If it refuses both, this job ends first, and is then replaced.
     Returns whether one of the three was possible.
     """
-    claim = functools.cache(lambda: resubmit.claim_next_job(node.run, node.attempt.attempt, node.run_events()))
+    claim = functools.cache(lambda: resubmit.claim_next_job(node.run, node.attempt.attempt, node.history()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
     ways = {"accept a new job": _resubmit, **ways} if lost else {**ways, "accept a new job": _resubmit}
     ways["accept a new job after the end of this one"] = _end_and_resubmit
@@ -344,7 +358,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
         ask_slurm(ask, _SLURM_SECONDS)
     except (TorchrelayError, OSError) as error:
         log(f"the run stops here ({error}): on the login node, start hpc supervise, or type hpc resume {node.run.path}")
-        node.record_event("not_continued", detail=str(error))
+        node.record(NotContinued(detail=str(error)))
         return False
     return True
 
@@ -353,26 +367,26 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
     """Requeue the job, and keep it away from some nodes."""
     job_id = node.allocation.job_id
     slurm.requeue(job_id)
-    node.record_event("requeued", job_id=job_id)
+    node.record(Requeued(job_id=job_id))
     if not avoid:
         return
     try:
-        excluded = resubmit.nodes_to_exclude(node.spec, node.run_events(), avoid)
+        excluded = resubmit.nodes_to_exclude(node.spec, node.history(), avoid)
         # Nothing can be changed before the requeue.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
     except (OSError, TorchrelayError) as error:  # not to the caller, which would requeue the job once more
         log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
     else:
-        node.record_event("excluded", job_id=job_id, excluded=excluded)
+        node.record(Excluded(job_id=job_id, excluded=tuple(excluded)))
 
 
 def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     """Submit a new job, which avoids some nodes, and end this one."""
-    job_id, events = node.allocation.job_id, node.run_events()
-    excluded = resubmit.nodes_to_exclude(node.spec, events, avoid)
-    old = {attempt.job_id for attempt in attempts_of(events)}
+    job_id, history = node.allocation.job_id, node.history()
+    excluded = resubmit.nodes_to_exclude(node.spec, history, avoid)
+    old = {attempt.job_id for attempt in history.attempts}
     new = resubmit.submit_next_job(node.run, node.spec, excluded, old)
-    node.record_event("resubmitted", job_id=new, old_job_id=job_id, excluded=excluded)
+    node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded)))
     try:
         redirect_waiting_jobs(node.run)
     except (OSError, TorchrelayError) as error:

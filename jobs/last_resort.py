@@ -15,10 +15,10 @@ import signal
 import sys
 from pathlib import Path
 
-from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of
 from hpc.core.causes import EXIT_NO_SPACE, Cause
 from hpc.core.errors import TorchrelayError
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.history import History
 from hpc.core.files import refresh_nfs_cache
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
@@ -72,11 +72,10 @@ def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
         TorchrelayError: the run was cancelled, or another job works on it.
     """
     refresh_nfs_cache(run.events)
-    events = ledger.read(run.events)
-    refused = any(claim.started_nothing(event, allocation) for event in events)
-    if run.final_result.exists() or refused:
+    history = History.load(run)
+    if history.complete or claim.why_nothing_started(history, allocation):
         return None
-    for attempt in attempts_of(events):
+    for attempt in history.attempts:
         if (attempt.job_id, attempt.restart) == allocation.job_start:
             return attempt if attempt.ended is None else None
     return claim.claim_next(run, allocation, port=0, secret="")

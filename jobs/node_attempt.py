@@ -16,12 +16,14 @@ from typing import TypeVar
 
 import submitit
 
-from hpc.core import ledger
-from hpc.core.attempts import Attempt, lost_nodes
 from hpc.core.errors import TorchrelayError
+from hpc.core.events import ledger
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Event
+from hpc.core.events.ledger import EventWriter
 from hpc.core.files import TEMPORARY
 from hpc.core.kernel import mounted_directory
-from hpc.core.ledger import EventWriter
 from hpc.core.nodedir import stage_dir_on_node
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
@@ -138,32 +140,27 @@ class NodeAttempt:
         """Whether Slurm runs the job; submitit's local executor otherwise."""
         return self.allocation.cluster == "slurm"
 
-    def record_event(self, event: str, **fields: object) -> None:
+    def record(self, event: Event) -> None:
         """Append an event of this attempt. A full disk does not interrupt the run: the event is printed instead."""
         try:
-            self.writer.append(event, attempt=self.attempt.attempt, **fields)
+            self.writer.append(event)
         except OSError as error:
-            log(f"{event} could not be recorded: {error}")
+            log(f"{event.kind} could not be recorded: {error}")
 
     @property
     def knows_steps(self) -> bool:
         """Whether the steps of a failure tell what it costs: our trainer counts them, and a script that is restored."""
-        return self.spec.train is not None or bool(self.events("train_started"))
+        return self.spec.train is not None or self.history().during(self.attempt.attempt).knows_steps
 
-    def run_events(self) -> list[ledger.Event]:
-        """All events of the run, of all attempts and nodes."""
-        return ledger.read(self.run.events)
+    def history(self) -> History:
+        """Read the history of the run, with all attempts and nodes."""
+        return History.load(self.run)
 
     def reported_lost(self) -> list[str]:
         """A name for each time that an agent of this attempt has reported a lost node that has not come back."""
         # All survivors ask this again and again: no other file is read.
-        events = ledger.read(self.run.events, f"{ledger.attempt_prefix(self.attempt.attempt)}node-")
-        return lost_nodes(events)
-
-    def events(self, kind: str) -> list[ledger.Event]:
-        """Events of one kind in this attempt, of all nodes."""
-        number = self.attempt.attempt
-        return [event for event in self.run_events() if event["event"] == kind and event.get("attempt") == number]
+        prefix = f"{ledger.attempt_prefix(self.attempt.attempt)}node-"
+        return History(ledger.read(self.run.events, prefix)).lost_nodes
 
 
 def log(text: str) -> None:

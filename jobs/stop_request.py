@@ -2,9 +2,9 @@
 
 import signal
 import time
-from collections.abc import Sequence
 
-from hpc.core.ledger import Event
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Submitted
 from hpc.core.units import KILL_WAIT_SECONDS, REQUEUE_SECONDS, save_timeout_seconds
 from hpc.spec import RunSpec
 
@@ -41,12 +41,12 @@ class StopRequest:
         """Since the request; 0 before it."""
         return time.monotonic() - self._time if self.signal else 0.0
 
-    def save_timeout_seconds(self, spec: RunSpec, events: Sequence[Event]) -> float:
+    def save_timeout_seconds(self, spec: RunSpec, history: History) -> float:
         """Time for the ranks to save: --grace-period, or what Slurm leaves, less after SIGTERM than at the limit."""
         if spec.grace_seconds is not None:
             return spec.grace_seconds
         if self.signal is not signal.SIGTERM:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
         # The grace time of the run's partition.
-        known = [event.get("grace_seconds") for event in events if event["event"] == "submitted"]
-        return save_timeout_seconds(next(filter(None, reversed(known)), KILL_WAIT_SECONDS))
+        known = [event.grace_seconds for event in reversed(history.of(Submitted))]
+        return save_timeout_seconds(next(filter(None, known), KILL_WAIT_SECONDS))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hpc.core.attempts import attempts_of, outcome_of
 from hpc.tracking import sender
 from jobs.node_attempt import NodeAttempt, log
 
@@ -32,9 +31,7 @@ def sending(node: NodeAttempt) -> Iterator[None]:
             if process.stdin:
                 process.stdin.close()
         if started:
-            events = node.run_events()
-            seconds = _LAST_SECONDS if outcome_of(attempts_of(events), events) else 0.0
-            _wait(started, seconds)
+            _wait(started, _LAST_SECONDS if node.history().outcome else 0.0)
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.hpc_commands import hpc
 from benchmarks.record import ROOT
 from benchmarks.restart import marks
-from hpc.core import ledger
+from hpc.core.events import ledger
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY

@@ -22,7 +22,7 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from benchmarks.gpu.part import PartOptions, Row, data_directory, device, finish, goal
-from hpc.core import ledger
+from hpc.core.events import ledger
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.train_config import TrainConfig

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.hpc_commands import hpc
 from benchmarks.record import ROOT
 from benchmarks.recovery import step_log, testbed_nodes
-from hpc.core import ledger
+from hpc.core.events import ledger
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
 

@@ -36,7 +36,7 @@ import tyro
 from benchmarks import record
 from benchmarks.record import ROOT
 from benchmarks.scaling.node_limits import CpuQuotas, shape_links
-from hpc.core import ledger
+from hpc.core.events import ledger
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
 from hpc.testbed import lifecycle

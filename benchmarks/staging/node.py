@@ -17,8 +17,8 @@ from pathlib import Path
 
 import tyro
 
-from hpc.core.attempts import Attempt
-from hpc.core.ledger import EventWriter
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.ledger import EventWriter
 from hpc.core.nodedir import HeldNodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec

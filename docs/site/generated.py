@@ -9,11 +9,13 @@ from dataclasses import MISSING, Field
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
 import tyro
 
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.completion import OPTIONS, options_of
-from hpc.core import ledger, program
+from hpc.core import program
+from hpc.core.events import kinds
 from hpc.submit.options import ScriptFlags, SubmitTraining
 
 # A command with so many flags of hpc submit takes a submission's.
@@ -117,5 +119,24 @@ def _kind(about: dict[str, Any]) -> str:
 
 def events_page() -> str:
     """Every event of the ledger."""
-    text = inspect.cleandoc(ledger.__doc__ or "")
-    return f"# Events\n\n`events/*.jsonl` in a run directory. {text.partition(': ')[2]}\n"
+    rows = [f"| {kind.__struct_config__.tag} | {_text_of(kind)} | {_fields_of(kind)} |" for kind in kinds.KINDS]
+    return "\n".join([_EVENTS, "| event | what has happened | fields |", "|---|---|---|", *rows, ""])
+
+
+_EVENTS = """# Events
+
+Each line of `events/*.jsonl` in a run directory is one event, a JSON object. It has the name of its kind in `event`, a
+`time`, and `attempt`, if it belongs to one. Times are seconds since the epoch. A value that is not known is
+null or absent. Fields in italics may be absent.
+"""
+
+
+def _text_of(kind: type[kinds.Event]) -> str:
+    """Return the texts of an event's class and of the classes between it and `Event`."""
+    classes = kind.__mro__[: kind.__mro__.index(kinds.Event)]
+    return " ".join(" ".join((each.__doc__ or "").split()) for each in reversed(classes))
+
+
+def _fields_of(kind: type[kinds.Event]) -> str:
+    own = [field for field in msgspec.structs.fields(kind) if field.name not in {"time", "attempt"}]
+    return ", ".join(field.name if field.required else f"*{field.name}*" for field in own)

@@ -283,7 +283,12 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record with a single write, so that a kill between records tears none.
+    """Append one record to a log, as `append_line`."""
+    append_line(path, json_line(record))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line with a single write, so that a kill between lines tears none.
 
     A kill during an earlier append may have left half a line: a newline first, so that only that line is lost.
     """
@@ -291,7 +296,7 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
     try:
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        data = (("\n" if torn else "") + json_line(record)).encode()
+        data = (("\n" if torn else "") + line).encode()
         if os.write(descriptor, data) < len(data):
             raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
     finally:
@@ -318,25 +323,35 @@ def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
     return list(map(_parse_line, lines))
 
 
+def _blocks_of_lines(path: Path | str) -> Iterator[list[bytes]]:
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: PTH123, SIM115 - a poll reads thousands: a Path's open is slower
+    except FileNotFoundError:
+        return
+    with file:
+        while block := file.read(_BLOCK_BYTES):
+            yield (block + file.readline()).splitlines()
+
+
+def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the bytes of each line of a log that is not blank; none if it does not exist."""
+    lines = (line for block in _blocks_of_lines(path) for line in block)
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
 def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yield the number, from 1, and the record of each line of a log that is not blank; None for a torn line.
 
     The oldest comes first. Yields nothing if the log does not exist.
     """
-    try:
-        file = open(path, "rb", buffering=0)  # noqa: PTH123, SIM115 - a poll reads thousands: a Path's open is slower
-    except FileNotFoundError:
-        return
     number = 0
-    with file:
-        while block := file.read(_BLOCK_BYTES):
-            lines = (block + file.readline()).splitlines()
-            for first in range(0, len(lines), _LINES_PER_PARSE):
-                some = lines[first : first + _LINES_PER_PARSE]
-                for line, record in zip(some, _parse_lines(some), strict=True):
-                    number += 1
-                    if record is not None or line.strip():
-                        yield number, record
+    for lines in _blocks_of_lines(path):
+        for first in range(0, len(lines), _LINES_PER_PARSE):
+            some = lines[first : first + _LINES_PER_PARSE]
+            for line, record in zip(some, _parse_lines(some), strict=True):
+                number += 1
+                if record is not None or line.strip():
+                    yield number, record
 
 
 def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:

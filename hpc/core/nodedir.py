@@ -17,11 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.core import ledger
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import UNSUPPORTED
 from hpc.core.ownership import user_name, who_may_rename
-from hpc.core.resumption import is_cancelled_for_good
 from hpc.core.rundir import RunDir, SubPath
 
 DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
@@ -167,7 +165,10 @@ class NodeDir:
             return False
         if _key(run.path) != self.path.name.rpartition("-")[0] or run.final_result.exists():
             return False
-        if is_cancelled_for_good(ledger.read(run.events)):
+        # Ranks import this module in the environment of a user's script, which lacks what the history needs.
+        from hpc.core.events.history import History  # noqa: PLC0415
+
+        if History.load(run).is_cancelled_for_good:
             return False
         return _newest_step(self.snapshots) > _newest_step(run.checkpoints)
 

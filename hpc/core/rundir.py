@@ -27,7 +27,7 @@ class RunDir:
     path: Path
 
     spec = SubPath("spec.json")
-    """The resolved RunSpec of the submission, immutable; `hpc.core.resumption.current_spec` is the one in force."""
+    """The resolved RunSpec of the submission, immutable; `current_spec` (hpc.core.events.resumption) is in force."""
     script = SubPath("submit.sbatch")
     """The sbatch script; submitting it by hand starts or resumes the run."""
     environment = SubPath("environment.json")

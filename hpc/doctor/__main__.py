@@ -15,8 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpc import cli
-from hpc.core import ledger, node_info
+from hpc.core import node_info
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.history import History
+from hpc.core.events.kinds import DataStaged, NotForked, SnapshotOff
 from hpc.core.kernel import automounted_at, file_system_type
 from hpc.core.node_info import NodeInfo
 from hpc.core.rundir import RunDir
@@ -41,7 +43,6 @@ from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
 from hpc.spec import Network, Resources, RunSpec
-from hpc.status.warnings import save_seconds
 from hpc.submit import sbatch_variables
 from hpc.submit.options import SubmitTraining, flag_names
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
@@ -78,24 +79,21 @@ def find_run(options: DoctorOptions) -> RunDir | None:
     if options.run is not None:
         return cli.find_run(options.run, options.runs_dir)
     runs = reversed(cli.all_runs(options.runs_dir))
-    return next((run for run in runs if save_seconds(ledger.read(run.events)) is not None), None)
+    return next((run for run in runs if History.load(run).save_seconds is not None), None)
 
 
 def measurements_of(run: RunDir) -> RunMeasurements:
     """What a run has measured, from its events."""
-    events = ledger.read(run.events)
-    attempt = max((event.get("attempt", 0) for event in events), default=0)
-    last = [event for event in events if event.get("attempt") == attempt]
-    staged = [event.get("in_place") for event in last if event["event"] == "staged"]
-    without = [event.get("reason") for event in last if event["event"] == "snapshot_off"]
-    unforked = [event.get("detail") for event in last if event["event"] == "not_forked"]
+    history = History.load(run)
+    last = history.during(max((event.attempt or 0 for event in history.events), default=0))
+    without, unforked = last.of(SnapshotOff), last.of(NotForked)
     return RunMeasurements(
         name=run.name,
-        save_seconds=save_seconds(events),
+        save_seconds=history.save_seconds,
         is_script=RunSpec.load(run).train is None,
-        in_place=next(filter(None, staged), None),
-        no_snapshots=next(filter(None, without), None),
-        not_forked=next(filter(None, unforked), None),
+        in_place=next((one.in_place for one in last.of(DataStaged) if one.in_place), None),
+        no_snapshots=without[0].reason if without else None,
+        not_forked=unforked[0].detail if unforked else None,
     )
 
 

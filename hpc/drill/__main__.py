@@ -15,14 +15,15 @@ from typing import Literal
 import tyro
 
 from hpc import cli
-from hpc.core import ledger
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.downtime import Interruption, interruptions_of
+from hpc.core.events.history import History
+from hpc.core.events.kinds import CheckpointSaved
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.client import running_slurm_conf
 from hpc.spec import RunSpec
 from hpc.status.__main__ import print_interruptions, summaries
-from hpc.status.downtime import Interruption, interruptions_of
 from hpc.status.run_view import TERMINAL, Summary
 
 Kind = Literal["worker-kill", "node-kill", "preempt", "hang", "term", "disk-full"]
@@ -71,7 +72,7 @@ def drill(options: DrillOptions) -> int:
         print(f"{question}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
             raise UserError("nothing was done")
-    before = len(interruptions_of(ledger.read(run.events)))
+    before = len(interruptions_of(History.load(run)))
     pids = slurm.run(*command)
     if options.kind in _RANK_FAULTS and not pids.strip():
         raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
@@ -163,7 +164,7 @@ def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        new = interruptions_of(ledger.read(run.events))[before:]
+        new = interruptions_of(History.load(run))[before:]
         saved = kind == "disk-full" and not new and _checkpoints(run) > checkpoints
         trains = bool(new) and new[-1].seconds["first_step"] is not None
         if trains or saved or summaries([run])[0]["state"] in TERMINAL:
@@ -174,7 +175,7 @@ def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
 
 
 def _checkpoints(run: RunDir) -> int:
-    return sum(event["event"] == "checkpoint_saved" for event in ledger.read(run.events))
+    return len(History.load(run).of(CheckpointSaved))
 
 
 main = partial(cli.run, drill, DrillOptions, "drill")

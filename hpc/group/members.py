@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc import cli
-from hpc.core import ledger
-from hpc.core.attempts import last_job_id
 from hpc.core.errors import UserError
+from hpc.core.events.history import History
 from hpc.core.git import git_revision
 from hpc.core.rundir import RunDir
 from hpc.flags import changed_flags
@@ -88,7 +87,7 @@ def start_member(
             _submit_member(group, spec, run, flags, values)
     except UserError:
         # A run that Slurm refused was removed, or stays without a job.
-        if last_job_id(ledger.read(run.events)) if is_made else run.spec.exists():
+        if History.load(run).last_job_id if is_made else run.spec.exists():
             return False
         raise
     return True

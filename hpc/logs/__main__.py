@@ -4,16 +4,14 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from hpc import cli
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of, may_restart_after
 from hpc.core.causes import FINAL_CAUSES, is_consequence
 from hpc.core.errors import UserError
-from hpc.core.ledger import Event
+from hpc.core.events.history import History
+from hpc.core.events.kinds import AttemptEnded, RankFailed
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs, starts_with_time
@@ -82,7 +80,7 @@ def _check_choice(options: LogsOptions, run: RunDir) -> None:
         if not 0 <= options.rank <= last:
             has = f"ranks 0 to {last}" if last else "one rank, 0"
             raise UserError(f"--rank is {options.rank}, but run {run.name} has {has}")
-    attempts = max((attempt.attempt for attempt in attempts_of(ledger.read(run.events))), default=0)
+    attempts = len(History.load(run).attempts)
     # With --follow one may wait for the next.
     if options.attempt is not None and not 0 < options.attempt <= attempts + options.follow:
         has = f"attempts 1 to {attempts}" if attempts > 1 else "one attempt, 1" if attempts else "no attempt yet"
@@ -94,37 +92,34 @@ def reader_for(options: LogsOptions, run: RunDir) -> LogReader:
     if options.all or options.json:
         return LogReader(run, options.rank, options.attempt)
     chosen = options.rank is not None or options.attempt is not None
-    error = None if chosen else first_error(ledger.read(run.events))
-    if error is None or not (path := run.rank_log(error["attempt"], error["rank"])).exists():
+    error = None if chosen else first_error(History.load(run))
+    if error is None or not (path := run.rank_log(error.attempt or 0, error.rank or 0)).exists():
         return LogReader(run, options.rank, options.attempt, _MAX_BYTES)
-    node = f" on {error['node']}" if error.get("node") else ""
+    node = f" on {error.node}" if error.node else ""
     _notice(
-        f"attempt {error['attempt']} failed; first failure: rank {error['rank']}{node} ({error['cause']}). "
+        f"attempt {error.attempt} failed; first failure: rank {error.rank}{node} ({error.cause}). "
         "This is the end of its log; --all shows everything"
     )
-    reader = LogReader(run, error["rank"], error["attempt"], _MAX_BYTES)
-    found = offset_of_last(path, error["detail"]) if error.get("detail") else None
+    reader = LogReader(run, error.rank, error.attempt, _MAX_BYTES)
+    found = offset_of_last(path, error.detail) if error.detail else None
     if found is not None:
         reader.start_at(path, lines_before(path, found, _LINES_BEFORE))
     return reader
 
 
-def first_error(events: Sequence[Event]) -> Event | None:
-    """The event of the first rank that failed in a failed run's last attempt; None if the run or no rank failed."""
-    attempts = attempts_of(events)
-    cause = attempts[-1].cause if attempts else None
-    if cause is None or cause in FINAL_CAUSES or may_restart_after(attempts):
+def first_error(history: History) -> RankFailed | AttemptEnded | None:
+    """Return the first failure of a rank in a failed run's last attempt; None if no rank or run failed."""
+    last = history.last_attempt
+    if last is None or last.cause is None or last.cause in FINAL_CAUSES or history.may_restart:
         return None
-    own = [event for event in events if event.get("attempt") == attempts[-1].attempt]
-    ended = next(event for event in own if event["event"] == "attempt_ended")
-    failed = [event for event in own if event["event"] == "rank_failed"]
-    named = [event for event in failed if event["rank"] == ended.get("rank")][-1:]
+    own = history.during(last.attempt)
+    [ended, *_], failed = own.of(AttemptEnded), own.of(RankFailed)
+    named = [event for event in failed if event.rank == ended.rank][-1:]
     # The ranks may have been restarted in place: only the last round counts.
-    last_round = [event for event in failed if event["round"] == failed[-1]["round"]]
+    last_round = [event for event in failed if event.round == failed[-1].round]
     # A rank that fails because of another's death may be noticed first.
-    last_round.sort(key=lambda event: (is_consequence(event.get("detail") or ""), event["failed_at"]))
-    recorded = [ended] if ended.get("rank") is not None else []
-    return next(iter(named or last_round or recorded), None)
+    last_round.sort(key=lambda event: (is_consequence(event.detail or ""), event.failed_at))
+    return next(iter(named or last_round), ended if ended.rank is not None else None)
 
 
 def _follow(options: LogsOptions, reader: LogReader) -> None:

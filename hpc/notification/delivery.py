@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of
 from hpc.core.errors import UserError
-from hpc.core.files import json_line, write_exclusive
-from hpc.core.ledger import Event, EventWriter
+from hpc.core.events import ledger
+from hpc.core.events.history import History
+from hpc.core.events.kinds import NotificationFailed, NotificationSent, Notifying, OfMessage
+from hpc.core.events.ledger import EventWriter, record_once
 from hpc.core.rundir import RunDir
 from hpc.notification.notices import Notice, failure_notice, notices_of
 from hpc.notification.recipients import read_recipients, recipients_file, service
@@ -49,7 +49,7 @@ class Message:
 
 
 def due_messages(
-    notification: Notification, notices: Sequence[Notice], events: Sequence[Event], now: float, *, retry: bool
+    notification: Notification, notices: Sequence[Notice], history: History, now: float, *, retry: bool
 ) -> list[Message]:
     """What is to be sent now; with `retry` also what others could not send. Pure."""
     messages = [
@@ -57,18 +57,18 @@ def due_messages(
         for notice in notices
         if now - notice.time < _NEWS_SECONDS
         for name in notification.notify
-        if (number := _next_number(events, notice.key, name, now)) is not None
+        if (number := _next_number(history, notice.key, name, now)) is not None
     ]
     return [message for message in messages if retry or message.number == 1]
 
 
-def _next_number(events: Sequence[Event], key: str, recipient: str, now: float) -> int | None:
+def _next_number(history: History, key: str, recipient: str, now: float) -> int | None:
     """The number of the next attempt to send; None if it was sent, is being sent, or was tried often enough."""
-    own = [event for event in events if (event.get("notice"), event.get("recipient")) == (key, recipient)]
-    tries = sum(event["event"] == "notifying" for event in own)
-    if any(event["event"] == "notification_sent" for event in own) or tries >= _MOST_TRIES:
+    own = [event for event in history.of(OfMessage) if (event.notice, event.recipient) == (key, recipient)]
+    tries = sum(isinstance(event, Notifying) for event in own)
+    if any(isinstance(event, NotificationSent) for event in own) or tries >= _MOST_TRIES:
         return None
-    return None if own and now - own[-1]["time"] < _RETRY_SECONDS else tries + 1
+    return None if own and now - own[-1].time < _RETRY_SECONDS else tries + 1
 
 
 # --- in the process that wants to have it sent ---
@@ -115,31 +115,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _due(run: RunDir, notification: Notification, *, retry: bool, failure: str | None) -> list[Message]:
-    events, now = ledger.read(run.events), time.time()
-    notices = notices_of(run.path, events, notification.notify_interruptions)
+    history, now = History(ledger.read(run.events)), time.time()
+    notices = notices_of(run.path, history, notification.notify_interruptions)
     if failure is not None:
-        attempt = max((each.attempt for each in attempts_of(events)), default=0)
-        at = max((event["time"] for event in events if "notice" not in event), default=now)
+        attempt = history.last_attempt.attempt if history.last_attempt else 0
+        at = max((event.time for event in history.events if not isinstance(event, OfMessage)), default=now)
         given_up = failure_notice(run.path, attempt, failure, at)
         notices += [] if any(notice.key == given_up.key for notice in notices) else [given_up]
-    return due_messages(notification, notices, events, now, retry=retry)
+    return due_messages(notification, notices, history, now, retry=retry)
 
 
 def _claim(run: RunDir, message: Message) -> EventWriter | None:
     """The file of this attempt to send; None if another process has made it."""
     key, name = message.notice.key, message.recipient
     path = run.events / f"notice-{key}-{name}-{message.number}.jsonl"
-    event = ledger.record("notifying", notice=key, recipient=name, host=socket.gethostname())
-    return EventWriter(path) if write_exclusive(path, json_line(event)) else None
+    event = Notifying(notice=key, recipient=name, host=socket.gethostname())
+    return EventWriter(path) if record_once(path, event) else None
 
 
 def _send_and_record(message: Message, writer: EventWriter, deadline: float) -> None:
-    what = {"notice": message.notice.key, "recipient": message.recipient}
+    key, name = message.notice.key, message.recipient
     problem = try_to_send(message.recipient, message.notice.title, message.notice.body, deadline - time.monotonic())
     if problem is None:
-        writer.append("notification_sent", **what)
+        writer.append(NotificationSent(notice=key, recipient=name))
     else:
-        writer.append("notification_failed", reason=problem, **what)
+        writer.append(NotificationFailed(notice=key, recipient=name, reason=problem))
         print(f"torchrelay: {message.recipient} could not be notified: {problem}", file=sys.stderr, flush=True)
 
 

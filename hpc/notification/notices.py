@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.core.attempts import Attempt, attempts_of, not_continued, outcome_of
 from hpc.core.causes import FINAL_CAUSES, Cause
-from hpc.core.ledger import Event
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.history import History
+from hpc.core.events.kinds import AttemptEnded, Interrupted, NotificationFailed, NotificationSent, OfMessage
 
 _HOUR_SECONDS = 3600.0
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
@@ -24,17 +25,19 @@ class Notice:
     """When it happened."""
 
 
-def notices_of(run: Path, events: Sequence[Event], interruptions: int) -> list[Notice]:
-    """All that is to be told of a run until now; `interruptions` are as many within an hour as are not."""
-    attempts = attempts_of(events)
-    end = _end_of(attempts, events)
-    found = [_ended(run, *end, events)] if end else []
-    causes = _interruptions(events, failed=end is not None and end[0] == FAILED)
+def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
+    """Return all that is to be told of a run until now.
+
+    `interruptions` is the number of interruptions within an hour that are not worth a message.
+    """
+    outcome = history.outcome
+    found = [_ended(run, outcome, history)] if outcome and outcome != "cancelled" else []
+    causes = _interruptions(history, failed=outcome == FAILED)
     for number, at in enumerate(alert_times(causes, interruptions), start=1):
         recent = [cause for when, cause in causes.items() if at - _HOUR_SECONDS < when <= at][-interruptions - 1 :]
         times = f" {len(recent)} times within an hour" if interruptions else ""
         why = f"Causes, the newest last: {', '.join(recent)}"
-        title, body = f"Run {run.name} was interrupted{times}", _body(run, attempts, "status", [why])
+        title, body = f"Run {run.name} was interrupted{times}", _body(run, history.attempts, "status", [why])
         found.append(Notice(key=f"{INTERRUPTED}-{number:03d}", title=title, body=body, time=at))
     return found
 
@@ -47,14 +50,14 @@ def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
     )  # fmt: skip
 
 
-def unsent_messages(events: Iterable[Event]) -> list[dict[str, str | None]]:
-    """The messages that are being sent, or that nobody could send yet: notice, recipient, and the problem, if any."""
-    last = {(event["notice"], event["recipient"]): event for event in events if "notice" in event}
+def unsent_messages(history: History) -> list[dict[str, str | None]]:
+    """Return the messages that are being sent, or that nobody could send: notice, recipient, and any problem."""
+    last = {(event.notice, event.recipient): event for event in history.of(OfMessage)}
     return [
-        {"notice": notice, "recipient": recipient, "problem": event.get("reason")}
-        for (notice, recipient), event in last.items()
-        if event["event"] != "notification_sent"
-    ]
+        {"notice": one.notice, "recipient": one.recipient,
+         "problem": one.reason if isinstance(one, NotificationFailed) else None}
+        for one in last.values() if not isinstance(one, NotificationSent)
+    ]  # fmt: skip
 
 
 def alert_times(times: Iterable[float], most: int) -> list[float]:
@@ -68,37 +71,25 @@ def alert_times(times: Iterable[float], most: int) -> list[float]:
     return alerts
 
 
-def _end_of(attempts: Sequence[Attempt], events: Iterable[Event]) -> tuple[str, Attempt] | None:
-    """How the run has ended, and its last attempt; None if it goes on, or if its user has ended it."""
-    outcome = outcome_of(attempts, events)
-    return None if outcome in {None, "cancelled"} else (str(outcome), attempts[-1])
-
-
-def _not_continued(last: Attempt, events: Iterable[Event]) -> str | None:
-    """Why no next attempt could be started, and what to do; None: it could, or should not be."""
-    detail = not_continued(last, events)
-    return None if detail is None else f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"
-
-
-def _interruptions(events: Sequence[Event], *, failed: bool) -> dict[float, str]:
-    """When the run was interrupted, in order, and why; not by the failure that ended it."""
+def _interruptions(history: History, *, failed: bool) -> dict[float, str]:
+    """Return when the run was interrupted, in order, and why; without the failure that ended it."""
     stops = [
         event
-        for event in events
-        if event["event"] == "interruption"
-        or (event["event"] == "attempt_ended" and event.get("cause") not in FINAL_CAUSES)
+        for event in history.events
+        if isinstance(event, Interrupted) or (isinstance(event, AttemptEnded) and event.cause not in FINAL_CAUSES)
     ]
     # The last interruption of an attempt may also be its end.
-    causes = {event.get("failed_at") or event["time"]: str(event["cause"]) for event in stops}
+    causes = {event.failed_at or event.time: event.cause for event in stops}
     return {at: causes[at] for at in sorted(causes)[: -1 if failed else None]}
 
 
-def _ended(run: Path, how: str, last: Attempt, events: Iterable[Event]) -> Notice:
+def _ended(run: Path, how: str, history: History) -> Notice:
     title = f"Run {run.name} is complete" if how == COMPLETED else f"Run {run.name} has failed"
-    stop = _not_continued(last, events)
+    last, detail = history.attempts[-1], history.not_continued
+    advice = [f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"] if detail else []
     return Notice(
         key=f"{how}-{last.attempt:03d}", title=title, time=last.ended or 0.0,
-        body=_body(run, [last], "status" if how == COMPLETED else "logs", [stop] if stop else []),
+        body=_body(run, [last], "status" if how == COMPLETED else "logs", advice),
     )  # fmt: skip
 
 

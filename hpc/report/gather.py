@@ -12,16 +12,15 @@ from typing import Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from hpc.core import ledger
 from hpc.core.errors import UserError
+from hpc.core.events.downtime import PARTS, interruptions_of
+from hpc.core.events.history import History
+from hpc.core.events.timeline import Period, periods_of
 from hpc.core.files import numbered_json_lines
-from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.core.text import csv_cell, csv_text
 from hpc.spec import RunSpec
-from hpc.status.downtime import PARTS
 from hpc.status.run_view import TERMINAL, Summary
-from hpc.status.timeline import Period, periods_of
 
 TRAIN = ("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time")
 EVALUATIONS = (
@@ -66,7 +65,7 @@ class RunRecord:
     confusion: pd.DataFrame | None
     """Number of images by true class (rows) and predicted class (columns)."""
     samples: Sequence[dict[str, Any]]
-    events: Sequence[Event]
+    history: History
     revision: str | None
     """The git revision of the code."""
     notes: list[str]
@@ -97,7 +96,7 @@ class RunRecord:
         ended = None if self.attempts.empty else self.attempts["ended"].iloc[-1]
         if ended is not None and not pd.isna(ended) and self.has_ended:
             return float(ended)
-        return float(self.events[-1]["time"]) if self.has_ended and self.events else now
+        return self.history.events[-1].time if self.has_ended and self.history.events else now
 
     @property
     def began(self) -> float | None:
@@ -117,7 +116,7 @@ class RunRecord:
     def periods(self, now: float) -> list[Period]:
         """What the run did when."""
         own_script = self.spec is not None and self.spec.train is None
-        return periods_of(self.events, self.summary["interruptions"], self.ended(now), own_script=own_script)
+        return periods_of(self.history, interruptions_of(self.history), self.ended(now), own_script=own_script)
 
 
 def gather(run: RunDir, summary: Summary) -> RunRecord:
@@ -130,7 +129,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     notes += summary["damaged"]
     confusion = _try(notes, run.confusion, read_confusion)
     samples = _try(notes, run.samples, read_samples) or []
-    events = ledger.read(run.events)
+    history = History.load(run)
     revision = _try(notes, run.revision, lambda path: path.read_text().strip())
     other = {
         path.stem: _lines(notes, path, OTHER_METRICS)
@@ -162,7 +161,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
         classes=classes_table(confusion),
         confusion=confusion,
         samples=samples,
-        events=events,
+        history=history,
         revision=revision,
         notes=notes,
     )

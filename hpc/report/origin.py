@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from hpc.core.events.kinds import Preflight, Software
+from hpc.core.events.timeline import GPU_PARTS, gpu_hours
 from hpc.core.text import few
 from hpc.report.formats import duration
 from hpc.report.gather import RunRecord
 from hpc.status.cells import is_on_cpu
-from hpc.status.timeline import GPU_PARTS, gpu_hours
 
 _COMMIT_DIGITS = 12
 _COLORS = dict(zip(GPU_PARTS, ("s3", "outside", "failure", "s8", "s1", "shade"), strict=True))
@@ -15,9 +16,8 @@ _NO_REPOSITORY = "in no git repository"
 
 def provenance(record: RunRecord) -> list[tuple[str, str]]:
     """Names and values; what is not known is left out."""
-    software = [event for event in record.events if event["event"] == "software"]
-    checked = [event for event in record.events if event["event"] == "preflight"]
-    newest: dict[str, Any] = software[-1] if software else {}
+    newest = record.history.last(Software) or Software()
+    checked = record.history.of(Preflight)
     commit, _, dirty = (record.revision or _NO_REPOSITORY).partition("+")
     short = commit[:_COMMIT_DIGITS] if record.revision else commit
     attempts = record.summary["attempts"]
@@ -26,10 +26,10 @@ def provenance(record: RunRecord) -> list[tuple[str, str]]:
     found = {
         "Code": short + (f"+{dirty}" if dirty else ""),
         "Recipe": record.spec and record.spec.recipe,
-        "torch": newest.get("torch"),
-        "CUDA": newest.get("cuda"),
-        "Driver": newest.get("driver"),
-        "Device": " and ".join(dict.fromkeys(str(event.get("device") or "") for event in checked)),
+        "torch": newest.torch,
+        "CUDA": newest.cuda,
+        "Driver": newest.driver,
+        "Device": " and ".join(dict.fromkeys(event.device or "" for event in checked)),
         "Jobs": few(list(dict.fromkeys(jobs))),
         "Nodes": few(sorted(set(nodes))),
     }
@@ -52,7 +52,7 @@ def cost(record: RunRecord, now: float) -> dict[str, Any]:
     periods = record.periods(now)
     gpus = record.spec.resources.num_gpus if record.spec else 0
     # Without GPUs a node has one rank.
-    hours = gpu_hours(record.events, periods, gpus or 1, record.last_logged, record.summary["steps_lost"])
+    hours = gpu_hours(record.history, periods, gpus or 1, record.last_logged, record.summary["steps_lost"])
     waits = [period.seconds for period in periods if period.kind == "queue"]
     return {
         "queue": duration(sum(waits)) if waits else None,

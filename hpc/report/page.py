@@ -6,6 +6,7 @@ from typing import Any
 
 import pandas as pd
 
+from hpc.core.events.downtime import PARTS
 from hpc.report import formats
 from hpc.report.charts import line_style
 from hpc.report.command import flat_settings, settings_with_defaults, shell_text, submit_command
@@ -16,7 +17,6 @@ from hpc.report.plots import plots_of
 from hpc.report.rendering import render
 from hpc.spec import RunSpec
 from hpc.status.cells import is_on_cpu
-from hpc.status.downtime import PARTS
 from training.config.dataset_layout import title_of
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import highest_learning_rate

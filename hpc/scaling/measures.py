@@ -6,7 +6,8 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from hpc.core import ledger
+from hpc.core.events.history import History
+from hpc.core.events.kinds import TrainStarted
 from hpc.core.files import number_in, read_json_lines
 from hpc.core.rundir import RunDir
 from hpc.scaling.scaling_dir import Size
@@ -72,12 +73,12 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     """Read what a run has measured so far."""
     lines, evaluations = list(read_json_lines(run.train_metrics)), list(read_json_lines(run.eval_metrics))
     train = RunSpec.load(run).train
-    started = [event for event in ledger.read(run.events) if event["event"] == "train_started"]
+    started = History.load(run).of(TrainStarted)
     # The first line of an attempt has what starting costs.
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     last = lines[-1] if lines else {}
     step, seconds, epoch = (number_in(last, name) for name in ("step", "train_seconds", "epoch"))
-    of_epoch = round(started[-1]["total_steps"] / train.epochs) if started and train else None
+    of_epoch = round((started[-1].total_steps or 0) / train.epochs) if started and train else None
     epochs = step / of_epoch if step and of_epoch else epoch
     test = _last(evaluations, "test")
     validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
@@ -93,7 +94,7 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
         data_wait_share=_mean(steady, "data_wait_share"),
         allreduce_wait_share=_mean(steady, "allreduce_wait_share"),
         allreduce_seconds=_middle(steady, "allreduce_seconds"),
-        gradient_bytes=started[-1].get("gradient_bytes") if started else None,
+        gradient_bytes=started[-1].gradient_bytes if started else None,
         gpu_hours=(summary["gpu_hours"] or {}).get("allocated"), train_loss=_curve(lines, lines),
         validation_loss=_curve(validation, lines),
     )  # fmt: skip

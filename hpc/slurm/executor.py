@@ -19,9 +19,10 @@ from submitit.core.utils import FailedJobError
 
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.kinds import Submitted
+from hpc.core.events.ledger import EventWriter
 from hpc.core.files import write_atomic
 from hpc.core.kernel import start_time
-from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.core.units import walltime_minutes
 from hpc.slurm import client as slurm
@@ -274,10 +275,13 @@ def main(argv: list[str]) -> None:
     run = RunDir(Path(argv[0]))
     spec = RunSpec.load(run)
     job_id = LocalExecutor(run, spec).start()
-    EventWriter(run.events / "controller.jsonl").append(
-        "submitted", job_id=job_id, cluster=spec.cluster, started=start_time(job_id),
-        stop_lead_seconds=spec.stop_lead_seconds, grace_seconds=None,
-    )  # fmt: skip
+    submitted = Submitted(
+        job_id=job_id,
+        cluster=spec.cluster,
+        started=start_time(job_id),
+        stop_lead_seconds=spec.stop_lead_seconds,
+    )
+    EventWriter(run.events / "controller.jsonl").append(submitted)
     (run.logs / "controller.pid").write_text(job_id + "\n")
 
 

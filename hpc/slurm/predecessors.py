@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpc.core import ledger
-from hpc.core.attempts import Outcome, attempts_of, last_job_id, outcome_of
-from hpc.core.causes import Cause, JobState
+from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.history import History, Outcome
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
@@ -57,7 +56,7 @@ class Predecessor:
 
 def predecessors_of(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> list[Predecessor]:
     """The runs that a run waits for; none once it has begun. `jobs` are the user's in the queue."""
-    if not (spec.after or spec.after_ok) or attempts_of(ledger.read(run.events)):
+    if not (spec.after or spec.after_ok) or History.load(run).attempts:
         return []
     listed = jobs_by_script(jobs.values())
     wanted = [*((path, False) for path in spec.after), *((path, True) for path in spec.after_ok)]
@@ -74,15 +73,7 @@ def recorded_outcome(run: RunDir) -> Outcome | Literal["removed"] | None:
     """How a run has ended, as far as its directory says so."""
     if not run.spec.exists():
         return "removed"
-    if run.final_result.exists():
-        return "completed"
-    events = ledger.read(run.events)
-    attempts = attempts_of(events)
-    last = attempts[-1] if attempts else None
-    scancelled = any(event["event"] == "scancelled" and event["job_id"] == last_job_id(events) for event in events)
-    if scancelled or (last is not None and last.cause == Cause.CANCELLED and not last.resumed):
-        return "cancelled"
-    return outcome_of(attempts, events)
+    return History.load(run).outcome
 
 
 def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:

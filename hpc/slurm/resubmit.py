@@ -10,25 +10,35 @@ import re
 import shlex
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc.core import ledger
-from hpc.core.attempts import Attempt
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
+from hpc.core.events import ledger
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.history import History
+from hpc.core.events.kinds import (
+    AttemptEnded,
+    Event,
+    Handover,
+    Interrupted,
+    NodeFailed,
+    NodeLost,
+    NodeReturned,
+    RankFailed,
+    Resubmitting,
+)  # fmt: skip
+from hpc.core.events.ledger import record_once
 from hpc.core.files import (
-    json_line,
     last_json_line,
     modified,
     refresh_nfs_cache,
     storage_time,
-    write_exclusive,
 )
 from hpc.core.kernel import is_alive, start_time
-from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
@@ -47,7 +57,7 @@ HANDOVER_SECONDS = 100.0
 """A handover, by an agent or a supervisor, takes at most three calls of Slurm's commands, with their timeouts."""
 
 
-def record_end(run: RunDir, attempt: int, **fields: object) -> bool:
+def record_end(run: RunDir, ended: AttemptEnded) -> bool:
     """Record the end of an attempt; False if another process has recorded it, whose record stays.
 
     Agents that still work on the attempt exit within seconds.
@@ -55,8 +65,7 @@ def record_end(run: RunDir, attempt: int, **fields: object) -> bool:
     Raises:
         OSError: it could not be written.
     """
-    event = ledger.record("attempt_ended", attempt=attempt, **fields)
-    return write_exclusive(_end_file(run, attempt), json_line(event))
+    return record_once(_end_file(run, ended.attempt), ended)
 
 
 def record_missing_end(
@@ -76,13 +85,13 @@ def record_missing_end(
         except TorchrelayError as error:
             detail = f"{detail}; Slurm does not report its nodes: {error}"
     heartbeat = modified(run.alive) or 0.0
-    return record_end(
-        run, last.attempt, cause=cause, detail=detail,
+    ended = AttemptEnded(
+        attempt=last.attempt, cause=cause, detail=detail, node=suspect,
         step=last_step(run) or (0 if spec.train else None),
         # The file `alive` may be older than the attempt; its storage may have another clock.
         last_heard=max(last.started, heartbeat + time.time() - storage_time(run.path)),
-        **({"node": suspect} if suspect else {}),
     )  # fmt: skip
+    return record_end(run, ended)
 
 
 def was_preempted(run: RunDir, job_id: str, since: float) -> bool:
@@ -115,19 +124,11 @@ def last_step(run: RunDir) -> int | None:
     return None if record is None else record.get("step")
 
 
-def unfinished_handover(events: Iterable[Event], attempt: int) -> Event | None:
-    """Return the newest claim to submit the job after `attempt` (0: the first job), unless that job is recorded."""
-    claims = {"submitting", "resubmitting"}
-    kinds = claims | {"submitted", "resubmitted", "requeued"}
-    own = [event for event in events if event["event"] in kinds and event.get("attempt", 0) == attempt]
-    return own[-1] if own and own[-1]["event"] in claims else None
-
-
-def handover_deadline(claim: Event | None) -> float:
-    """Until then the process that made a claim should be left to finish; 0 if it died."""
-    if claim is None or (claim["host"] == socket.gethostname() and not is_alive(claim["pid"], claim.get("started"))):
+def handover_deadline(claim: Handover | None) -> float:
+    """Return until when the process that made a claim should be left to finish; 0 if it died."""
+    if claim is None or (claim.host == socket.gethostname() and not is_alive(claim.pid, claim.started)):
         return 0.0
-    return float(claim["time"]) + HANDOVER_SECONDS
+    return claim.time + HANDOVER_SECONDS
 
 
 def this_process() -> dict[str, Any]:
@@ -136,16 +137,15 @@ def this_process() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": pid, "started": start_time(pid)}
 
 
-def claim_next_job(run: RunDir, attempt: int, seen: Sequence[Event]) -> bool:
+def claim_next_job(run: RunDir, attempt: int, seen: History) -> bool:
     """Claim the submission of the job after an attempt; False if another agent or supervisor is at it.
 
     Of the processes that have seen the same events, on which their decision rests, one creates the file.
     """
-    if time.time() < handover_deadline(unfinished_handover(seen, attempt)):
+    if time.time() < handover_deadline(seen.unfinished_handover(attempt)):
         return False
-    number = sum(event["event"] == "resubmitting" for event in seen) + 1
-    event = ledger.record("resubmitting", attempt=attempt, **this_process())
-    return write_exclusive(run.events / f"next-{number:03d}.jsonl", json_line(event))
+    number = len(seen.of(Resubmitting)) + 1
+    return record_once(run.events / f"next-{number:03d}.jsonl", Resubmitting(attempt=attempt, **this_process()))
 
 
 def has_own_script(run: RunDir) -> bool:
@@ -182,24 +182,32 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
         return slurm.submit(run.script, given, environment, waits_for)
 
 
+def _failed_node(event: Event) -> str | None:
+    """Return the node of which an event says that it has failed."""
+    if isinstance(event, NodeLost):
+        return event.node
+    causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
+    if isinstance(event, Interrupted | AttemptEnded | NodeFailed | RankFailed) and event.cause in causes:
+        return event.node
+    return None
+
+
 def _given(spec: RunSpec) -> list[str]:
     return [spec.resources.exclude] if spec.resources.exclude else []
 
 
-def nodes_to_exclude(spec: RunSpec, events: Iterable[Event], failed: Sequence[str] = ()) -> list[str]:
+def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()) -> list[str]:
     """The nodes that the next job of a run excludes: the user's --exclude, and recently failed ones.
 
     Of the nodes that have failed, just now or before, only as many as leave the partition enough nodes for the job.
     """
     given, now = _given(spec), time.time()
-    recent = [event for event in events if now - event["time"] < _EXCLUDE_SECONDS and event.get("node")]
-    causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
-    returned = {event["node"]: event["time"] for event in recent if event["event"] == "node_returned"}
+    returned = {event.node: event.time for event in history.of(NodeReturned)}
     lost = [
-        event["node"]
-        for event in recent
-        if (event["event"] == "node_lost" or event.get("cause") in causes)
-        and event["time"] > returned.get(event["node"], 0.0)
+        node
+        for event in history.events
+        if now - event.time < _EXCLUDE_SECONDS
+        if (node := _failed_node(event)) and event.time > returned.get(node, 0.0)
     ]
     names = list(dict.fromkeys([*failed, *reversed(lost)]))  # the newest first
     if not names:

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from hpc.core import ledger
 from hpc.core.causes import JobState
 from hpc.core.errors import UserError
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Submitted
 from hpc.core.kernel import is_alive
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
@@ -15,15 +16,15 @@ from hpc.status.run_view import jobs_by_run
 
 def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
     """The ids of the run's jobs among those that squeue lists, also of those that were submitted by hand."""
-    recorded = {event.get("job_id") for event in ledger.read(run.events)}
+    recorded = History.load(run).job_ids
     own = {job.job_id for job in jobs_by_run([run], jobs)[run.path]}
     return sorted(own | {job.job_id for job in jobs.values() if job.job_id in recorded and _may_be_job_of(run, job)})
 
 
 def local_jobs(run: RunDir) -> list[str]:
     """The process ids of submitit's controllers of a run that `--cluster local` started on this machine."""
-    submitted = [event for event in ledger.read(run.events) if event["event"] == "submitted" and event.get("started")]
-    return [event["job_id"] for event in submitted if is_alive(event["job_id"], event["started"])]
+    submitted = [event for event in History.load(run).of(Submitted) if event.started]
+    return [event.job_id for event in submitted if is_alive(event.job_id, event.started)]
 
 
 def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:

@@ -99,7 +99,7 @@ def _time(row: Summary) -> str:
 
 
 def _gpu_hours(hours: Mapping[str, float] | None) -> str:
-    """Those that the run had, and what they were used for (hpc.status.timeline)."""
+    """Those that the run had, and what they were used for (hpc.core.events.timeline)."""
     if hours is None:
         return ""
     parts = {

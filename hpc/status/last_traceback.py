@@ -1,10 +1,10 @@
 """Reads the end of a rank's log: the traceback that ended a run, or the last line. Runs on the login node."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc.core.ledger import Event
+from hpc.core.events.history import History
+from hpc.core.events.kinds import AttemptEnded
 from hpc.core.rundir import RunDir
 from hpc.core.traceback_text import exception_lines
 
@@ -12,12 +12,12 @@ _TAIL_BYTES = 65536
 _MOST_LINES, _MOST_CHARACTERS = 40, 200
 
 
-def last_traceback(run: RunDir, events: Sequence[Event]) -> list[str] | None:
+def last_traceback(run: RunDir, history: History) -> list[str] | None:
     """Return the lines of the last exception of the rank that ended the last attempt; None if its log has none."""
-    end = next((event for event in reversed(events) if event["event"] == "attempt_ended"), {})
-    if not isinstance(rank := end.get("rank"), int):
+    end = history.last(AttemptEnded)
+    if end is None or end.rank is None:
         return None
-    found = exception_lines(_tail(run.rank_log(end["attempt"], rank)))
+    found = exception_lines(_tail(run.rank_log(end.attempt, end.rank)))
     if not found:
         return None
     return found if len(found) <= _MOST_LINES else [found[0], "  ...", *found[2 - _MOST_LINES :]]

@@ -12,15 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of, budget_now, last_job_id, may_restart_after
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
+from hpc.core.events.history import History
+from hpc.core.events.kinds import (
+    Claimed,
+    DataStaged,
+    EnvironmentStaged,
+    Event,
+    NodeFailed,
+    Preflight,
+    Staging,
+    Submitted,
+    Submitting,
+    TrainStarted,
+)
+from hpc.core.events.timeline import GPU_PARTS, gpu_hours, periods_of
 from hpc.core.files import last_json_line, number_in, storage_time
 from hpc.core.kernel import is_alive
-from hpc.core.ledger import Event
 from hpc.core.ownership import other_owner
-from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.notification.notices import unsent_messages
 from hpc.slurm import client as slurm
@@ -28,9 +40,7 @@ from hpc.slurm import resubmit
 from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.spec import RunSpec
-from hpc.status.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
 from hpc.status.last_traceback import last_output, last_traceback
-from hpc.status.timeline import GPU_PARTS, gpu_hours, periods_of
 from hpc.status.warnings import unknown_restarts, warnings_of
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
@@ -64,9 +74,10 @@ def summarize(
     Unknown values are None. Damage in its directory raises no error, which would hide the other runs.
     """
     try:
-        events, damaged = ledger.read_with_damage(run.events)
+        history = History.load(run)
+        damaged = list(history.damage)
         records = _Records(
-            events=events,
+            history=history,
             train=_numbers(last_json_line(run.train_metrics)),
             validation=_numbers(last_json_line(run.eval_metrics, lambda line: line.get("split") == "val")),
             result=_final_result(run, damaged),
@@ -88,7 +99,7 @@ def _numbers(line: Mapping[str, Any] | None) -> dict[str, Any]:
 class _Records:
     """What a run directory has."""
 
-    events: Sequence[Event] = ()
+    history: History = field(default_factory=History)
     train: Mapping[str, Any] = field(default_factory=dict)
     """The last logged step."""
     validation: Mapping[str, Any] = field(default_factory=dict)
@@ -100,35 +111,34 @@ class _Records:
 
 
 def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | None, records: _Records) -> Summary:
-    events, train, validation, final = records.events, records.train, records.validation, records.result or {}
-    attempts, interruptions, best = attempts_of(events), interruptions_of(events), final.get("best")
+    history, train, validation, final = records.history, records.train, records.validation, records.result or {}
+    attempts, interruptions, best = history.attempts, interruptions_of(history), final.get("best")
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
     suspended = "suspended" if job and job.state is JobState.SUSPENDED else None
     # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
-    ending = bool(attempts) and attempts[-1].cause is None and (job is not None or _runs_here(events))
-    state = decision.state if decision else _state(events, attempts, job, slurm_answers=jobs is not None)
+    ending = bool(attempts) and attempts[-1].cause is None and (job is not None or _runs_here(history))
+    state = decision.state if decision else _state(history, job, slurm_answers=jobs is not None)
     state = "completed" if records.result is not None and not ending else state
     reason = pending.reason if pending else suspended or (decision and _reason(decision))
-    if state == "failed" and job is None and last_job_id(events) is None:
+    if state == "failed" and job is None and history.last_job_id is None:
         reason = NEVER_SUBMITTED
-    started, budget = [event for event in events if event["event"] == "train_started"], budget_now(attempts)
-    checked = [event for event in events if event["event"] == "preflight"]
+    started, checked, budget = history.last(TrainStarted), history.last(Preflight), history.budget
     own_script = records.spec is not None and records.spec.train is None
-    warnings = unknown_restarts(events, len(interruptions)) if own_script else []
+    warnings = unknown_restarts(history, len(interruptions)) if own_script else []
     reports_nothing = own_script and bool(attempts) and "step" not in train
     return {
         "run": run.name,
         "run_dir": str(run.path),
-        "job_id": job.job_id if job else last_job_id(events),
+        "job_id": job.job_id if job else history.last_job_id,
         "state": state,
         "attempt": attempts[-1].attempt if attempts else None,
         "attempts": [{key: getattr(attempt, key) for key in _ATTEMPT_KEYS} for attempt in attempts],
         "epoch": train.get("epoch"),
         "step": train.get("step"),
-        "total_steps": started[-1].get("total_steps") if started else None,
+        "total_steps": started.total_steps if started else None,
         "world_size": train.get("world_size"),
-        "device": checked[-1].get("device") if checked else None,
+        "device": checked.device if checked else None,
         "images_per_second": train.get("images_per_second"),
         "train_loss": train.get("loss"),
         "val_accuracy": validation.get("accuracy"),
@@ -141,19 +151,19 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         "recovery": recovery_by_cause(interruptions),
         "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
         "warnings": [
-            *warnings_of(events, completed=state == "completed"),
+            *warnings_of(history, completed=state == "completed"),
             *warnings,
             *([] if state in TERMINAL else _full_storage(run)),
         ],
-        "staging": _staging(events) if state == "running" else None,
-        "unsent": unsent_messages(events),
-        "trackers": _trackers(events, records.spec, attempts),
+        "staging": _staging(history) if state == "running" else None,
+        "unsent": unsent_messages(history),
+        "trackers": _trackers(history, records.spec),
         "reason": reason,
         "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
         "detail": attempts[-1].detail if attempts else None,
-        "traceback": last_traceback(run, events) if state == "failed" else None,
+        "traceback": last_traceback(run, history) if state == "failed" else None,
         "last_output": last_output(run, attempts[-1].attempt) if reports_nothing else None,
-        "eta_seconds": _eta_seconds(started[-1], train) if started and state == "running" else None,
+        "eta_seconds": _eta_seconds(started, train) if started and state == "running" else None,
     }
 
 
@@ -193,22 +203,21 @@ def _time_spent(
     records: _Records, attempts: Sequence[Attempt], interruptions: Sequence[Interruption], *, is_over: bool
 ) -> dict[str, Any]:
     """The run's time, and that of its GPUs; `elapsed_seconds` count from its first start, without its user's pauses."""
-    events, spec, trained = records.events, records.spec, records.train.get("train_seconds")
-    last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1]["time"] if events else 0.0
+    history, spec, trained = records.history, records.spec, records.train.get("train_seconds")
+    events = history.events
+    last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1].time if events else 0.0
     until = last if is_over else time.time()
-    periods = periods_of(
-        events, [vars(one) for one in interruptions], until, own_script=spec is not None and spec.train is None
-    )
+    periods = periods_of(history, interruptions, until, own_script=spec is not None and spec.train is None)
     queued = sum(period.seconds for period in periods if period.kind == "queue") if events else None
     if not attempts:
         return {"elapsed_seconds": None, "queue_seconds": queued, "goodput": None, "gpu_hours": None}
     paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
     began = attempts[0].started + paused
-    starts = [event for event in events if event["event"] == "train_started"]
-    inherited = starts[0].get("train_seconds", 0.0) if starts else 0.0  # by a run that is a fork
+    starts = history.of(TrainStarted)
+    inherited = starts[0].train_seconds if starts else 0.0  # by a run that is a fork
     hours = None
     if spec is not None and spec.resources.num_gpus:
-        parts = gpu_hours(events, periods, spec.resources.num_gpus, records.train, steps_lost(interruptions))
+        parts = gpu_hours(history, periods, spec.resources.num_gpus, records.train, steps_lost(interruptions))
         hours = {"allocated": sum(parts.values()), **dict.fromkeys(GPU_PARTS, 0.0), **parts}
     return {
         "elapsed_seconds": max(0.0, until - began),
@@ -232,53 +241,51 @@ def _reason(decision: Decision) -> str | None:
     return None if decision.reason == decision.state else decision.reason + advice
 
 
-def _state(events: Sequence[Event], attempts: Sequence[Attempt], job: SlurmJob | None, *, slurm_answers: bool) -> str:
-    """One of pending, running, completed, failed, cancelled."""
-    last = attempts[-1] if attempts and not attempts[-1].resumed else None
+def _state(history: History, job: SlurmJob | None, *, slurm_answers: bool) -> str:
+    """Return one of pending, running, completed, failed, cancelled."""
+    last = history.last_attempt if history.last_attempt and not history.last_attempt.resumed else None
     cause = last.cause if last else None
     not_ended = last is not None and cause is None
     if cause == Cause.COMPLETED:
         return "completed"
-    if is_cancelled(events):
+    if history.is_cancelled:
         return "cancelled"
-    if any(event.get("cluster") == "local" for event in events):
-        if alive := _local_state(events):
+    if any(event.cluster == "local" for event in history.events if isinstance(event, Submitting | Submitted)):
+        if alive := _local_state(history):
             return alive
     elif job is not None and job.state is not JobState.UNKNOWN:
         return "running" if job.state is JobState.RUNNING else "pending"
-    elif (job is not None or not slurm_answers) and (not_ended or may_restart_after(attempts)):
+    elif (job is not None or not slurm_answers) and (not_ended or history.may_restart):
         return "running" if not_ended else "pending"
-    return "cancelled" if cause == Cause.CANCELLED else "failed"
+    return history.outcome or "failed"
 
 
-def _local_state(events: Sequence[Event]) -> str | None:
+def _local_state(history: History) -> str | None:
     """Return whether a run on this machine runs or is being submitted; None if neither is so."""
-    if _runs_here(events):
+    if _runs_here(history):
         return "running"
-    starts_until = resubmit.handover_deadline(resubmit.unfinished_handover(events, 0))
-    return "pending" if time.time() < starts_until else None
+    return "pending" if time.time() < resubmit.handover_deadline(history.unfinished_handover(0)) else None
 
 
-def _runs_here(events: Sequence[Event]) -> bool:
+def _runs_here(history: History) -> bool:
     """Whether a process on this machine runs it, with --cluster local."""
-    started = (event for event in events if event["event"] == "submitted" and event.get("started"))
-    return any(is_alive(event["job_id"], event["started"]) for event in started)
+    return any(event.started and is_alive(event.job_id, event.started) for event in history.of(Submitted))
 
 
-def _staging(events: Sequence[Event]) -> dict[str, Any] | None:
-    """The progress of the slowest node that stages data; None if no node does."""
+def _staging(history: History) -> dict[str, Any] | None:
+    """Return the progress of the slowest node that stages data; None if no node does."""
     last: dict[str, Event] = {}
-    for event in events:
-        if event["event"] == "claimed":
+    for event in history.events:
+        if isinstance(event, Claimed):
             last = {}
-        elif event["event"] in {"staging", "staged", "environment", "node_failed"}:
-            last[event["node"]] = event
-    copying = [event for event in last.values() if event["event"] == "staging"]
+        elif isinstance(event, Staging | DataStaged | EnvironmentStaged | NodeFailed):
+            last[event.node] = event
+    copying = [event for event in last.values() if isinstance(event, Staging)]
     if not copying:
         return None
-    slowest = max(copying, key=lambda event: event.get("eta_seconds") or 0.0)
+    slowest = max(copying, key=lambda event: event.eta_seconds or 0.0)
     wanted = ("node", "activity", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
-    return {key: slowest.get(key) for key in wanted}
+    return {key: getattr(slowest, key) for key in wanted}
 
 
 def _spec(run: RunDir, damaged: list[str]) -> RunSpec | None:
@@ -289,11 +296,15 @@ def _spec(run: RunDir, damaged: list[str]) -> RunSpec | None:
         return None
 
 
-def _trackers(events: Sequence[Event], spec: RunSpec | None, attempts: Sequence[Attempt]) -> list[dict[str, Any]]:
-    """Where the metrics are sent, and why a node of the last attempt could not."""
-    last = last_events(events, attempts[-1].attempt) if attempts else {}
+def _trackers(history: History, spec: RunSpec | None) -> list[dict[str, Any]]:
+    """Return where the metrics are sent, and why a node of the last attempt could not send them."""
+    last = last_events(history, history.last_attempt.attempt) if history.last_attempt else {}
     return [
-        {"tracker": service, "url": (event := last.get(service, {})).get("url"), "problem": event.get("reason")}
+        {
+            "tracker": service,
+            "url": getattr(last.get(service), "url", None),
+            "problem": getattr(last.get(service), "reason", None),
+        }
         for service in (spec.tracker if spec else ())
     ]
 
@@ -311,12 +322,12 @@ def _final_result(run: RunDir, damaged: list[str]) -> dict[str, Any] | None:
     return {}  # it exists: the run is complete
 
 
-def _eta_seconds(started: Event, train: Mapping[str, Any]) -> float | None:
+def _eta_seconds(started: TrainStarted, train: Mapping[str, Any]) -> float | None:
     """Seconds of training left, at the pace since the ranks last started."""
-    total, step, at = started.get("total_steps"), train.get("step"), train.get("time")
-    if total is None or step is None or at is None or step <= started["step"]:
+    total, step, at = started.total_steps, train.get("step"), train.get("time")
+    if total is None or step is None or at is None or step <= started.step:
         return None
-    pace = (at - started["time"]) / (step - started["step"])
+    pace = (at - started.time) / (step - started.step)
     return float(max(0.0, (total - step) * pace))
 
 

@@ -1,17 +1,28 @@
 """Warnings: what the user should change, from a run's events. Pure; runs on the login node."""
 
-from collections.abc import Sequence
 from math import ceil
 
 from hpc.core.causes import Cause
-from hpc.core.ledger import Event
+from hpc.core.events.history import History
+from hpc.core.events.kinds import (
+    AttemptEnded,
+    Claimed,
+    DataStaged,
+    NotForked,
+    Refused,
+    Resumed,
+    SlowRank,
+    SnapshotOff,
+    Submitted,
+    TrainCompleted,
+)  # fmt: skip
 from hpc.core.units import REQUEUE_SECONDS, save_timeout_seconds
 from hpc.notification.notices import unsent_messages
 
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.
 MAX_SHARE = 0.8
 ASK_NO_GPUS = "in a script, move the import that queries GPUs into a function; or install an older torch"
-_ADVICE = {
+_ADVICE: dict[str, str] = {
     Cause.NO_SPACE: "no space left: free some space, then continue with hpc resume",
     Cause.DIVERGED: "another attempt would diverge again: check the images in diverged.json, then continue "
     "from its newest checkpoint with hpc fork and a smaller --lr or --clip-grad-norm 1",
@@ -20,42 +31,39 @@ _ADVICE = {
 }
 
 
-def warnings_of(events: Sequence[Event], *, completed: bool = False) -> list[str]:
-    """One sentence per warning, with the flag to type; of a completed run only its result's and messages'.
+def warnings_of(history: History, *, completed: bool = False) -> list[str]:
+    """Return one sentence per warning, with the flag to type; of a completed run only its result's and messages'.
 
     All but those of the result and of the time to save are the last attempt's.
     """
-    last = {event["event"]: event for event in events}
     # A later attempt finds the run complete, and says no more.
-    nothing = last.get("train_completed", {}).get("learned_nothing")
-    about_end = [*([nothing] if nothing else []), *_unsent(events)]
+    done, claimed = history.last(TrainCompleted), history.last(Claimed)
+    about_end = [*([done.learned_nothing] if done and done.learned_nothing else []), *_unsent(history)]
     if completed:
         return about_end
-    attempt = last.get("claimed", {}).get("attempt")
-    found = _refused_job(events)
-    found += _too_little_time(last.get("resumed") or last.get("submitted", {}), save_seconds(events))
-    staged = [event for event in events if event["event"] == "staged" and event["attempt"] == attempt]
-    found += list(filter(None, map(_staging_warning, staged)))[:1]
-    now = {kind: event for kind, event in last.items() if event.get("attempt") == attempt}
-    if slow := now.get("slow_rank"):
+    now = history.during(claimed.attempt) if claimed else History()
+    found = _refused_job(history)
+    found += _too_little_time(history.last(Resumed) or history.last(Submitted), history.save_seconds)
+    found += list(filter(None, map(_staging_warning, now.of(DataStaged))))[:1]
+    if slow := now.last(SlowRank):
         found.append(
-            f"rank {slow['rank']} on {slow['node']} needs {slow['busy_seconds']:.3g} s per step, the others "
-            f"{slow['median_seconds']:.3g} s, and all wait for it: check that node, or --exclude {slow['node']}"
+            f"rank {slow.rank} on {slow.node} needs {slow.busy_seconds:.3g} s per step, the others "
+            f"{slow.median_seconds:.3g} s, and all wait for it: check that node, or --exclude {slow.node}"
         )
-    if slow_start := now.get("not_forked"):
+    if slow_start := now.last(NotForked):
         found.append(
-            f"ranks on {slow_start['node']} start seconds later than necessary: {slow_start['detail']}; {ASK_NO_GPUS}"
+            f"ranks on {slow_start.node} start seconds later than necessary: {slow_start.detail}; {ASK_NO_GPUS}"
         )
-    if off := now.get("snapshot_off"):
-        found.append(f"snapshots are off: {off['reason']}")
-    if (ended := now.get("attempt_ended")) and ended["cause"] in _ADVICE and "resumed" not in now:
-        found.append(_ADVICE[ended["cause"]])
+    if off := now.last(SnapshotOff):
+        found.append(f"snapshots are off: {off.reason}")
+    if (ended := now.last(AttemptEnded)) and ended.cause in _ADVICE and now.last(Resumed) is None:
+        found.append(_ADVICE[ended.cause])
     return [*found, *about_end]
 
 
-def unknown_restarts(events: Sequence[Event], interruptions: int) -> list[str]:
+def unknown_restarts(history: History, interruptions: int) -> list[str]:
     """Return a warning if the step from which a user's script resumed is unknown."""
-    if not interruptions or any(event["event"] == "train_started" for event in events):
+    if not interruptions or history.knows_steps:
         return []
     after = "the interruption" if interruptions == 1 else f"each of the {interruptions} interruptions"
     unknown = f"the step from which the script resumed after {after} is unknown"
@@ -63,56 +71,51 @@ def unknown_restarts(events: Sequence[Event], interruptions: int) -> list[str]:
     return [f"{unknown}: {restarted}"]
 
 
-def _unsent(events: Sequence[Event]) -> list[str]:
-    """Who could not be told of the run; of several messages, the newest."""
-    failed = {one["recipient"]: one for one in unsent_messages(events) if one["problem"]}
+def _unsent(history: History) -> list[str]:
+    """Return a warning for each recipient that did not get its newest message."""
+    failed = {one["recipient"]: one for one in unsent_messages(history) if one["problem"]}
     return [
         f"{name} did not get the message {one['notice']} ({one['problem']}): try it with hpc notify {name}"
         for name, one in failed.items()
     ]
 
 
-def _refused_job(events: Sequence[Event]) -> list[str]:
-    """Why the newest job started nothing, such as one that was submitted by hand for a cancelled run."""
-    starts = [event for event in events if event["event"] in {"refused", "claimed", "resumed"}][-1:]
-    return [f"job {event['job_id']}: {event['detail']}" for event in starts if event["event"] == "refused"]
+def _refused_job(history: History) -> list[str]:
+    """Return why the newest job started nothing, such as one that was submitted by hand for a cancelled run."""
+    starts = [event for event in history.events if isinstance(event, Refused | Claimed | Resumed)][-1:]
+    return [f"job {event.job_id}: {event.detail}" for event in starts if isinstance(event, Refused)]
 
 
-def save_seconds(events: Sequence[Event]) -> float | None:
-    """The longest time of a save: from the stop signal, or of a checkpoint; None before the first."""
-    stops = [event["seconds"] for event in events if event["event"] == "train_stopped" and "seconds" in event]
-    saves = [event["seconds"] + event["copy_seconds"] for event in events if event["event"] == "checkpoint_saved"]
-    return max([*stops, *saves], default=None)
-
-
-def _too_little_time(submitted: Event, took: float | None) -> list[str]:
+def _too_little_time(submitted: Submitted | Resumed | None, took: float | None) -> list[str]:
     found = list[str]()
-    lead, grace = submitted.get("stop_lead_seconds"), submitted.get("grace_seconds")
+    if submitted is None:
+        return found
+    lead, grace = submitted.stop_lead_seconds, submitted.grace_seconds
     if took is not None and lead is not None and took > MAX_SHARE * (lead - REQUEUE_SECONDS):
         found.append(
-            f"saving took {took:.1f} s; the stop signal comes {lead} s before the time limit, and the requeue needs "
+            f"saving took {took:.1f} s; the stop signal comes {lead:g} s before the time limit, and the requeue needs "
             f"the last {REQUEUE_SECONDS:.0f} s: submit with --signal-before {ceil(2 * took / 60)}m"
         )
     if took is not None and grace is not None and took > MAX_SHARE * save_timeout_seconds(grace):
         enough = ceil(took / MAX_SHARE + REQUEUE_SECONDS)
         found.append(
-            f"saving took {took:.1f} s; on preemption Slurm kills the run after {grace} s: use a shorter "
+            f"saving took {took:.1f} s; on preemption Slurm kills the run after {grace:g} s: use a shorter "
             f"--checkpoint-every, which reduces the loss, or ask the administrators for GraceTime={enough}"
         )
     return found
 
 
-def _staging_warning(event: Event) -> str | None:
-    if event.get("in_place"):
+def _staging_warning(event: DataStaged) -> str | None:
+    if event.in_place:
         return (
-            f"{event['node']} reads {event['source']} in place, without a copy: {event['in_place']}; set "
+            f"{event.node} reads {event.source} in place, without a copy: {event.in_place}; set "
             "--stage-dir to a larger disk of the nodes, or run hpc stage --clean on that node"
         )
-    if event.get("in_memory"):
-        return f"the copy of {event['source']} on {event['node']} is RAM-backed: add the size of the data set to --mem"
-    if event.get("shared"):
+    if event.in_memory:
+        return f"the copy of {event.source} on {event.node} is RAM-backed: add the size of the data set to --mem"
+    if event.shared:
         return (
-            f"the copy of {event['source']} on {event['node']} is not on that node's own disk ({event['shared']}): "
+            f"the copy of {event.source} on {event.node} is not on that node's own disk ({event.shared}): "
             "set --stage-dir to a directory on the nodes' disks"
         )
     return None

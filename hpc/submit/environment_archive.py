@@ -20,10 +20,10 @@ import zstandard
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.resumption import current_spec
 from hpc.core.files import fsync_directory, remove_abandoned
 from hpc.core.kernel import is_alive, start_time
 from hpc.core.ownership import user_name
-from hpc.core.resumption import current_spec
 from hpc.staging.python_environment import DESCRIPTION, EnvironmentDescription, PackedFileEntry, PythonEnvironment
 
 DIRECTORY = ".environments"

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.kinds import Submitted, Submitting
+from hpc.core.events.ledger import EventWriter
 from hpc.core.files import new_directory, remove_directory, write_atomic
 from hpc.core.git import is_listed_as_untracked
-from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -100,7 +101,7 @@ def _submit(
             if executor:
                 executor.prepare(draft)
             # The directory holds the claim to submit the run before others can see it.
-            _events(draft).append("submitting", cluster=spec.cluster, **resubmit.this_process())
+            _events(draft).append(Submitting(cluster=spec.cluster, **resubmit.this_process()))
         try:
             job_id = executor.start() if executor else start_local(run)
         except (UserError, OSError) as error:
@@ -110,10 +111,13 @@ def _submit(
                 raise _cannot_write(run, error) from error
             raise
     if executor:
-        _events(run).append(
-            "submitted", job_id=job_id, cluster=spec.cluster, started=None,
-            stop_lead_seconds=spec.stop_lead_seconds, grace_seconds=grace_seconds,
-        )  # fmt: skip
+        submitted = Submitted(
+            job_id=job_id,
+            cluster=spec.cluster,
+            stop_lead_seconds=spec.stop_lead_seconds,
+            grace_seconds=grace_seconds,
+        )
+        _events(run).append(submitted)
     return spec, job_id
 
 

@@ -18,8 +18,9 @@ from pathlib import Path
 from hpc import cli
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import json_line, modified, storage_time, write_exclusive
-from hpc.core.ledger import record
+from hpc.core.events.kinds import Notified
+from hpc.core.events.ledger import record_once
+from hpc.core.files import modified, storage_time
 from hpc.core.ownership import check_is_own
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
@@ -152,7 +153,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
             found[number] = replace(one, known=replace(one.known, headless=headless))
         if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
             # Nodes that the pending job can still do without: fewer when others go down.
-            excludable = resubmit.nodes_to_exclude(RunSpec.load(one.run), one.events)
+            excludable = resubmit.nodes_to_exclude(RunSpec.load(one.run), one.history)
             found[number] = replace(one, known=replace(one.known, excludable=excludable))
     return found
 
@@ -179,7 +180,7 @@ def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
 def _send_messages(one: ObservedRun, decision: Decision) -> None:
     """Send, for --notify, what the nodes could not, or what no node has seen."""
     # The events of complete runs are not read at every check.
-    times = [modified(one.run.final_result)] if one.known.complete else [event["time"] for event in one.events]
+    times = [modified(one.run.final_result)] if one.known.complete else [event.time for event in one.history.events]
     last_news = max(filter(None, times), default=None)
     if last_news is None or time.time() - last_news > _NEWS_SECONDS:
         return
@@ -196,7 +197,7 @@ def _call_on_end(one: ObservedRun, state: str, reason: str, command: list[str]) 
     if (ended is not None and time.time() - ended > _NEWS_SECONDS) or marker.exists():
         return
     variables = {"TORCHRELAY_RUN_DIR": str(run.path), "TORCHRELAY_STATE": state, "TORCHRELAY_REASON": reason}
-    if write_exclusive(marker, json_line(record("notified", state=state))):
+    if record_once(marker, Notified(state=state)):
         try:
             subprocess.run(command, env={**os.environ, **variables}, check=True, timeout=_ON_END_TIMEOUT_SECONDS)
         except (OSError, subprocess.SubprocessError):

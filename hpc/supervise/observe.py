@@ -5,13 +5,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpc.core import ledger
-from hpc.core.attempts import Attempt, attempts_of, budget_of, last_job_id, may_restart_after
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError
+from hpc.core.events.attempts import Attempt, budget_of, may_restart_after
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Excluded, Released, Requeued, Resubmitted, Resumed, StartedNothing
 from hpc.core.files import modified
-from hpc.core.ledger import Event
-from hpc.core.resumption import is_cancelled
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -121,13 +120,9 @@ class ObservedRun:
 
     run: RunDir
     known: RunObservation
-    events: Sequence[Event]
+    history: History
     heartbeat_mtime: float | None
     """Of the file `alive`, by its storage's clock."""
-
-
-def _is_refusal(event: Event, job_id: str | None) -> bool:
-    return bool(event["event"] in {"refused", "deferred"} and event["job_id"] == job_id)
 
 
 def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
@@ -137,20 +132,22 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
     """
     now, mtime, complete = time.time(), modified(run.alive), run.final_result.exists()
     listed = jobs.get(os.path.realpath(run.script), ())
-    events = () if complete else ledger.read(run.events)
-    attempts, job_id = attempts_of(events), last_job_id(events)
-    last_resumed = max((at for at, event in enumerate(events) if event["event"] == "resumed"), default=0)
+    # The events of complete runs are not read at every poll.
+    history = History() if complete else History.load(run)
+    attempts, job_id = history.attempts, history.last_job_id
+    last_resumed = max((at for at, event in enumerate(history.events) if isinstance(event, Resumed)), default=0)
     number = attempts[-1].attempt if attempts else 0
-    own = [event for event in events[last_resumed:] if event.get("attempt") == number]
-    queued = [event["time"] for event in own if event["event"] in {"requeued", "resubmitted"}]
-    released = [event["time"] for event in own if event["event"] == "released"]
-    claim = resubmit.unfinished_handover(events, number)
-    excluded = [event["excluded"] for event in events if event["event"] in {"resubmitted", "excluded"}]
+    own = [event for event in history.events[last_resumed:] if event.attempt == number]
+    queued = [event.time for event in own if isinstance(event, Requeued | Resubmitted)]
+    released = [event.time for event in own if isinstance(event, Released)]
+    claim = history.unfinished_handover(number)
+    excluded = [event.excluded for event in history.events if isinstance(event, Resubmitted | Excluded)]
+    refusals = [event.detail for event in history.of(StartedNothing) if event.job_id == job_id]
     known = RunObservation(
         complete=complete,
-        cancelled=is_cancelled(events),
-        scancelled=any(event["event"] == "scancelled" and event["job_id"] == job_id for event in events),
-        refusal=next((event["detail"] for event in events[::-1] if _is_refusal(event, job_id)), None),
+        cancelled=history.is_cancelled,
+        scancelled=history.is_scancelled,
+        refusal=refusals[-1] if refusals else None,
         attempts=attempts,
         submitted=job_id is not None,
         jobs=listed,
@@ -163,14 +160,14 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         excluded=excluded[-1] if excluded else (),
         now=now,
     )
-    return ObservedRun(run=run, events=events, known=known, heartbeat_mtime=mtime)
+    return ObservedRun(run=run, history=history, known=known, heartbeat_mtime=mtime)
 
 
 def with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
     """Add the states, from Slurm's accounting, of jobs that squeue no longer lists."""
     unlisted = dict[RunDir, str]()
     for one in found:
-        job_id = last_job_id(one.events)
+        job_id = one.history.last_job_id
         if job_id and not one.known.over and all(job.job_id != job_id for job in one.known.jobs):
             unlisted[one.run] = job_id
     try:

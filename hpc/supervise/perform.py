@@ -5,14 +5,12 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of, last_job_id, may_restart_after
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError
-from hpc.core.ledger import EventWriter
-from hpc.core.resumption import is_cancelled
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Event, Excluded, Released, Requeued, Resubmitted, Scancelled
+from hpc.core.events.ledger import EventWriter
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.predecessors import redirect_waiting_jobs
@@ -50,7 +48,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
             if decision.cause:
                 _record_missing_end(observed, decision)
             else:
-                _record_event(observed, "scancelled", job_id=last_job_id(observed.events))
+                _record(observed, Scancelled(job_id=observed.history.last_job_id))
             _redirect_waiting_jobs(observed)
 
 
@@ -61,12 +59,12 @@ def _requeue(observed: ObservedRun, decision: Decision) -> None:
     except slurm.SlurmRefusalError:
         _resubmit(observed, replace(decision, job_id=None, cause=None))  # its end is recorded
     else:
-        _record_event(observed, "requeued", job_id=decision.job_id)
+        _record(observed, Requeued(job_id=str(decision.job_id)))
 
 
-def _record_event(observed: ObservedRun, event: str, **fields: Any) -> None:
-    writer = EventWriter(observed.run.events / f"supervisor-{socket.gethostname()}-{os.getpid()}.jsonl")
-    writer.append(event, attempt=observed.known.attempt, **fields)
+def _record(observed: ObservedRun, event: Event) -> None:
+    file = observed.run.events / f"supervisor-{socket.gethostname()}-{os.getpid()}.jsonl"
+    EventWriter(file, observed.known.attempt).append(event)
 
 
 def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
@@ -84,7 +82,7 @@ def _release(observed: ObservedRun, decision: Decision) -> None:
         _resubmit(observed, decision)
         return
     try:
-        excluded = resubmit.nodes_to_exclude(RunSpec.load(observed.run), observed.events)
+        excluded = resubmit.nodes_to_exclude(RunSpec.load(observed.run), observed.history)
         if set(excluded) != set(observed.known.excluded):
             _exclude(observed, decision, excluded)
     except TorchrelayError as error:  # the job starts all the same
@@ -92,32 +90,31 @@ def _release(observed: ObservedRun, decision: Decision) -> None:
     if decision.action is Action.RELEASE:
         slurm.release(str(decision.job_id))
     slurm.set_start_time(str(decision.job_id), _SOON)
-    _record_event(observed, "released", job_id=decision.job_id)
+    _record(observed, Released(job_id=decision.job_id))
 
 
 def _exclude(observed: ObservedRun, decision: Decision, nodes: Sequence[str]) -> None:
     slurm.set_excluded_nodes(str(decision.job_id), nodes)
-    _record_event(observed, "excluded", job_id=decision.job_id, excluded=list(nodes))
+    _record(observed, Excluded(job_id=str(decision.job_id), excluded=tuple(nodes)))
 
 
 def _resubmit(observed: ObservedRun, decision: Decision) -> None:
     run, known, old = observed.run, observed.known, decision.job_id
-    last_id = last_job_id(observed.events)
+    last_id = observed.history.last_job_id
     if old is None and last_id is not None:
         state = job_state(slurm.show_job(last_id).get("JobState", ""))
         if state.alive and state is not JobState.ENDING:
             return  # squeue does not list the job, but Slurm still has it
     if not _record_missing_end(observed, decision):
         return
-    events = ledger.read(run.events)
-    attempts = attempts_of(events)
-    if len(attempts) != len(known.attempts) or is_cancelled(events):
+    history = History.load(run)
+    if len(history.attempts) != len(known.attempts) or history.is_cancelled:
         return  # another attempt has started, or the user has cancelled the run
-    if may_restart_after(attempts):
-        if not resubmit.claim_next_job(run, known.attempt, observed.events):
+    if history.may_restart:
+        if not resubmit.claim_next_job(run, known.attempt, observed.history):
             return
         spec = RunSpec.load(run)
-        excluded = resubmit.nodes_to_exclude(spec, events)
+        excluded = resubmit.nodes_to_exclude(spec, history)
         job_ids = {*(attempt.job_id for attempt in known.attempts), *([old] if old else [])}
         try:
             new = resubmit.submit_next_job(run, spec, excluded, job_ids)
@@ -125,7 +122,7 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
             if old:  # a limit on jobs per user may keep the new one out until the old one has ended
                 slurm.cancel(old)
             raise
-        _record_event(observed, "resubmitted", job_id=new, old_job_id=old, excluded=excluded)
+        _record(observed, Resubmitted(job_id=new, old_job_id=old, excluded=tuple(excluded)))
         _redirect_waiting_jobs(observed)
     if old:
         slurm.cancel(old)

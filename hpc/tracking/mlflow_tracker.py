@@ -11,8 +11,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
-from hpc.core.attempts import Outcome
 from hpc.core.errors import UserError
+from hpc.core.events.history import Outcome
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.tracking.points import Point

@@ -13,13 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc.core import ledger
-from hpc.core.attempts import Outcome, attempts_of, outcome_of
 from hpc.core.errors import TorchrelayError
-from hpc.core.ledger import Event, EventWriter, attempt_prefix
-from hpc.core.resumption import is_cancelled
+from hpc.core.events.history import History
+from hpc.core.events.kinds import OfTracker, Tracking, TrackingFailed
+from hpc.core.events.ledger import EventWriter, attempt_prefix
 from hpc.core.rundir import RunDir
-from hpc.spec import RunSpec, Service
+from hpc.spec import RunSpec
 from hpc.tracking.points import read_points
 from hpc.tracking.tracker import TITLES, Tracker, open_tracker
 
@@ -35,10 +34,9 @@ def send_new(run: RunDir, tracker: Tracker) -> int:
     return len(points)
 
 
-def last_events(events: Sequence[Event], attempt: int | None) -> dict[Service, Event]:
-    """What the processes of an attempt have recorded last, by tracker: `tracking` or `tracking_failed`. Pure."""
-    own = [event for event in events if event["event"] in {"tracking", "tracking_failed"}]
-    return {event["service"]: event for event in own if event["attempt"] == attempt}
+def last_events(history: History, attempt: int | None) -> dict[str, OfTracker]:
+    """Return what the processes of an attempt have recorded last, by tracker. Pure."""
+    return {event.service: event for event in history.during(attempt).of(OfTracker)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,18 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)
     run = RunDir(options.run_dir)
-    writer = EventWriter(run.events / f"{attempt_prefix(options.attempt)}tracking-{options.service}.jsonl")
-    known = {"attempt": options.attempt, "service": options.service}
+    file = run.events / f"{attempt_prefix(options.attempt)}tracking-{options.service}.jsonl"
+    writer = EventWriter(file, options.attempt)
     while True:
         try:
             tracker = open_tracker(options.service, run, RunSpec.load(run))
-            writer.append("tracking", url=tracker.url, **known)
+            writer.append(Tracking(service=options.service, url=tracker.url))
             while not _input_ends_within(_POLL_SECONDS):
                 send_new(run, tracker)
             send_new(run, tracker)
-            tracker.close(_outcome(run))
+            tracker.close(History.load(run).outcome)
         except (OSError, TorchrelayError) as error:
-            writer.append("tracking_failed", reason=str(error), **known)
+            writer.append(TrackingFailed(service=options.service, reason=str(error)))
             print(f"torchrelay: the metrics cannot be sent to {TITLES[options.service]}: {error}", flush=True)
             if _input_ends_within(_RETRY_SECONDS):
                 return 1
@@ -75,11 +73,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _input_ends_within(seconds: float) -> bool:
     ready, _, _ = select.select([sys.stdin], [], [], seconds)
     return bool(ready)
-
-
-def _outcome(run: RunDir) -> Outcome | None:
-    events = ledger.read(run.events)
-    return "cancelled" if is_cancelled(events) else outcome_of(attempts_of(events), events)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from hpc.core.attempts import Outcome
 from hpc.core.errors import TorchrelayError, need_package
+from hpc.core.events.history import Outcome
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec, Service
 from hpc.tracking.points import Point

@@ -9,8 +9,8 @@ from pathlib import Path
 import wandb
 from wandb.errors import Error
 
-from hpc.core.attempts import Outcome
 from hpc.core.errors import UserError
+from hpc.core.events.history import Outcome
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.tracking.points import Point

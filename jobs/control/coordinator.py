@@ -10,10 +10,11 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpc.core.attempts import attempts_of, budget_of
 from hpc.core.causes import Cause, PastInterruption, rank_signature, signature_of
+from hpc.core.events.attempts import attempts_of, budget_of
+from hpc.core.events.kinds import Checked, Interrupted, NodeLost, NodeReturned, RoundStarted, SlowRank, TrainStarted
+from hpc.core.events.resumption import is_cancelled_now
 from hpc.core.kernel import steady_time
-from hpc.core.resumption import is_cancelled_now
 from hpc.core.text import few
 from hpc.slurm import resubmit
 from jobs.control.channel import LOST_SECONDS, ControlServer
@@ -78,8 +79,7 @@ class Coordinator:
         self._last_failure: Failure | None = None
         self._interruptions = list[PastInterruption]()
         self._paused_until = 0.0
-        passed = (event["nodes"] for event in node.run_events() if event["event"] == "checked")
-        self._preflight_passed = {name for names in passed for name in names}
+        self._preflight_passed = {name for event in node.history().of(Checked) for name in event.nodes}
 
     @property
     def signal(self) -> str | None:
@@ -111,7 +111,7 @@ class Coordinator:
         """Nodes that are silent though they have not left; members that fall silent together are one failure."""
         for node_rank in [node_rank for node_rank in self.lost if not self._server.is_silent(node_rank)]:
             del self.lost[node_rank]
-            self._node.record_event("node_returned", node=self._name(node_rank))
+            self._node.record(NodeReturned(node=self._name(node_rank)))
             log(f"{self._name(node_rank)} is back")
         lost_members = list[str]()
         for node_rank, status in self._server.statuses().items():
@@ -121,7 +121,7 @@ class Coordinator:
             last_heard = steady_time() - (self._server.silent_seconds(node_rank) or 0.0)
             self.lost[node_rank] = last_heard
             name = self._name(node_rank)
-            self._node.record_event("node_lost", node=name, last_heard=last_heard, detail=f"lost contact with {name}")
+            self._node.record(NodeLost(node=name, last_heard=last_heard, detail=f"lost contact with {name}"))
             if node_rank in self._server.directive.members and not self._server.directive.paused:
                 lost_members.append(name)
         if lost_members:
@@ -195,9 +195,9 @@ class Coordinator:
         # The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
         *earlier, this = attempts_of(
             each
-            for each in self._node.run_events()
+            for each in self._node.history().events
             # Ranks that have replaced those that failed may train already.
-            if each["event"] != "train_started" or each["time"] < failure.failed_at
+            if not isinstance(each, TrainStarted) or each.time < failure.failed_at
         )
         self._interruptions.append(this.interrupted_by(failure.cause, failure.step, failure.signature))
         budget = budget_of([*earlier, replace(this, interruptions=tuple(self._interruptions))])
@@ -205,9 +205,8 @@ class Coordinator:
             self._end(failure)
             return
         pause = budget.pause_seconds
-        self._node.record_event(
-            "interruption", round=self._server.directive.round, pause_seconds=pause, **asdict(failure)
-        )
+        event = Interrupted(round=self._server.directive.round, pause_seconds=pause, **asdict(failure))
+        self._node.record(event)
         log(f"{failure.cause}: {failure.detail}")
         start_notifying(self._node)
         if pause:
@@ -218,11 +217,11 @@ class Coordinator:
     def _report_stragglers(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         for found in self._stragglers.find(heartbeats):
             of_rank = self._node_of(found.rank)
-            node = None if of_rank is None else self._name(of_rank)
-            self._node.record_event(
-                "slow_rank", rank=found.rank, node=node,
-                busy_seconds=found.busy_seconds, median_seconds=found.usual_seconds,
-            )  # fmt: skip
+            node = "its node" if of_rank is None else self._name(of_rank)
+            event = SlowRank(
+                rank=found.rank, node=node, busy_seconds=found.busy_seconds, median_seconds=found.usual_seconds
+            )
+            self._node.record(event)
             log(
                 f"rank {found.rank} on {node} slows the others down: it works {found.busy_seconds:.3f} s per step, "
                 f"the others {found.usual_seconds:.3f} s"
@@ -265,7 +264,7 @@ class Coordinator:
         elif decision.done and directive.preflight:
             names = [self._name(node_rank) for node_rank in directive.members]
             self._preflight_passed.update(names)
-            self._node.record_event("checked", nodes=names)
+            self._node.record(Checked(nodes=tuple(names)))
             self._announce_round(directive.members, statuses)
         elif decision.done:
             self._end(done=True)
@@ -307,7 +306,7 @@ class Coordinator:
         # Our trainer checks its nodes itself, at every start: a round for it would import torch a second time.
         preflight = not self._node.spec.train and not self._preflight_passed.issuperset(map(self._name, members))
         number, port = before.round + 1, statuses[members[0]].port
-        self._node.record_event("rendezvous", round=number, port=port, members=list(members))
+        self._node.record(RoundStarted(round=number, port=port, members=members))
         host = self._server.address(members[0])
         self._direct(round=number, members=members, host=host, port=port, preflight=preflight, paused=False)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.core.causes import cause_of_exit
+from hpc.core.events.kinds import MemoryEmptied, NotForked, RankFailed
 from hpc.core.kernel import process_state, steady_time
 from hpc.core.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
@@ -196,7 +197,7 @@ class NodeMonitor:
         """Without it a rank could not report how it failed, nor that it hangs."""
         if self._held.restore():
             detail = f"{self.node_dir.path} was emptied, and its snapshots are lost"
-            self._node.record_event("memory_emptied", node=self._node.host, detail=detail)
+            self._node.record(MemoryEmptied(node=self._node.host, detail=detail))
             log(detail)
 
     def _report_slow_start(self) -> None:
@@ -204,7 +205,7 @@ class NodeMonitor:
         if self._is_not_forked or (reason := _read(self.node_dir.not_forked)) is None:
             return
         self._is_not_forked = True
-        self._node.record_event("not_forked", node=self._node.host, **reason)
+        self._node.record(NotForked(node=self._node.host, **reason))
         log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
     def poll(self) -> None:
@@ -215,7 +216,7 @@ class NodeMonitor:
         self._restore_node_dir()
         self._report_slow_start()
         for failure in self.ranks.new_failures(self._channel.clock_skew_seconds):
-            self._node.record_event("rank_failed", **asdict(failure))
+            self._node.record(RankFailed(**asdict(failure)))
         heartbeats = self.ranks.heartbeats()
         self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats)])
         if self._channel.directive.stop:

@@ -14,10 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.core import ledger
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events import ledger
+from hpc.core.events.history import History
+from hpc.core.events.resumption import current_spec
 from hpc.core.nodedir import NodeDir
-from hpc.core.resumption import current_spec
 from hpc.core.rundir import RunDir
 from hpc.spec import RunSpec
 from hpc.staging import container
@@ -94,7 +95,7 @@ def run_round(
                 torchrun.forward(stop_signals(node.spec, stop.signal))
                 ranks_seen = time.monotonic() if torchrun.ranks() else ranks_seen
                 timeout_seconds = timeout_seconds or stop.save_timeout_seconds(
-                    node.spec, ledger.read_without_other_nodes(node.run.events)
+                    node.spec, History(ledger.read_without_other_nodes(node.run.events))
                 )
                 without_ranks = min(time.monotonic() - ranks_seen, stop.seconds)
                 if without_ranks > _WITHOUT_RANKS_SECONDS or stop.seconds > timeout_seconds:

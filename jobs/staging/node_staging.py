@@ -19,6 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc.core.errors import TorchrelayError
+from hpc.core.events.kinds import DataStaged, Packed, Staging
 from hpc.core.units import duration_seconds
 from hpc.staging.coordination import Address, CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
 from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
@@ -137,7 +138,7 @@ class NodeStaging:
         began, watch = time.monotonic(), self.watch(source)
         packed = pack(self.node.stage_dir, self._resources, find_data(staged.path), spec.pack, watch)
         seconds = round(time.monotonic() - began, 3)
-        self.node.record_event("packed", node=self.node.host, path=str(packed), seconds=seconds)
+        self.node.record(Packed(node=self.node.host, path=str(packed), seconds=seconds))
         return packed
 
     def group(self, source: Path) -> NodeGroup:
@@ -167,7 +168,7 @@ class NodeStaging:
         fields = {
             **asdict(staged), "path": str(staged.path), "seconds": round(staged.seconds, 3), "per_job": per_job,
         }  # fmt: skip
-        node.record_event("staged", node=node.host, source=str(source), **fields)
+        node.record(DataStaged(node=node.host, source=str(source), **fields))
         if staged.fallback:
             log(f"read from shared storage instead of other nodes: {staged.fallback}")
         if staged.in_memory:
@@ -189,11 +190,12 @@ class NodeStaging:
                 next_event = time.monotonic() + _NEXT_SECONDS
                 done, total = progress.bytes_done, progress.bytes_total
                 rate = done / progress.seconds if progress.seconds else 0.0
-                self.node.record_event(
-                    "staging", node=self.node.host, source=str(source), activity=progress.activity,
+                event = Staging(
+                    node=self.node.host, source=str(source), activity=progress.activity,
                     bytes_done=done, bytes_total=total, bytes_per_second=round(rate),
                     eta_seconds=(total - done) / rate if total is not None and rate else None,
                 )  # fmt: skip
+                self.node.record(event)
             return self.monitor.must_leave
 
         return poll

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.core.events.kinds import EnvironmentStaged
 from hpc.staging.copy_progress import CancellableWait, Watch, stop_if
 from hpc.staging.python_environment import EnvironmentDescription
 from hpc.staging.source import inside_name
@@ -51,7 +52,7 @@ def stage_environment(staging: NodeStaging) -> str:
         )
         log(f"the ranks of {node.host} start from the shared environment, {sys.prefix}: {fallback}")
     seconds = round(time.monotonic() - began, 3)
-    node.record_event("environment", node=node.host, python=python, seconds=seconds, fallback=fallback)
+    node.record(EnvironmentStaged(node=node.host, python=python, seconds=seconds, fallback=fallback))
     return python
 
 

@@ -10,7 +10,7 @@ import pytest
 from support.cluster import ROOT, Run, Site, fill, mounted_volume
 from support.fake_slurm import write_programs
 
-from hpc.core.resumption import current_spec
+from hpc.core.events.resumption import current_spec
 
 pytestmark = pytest.mark.slurm
 WAITING = ("--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8", "--sbatch=begin=now+1hour")

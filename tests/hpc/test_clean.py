@@ -18,10 +18,10 @@ from support.cluster import (
     site_without_slurm,
     submit_and_wait,
 )
+from support.events import submitted, write_events
 
 from hpc.clean import remove
 from hpc.core.kernel import start_time
-from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import list_checkpoints
 
@@ -155,8 +155,7 @@ def test_running_run_and_that_of_another_user_stay(site: Site) -> None:
     shutil.rmtree(busy.final)
     busy.events.mkdir()
     # Its controller is this process.
-    submitted = {"job_id": str(own), "cluster": "local", "started": start_time(own)}
-    EventWriter(busy.events / "submit.jsonl").append("submitted", **submitted)
+    write_events(busy, submitted(job_id=str(own), cluster="local", started=start_time(own)))
     assert f"run busy has job {own}: type hpc cancel busy" in refused(site, "clean", "busy", "--yes")
     if os.getuid() == 0:
         shutil.chown(site.path / "runs" / "small", "nobody")

@@ -10,7 +10,7 @@ import pytest
 from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, add_script, assert_equal, refused, submit_and_wait
 from support.events import cancelled, write_events
 
-from hpc.core.resumption import current_spec, is_cancelled, is_cancelled_now, record_resumption
+from hpc.core.events.resumption import current_spec, is_cancelled, is_cancelled_now, record_resumption
 from hpc.core.rundir import RunDir
 from hpc.flags import named_run, with_own_flags
 

@@ -8,8 +8,8 @@ from support.cluster import Command
 from support.ended_attempts import AnsweringSlurm, EndedAttempt, EndedAttemptMaker
 from support.events import script_spec
 
-from hpc.core.attempts import Attempt
-from hpc.core.ledger import EventWriter
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.ledger import EventWriter
 from hpc.core.nodedir import HeldNodeDir, NodeDir
 from hpc.core.rundir import RunDir
 from jobs import ending, node_attempt
@@ -25,7 +25,7 @@ def node(tmp_path: Path) -> NodeAttempt:
             cluster="slurm", job_id="7", restart=0, node_rank=0, hostnames=("gpu01",), cpus=1
         ),
         attempt=Attempt(attempt=1, job_id="7", restart=0, secret="n", port=1, nodes=("gpu01",), started=1.0),
-        writer=EventWriter(tmp_path / "events" / "node.jsonl"),
+        writer=EventWriter(tmp_path / "events" / "node.jsonl", 1),
     )  # fmt: skip
 
 

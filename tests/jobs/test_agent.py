@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from support.cluster import ROOT, need
-from support.events import recorded_run
+from support.events import recorded_run, records_in
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of
 from hpc.core.errors import TorchrelayError
+from hpc.core.events import ledger
+from hpc.core.events.attempts import attempts_of
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources
 from jobs.agent import threads_per_rank
@@ -151,7 +151,7 @@ def test_agent_that_fails_after_its_claim_ends_the_attempt_and_has_the_run_conti
     assert attempt.cause == "bad_node", output
     assert reason in (attempt.detail or "")
     assert agent.returncode == LOCAL_REQUEUE_RETURN_CODE
-    [requeued] = [event for event in ledger.read(run.events) if event["event"] == "requeued"]
+    [requeued] = [event for event in records_in(run.events) if event["event"] == "requeued"]
     assert requeued["attempt"] == 1
 
 

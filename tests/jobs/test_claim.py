@@ -10,11 +10,12 @@ from threading import Timer
 
 import pytest
 from support.cluster import Command, fill, mounted_volume
-from support.events import cancelled, claimed, recorded_run, write_events
+from support.events import cancelled, claimed, recorded_run, records_in, write_events
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of
 from hpc.core.errors import TorchrelayError
+from hpc.core.events import ledger
+from hpc.core.events.attempts import attempts_of
+from hpc.core.events.history import History
 from hpc.core.rundir import RunDir
 from hpc.spec import Cluster, RunSpec
 from jobs import claim, node_attempt
@@ -151,8 +152,8 @@ def test_start_of_a_job_that_does_nothing_is_told_to_its_agents(
     tell(run, own, "not today")
     with pytest.raises(TorchrelayError, match="not today"):
         claim.join(run, agent, lambda: False, 0.0)
-    told = [event for event in ledger.read(run.events) if claim.started_nothing(event, own)]
-    assert [(event["job_id"], event["restart"], event["detail"]) for event in told] == [("9", 0, "not today")]
+    assert claim.why_nothing_started(History.load(run), own) == "not today"
+    assert claim.why_nothing_started(History.load(run), replace(own, restart=2)) is None, "another start"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +218,7 @@ def test_job_of_a_complete_or_cancelled_run_records_why_it_starts_nothing(tmp_pa
     run.final_result.write_text("{}")
     assert claim.refuse_if_complete(run, allocation("local"))
     assert claim.refuse_if_complete(run, replace(allocation("local"), node_rank=1))
-    [refused] = [event for event in ledger.read(run.events) if event["event"] == "refused"]
+    [refused] = [event for event in records_in(run.events) if event["event"] == "refused"]
     assert refused["detail"].endswith(f"to train longer, type hpc resume {run.path} --epochs N")
 
 

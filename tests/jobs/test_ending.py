@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from support.cluster import Command, fill, mounted_volume
-from support.events import claimed, joined, recorded_run, write_events
+from support.events import claimed, joined, recorded, recorded_run, records_in, write_events
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of
 from hpc.core.causes import EXIT_NO_SPACE
+from hpc.core.events import ledger
+from hpc.core.events.attempts import attempts_of
+from hpc.core.events.kinds import AttemptEnded, Joined, NodeLost, Resubmitted
 from hpc.core.nodedir import NodeDir
 from hpc.slurm import resubmit
 from hpc.spec import Resources, RunSpec
@@ -66,7 +67,7 @@ def survivor(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyP
 def test_survivors_read_only_what_the_agents_of_their_attempt_wrote(survivor: NodeAttempt) -> None:
     for name in ("attempt-000-node-00", "attempt-001-trainer", "next-001", "supervisor"):
         os.mkfifo(survivor.run.events / f"{name}.jsonl")  # who opens it waits for ever
-    survivor.record_event("node_lost", node="gpu01", last_heard=1.0, detail="lost contact with gpu01")
+    survivor.record(NodeLost(node="gpu01", last_heard=1.0, detail="lost contact with gpu01"))
     assert survivor.reported_lost() == ["gpu01"]
 
 
@@ -82,7 +83,7 @@ def test_agent_that_takes_over_sends_heartbeats(survivor: NodeAttempt, tmp_path:
     alive, asked = survivor.run.alive, tmp_path / "asked"
     slurm_command("sbatch", f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done; echo 8")
     assert take_over(survivor) == 0
-    assert [event["job_id"] for event in survivor.events("resubmitted")] == ["8"]
+    assert [event["job_id"] for event in recorded(survivor, "resubmitted")] == ["8"]
     assert (tmp_path / "cancelled").read_text() == "7\n"
 
 
@@ -90,20 +91,20 @@ def test_agent_that_takes_over_is_left_to_finish_while_it_lives(
     survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resubmit, "HANDOVER_SECONDS", 2.0)
-    assert ending.record_end(survivor, cause="node_failure", step=None)
+    assert ending.record_end(survivor, AttemptEnded(attempt=1, cause="node_failure"))
 
     def other() -> None:
         for _ in range(30):  # longer than an agent is given that sends no heartbeat
             time.sleep(0.1)
             survivor.run.alive.touch()
-        survivor.record_event("resubmitted", job_id="8", old_job_id="7", excluded=[])
+        survivor.record(Resubmitted(job_id="8", old_job_id="7", excluded=()))
 
     thread = threading.Thread(target=other)
     thread.start()
     assert take_over(survivor) == 0
-    assert not survivor.events("resubmitting"), "it leaves the next job to the other one"
+    assert not recorded(survivor, "resubmitting"), "it leaves the next job to the other one"
     thread.join()
-    assert survivor.events("resubmitted")
+    assert recorded(survivor, "resubmitted")
 
 
 def test_agent_that_died_while_it_took_over_has_a_successor(
@@ -111,9 +112,9 @@ def test_agent_that_died_while_it_took_over_has_a_successor(
 ) -> None:
     monkeypatch.setattr(resubmit, "HANDOVER_SECONDS", 0.3)
     slurm_command("sbatch", "echo 8")
-    assert ending.record_end(survivor, cause="node_failure", step=None)
+    assert ending.record_end(survivor, AttemptEnded(attempt=1, cause="node_failure"))
     assert take_over(survivor) == 0
-    assert [event["job_id"] for event in survivor.events("resubmitted")] == ["8"]
+    assert [event["job_id"] for event in recorded(survivor, "resubmitted")] == ["8"]
 
 
 # What Slurm 22.05 answered.
@@ -142,8 +143,8 @@ def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 
 def test_job_is_requeued(node: NodeAttempt) -> None:
     start_next_attempt(node, [], [])
-    assert node.events("requeued")
-    assert not node.events("resubmitted")
+    assert recorded(node, "requeued")
+    assert not recorded(node, "resubmitted")
 
 
 def test_job_is_requeued_once_though_its_events_cannot_be_read_then(node: NodeAttempt, slurm_command: Command) -> None:
@@ -160,7 +161,7 @@ def test_requeue_that_is_refused_for_good_is_replaced_by_a_new_job(
     slurm_command("scontrol", DISABLED)
     slurm_command("scancel", f"echo $1 >> {tmp_path}/ended; test $(wc -l < {tmp_path}/ended) = 3 || {{ {AWAY}; }}")
     start_next_attempt(node, [], [])
-    [resubmitted] = node.events("resubmitted")
+    [resubmitted] = recorded(node, "resubmitted")
     assert (resubmitted["job_id"], resubmitted["old_job_id"]) == ("8", "7")
     assert (tmp_path / "ended").read_text().split() == ["7"] * 3, "until Slurm has heard it"
 
@@ -172,16 +173,16 @@ def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
     states = f"test -e {tmp_path}/asked && echo 'gpu02|down' || echo 'gpu02|idle*'"
     slurm_command("sinfo", f"case $* in *%P*) echo 'gpu01|gpu*|idle';; *) {states};; esac")
     start_next_attempt(node, ["gpu02"], [])
-    assert node.events("requeued")
-    assert not node.events("resubmitted")
+    assert recorded(node, "requeued")
+    assert not recorded(node, "resubmitted")
 
 
 def test_job_with_a_dead_node_is_replaced_by_a_new_one(node: NodeAttempt, slurm_command: Command) -> None:
     """Though it might be requeued by now: Slurm would hold it for two minutes."""
     slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
     start_next_attempt(node, ["gpu02"], [])
-    assert node.events("resubmitted")
-    assert not node.events("requeued")
+    assert recorded(node, "resubmitted")
+    assert not recorded(node, "requeued")
 
 
 def test_job_that_a_limit_counts_ends_before_it_is_replaced(
@@ -192,7 +193,7 @@ def test_job_that_a_limit_counts_ends_before_it_is_replaced(
     slurm_command("sbatch", f"test -e {tmp_path}/ended || {{ {TOO_MANY} }}; echo 8")
     assert start_next_attempt(node, [], [])
     assert (tmp_path / "ended").read_text() == "7\n"
-    [resubmitted] = node.events("resubmitted")
+    [resubmitted] = recorded(node, "resubmitted")
     assert (resubmitted["job_id"], resubmitted["old_job_id"]) == ("8", "7")
 
 
@@ -204,14 +205,14 @@ def test_refusals_of_all_are_final(
     slurm_command("scancel", f"touch {tmp_path}/ended")
     assert not start_next_attempt(node, [], [])
     assert (tmp_path / "ended").exists()
-    assert node.events("not_continued")
+    assert recorded(node, "not_continued")
     assert f"type hpc resume {node.run.path}" in capsys.readouterr().out
 
 
 def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> None:
     slurm_command("scontrol", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
     start_next_attempt(node, [], [])
-    assert node.events("requeued")
+    assert recorded(node, "requeued")
 
 
 @pytest.fixture
@@ -229,24 +230,24 @@ def test_job_of_a_node_that_never_joined_is_not_requeued(batch_script: NodeAttem
     """It has died, and Slurm has not noticed: srun could not start its agent, and ended the others."""
     slurm_command("scontrol", "echo JobId=7 JobState=RUNNING Restarts=0 Reason=None")
     slurm_command("sbatch", "echo 8")
-    batch_script.record_event("joined", node="gpu01", node_rank=0)
+    batch_script.record(Joined(node="gpu01", node_rank=0))
     assert last_resort.main([str(batch_script.run.path), "233"]) == 0
-    assert [event["job_id"] for event in batch_script.events("resubmitted")] == ["8"]
-    assert not batch_script.events("requeued")
+    assert [event["job_id"] for event in recorded(batch_script, "resubmitted")] == ["8"]
+    assert not recorded(batch_script, "requeued")
 
 
 def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path, slurm_command: Command) -> None:
     """Its agents were killed; Slurm takes the requeue once there is a heartbeat."""
     survivor = batch_script
     for number, name in enumerate(("gpu01", "gpu02")):
-        survivor.record_event("joined", node=name, node_rank=number)
+        survivor.record(Joined(node=name, node_rank=number))
     alive, asked = survivor.run.alive, tmp_path / "asked"
     requeue = f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done"
     show = "echo JobId=7 JobState=RUNNING Restarts=0 Reason=None"
     slurm_command("scontrol", f'case "$*" in *requeue*) {requeue};; *show*) {show};; esac')
     assert last_resort.main([str(survivor.run.path), "137"]) == 0
-    assert [event["job_id"] for event in survivor.events("requeued")] == ["7"]
-    [ended] = survivor.events("attempt_ended")
+    assert [event["job_id"] for event in recorded(survivor, "requeued")] == ["7"]
+    [ended] = recorded(survivor, "attempt_ended")
     assert (ended["cause"], ended["signature"]) == ("lost", None), "unknown, so a second one need not be the same"
 
 
@@ -261,13 +262,13 @@ def test_node_is_not_blamed_for_what_the_thawed_srun_of_an_earlier_start_did(
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     second = replace(allocation(0, 2), restart=1)
     attempt = claim_next(run, second, port=1, secret="s")
-    assert [end["cause"] for end in batch_script.events("attempt_ended")] == ["lost"]
+    assert [end["cause"] for end in recorded(batch_script, "attempt_ended")] == ["lost"]
     for number, name in enumerate(second.hostnames):
         write_events(run, joined(None, 2, node=name, node_rank=number), file=f"attempt-002-node-{number:02d}.jsonl")
     assert last_resort.main([str(run.path), "137"]) == 0
-    [ended] = replace(batch_script, attempt=attempt).events("attempt_ended")
+    [ended] = recorded(replace(batch_script, attempt=attempt), "attempt_ended")
     assert (ended["cause"], ended["node"]) == ("lost", None)
-    kinds = [event["event"] for event in ledger.read(run.events)]
+    kinds = [event["event"] for event in records_in(run.events)]
     assert ("requeued" in kinds, "excluded" in kinds, "resubmitted" in kinds) == (True, False, False)
 
 
@@ -282,7 +283,7 @@ def test_run_that_lost_a_node_goes_on_once_there_is_space(
         space.start()
         assert start_next_attempt(there, ["gpu02"], [])
         space.join()
-        assert [event["job_id"] for event in there.events("resubmitted")] == ["8"]
+        assert [event["job_id"] for event in recorded(there, "resubmitted")] == ["8"]
 
 
 def test_job_that_waited_an_hour_for_space_has_failed_and_blames_no_node(
@@ -294,4 +295,4 @@ def test_job_that_waited_an_hour_for_space_has_failed_and_blames_no_node(
     assert last_resort.main([str(run.path), str(EXIT_NO_SPACE)]) == 1
     events = ledger.read(run.events)
     assert attempts_of(events)[-1].cause == "no_space"
-    assert not {"requeued", "resubmitted", "excluded"} & {event["event"] for event in events}
+    assert not {"requeued", "resubmitted", "excluded"} & {event.kind for event in events}

@@ -9,11 +9,12 @@ import pytest
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from support.cluster import Command
 from support.ended_attempts import HOSTS, RUNNING, TRAINING, AnsweringSlurm, EndedAttemptMaker
-from support.events import attempt_ended, cancelled, claimed, joined, write_events
+from support.events import attempt_ended, cancelled, claimed, joined, recorded, records_in, write_events
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of
 from hpc.core.causes import Cause
+from hpc.core.events import ledger
+from hpc.core.events.attempts import attempts_of
+from hpc.core.events.kinds import AttemptEnded, NodeLost
 from hpc.core.files import append_json_line
 from hpc.core.nodedir import HeldNodeDir
 from jobs import ending
@@ -58,7 +59,7 @@ def test_training_without_a_result_is_not_done(
     assert failed.conclude() == 0
     assert failed.end == {"cause": "crashed", "step": 0}
     assert saved == [(failed.monitor.node_dir, failed.run)]
-    [event] = failed.node.events("snapshot_saved")
+    [event] = recorded(failed.node, "snapshot_saved")
     assert (event["step"], 0.0 <= event["seconds"] < 30) == (40, True)
     assert slurm.asked == ["scontrol requeue"]
 
@@ -184,7 +185,7 @@ def test_cancelled_run_stays_cancelled(ended: EndedAttemptMaker, slurm: Answerin
 
 def test_end_that_others_have_recorded_stays(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
     late = ended()
-    assert ending.record_end(late.node, cause=Cause.NODE_FAILURE, step=None)
+    assert ending.record_end(late.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
     late.fails()
     assert late.conclude() == 1
     assert late.end["cause"] == "node_failure"
@@ -206,7 +207,7 @@ def test_job_with_a_node_that_does_not_answer_is_replaced(
         lost.nodes.silent[1] = 6.0
     assert lost.conclude() == 0
     assert lost.continued() == ["resubmitted"]
-    assert [event["excluded"] for event in lost.node.events("resubmitted")] == [["gpu02"]]
+    assert [event["excluded"] for event in recorded(lost.node, "resubmitted")] == [["gpu02"]]
     assert slurm.asked == ["sbatch --parsable", "scancel 7"]
 
 
@@ -225,7 +226,7 @@ def test_requeued_job_avoids_bad_nodes(ended: EndedAttemptMaker, slurm: Answerin
     bad.coordinator.bad_nodes = {2}
     assert bad.conclude() == 0
     assert bad.continued() == ["requeued", "excluded"]
-    assert [event["excluded"] for event in bad.node.events("excluded")] == [["gpu03"]]
+    assert [event["excluded"] for event in recorded(bad.node, "excluded")] == [["gpu03"]]
     assert slurm.asked == ["scontrol requeue", "scontrol update"]
 
 
@@ -271,7 +272,7 @@ def test_snapshot_that_cannot_be_saved_stays_in_memory(
     assert failed.conclude() == 0
     assert failed.node.has_unsaved_snapshot.is_set()
     assert "could not be saved and stays in the memory of gpu01: no space" in capsys.readouterr().out
-    assert not failed.node.events("snapshot_saved")
+    assert not recorded(failed.node, "snapshot_saved")
 
 
 def test_attempt_that_is_not_the_newest_saves_no_snapshot(ended: EndedAttemptMaker, saved: list[Any]) -> None:
@@ -330,18 +331,18 @@ def test_nodes_that_the_next_job_avoids_after_a_failed_agent(
 ) -> None:  # fmt: skip
     failed = ended(*(joined(node=name, node_rank=HOSTS.index(name)) for name in with_joined))
     if lost_first:
-        failed.node.record_event("node_lost", node="gpu03", last_heard=1.0, detail="lost contact with gpu03")
+        failed.node.record(NodeLost(node="gpu03", last_heard=1.0, detail="lost contact with gpu03"))
     assert ending.conclude_failed_agent(failed.node, cause, "x") == 0
     assert failed.continued() == continued
-    avoided = [event["excluded"] for event in failed.node.run_events() if "excluded" in event]
+    avoided = [event["excluded"] for event in records_in(failed.run.events) if "excluded" in event]
     assert avoided == ([excluded] if excluded else [])
-    assert failed.end["signature"] == (None if cause is Cause.LOST else "x")
+    assert failed.end.get("signature") == (None if cause is Cause.LOST else "x")
     assert failed.end["step"] is None, "a script has none"
 
 
 def test_failed_agent_leaves_an_end_that_others_have_recorded(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
     late = ended()
-    assert ending.record_end(late.node, cause=Cause.NODE_FAILURE, step=None)
+    assert ending.record_end(late.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
     assert ending.conclude_failed_agent(late.node, Cause.CRASHED, "x") == 1
     assert slurm.asked == []
 

@@ -10,10 +10,20 @@ import pytest
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from support.cluster import Command
 from support.ended_attempts import TRAINING, AnsweringSlurm, EndedAttempt, EndedAttemptMaker
-from support.events import attempt_ended, cancelled, joined, resubmitted, train_started, write_events
+from support.events import (
+    attempt_ended,
+    cancelled,
+    event,
+    joined,
+    recorded,
+    records_in,
+    resubmitted,
+    train_started,
+    write_events,
+)
 
-from hpc.core import ledger
 from hpc.core.causes import Cause
+from hpc.core.events.kinds import AttemptEnded, NodeLost
 from hpc.core.files import append_json_line
 from jobs import ending
 
@@ -31,18 +41,18 @@ def test_survivor_continues_the_run_in_another_job(
     survivor = ended(joined(), node_rank=1, **TRAINING)
     slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
     write_events(
-        survivor.run, ledger.record("node_lost", attempt=1, node="gpu01", last_heard=1.0, detail="x"),
+        survivor.run, event("node_lost", attempt=1, node="gpu01", last_heard=1.0, detail="x"),
         file="attempt-001-node-02.jsonl",
     )  # fmt: skip
     assert take_over(survivor) == 0
     end = survivor.end
     assert time.time() - 16 < end.pop("failed_at") < time.time() - 5
     assert end == {"cause": "node_failure", "step": 30, "detail": "lost contact with gpu01", "node": "gpu01"}
-    lost = survivor.node.events("node_lost")[-1]
+    lost = recorded(survivor.node, "node_lost")[-1]
     assert (lost["node"], lost["detail"]) == ("gpu01", "lost contact with gpu01")
     assert abs(lost["last_heard"] - (lost["time"] - 6.0)) < 5
     assert saved == [(survivor.monitor.node_dir, survivor.run)]
-    assert [event["excluded"] for event in survivor.node.events("resubmitted")] == [["gpu01"]]
+    assert [event["excluded"] for event in recorded(survivor.node, "resubmitted")] == [["gpu01"]]
     assert slurm.asked == ["sbatch --parsable", "scancel 7"]
 
 
@@ -54,16 +64,16 @@ def test_job_that_slurm_ends_is_left_to_it(
 ) -> None:
     survivor = ended(node_rank=1)
     slurm_command("squeue", f"echo '{queue.format(survivor.run.script)}'")
-    ending.record_end(survivor.node, cause=Cause.NODE_FAILURE, step=None)
+    ending.record_end(survivor.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
     assert take_over(survivor) == 0
     assert slurm.asked == []
 
 
 def test_agent_that_is_cut_off_itself_leaves_the_run_alone(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
     survivor = ended(node_rank=1)
-    survivor.node.record_event("node_lost", node="gpu02", last_heard=1.0, detail="lost contact with gpu02")
+    survivor.node.record(NodeLost(node="gpu02", last_heard=1.0, detail="lost contact with gpu02"))
     assert take_over(survivor) == 0
-    assert not survivor.node.events("attempt_ended")
+    assert not recorded(survivor.node, "attempt_ended")
     assert slurm.asked == []
 
 
@@ -97,7 +107,7 @@ def test_cancelled_run_without_its_head_node_ends(
     survivor = ended(joined(), node_rank=1)
     write_events(survivor.run, cancelled(), file=survivor.run.cancellation.name)
     for name in ("gpu01", "gpu03"):
-        survivor.node.record_event("node_lost", node=name, last_heard=1.0, detail="x")
+        survivor.node.record(NodeLost(node=name, last_heard=1.0, detail="x"))
     slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
     assert take_over(survivor) == 0
     assert survivor.end["cause"] == "cancelled"
@@ -109,7 +119,7 @@ def test_run_that_another_agent_has_continued_is_left_alone(
 ) -> None:
     survivor = ended(node_rank=1)
     slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
-    ending.record_end(survivor.node, cause=Cause.NODE_FAILURE, step=None)
+    ending.record_end(survivor.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
     write_events(survivor.run, resubmitted(), file="attempt-001-node-02.jsonl")
     assert take_over(survivor) == 0
     assert slurm.asked == []
@@ -125,13 +135,13 @@ def test_run_whose_head_node_died_before_it_claimed_an_attempt_goes_on(
         append_json_line(survivor.run.train_metrics, {"step": metrics})
     allocation = replace(survivor.node.allocation, job_id="9", node_rank=1)
     assert ending.replace_headless_job(survivor.run, survivor.node.spec, allocation, "no head") == 0
-    last = [event for event in survivor.node.run_events() if event["event"] == "attempt_ended"][-1]
+    last = [each for each in records_in(survivor.run.events) if each["event"] == "attempt_ended"][-1]
     assert (last["attempt"], last["cause"], last["node"], last["detail"]) == (2, "node_failure", "gpu01", "no head")
     assert last["step"] == step
-    claim = [event for event in survivor.node.run_events() if event["event"] == "claimed"][-1]
+    claim = [each for each in records_in(survivor.run.events) if each["event"] == "claimed"][-1]
     assert (claim["port"], claim["secret"]) == (0, ""), "it listens nowhere"
-    [event] = [event for event in survivor.node.run_events() if event["event"] == "resubmitted"]
-    assert (event["old_job_id"], event["excluded"]) == ("9", ["gpu01"])
+    [new] = [each for each in records_in(survivor.run.events) if each["event"] == "resubmitted"]
+    assert (new["old_job_id"], new["excluded"]) == ("9", ["gpu01"])
     assert slurm.asked == ["sbatch --parsable", "scancel 9"]
 
 
@@ -148,7 +158,10 @@ def test_end_is_decided_by_the_lowest_node_rank_if_it_cannot_be_recorded(
 
     monkeypatch.setattr(ending.resubmit, "record_end", refuse)
     allocations = [replace(one.node.allocation, node_rank=rank) for rank in range(3)]
-    found = [ending.record_end(replace(one.node, allocation=each), cause=Cause.LOST) for each in allocations]
+    found = [
+        ending.record_end(replace(one.node, allocation=each), AttemptEnded(attempt=1, cause=Cause.LOST))
+        for each in allocations
+    ]
     assert found == [True, True, False]
 
 

@@ -13,10 +13,11 @@ import pytest
 from PIL import Image
 from support.attacks import attack
 from support.cluster import ENDLESS, SMALL_BATCH, Run, Site, add_script, commands, parent, ranks_of, tiny_data
+from support.events import records_in
 
-from hpc.core import ledger
+from hpc.core.events.kinds import Cancelled
+from hpc.core.events.ledger import EventWriter
 from hpc.core.kernel import process_state
-from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from training.config.packed_index import read_index
 
@@ -31,7 +32,7 @@ def site(shared: Path) -> Iterator[Site]:
     yield here
     for path in (shared / "runs").glob("[!.]*"):
         run = RunDir(path)
-        [submitted] = [event for event in ledger.read(run.events) if event["event"] == "submitted"]
+        [submitted] = [event for event in records_in(run.events) if event["event"] == "submitted"]
         Run(here, run, submitted["job_id"]).cancel()
 
 
@@ -79,7 +80,7 @@ def test_submission_returns_and_the_run_requeues_itself_until_it_is_cancelled(si
     assert first["cause"] == "requeued"
     assert second["first_step"] == first["last_step"]
     # No signal reaches the run.
-    EventWriter(run.directory.cancellation).append("cancelled", by="me")
+    EventWriter(run.directory.cancellation).append(Cancelled(by="me"))
     run.wait("the end", lambda: not run.is_alive())
     ended = run.events("attempt_ended")
     assert [event["cause"] for event in ended] == ["requeued", "cancelled"]
@@ -259,7 +260,7 @@ def test_last_words_of_a_rank_are_recorded_and_reach_no_terminal(site: Site) -> 
     waited = site.hpc("submit", LOCAL, "--name=bad", "--nodes=1", "--gpus-per-node=1", "--wait", "--", "my.py")
     assert waited.returncode == 1
     run = RunDir(site.path / "runs" / "bad")
-    [ended] = [event for event in ledger.read(run.events) if event["event"] == "attempt_ended"]
+    [ended] = [event for event in records_in(run.events) if event["event"] == "attempt_ended"]
     assert (ended["cause"], ended["rank"]) == ("crashed", 0)
     assert ended["detail"].endswith("ValueError: \x1b]0;owned\x07\x1b[2J")
     [agent_log] = run.logs.glob("*_0_log.out")
@@ -318,7 +319,7 @@ def test_images_are_packed_on_the_node_once(site: Site) -> None:
             "submit", LOCAL, "--data=photos", "--pack=auto", "--epochs=3", f"--name={name}", *flags, "--wait"
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        [event] = [e for e in ledger.read(site.path / "runs" / name / "events") if e["event"] == "packed"]
+        [event] = [e for e in records_in(site.path / "runs" / name / "events") if e["event"] == "packed"]
         packed.append(event)
     assert packed[0]["path"] == packed[1]["path"]
     index = read_index(Path(packed[0]["path"]))

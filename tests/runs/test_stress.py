@@ -27,8 +27,8 @@ from support.cluster import (
     rank_pids,
 )
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of, last_job_id
+from hpc.core.events import ledger
+from hpc.core.events.attempts import attempts_of, last_job_id
 
 FAILURES = int(os.environ.get("TORCHRELAY_STRESS", "3"))
 SEED = int(os.environ.get("TORCHRELAY_STRESS_SEED", "4"))

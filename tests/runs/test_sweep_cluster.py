@@ -5,8 +5,8 @@ import time
 
 import pytest
 from support.cluster import Site, add_script
+from support.events import records_in
 
-from hpc.core import ledger
 from hpc.core.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -33,13 +33,13 @@ def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
         while not first.train_metrics.exists():
             assert controller.poll() is None
             time.sleep(0.3)
-        [job] = [event["job_id"] for event in ledger.read(first.events) if event["event"] == "submitted"]
+        [job] = [event["job_id"] for event in records_in(first.events) if event["event"] == "submitted"]
         ordinary_user.slurm("scontrol", "requeue", job)
         found = json.loads(controller.communicate()[0])
     assert [one["state"] for one in found["trials"]] == ["completed", "completed"]
     assert (found["best"], [one["value"] for one in found["trials"]]) == ("pets-000", [0.5, 2.0])
     [ended] = [event["time"] for event in before.events("attempt_ended")]
-    assert ended < next(event["time"] for event in ledger.read(first.events) if event["event"] == "claimed")
+    assert ended < next(event["time"] for event in records_in(first.events) if event["event"] == "claimed")
     runs = json.loads(ordinary_user.hpc("status", "pets", "--json").stdout)
     assert [[attempt["cause"] for attempt in run["attempts"]] for run in runs] == [
         ["requeued", "completed"],

@@ -22,11 +22,11 @@ from typing import Any
 import jsonschema
 import pytest
 
-from hpc.core import ledger
 from hpc.core.files import read_json_lines
 from hpc.core.kernel import is_alive
 from hpc.core.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
+from support.events import records_in
 from support.forked_hpc import can_fork, run_forked
 from support.real_images import real_images
 from training.config.dataset_layout import IDX_STEMS
@@ -231,7 +231,7 @@ class Run:
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Its events of one kind."""
-        return [event for event in ledger.read(self.directory.events) if event["event"] == kind]
+        return [event for event in records_in(self.directory.events) if event["event"] == kind]
 
     def steps(self) -> list[int]:
         """The steps in its metrics."""
@@ -256,7 +256,7 @@ class Run:
         """The queue, the events and the ends of all logs."""
         logs = [path for path in self.directory.logs.rglob("*") if path.is_file()]
         tails = [f"== {path}\n" + path.read_text(errors="replace")[-1500:] for path in sorted(logs)]
-        events = [str(event) for event in ledger.read(self.directory.events) if event["event"] != "checkpoint_saved"]
+        events = [str(event) for event in records_in(self.directory.events) if event["event"] != "checkpoint_saved"]
         return "\n".join([self.site.type("squeue", "--long").stdout, *events, *tails])
 
     def wait_for_steps(self, count: int) -> None:

@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of
 from hpc.core.causes import Cause
+from hpc.core.events import ledger
+from hpc.core.events.attempts import attempts_of
+from hpc.core.events.kinds import AttemptEnded, Event
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
@@ -19,7 +20,7 @@ from jobs.control.messages import Phase
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.stop_request import StopRequest
 from support.cluster import Command
-from support.events import claimed, write_events
+from support.events import claimed, record_of, write_events
 from support.reported_nodes import ReportedNodes
 from training.config.train_config import TrainConfig
 
@@ -61,7 +62,7 @@ class AnsweringSlurm:
 class EndedAttempt:
     """An attempt on three nodes that has just ended, as its head node's agent sees it."""
 
-    def __init__(self, path: Path, *events: ledger.Event, local: bool = False, node_rank: int = 0, **spec: Any) -> None:
+    def __init__(self, path: Path, *events: Event, local: bool = False, node_rank: int = 0, **spec: Any) -> None:
         settings = {"script": ("a.py",), "data": None, "stage_dir": "/tmp", "resources": Resources(nodes="2:3"), **spec}
         cluster = "local" if local else "slurm"
         self.run = RunDir(path / "r")
@@ -102,14 +103,15 @@ class EndedAttempt:
 
     @property
     def end(self) -> dict[str, Any]:
-        """What is recorded of the end, without what every event has."""
-        [event] = self.node.events("attempt_ended")
-        return {name: value for name, value in event.items() if name not in {"time", "event", "attempt"}}
+        """What is recorded of the end, without what every event has; of what is not known, the step alone."""
+        [event] = self.node.history().during(1).of(AttemptEnded)
+        known = {name: value for name, value in record_of(event).items() if value is not None or name == "step"}
+        return {name: value for name, value in known.items() if name not in {"time", "event", "attempt"}}
 
     def continued(self) -> list[str]:
         """The events that say how the run goes on."""
         kinds = ("requeued", "resubmitted", "excluded", "not_continued")
-        return [event["event"] for event in self.node.run_events() if event["event"] in kinds]
+        return [event.kind for event in self.node.history().events if event.kind in kinds]
 
 
 EndedAttemptMaker = Callable[..., EndedAttempt]

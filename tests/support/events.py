@@ -1,24 +1,46 @@
 """Events as `hpc submit`, the agents and rank 0 write them, and run directories whose ledgers have them.
 
-Each function returns an event with all fields that its kind must have (`hpc/core/ledger.py`). `at` is its time in
+Each function returns an event with all fields that its kind must have (`hpc/core/events/kinds.py`). `at` is its time in
 seconds since the epoch, by default now.
 """
 
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc.core import ledger
-from hpc.core.files import append_json_line
-from hpc.core.ledger import Event
+from hpc.core.events import ledger
+from hpc.core.events.kinds import Event
+from hpc.core.files import append_line, json_line
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
+from jobs.node_attempt import NodeAttempt
 
 
 def event(kind: str, at: float | None = None, **fields: Any) -> Event:
-    """Return an event of a kind that has no function of its own here, with these fields."""
-    return {"time": time.time() if at is None else at, "event": kind, **fields}
+    """Return an event of a kind that has no function of its own here, with these fields, as it is read from a file."""
+    return typed({"time": time.time() if at is None else at, "event": kind, **fields})
+
+
+def typed(record: Mapping[str, Any]) -> Event:
+    """Return the event that a line with these fields is; without a time, one of long ago."""
+    return ledger.decoded(json_line({"time": 0.001, **record}).encode())
+
+
+def record_of(event: Event) -> dict[str, Any]:
+    """Return the fields of an event as in its file."""
+    return dict(json.loads(ledger.line_of(event)))
+
+
+def records_in(events: Path) -> list[dict[str, Any]]:
+    """Return the fields of all events in this directory, in the order of their times."""
+    return [record_of(each) for each in ledger.read(events)]
+
+
+def recorded(node: NodeAttempt, kind: str) -> list[dict[str, Any]]:
+    """Return the fields of the events of one kind that the agents of an attempt have written."""
+    return [record_of(each) for each in node.history().during(node.attempt.attempt).events if each.kind == kind]
 
 
 def submitted(
@@ -152,7 +174,7 @@ def write_events(run: RunDir, *events: Event, file: str = "x.jsonl") -> None:
     """Append events to a file of a run's ledger; each of them has to be one that `hpc` reads."""
     run.events.mkdir(parents=True, exist_ok=True)
     for each in events:
-        append_json_line(run.events / file, each)
+        append_line(run.events / file, ledger.line_of(each))
     damaged = [line for line in ledger.read_with_damage(run.events)[1] if f"/{file} is damaged" in line]
     assert not damaged
 

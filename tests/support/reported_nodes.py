@@ -6,14 +6,14 @@ from typing import Any, cast
 
 import pytest
 
-from hpc.core.ledger import Event
+from hpc.core.events.ledger import Event
 from hpc.spec import Recovery, Resources
 from jobs.control import channel, coordinator, patience, rank_health, root_failure
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import StopRequest
-from support.events import claimed, write_events
+from support.events import claimed, record_of, write_events
 from training.config.train_config import TrainConfig
 
 HOSTS = ("gpu01", "gpu02", "gpu03")
@@ -135,8 +135,9 @@ class CoordinatedAttempt:
     def events(self, kind: str) -> list[dict[str, Any]]:
         """The events of a kind, without what every event has."""
         return [
-            {name: value for name, value in event.items() if name not in {"time", "event", "attempt"}}
-            for event in self.node.events(kind)
+            {name: value for name, value in record_of(event).items() if name not in {"time", "event", "attempt"}}
+            for event in self.node.history().during(1).events
+            if event.kind == kind
         ]
 
     @property

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.kinds import CheckpointRejected
 from hpc.core.files import remove_directory, remove_temporaries
 from training.checkpoint.sharded import read_full, read_own_shards, read_shards
 from training.checkpoint.snapshot import missing_results, remove_newer, remove_others
@@ -186,7 +187,7 @@ class Restorer:
     def discard(self, candidate: Candidate, path: Path, reason: str) -> None:
         """Warn, and see to it that no attempt tries this state again."""
         self.logger.console.warn(f"{candidate.source} {path} is not used: {reason}")
-        self.logger.event("checkpoint_rejected", path=str(path), reason=reason)
+        self.logger.event(CheckpointRejected(path=str(path), reason=reason))
         if candidate.durable and candidate.rank == self.group.rank:
             reject(path)
         elif not candidate.durable and (candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate)):

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc.core.events.kinds import CheckpointFailed, CheckpointSaved, SnapshotOff
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
 from training.checkpoint.snapshot import KEPT, missing_space, remove_newer
 from training.checkpoint.state import LOSS, TrainState
@@ -181,12 +182,14 @@ class CheckpointDestination:
     def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
         """Record the event; warn of a failure."""
         if error is None:
-            self._logger.event("checkpoint_saved", step=step, **seconds)
+            self._logger.event(
+                CheckpointSaved(step=step, seconds=seconds["seconds"], copy_seconds=seconds["copy_seconds"])
+            )
             return
         self._logger.console.warn(
             f"the checkpoint of step {step} was not saved ({error}): free some space below {self._directory}"
         )
-        self._logger.event("checkpoint_failed", step=step, reason=str(error))
+        self._logger.event(CheckpointFailed(step=step, reason=str(error)))
 
 
 class SnapshotDestination:
@@ -237,7 +240,7 @@ class SnapshotDestination:
         # Rank 0 prints what concerns the training; this concerns the node.
         console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
         console.warn(f"snapshots are off on this node ({reason}): a crash may cost all steps since the last checkpoint")
-        self._logger.event("snapshot_off", reason=reason)
+        self._logger.event(SnapshotOff(reason=reason))
 
     def clear(self) -> None:
         """Remove this rank's snapshots."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hpc.core.errors import UserError
+from hpc.core.events.kinds import FirstStep, TrainCompleted, TrainStarted, TrainStopped
 from hpc.core.text import few
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, Split, choose_split
@@ -62,19 +63,15 @@ class EvaluationRun:
         """Evaluate and write the result, unless all ranks agree to stop."""
         logger, card = self.logger, self._model.card
         logger.resume(Progress())
-        logger.event(
-            "train_started",
+        started = TrainStarted(
             step=0,
             epoch=0,
-            total_steps=None,
             world_size=self._group.world_size,
-            restored_from=None,
-            source=None,
-            train_seconds=0.0,
             seconds=round(time.monotonic() - self._context.started, 3),
             restore_seconds=0.0,
             connect_seconds=round(self._group.connected_at - self._context.started, 3),
         )
+        logger.event(started)
         logger.console.print(
             f"evaluating {self._task.source} on {len(self._source):,} images ({self._split}) of "
             f"{len(card.classes)} classes, {self._group.description}"
@@ -84,7 +81,7 @@ class EvaluationRun:
         except StopRequested as request:
             seconds = round(time.monotonic() - (signals.received_at() or time.monotonic()), 3)
             self._context.heartbeat.beat("end")
-            logger.event("train_stopped", step=0, signal=request.name, seconds=seconds)
+            logger.event(TrainStopped(step=0, signal=request.name, seconds=seconds))
             logger.console.print(f"stopped by {request.name}: the next attempt evaluates from the first image on")
         finally:
             logger.console.stop()
@@ -103,7 +100,7 @@ class EvaluationRun:
         self._stop_consensus.exchange(StepFlags(signal=signals.received()))
         self._context.fault.inject("evaluate", self._batches, self._group.rank)
         if self._batches == 1:
-            self.logger.event("first_step", step=0)
+            self.logger.event(FirstStep(step=0))
         self._batches += 1
 
     def _write(self, result: Evaluation) -> None:
@@ -123,7 +120,7 @@ class EvaluationRun:
         }
         tables = tables_of(self._source, result, classes, self.logger) if self._group.is_rank_zero else {}
         self.logger.save_final({}, numbers, {name: text.encode() for name, text in tables.items()})
-        self.logger.event("train_completed", step=0, ended=None, learned_nothing=None)
+        self.logger.event(TrainCompleted(step=0))
         self.logger.console.print(
             f"{result.correct:,} of {result.total:,} correct: top-1 {result.accuracy:.2%}, top-5 "
             f"{result.top5_accuracy:.2%}, loss {result.loss:.4f}"

@@ -4,7 +4,9 @@ import gc
 from dataclasses import asdict, replace
 
 import torch
+from msgspec import convert
 
+from hpc.core.events.kinds import Preflight, Software
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import check_world
@@ -48,8 +50,8 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         evaluation = context.evaluation
         work = EvaluationRun(context, group, evaluation) if evaluation else make_trainer(context, group)
         _ALIVE.append(work)
-        work.logger.event("preflight", **asdict(report))
-        work.logger.event("software", **versions())
+        work.logger.event(Preflight(**asdict(report)))
+        work.logger.event(convert(versions(), Software))
         # The objects so far live to the end. Frozen, they cost the garbage collector no time, and its counters do not
         # make loader workers copy their pages.
         gc.freeze()

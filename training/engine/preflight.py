@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from torch.nn import functional
 
 from hpc.core.errors import BadNodeError, TorchrelayError
-from hpc.core.ledger import EventWriter, attempt_prefix
+from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from training.runtime.busy_gpu import wait_while_busy
 from training.runtime.fault_injection import NO_FAULT, Fault
@@ -219,13 +219,14 @@ def main(run_dir: str = "", attempt: str = "1") -> int:
 
 
 def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
-    ledger = EventWriter(run.events / f"{attempt_prefix(attempt)}trainer.jsonl")
+    # In the environment of a user's script, which lacks the package that the types of events need (hpc.core.events).
+    ledger, known = run.events / f"attempt-{attempt:03d}-trainer.jsonl", {"time": time.time(), "attempt": attempt}
     try:
-        ledger.path.parent.mkdir(parents=True, exist_ok=True)
-        ledger.append("preflight", attempt=attempt, **asdict(report))
-        ledger.append("software", attempt=attempt, **versions())
+        ledger.parent.mkdir(parents=True, exist_ok=True)
+        append_json_line(ledger, {"event": "preflight", **known, **asdict(report)})
+        append_json_line(ledger, {"event": "software", **known, **versions()})
     except OSError as error:
-        print(f"warning: {ledger.path} cannot be written ({error}): this result is lost", flush=True)
+        print(f"warning: {ledger} cannot be written ({error}): this result is lost", flush=True)
 
 
 if __name__ == "__main__":

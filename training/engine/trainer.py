@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from hpc.core.errors import TorchrelayError
+from hpc.core.events.kinds import FirstStep, NumericsChanged, TrainStarted, TrainStopped, Unrepeatable
 from training.checkpoint.initial_weights import load_initial_weights
 from training.checkpoint.restore import Restorer
 from training.checkpoint.state import TrainState, identity
@@ -161,8 +162,7 @@ class Trainer:
         restore_seconds = time.monotonic() - began
         progress, started = self.state.progress, self.context.started
         self.logger.resume(progress)
-        self.logger.event(
-            "train_started",
+        event = TrainStarted(
             step=progress.step,
             epoch=min(progress.epoch + 1, self.config.epochs),
             total_steps=self.schedule.total_steps,
@@ -175,6 +175,7 @@ class Trainer:
             connect_seconds=round(self.group.connected_at - started, 3),
             gradient_bytes=gradient_bytes(self.state.model, self.config),
         )
+        self.logger.event(event)
         origin = f"resuming from {restored.source} {restored.path.name}" if restored else "starting"
         self.console.print(f"{origin}: {describe(self.config, self.data, self.schedule, self.group, self.state.model)}")
         self.report_numerics(progress.step)
@@ -186,12 +187,12 @@ class Trainer:
     def report_numerics(self, step: int) -> None:
         """Say what keeps the bits of the steps to come from being those of an uninterrupted training."""
         if changes := self.numerics.changes:
-            self.logger.event("numerics_changed", step=step, changes=changes)
+            self.logger.event(NumericsChanged(step=step, changes=tuple(changes)))
             self.console.warn(
                 f"resuming with {', '.join(changes)}: the steps to come use the same images but are rounded differently"
             )
         if self.config.deterministic != "off" and (operations := self.stepper.unrepeatable):
-            self.logger.event("unrepeatable", operations=operations)
+            self.logger.event(Unrepeatable(operations=tuple(operations)))
             self.console.warn(
                 f"{', '.join(operations)}: there is no deterministic kernel here, so an interrupted training may end "
                 "with different bits (--deterministic error refuses such operations, off hides this line)"
@@ -231,7 +232,7 @@ class Trainer:
                 self.step_timer.step_done()
                 if progress.step == first:
                     group.wait_for_device()
-                    self.logger.event("first_step", step=first)
+                    self.logger.event(FirstStep(step=first))
                 self.console.step(progress.step)
                 self.log_if_due()
                 epoch_ended = progress.samples_seen == 0
@@ -314,7 +315,7 @@ class Trainer:
         self.logger.wait_for_metrics()
         self.logger.wait()
         step, seconds = self.state.progress.step, round(time.monotonic() - requested_at, 3)
-        self.logger.event("train_stopped", step=step, signal=request.name, seconds=seconds)
+        self.logger.event(TrainStopped(step=step, signal=request.name, seconds=seconds))
         self.console.print(f"stopped by {request.name} after step {step}")
 
     def log_if_due(self) -> None:

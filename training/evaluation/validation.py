@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hpc.core.errors import UserError
+from hpc.core.events.kinds import TrainCompleted
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import CLASSES, CONFUSION, HISTORY, MODEL_CARD, SAMPLES
 from training.checkpoint.state import TrainState
@@ -81,7 +82,7 @@ class Validator:
         result = {**numbers_of(test), "best": best, "ended": ended, **self._result()}
         self.logger.save_final(self._weights(), result, self._card() | self.final_files(test))
         nothing = learned_nothing(self.context.config, self.data.classes, test) if test else None
-        self.logger.event("train_completed", step=progress.step, ended=ended, learned_nothing=nothing)
+        self.logger.event(TrainCompleted(step=progress.step, ended=ended, learned_nothing=nothing))
         outcome = f"test accuracy {test.accuracy:.2%}" if test else "no test set"
         if test and best and best["step"] != progress.step:
             outcome += f"; best model (epoch {best['epoch']}): {best['test_accuracy']:.2%}"

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from hpc.core.causes import EXIT_NO_SPACE
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.kinds import Diverged, Event
+from hpc.core.events.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.core.files import (
     DISK_FULL,
     append_json_line,
@@ -27,7 +29,6 @@ from hpc.core.files import (
     write_atomic,
     write_json,
 )
-from hpc.core.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
 from training.monitoring.background_writer import BackgroundWriter
@@ -95,7 +96,7 @@ class RunLogger:
         self.console = console
         self._best, self._metrics = BackgroundWriter(), BackgroundWriter()
         self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
-        self._ledger = EventWriter(run_dir.events / f"{attempt_prefix(attempt)}trainer.jsonl")
+        self._ledger = EventWriter(run_dir.events / f"{attempt_prefix(attempt)}trainer.jsonl", attempt)
         self._train = JsonLines(run_dir.train_metrics, console, self.check_is_newest)
         self._evaluations = JsonLines(run_dir.eval_metrics, console, self.check_is_newest)
         self._tensorboard: SummaryWriter | None = None
@@ -128,14 +129,14 @@ class RunLogger:
                 lambda record: bool(record["split"] == "val" and record["epoch"] <= progress.evaluated_epochs),
             )
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, event: Event) -> None:
         """Append an event to the ledger."""
         if not self._writes:
             return
         try:
-            self._ledger.append(name, attempt=self._attempt, **fields)
+            self._ledger.append(event)
         except OSError as error:
-            self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {name!r} is lost")
+            self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {event.kind!r} is lost")
 
     def log_later(self, log: Callable[[], None]) -> None:
         """Call `log_metrics` and what belongs to it in the background, in the order of these calls.
@@ -175,7 +176,7 @@ class RunLogger:
         """Write the first step whose loss is not finite, and its images, to `diverged.json`."""
         if not self._writes:
             return
-        self.event("diverged", step=step, loss=str(loss))
+        self.event(Diverged(step=step, loss=str(loss)))
         images = [source.name(index) for index in indices]
         try:
             write_json(self._run_dir.diverged, {"step": step, "loss": str(loss), "indices": indices, "images": images})

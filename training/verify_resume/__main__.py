@@ -18,8 +18,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hpc.core import ledger, program
+from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.events.history import History
+from hpc.core.events.kinds import TrainStarted
 from hpc.core.files import read_json_lines, write_json
 from hpc.core.rundir import RunDir
 from training.checkpoint.storage import STATE_VALUES, list_checkpoints
@@ -103,7 +105,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"training 1 of 2: uninterrupted, {sizes[0]} rank{'' if sizes[0] == 1 else 's'}")
     run_attempt(config, whole, 1, sizes[0], NO_FAULT)
-    steps = next(int(event["total_steps"]) for event in ledger.read(whole.events) if event["event"] == "train_started")
+    steps = History.load(whole).of(TrainStarted)[0].total_steps or 0
     console.print(f"training 2 of 2: {cuts} cuts in {steps} steps")
     # Without validation the only evaluation is the test, after the last step.
     validated = any(record["split"] == "val" for record in read_json_lines(whole.eval_metrics))
@@ -118,7 +120,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     if not cut.final_result.exists():
         run_attempt(config, cut, cuts + 1, sizes[cuts % len(sizes)], NO_FAULT)
     parts = compare_runs(whole, cut) if same_size else compare_samples_and_losses(whole, cut)
-    done = sum(event["event"] == "train_started" for event in ledger.read(cut.events)) - 1
+    done = len(History.load(cut).of(TrainStarted)) - 1
     if done < cuts:
         missing = f"only {done} were possible: use more --epochs or fewer --cuts"
         parts.append(ComparedPart(name="cuts", compared=f"{cuts} cuts", difference=missing))

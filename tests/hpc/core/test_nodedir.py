@@ -15,7 +15,8 @@ from support.cluster import ROOT, need
 from support.staging_nodes import hanging
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.ledger import EventWriter
+from hpc.core.events.kinds import Cancelled
+from hpc.core.events.ledger import EventWriter
 from hpc.core.nodedir import DEV_SHM, HeldNodeDir, check_stage_dir, private_directory, stage_dir_on_node
 from hpc.core.rundir import RunDir
 
@@ -103,10 +104,10 @@ def test_snapshot_of_a_run_that_is_over_is_removed(tmp_path: Path, over: str) ->
         run.final.mkdir()
         run.final_result.write_text("{}")
     elif over == "cancelled for good":
-        EventWriter(run.events / "cancel.jsonl").append("cancelled", by="me", final=False)
+        EventWriter(run.events / "cancel.jsonl").append(Cancelled(by="me", final=False))
         start_another(tmp_path)
         assert left.exists(), "hpc resume may continue from it"
-        EventWriter(run.events / "cancel.jsonl").append("cancelled", by="me", final=True)
+        EventWriter(run.events / "cancel.jsonl").append(Cancelled(by="me", final=True))
     else:
         shutil.rmtree(run.path)
         if over == "replaced":

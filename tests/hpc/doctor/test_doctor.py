@@ -130,7 +130,7 @@ def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
         staged = {"event": "staged", "attempt": 1, "node": "a", "source": "/d", "in_place": reason}
         append_json_line(run.events / "x.jsonl", {"time": 2.0, **staged})
     assert measurements_of(run).in_place == "no room", "on one of its nodes"
-    append_json_line(run.events / "x.jsonl", {"time": 9.0, "event": "first_step", "attempt": 2})
+    append_json_line(run.events / "x.jsonl", {"time": 9.0, "event": "first_step", "attempt": 2, "step": 1})
     assert (measurements_of(run).save_seconds, measurements_of(run).in_place) == (3.0, None)
 
 

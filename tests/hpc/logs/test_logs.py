@@ -14,7 +14,7 @@ import pytest
 from support.cluster import ROOT
 from support.events import attempt_ended, claimed, interruption, rank_failed, recorded_run, write_events
 
-from hpc.core.ledger import Event
+from hpc.core.events.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.logs import __main__ as logs
 from hpc.logs.reader import Tail, lines_before, merged, offset_of_last

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.events import attempt_ended, claimed, recorded_run, submitted, write_events
+from support.events import attempt_ended, claimed, recorded_run, records_in, submitted, write_events
 from support.message_server import SECRET, inbox, write_recipients
 
-from hpc.core import ledger
+from hpc.core.events import ledger
 from hpc.core.rundir import RunDir
 from hpc.notification.delivery import is_due, run_delivery
 from hpc.spec import Notification
@@ -32,7 +32,7 @@ def silent() -> Iterator[str]:
 
 
 def of_messages(run: RunDir) -> list[dict[str, str]]:
-    return [event for event in ledger.read(run.events) if "notice" in event]
+    return [event for event in records_in(run.events) if "notice" in event]
 
 
 def test_of_many_processes_one_sends(run: RunDir, tmp_path: Path) -> None:

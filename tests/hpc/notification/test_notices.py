@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from support.events import attempt_ended, cancelled, claimed, event, interruption, of_message, resumed
 
-from hpc.core.ledger import Event
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Event
 from hpc.notification.delivery import due_messages, without_secrets
 from hpc.notification.notices import Notice, alert_times, notices_of
 from hpc.spec import Notification
@@ -23,7 +24,7 @@ def ended(attempt: int, at: float, cause: str, **fields: Any) -> Event:
 
 
 def keys(*events: Event, interruptions: int = 3) -> list[str]:
-    return [notice.key for notice in notices_of(RUN, events, interruptions)]
+    return [notice.key for notice in notices_of(RUN, History(events), interruptions)]
 
 
 def test_run_that_goes_on_is_no_news() -> None:
@@ -31,12 +32,12 @@ def test_run_that_goes_on_is_no_news() -> None:
 
 
 def test_end_says_what_happened_and_what_to_type() -> None:
-    [notice] = notices_of(RUN, [began(1, 1), ended(1, 2, "bad_input", step=7, detail="no such file")], 3)
+    [notice] = notices_of(RUN, History([began(1, 1), ended(1, 2, "bad_input", step=7, detail="no such file")]), 3)
     assert (notice.key, notice.title, notice.time) == ("failed-001", "Run r has failed", 2)
     assert notice.body == (
         "Attempt 1, job 1 on gpu01, gpu02.\nIt ended after step 7: bad_input, no such file\n\nhpc logs /shared/runs/r"
     )
-    [notice] = notices_of(RUN, [began(1, 1), ended(1, 2, "completed")], 3)
+    [notice] = notices_of(RUN, History([began(1, 1), ended(1, 2, "completed")]), 3)
     assert (notice.key, notice.title) == ("completed-001", "Run r is complete")
     assert notice.body.endswith("\n\nhpc status /shared/runs/r")
 
@@ -51,7 +52,7 @@ def test_what_the_user_ended_or_resumed_is_no_news() -> None:
 
 def test_run_that_slurm_does_not_continue_has_failed() -> None:
     stopped = event("not_continued", 3, attempt=1, detail="Slurm refuses")
-    [notice] = notices_of(RUN, [began(1, 1), ended(1, 2, "node_failure"), stopped], 3)
+    [notice] = notices_of(RUN, History([began(1, 1), ended(1, 2, "node_failure"), stopped]), 3)
     assert notice.key == "failed-001"
     assert "Nothing restarts the run (Slurm refuses): start hpc supervise, or type hpc resume\n" in notice.body
     assert keys(began(1, 1), ended(1, 2, "node_failure"), stopped, began(2, 4)) == []
@@ -60,7 +61,7 @@ def test_run_that_slurm_does_not_continue_has_failed() -> None:
 def test_interruptions_of_and_within_attempts_are_counted_once() -> None:
     within = [interruption(at, failed_at=at) for at in (2.0, 3.0)]
     events = began(1, 1), *within, ended(1, 4.0, "node_failure", failed_at=3.0), began(2, 5)
-    [notice] = notices_of(RUN, events, 1)
+    [notice] = notices_of(RUN, History(events), 1)
     assert (notice.key, notice.title) == ("interrupted-001", "Run r was interrupted 2 times within an hour")
     assert "Causes, the newest last: crashed, node_failure\n" in notice.body
     assert keys(*events, interruptions=2) == []
@@ -90,11 +91,12 @@ NOTICE = Notice(key="failed-001", title="t", body="b", time=1000.0)
 
 def due(*events: Event, now: float, retry: bool) -> list[tuple[str, int]]:
     told = Notification(notify=("a", "b"))
-    return [(each.recipient, each.number) for each in due_messages(told, [NOTICE], events, now, retry=retry)]
+    return [(each.recipient, each.number) for each in due_messages(told, [NOTICE], History(events), now, retry=retry)]
 
 
 def of(recipient: str, kind: str, at: float) -> Event:
-    return of_message(kind, at, notice=NOTICE.key, recipient=recipient)
+    more = {"reason": "no answer"} if kind == "notification_failed" else {}
+    return of_message(kind, at, notice=NOTICE.key, recipient=recipient, **more)
 
 
 def test_each_recipient_gets_it_once() -> None:

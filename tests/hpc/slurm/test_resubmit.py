@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as changed
 from support.cluster import Command
+from support.events import claimed, event, joined, records_in, resubmitted, submitted
 
-from hpc.core import ledger
-from hpc.core.attempts import Attempt
 from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.history import History
+from hpc.core.events.kinds import AttemptEnded, Event, NodeLost, NodeReturned, RankFailed, Resubmitted, Resubmitting
+from hpc.core.events.ledger import EventWriter
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.slurm import resubmit
@@ -28,11 +32,11 @@ from training.config.train_config import TrainConfig
 CLAIM = """
 import sys
 from pathlib import Path
-from hpc.core import ledger
+from hpc.core.events.history import History
 from hpc.core.rundir import RunDir
 from hpc.slurm import resubmit
 run = RunDir(Path(sys.argv[1]))
-assert resubmit.claim_next_job(run, 1, ledger.read(run.events))
+assert resubmit.claim_next_job(run, 1, History.load(run))
 """
 
 
@@ -55,7 +59,7 @@ def attempt(**changes: Any) -> Attempt:
 
 
 def claims(run: RunDir, attempt: int = 1) -> bool:
-    return resubmit.claim_next_job(run, attempt, ledger.read(run.events))
+    return resubmit.claim_next_job(run, attempt, History.load(run))
 
 
 def claimed_elsewhere(run: RunDir, seconds_ago: float) -> None:
@@ -66,7 +70,7 @@ def claimed_elsewhere(run: RunDir, seconds_ago: float) -> None:
 def test_one_claim_at_a_time(run: RunDir) -> None:
     assert claims(run)
     assert not claims(run), "the first one is not done"
-    append_json_line(run.events / "x.jsonl", ledger.record("resubmitted", attempt=1, job_id="8", excluded=[]))
+    EventWriter(run.events / "x.jsonl", 1).append(Resubmitted(job_id="8", excluded=()))
     assert claims(run), "its job has ended before it started"
 
 
@@ -88,7 +92,7 @@ def test_claim_on_another_host_expires(run: RunDir, seconds_ago: float, free: bo
 
 def test_expired_claim_has_one_successor(run: RunDir) -> None:
     claimed_elsewhere(run, 150.0)
-    seen = ledger.read(run.events)
+    seen = History.load(run)
     with ThreadPoolExecutor() as several:
         found = list(several.map(lambda _: resubmit.claim_next_job(run, 1, seen), range(8)))
     assert sum(found) == 1
@@ -122,7 +126,7 @@ def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> No
     at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
     (run.logs / "7_0_log.out").write_text(LOG.format(at=at, words="PREEMPTION"))
     assert resubmit.record_missing_end(run, last, "its job is gone", suspect="gpu01")
-    [ended] = ledger.read(run.events)
+    [ended] = records_in(run.events)
     assert (ended["cause"], ended.get("node")) == ("preempted", None)
 
 
@@ -207,8 +211,20 @@ def test_without_the_failed_nodes_means_with_those_that_the_user_excludes(run: R
 HOUR = 3600.0
 
 
-def event(name: str, node: str | None, hours_ago: float, **fields: Any) -> dict[str, Any]:
-    return {"hours_ago": hours_ago, "event": name, "node": node, **fields}
+def lost(node: str, hours_ago: float) -> Event:
+    return NodeLost(time=time.time() - hours_ago * HOUR, node=node)
+
+
+def returned(node: str, hours_ago: float) -> Event:
+    return NodeReturned(time=time.time() - hours_ago * HOUR, node=node)
+
+
+def failed_rank(cause: str) -> Event:
+    return RankFailed(time=time.time() - HOUR, node="gpu01", cause=cause, rank=0, round=1, failed_at=1.0)
+
+
+def ended(node: str | None, cause: str) -> Event:
+    return AttemptEnded(time=time.time() - HOUR, attempt=1, node=node, cause=cause)
 
 
 @pytest.mark.parametrize(
@@ -216,42 +232,42 @@ def event(name: str, node: str | None, hours_ago: float, **fields: Any) -> dict[
     [
         ([], [], []),
         ([], ["gpu02"], ["gpu02"]),
-        ([event("node_lost", "gpu01", 1)], [], ["gpu01"]),
-        ([event("node_lost", "gpu01", 5.9)], [], ["gpu01"]),
-        ([event("node_lost", "gpu01", 6.1)], [], []),
-        ([event("rank_failed", "gpu01", 1, cause="bad_node")], [], ["gpu01"]),
-        ([event("attempt_ended", "gpu01", 1, cause="lost")], [], ["gpu01"]),
-        ([event("attempt_ended", "gpu01", 1, cause="node_failure")], [], ["gpu01"]),
-        ([event("rank_failed", "gpu01", 1, cause="crashed")], [], []),
-        ([event("joined", "gpu01", 1)], [], []),
-        ([event("attempt_ended", None, 1, cause="lost")], [], []),
-        ([event("node_lost", "gpu01", 2), event("node_returned", "gpu01", 1)], [], []),
-        ([event("node_returned", "gpu01", 2), event("node_lost", "gpu01", 1)], [], ["gpu01"]),
-        ([event("node_returned", "gpu02", 1), event("node_lost", "gpu01", 2)], [], ["gpu01"]),
+        ([lost("gpu01", 1)], [], ["gpu01"]),
+        ([lost("gpu01", 5.9)], [], ["gpu01"]),
+        ([lost("gpu01", 6.1)], [], []),
+        ([failed_rank("bad_node")], [], ["gpu01"]),
+        ([ended("gpu01", "lost")], [], ["gpu01"]),
+        ([ended("gpu01", "node_failure")], [], ["gpu01"]),
+        ([failed_rank("crashed")], [], []),
+        ([joined(node="gpu01")], [], []),
+        ([ended(None, "lost")], [], []),
+        ([lost("gpu01", 2), returned("gpu01", 1)], [], []),
+        ([returned("gpu01", 2), lost("gpu01", 1)], [], ["gpu01"]),
+        ([returned("gpu02", 1), lost("gpu01", 2)], [], ["gpu01"]),
         # The job needs two of five nodes, of which one is down.
-        ([event("node_lost", f"gpu0{n}", 5 - n) for n in (1, 2, 3)], [], ["gpu03", "gpu02"]),
-        ([event("node_lost", "gpu01", 1)], ["gpu02", "gpu03"], ["gpu02", "gpu03"]),
-        ([event("node_lost", "gpu01", 1)], ["gpu02", "gpu03", "gpu04"], []),
-        ([event("node_lost", "gpu05", 1), event("node_lost", "gpu01", 2)], ["gpu02"], ["gpu02", "gpu01"]),
-        ([event("node_lost", "gpu01", 1)] * 2 + [event("node_lost", "gpu02", 2)], ["gpu02"], ["gpu02", "gpu01"]),
+        ([lost(f"gpu0{n}", 5 - n) for n in (1, 2, 3)], [], ["gpu03", "gpu02"]),
+        ([lost("gpu01", 1)], ["gpu02", "gpu03"], ["gpu02", "gpu03"]),
+        ([lost("gpu01", 1)], ["gpu02", "gpu03", "gpu04"], []),
+        ([lost("gpu05", 1), lost("gpu01", 2)], ["gpu02"], ["gpu02", "gpu01"]),
+        ([lost("gpu01", 1)] * 2 + [lost("gpu02", 2)], ["gpu02"], ["gpu02", "gpu01"]),
     ],
 )  # fmt: skip
 def test_next_job_excludes_as_many_of_the_failed_nodes_as_it_can(
-    slurm_command: Command, events: list[dict[str, Any]], failed: list[str], expected: list[str]
+    slurm_command: Command, events: list[Event], failed: list[str], expected: list[str]
 ) -> None:
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|gpu*|idle\"; done; echo 'gpu05|gpu*|down'")
-    now = time.time()
-    ledger = [{**one, "time": now - one["hours_ago"] * HOUR} for one in events]
-    assert resubmit.nodes_to_exclude(spec_of(nodes="2"), ledger, failed) == expected
+    assert resubmit.nodes_to_exclude(spec_of(nodes="2"), History(events), failed) == expected
 
 
 def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(slurm_command: Command) -> None:
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|big|idle\"; done; echo 'gpu09|gpu*|idle'")
     slurm_command("scontrol", 'case "$*" in "show hostnames gpu0[3-4]") echo gpu03; echo gpu04;; esac')
     spec = spec_of(nodes="1", partition="big", exclude="gpu0[3-4]")
-    assert resubmit.nodes_to_exclude(spec, []) == ["gpu0[3-4]"]
-    assert resubmit.nodes_to_exclude(spec, [], ["gpu01"]) == ["gpu0[3-4]", "gpu01"]
-    assert resubmit.nodes_to_exclude(spec, [], ["gpu01", "gpu02"]) == ["gpu0[3-4]"], "which of them work is unknown"
+    assert resubmit.nodes_to_exclude(spec, History()) == ["gpu0[3-4]"]
+    assert resubmit.nodes_to_exclude(spec, History(), ["gpu01"]) == ["gpu0[3-4]", "gpu01"]
+    assert resubmit.nodes_to_exclude(spec, History(), ["gpu01", "gpu02"]) == ["gpu0[3-4]"], (
+        "which of them work is unknown"
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,7 +292,7 @@ def test_end_that_no_agent_recorded(  # noqa: PLR0917
     assert resubmit.has_ended(run, 1)
     assert not resubmit.has_ended(run, 2)
     assert not resubmit.record_missing_end(run, last, "again", cause=cause), "the first record stays"
-    [ended] = ledger.read(run.events)
+    [ended] = records_in(run.events)
     assert (ended["event"], ended["attempt"], ended["cause"], ended["node"]) == ("attempt_ended", 1, found, node)
     assert ended["detail"].startswith(detail)
     assert (ended["step"], ended["last_heard"]) == (None, last.started), "a script has no steps; no agent was heard"
@@ -292,7 +308,7 @@ def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, 
     append_json_line(run.train_metrics, {"step": 7})
     append_json_line(run.train_metrics, {"step": 8})
     assert resubmit.record_missing_end(run, attempt(), "gone")
-    [ended] = ledger.read(run.events)
+    [ended] = records_in(run.events)
     assert (ended["step"], ended.get("node")) == (8, None)
     assert abs(ended["last_heard"] - heard) < 30
 
@@ -301,16 +317,16 @@ def test_training_that_logged_nothing_ended_at_its_start(run: RunDir, slurm_comm
     slurm_command("sinfo", "echo 'gpu01|idle'")
     replace(spec_of(), script=(), train=TrainConfig(synthetic=True)).save(run)
     assert resubmit.record_missing_end(run, attempt(), "gone")
-    [ended] = ledger.read(run.events)
+    [ended] = records_in(run.events)
     assert ended["step"] == 0
 
 
 def test_claim_names_a_process_and_is_valid_as_long_as_that_lives() -> None:
-    claim = {"time": 1000.0, **resubmit.this_process()}
+    claim = Resubmitting(time=1000.0, **resubmit.this_process())
     assert resubmit.handover_deadline(claim) == 1000.0 + resubmit.HANDOVER_SECONDS
-    assert resubmit.handover_deadline({**claim, "started": 1}) == 0.0, "another process has its number"
-    assert resubmit.handover_deadline({**claim, "started": 1, "host": "another"}) == 1100.0
-    assert (claim["host"], claim["pid"]) == (socket.gethostname(), os.getpid())
+    assert resubmit.handover_deadline(changed(claim, started=1)) == 0.0, "another process has its number"
+    assert resubmit.handover_deadline(changed(claim, started=1, host="another")) == 1100.0
+    assert (claim.host, claim.pid) == (socket.gethostname(), os.getpid())
     assert resubmit.handover_deadline(None) == 0.0
 
 
@@ -329,10 +345,18 @@ def test_claim_names_a_process_and_is_valid_as_long_as_that_lives() -> None:
     ],
 )
 def test_handover_is_unfinished_until_its_job_is_recorded(names: list[str], unfinished: str | None) -> None:
-    for number, fields in ((0, {}), (3, {"attempt": 3})):
-        other = {"event": "resubmitting", "attempt": 2}
-        found = resubmit.unfinished_handover([*({"event": name, **fields} for name in names), other], number)
-        assert (found["event"] if found else None) == unfinished
+    kinds = {
+        "claimed": claimed(),
+        "submitted": submitted(),
+        "submitting": event("submitting", host="h", pid=1),
+        "resubmitting": event("resubmitting", host="h", pid=1),
+        "resubmitted": resubmitted(),
+        "requeued": event("requeued", job_id="7"),
+    }
+    for number, attempt in ((0, None), (3, 3)):
+        events = [changed(kinds[name], attempt=3 if name == "claimed" else attempt) for name in names]
+        found = History([*events, changed(kinds["resubmitting"], attempt=2)]).unfinished_handover(number)
+        assert (found.kind if found else None) == unfinished
 
 
 def test_script_of_a_run_that_was_copied_works_on_the_original(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from support.staging_nodes import disk, end_nodes, stage, start_nodes
 from support.waiting import wait_for
 
-from hpc.core import ledger
+from hpc.core.events import ledger
 from hpc.staging.coordination import Address, CacheStatus, choose_owners
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from hpc.staging.source import list_source

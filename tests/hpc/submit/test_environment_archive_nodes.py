@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from support.cluster import Site, add_script, mounted_volume
 from support.environments import BASE, SITE, make_venv, pack
+from support.events import records_in
 from support.staging_nodes import disk, end_nodes, start_nodes
 
-from hpc.core import ledger
 from hpc.submit.environment_archive import DIRECTORY
 
 NODES = 2
@@ -48,7 +48,7 @@ class Nodes:
 
     def events(self) -> list[dict[str, Any]]:
         """What the nodes have written down of their environments."""
-        found = [event for event in ledger.read(self.path / "job" / "events") if event["event"] == "environment"]
+        found = [event for event in records_in(self.path / "job" / "events") if event["event"] == "environment"]
         return sorted(found, key=lambda event: str(event["node"]))
 
 

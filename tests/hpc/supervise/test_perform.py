@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Command
-from support.events import attempt_ended, claimed, recorded_run
+from support.events import attempt_ended, claimed, recorded_run, records_in
 
-from hpc.core import ledger
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import write_atomic
 from hpc.core.rundir import RunDir
@@ -36,7 +35,7 @@ def submitted(path: Path) -> RunDir:
 
 def resubmitted(run: RunDir) -> list[str]:
     perform(observe(run, {}, time.time()), RESUBMIT)
-    return [event["job_id"] for event in ledger.read(run.events) if event["event"] == "resubmitted"]
+    return [event["job_id"] for event in records_in(run.events) if event["event"] == "resubmitted"]
 
 
 @pytest.mark.parametrize("name", ["it's", "a b", 'say "run"', "$HOME"])
@@ -56,5 +55,5 @@ def test_job_that_may_not_be_requeued_is_replaced(tmp_path: Path, slurm_command:
     slurm_command("scontrol", "test $1 != requeue || { echo 'Requested operation is presently disabled' >&2; exit 1; }")
     requeue = Decision(action=Action.REQUEUE, job_id="7", reason="a node failed", cause=None)
     perform(observe(run, {}, time.time()), requeue)
-    [resubmitted] = [event for event in ledger.read(run.events) if event["event"] == "resubmitted"]
+    [resubmitted] = [event for event in records_in(run.events) if event["event"] == "resubmitted"]
     assert resubmitted["job_id"] == "8"

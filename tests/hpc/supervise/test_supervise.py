@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead, tiny_data
-from support.events import attempt_ended, claimed, write_events
+from support.events import attempt_ended, claimed, records_in, typed, write_events
 from support.fake_slurm import queueing_site, replace, write_programs
 
-from hpc.core import ledger
 from hpc.core.rundir import RunDir
 from hpc.slurm.client import running_slurm_conf
 from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
@@ -41,7 +40,7 @@ def crippled(site: Site, name: str, *, holds_nodes: bool, runs_dir: str = "runs"
     job_id = site.slurm("sbatch", "--parsable", str(run.directory.script)) if holds_nodes else "999999"
     now, submission = time.time(), run.events("submitted")[0]
     (run.directory.events / "submit.jsonl").unlink()
-    write_events(run.directory, {**submission, "time": now - 1000, "job_id": job_id}, file="submit.jsonl")
+    write_events(run.directory, typed({**submission, "time": now - 1000, "job_id": job_id}), file="submit.jsonl")
     write_events(run.directory, claimed(now - 900, job_id=job_id), file="attempt-001-node-00.jsonl")
     found = Run(site, run.directory, job_id)
     if holds_nodes:
@@ -323,5 +322,5 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
 def test_ledger_of_a_supervised_run_is_readable(queue: Site) -> None:
     run = crippled(queue, "run", holds_nodes=False)
     supervise(queue)
-    kinds = [event["event"] for event in ledger.read(RunDir(run.directory.path).events)]
+    kinds = [event["event"] for event in records_in(RunDir(run.directory.path).events)]
     assert kinds == ["submitted", "claimed", "attempt_ended", "resubmitting", "resubmitted"]

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from support.events import attempt_ended, cancelled, claimed, interruption, train_started, write_events
+from support.events import attempt_ended, cancelled, claimed, interruption, recorded, train_started, write_events
 from support.reported_nodes import AttemptMaker
 from support.waiting import wait_for
 
@@ -405,10 +405,10 @@ def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: py
 
     def is_recorded() -> bool:
         coordinator.poll()
-        return bool(node.events("interruption"))
+        return bool(recorded(node, "interruption"))
 
     wait_for(is_recorded)
-    assert [event["cause"] for event in node.events("interruption")] == ["crashed"]
+    assert [event["cause"] for event in recorded(node, "interruption")] == ["crashed"]
     right = time.time
     monkeypatch.setattr(time, "time", lambda: right() - 3600)
     hung = RankHeartbeat(

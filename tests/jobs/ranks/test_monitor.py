@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.events import recorded
 
 from hpc.core.nodedir import HeldNodeDir
 from jobs.control.channel import ControlServer
@@ -31,5 +32,5 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     assert subprocess.run(wrapper, env=environment, check=False).returncode == 1
     ranks.poll()
     assert [failure.rank for failure in channel.status.failures] == [3]
-    assert len(node.events("memory_emptied")) == 1
+    assert len(recorded(node, "memory_emptied")) == 1
     channel.close()

@@ -9,7 +9,7 @@ import pytest
 from support.trainings import Starter, lines
 
 import training.relay
-from hpc.core.ledger import EventWriter, SucceededError, check_is_newest, claim_file
+from hpc.core.events.ledger import SucceededError, check_is_newest, claim_file
 from hpc.core.rundir import RunDir
 from training.relay import _this, report, state
 
@@ -19,7 +19,7 @@ FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--checkpoint-every=5
 
 def claim(run: RunDir, attempt: int) -> None:
     """Claim an attempt as its agent would."""
-    EventWriter(claim_file(run, attempt)).append("claimed", attempt=attempt)
+    claim_file(run, attempt).touch()
 
 
 def hold_checkpoints(released: Path) -> None:

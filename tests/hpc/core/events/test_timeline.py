@@ -1,8 +1,10 @@
 """When a run did what, and its GPU-hours, from ledgers as submit, the agents and rank 0 write them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.events import (
     attempt_ended,
     claimed,
@@ -14,9 +16,10 @@ from support.events import (
     train_started,
 )
 
-from hpc.core.ledger import Event
-from hpc.status.downtime import interruptions_of
-from hpc.status.timeline import GPU_PARTS, Period, gpu_hours, periods_of
+from hpc.core.events.downtime import interruptions_of
+from hpc.core.events.history import History
+from hpc.core.events.kinds import AttemptEnded, Claimed, Event, FirstStep, TrainStarted
+from hpc.core.events.timeline import GPU_PARTS, Period, gpu_hours, periods_of
 
 STEPS = 400
 # On two nodes with a rank each: attempt 1 crashes at step 120 and goes on, is preempted at 210; attempt 2 completes.
@@ -43,11 +46,12 @@ ALL_PERIODS = [
 
 def events_until(time: float, **changes: Any) -> list[Event]:
     """The events up to a time; all claims with these changes."""
-    return [{**one, **(changes if one["event"] == "claimed" else {})} for one in EVENTS if one["time"] <= time]
+    return [replace(one, **(changes if isinstance(one, Claimed) else {})) for one in EVENTS if one.time <= time]
 
 
-def periods(events: list[Event], until: float, *, own_script: bool = False) -> list[Period]:
-    return periods_of(events, [vars(one) for one in interruptions_of(events)], until, own_script=own_script)
+def periods(events: Sequence[Event], until: float, *, own_script: bool = False) -> list[Period]:
+    history = History(events)
+    return periods_of(history, interruptions_of(history), until, own_script=own_script)
 
 
 def short(found: list[Period]) -> list[tuple[str, float, float, int | None]]:
@@ -57,7 +61,7 @@ def short(found: list[Period]) -> list[tuple[str, float, float, int | None]]:
 def gpu_seconds(events: list[Event], until: float, steps: int = STEPS, **line: Any) -> dict[str, float]:
     """By part, of a training on a GPU per node whose steps take 0.9 s each."""
     last_logged = {"step": steps, "train_seconds": 0.9 * steps, **line} if steps else {}
-    hours = gpu_hours(events, periods(events, until), 1, last_logged, steps_lost=2)
+    hours = gpu_hours(History(events), periods(events, until), 1, last_logged, steps_lost=2)
     return {part: round(3600 * value, 3) for part, value in hours.items()}
 
 
@@ -81,7 +85,7 @@ def test_a_run_that_goes_on_is_in_its_last_period(until: float, last: tuple[str,
 
 
 def test_a_script_of_the_users_own_has_no_startup() -> None:
-    known = [event for event in events_until(505) if event["event"] not in {"train_started", "first_step"}]
+    known = [event for event in events_until(505) if not isinstance(event, TrainStarted | FirstStep)]
     found = short(periods(known, 505, own_script=True))
     assert found[:2] == [("queue", 0, 1, None), ("training", 1, 130, None)]
     assert ("queue", 234, 300, 2) in found
@@ -89,12 +93,12 @@ def test_a_script_of_the_users_own_has_no_startup() -> None:
 
 
 def test_recovery_whose_beginning_is_not_recorded_ends_with_the_first_step() -> None:
-    events = [{**one, "failed_at": None} if one["event"] == "attempt_ended" else one for one in EVENTS]
+    events = [replace(one, failed_at=None) if isinstance(one, AttemptEnded) else one for one in EVENTS]
     assert short(periods(events, 505))[5:] == [("queue", 234, 300, 2), ("recovery", 300, 310, 2), ALL_PERIODS[-1]]
 
 
 def test_pause_before_a_resumption_is_neither_queue_nor_recovery() -> None:
-    events = sorted([*events_until(505), resumed(290.0), resubmitted(292.0)], key=lambda event: event["time"])
+    events = sorted([*events_until(505), resumed(290.0), resubmitted(292.0)], key=lambda event: event.time)
     found = short(periods(events, 505))
     assert [one for one in found if one[3] == 2] == [
         ("recovery", 290, 292, 2), ("queue", 292, 300, 2), ("recovery", 300, 310, 2),
@@ -112,21 +116,21 @@ def test_gpu_hours_by_part() -> None:
 
 
 def test_gpus_of_spares_wait() -> None:
-    found, without = gpu_seconds(events_until(505, nodes=["a", "b", "c"]), 505), gpu_seconds(events_until(505), 505)
+    found, without = gpu_seconds(events_until(505, nodes=("a", "b", "c")), 505), gpu_seconds(events_until(505), 505)
     assert found["waiting"] == pytest.approx(without["waiting"] + 9 + (120 + 92 + 195))
     assert found["recovering"] == pytest.approx(1.5 * without["recovering"])
     assert found["productive"] == without["productive"]
 
 
 def test_steps_on_fewer_ranks_count_for_fewer_gpus() -> None:
-    events = [{**one, "world_size": 1} if one["event"] == "train_started" and one["step"] else one for one in EVENTS]
+    events = [replace(one, world_size=1) if isinstance(one, TrainStarted) and one.step else one for one in EVENTS]
     assert gpu_seconds(events, 505)["productive"] == pytest.approx(2 * 106.2 + (360 - 106.2))
 
 
 def test_fork_does_not_count_the_steps_of_its_original() -> None:
     events = [
-        {**one, "step": one["step"] + 1000, "train_seconds": one["train_seconds"] + 900.0}
-        if one["event"] == "train_started"
+        replace(one, step=one.step + 1000, train_seconds=one.train_seconds + 900.0)
+        if isinstance(one, TrainStarted)
         else one
         for one in EVENTS
     ]
@@ -140,8 +144,7 @@ def test_fork_does_not_count_the_steps_of_its_original() -> None:
 def test_gpus_of_a_script_are_productive_as_far_as_its_lost_steps_are_known(
     lost: int | None, parts: dict[str, float]
 ) -> None:
-    events = [{name: each for name, each in one.items() if name != "train_seconds"} for one in EVENTS]
-    hours = gpu_hours(events, periods(events, 505, own_script=True), 1, {"step": 400}, steps_lost=lost)
+    hours = gpu_hours(History(EVENTS), periods(EVENTS, 505, own_script=True), 1, {"step": 400}, steps_lost=lost)
     found = {part: round(3600 * value, 1) for part, value in hours.items() if part in {"productive", "unknown"}}
     assert found == parts
 

@@ -21,13 +21,28 @@ that is followed by another one before the training started.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise, starmap
+from itertools import pairwise, starmap
 from math import inf
 from statistics import median
+from typing import TypeVar
 
-from hpc.core.attempts import attempts_of, may_restart_after
-from hpc.core.ledger import Event
+from hpc.core.events.history import History
+from hpc.core.events.kinds import (
+    AttemptEnded,
+    Claimed,
+    DataStaged,
+    Event,
+    FirstStep,
+    Interrupted,
+    NodeLost,
+    Requeued,
+    Resubmitted,
+    Resumed,
+    TrainStarted,
+    TrainStopped,
+)  # fmt: skip
 
+_Kind = TypeVar("_Kind", bound=Event)
 PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_step")
 
 
@@ -51,80 +66,85 @@ class Interruption:
     interruptions without a start in between, the later one has those of both."""
 
 
-def interruptions_of(events: Sequence[Event]) -> list[Interruption]:
-    """All interruptions of a run, from its events in the order of their times."""
-    found, last_step, spans = list[Interruption](), 0, _time_spans(events)
-    for before, after in pairwise([*spans, []]):
-        end = _last(before, "interruption", "attempt_ended")
-        if end is None or (before is spans[-1] and not may_restart_after(attempts_of(events))):
+def interruptions_of(history: History) -> list[Interruption]:
+    """Return all interruptions of a run."""
+    found, last_step, spans = list[Interruption](), 0, _time_spans(history)
+    for before, after in pairwise([*spans, History()]):
+        end = _end_of(before)
+        if end is None or (before is spans[-1] and not history.may_restart):
             continue
-        last_step = max(last_step, end.get("step") or 0)
+        last_step = max(last_step, end.step or 0)
         # An interruption that the attempt did not survive after all, and the attempt's end, are one.
-        next_end, failed_at = _last(after, "interruption", "attempt_ended") or {}, end.get("failed_at")
-        if failed_at is not None and (next_end.get("event"), next_end.get("failed_at")) == ("attempt_ended", failed_at):
+        next_end = _end_of(after)
+        if end.failed_at is not None and isinstance(next_end, AttemptEnded) and next_end.failed_at == end.failed_at:
             continue
-        started = _first(after, "train_started")
-        lost = max(0, last_step - started["step"]) if started else None
+        started = _first(after, TrainStarted)
+        lost = max(0, last_step - started.step) if started else None
         last_step = 0 if started else last_step
         found.append(_interruption(before, end, after, lost))
     return found
 
 
-def _time_spans(events: Iterable[Event]) -> list[list[Event]]:
-    """The events of each attempt, from its start or an interruption to the next one, or its end."""
-    claimed = {event["attempt"] for event in events if event["event"] == "claimed"}
-    own = sorted((event for event in events if event.get("attempt") in claimed), key=lambda event: event["attempt"])
-    spans = list[list[Event]]()
-    for _, group in groupby(own, key=lambda event: event["attempt"]):
-        spans.append([])
-        for event in group:
-            spans[-1].append(event)
-            if event["event"] == "interruption":
-                spans.append([])
+def _time_spans(history: History) -> list[History]:
+    """Return the history of each attempt, from its start or an interruption to the next one, or its end."""
+    spans = list[History]()
+    for attempt in history.attempts:
+        span = list[Event]()
+        for event in history.during(attempt.attempt).events:
+            span.append(event)
+            if isinstance(event, Interrupted):
+                spans.append(History(span))
+                span = []
+        spans.append(History(span))
     return spans
 
 
-def _first(events: Sequence[Event], kind: str) -> Event | None:
-    return next((event for event in events if event["event"] == kind), None)
+def _first(span: History, kind: type[_Kind]) -> _Kind | None:
+    return next(iter(span.of(kind)), None)
 
 
-def _last(events: Sequence[Event], *kinds: str) -> Event | None:
-    return next((event for event in reversed(events) if event["event"] in kinds), None)
+def _end_of(span: History) -> Interrupted | AttemptEnded | None:
+    ends = [event for event in span.events if isinstance(event, Interrupted | AttemptEnded)]
+    return ends[-1] if ends else None
 
 
 def _time(event: Event | None) -> float | None:
-    return event["time"] if event else None
+    return event.time if event else None
 
 
-def _interruption(before: Sequence[Event], end: Event, after: Sequence[Event], steps_lost: int | None) -> Interruption:
-    """The interruption at the end of a span of events, and its cost until the training started in the next one."""
-    lost, stopped = _last(before, "node_lost") or {}, _last(before, "train_stopped") or {}
-    resumed = _time(_last(before, "resumed"))
-    signalled = stopped["time"] - stopped["seconds"] if "seconds" in stopped else None
-    known = (end.get("failed_at"), end.get("last_heard"), lost.get("last_heard"), signalled)
+def _interruption(
+    before: History, end: Interrupted | AttemptEnded, after: History, steps_lost: int | None
+) -> Interruption:
+    """Return the interruption at the end of a span, and its cost until the training started in the next one."""
+    lost, stopped = before.last(NodeLost), before.last(TrainStopped)
+    resumed = _time(before.last(Resumed))
+    signalled = stopped.time - stopped.seconds if stopped and stopped.seconds is not None else None
+    last_heard = end.last_heard if isinstance(end, AttemptEnded) else None
+    known = (end.failed_at, last_heard, lost.last_heard if lost else None, signalled)
     failed_at = next((seconds for seconds in known if seconds is not None), None)
-    released: float = end["time"]
+    released: float = end.time
     claimed: float | None = released
     staged: float | None = released
-    if end["event"] == "attempt_ended":
-        released = _time(_last(before, "requeued", "resubmitted")) or released
-        claimed = _time(_first(after, "claimed"))
-        staged = _time(_last(after, "staged")) or claimed
-    started, connected = _first(after, "train_started"), None
-    if started and {"seconds", "connect_seconds"} <= started.keys():
-        connected = started["time"] - started["seconds"] + started["connect_seconds"]
-    first_step = _time(_first(after, "first_step"))
+    if isinstance(end, AttemptEnded):
+        handed_over = [event.time for event in before.events if isinstance(event, Requeued | Resubmitted)]
+        released = handed_over[-1] if handed_over else released
+        claimed = _time(_first(after, Claimed))
+        staged = _time(after.last(DataStaged)) or claimed
+    started, connected = _first(after, TrainStarted), None
+    if started and started.seconds is not None and started.connect_seconds is not None:
+        connected = started.time - started.seconds + started.connect_seconds
+    first_step = _time(_first(after, FirstStep))
     # Until its user resumed it, nothing was to be recovered.
-    failure, noticed = (failed_at, end["time"]) if resumed is None else (resumed, resumed)
+    failure, noticed = (failed_at, end.time) if resumed is None else (resumed, resumed)
     return Interruption(
-        attempt=end["attempt"],
-        cause=end["cause"],
-        recorded_at=end["time"],
+        attempt=end.attempt or 0,
+        cause=end.cause,
+        recorded_at=end.time,
         failed_at=failed_at,
-        step=end.get("step"),
-        rank=end.get("rank"),
-        node=end.get("node") or lost.get("node"),
-        detail=end.get("detail"),
+        step=end.step,
+        rank=end.rank,
+        node=end.node or (lost.node if lost else None),
+        detail=end.detail,
         seconds=_parts([failure, noticed, released, claimed, staged, connected, _time(started), first_step]),
         steps_lost=steps_lost,
     )

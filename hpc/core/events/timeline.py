@@ -26,8 +26,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from typing import Any, Literal
 
-from hpc.core.attempts import Attempt, attempts_of
-from hpc.core.ledger import Event
+from hpc.core.events.attempts import Attempt
+from hpc.core.events.downtime import Interruption
+from hpc.core.events.history import History
+from hpc.core.events.kinds import FirstStep, Submitted, TrainStarted
 
 Kind = Literal["queue", "startup", "training", "recovery"]
 GPU_PARTS = ("productive", "recomputed", "recovering", "waiting", "evaluating and saving", "unknown")
@@ -50,17 +52,17 @@ class Period:
 
 
 def periods_of(
-    events: Sequence[Event], interruptions: Sequence[Mapping[str, Any]], until: float, *, own_script: bool
+    history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool
 ) -> list[Period]:
     """The periods of a run until its end, or now. A user's script does not tell when it trains: it has no startup."""
-    submitted = [event["time"] for event in events if event["event"] == "submitted"]
-    starts = [attempt.started for attempt in attempts_of(events)]
+    submitted = [event.time for event in history.of(Submitted)]
+    starts = [attempt.started for attempt in history.attempts]
     began, claimed = [*submitted, *starts, until][0], [*starts, until][0]
-    first_step = next((event["time"] for event in events if event["event"] == "first_step"), until)
+    first_step = next((event.time for event in history.of(FirstStep)), until)
     # Of those that overlap the first counts.
     spans = [
         Period(kind="queue", began=began, ended=claimed),
-        *_down(events, interruptions, until, own_script=own_script),
+        *_down(history, interruptions, until, own_script=own_script),
         Period(kind="startup", began=claimed, ended=claimed if own_script else first_step),
         Period(kind="training", began=began, ended=until),
     ]
@@ -71,20 +73,18 @@ def periods_of(
     ]
 
 
-def _down(
-    events: Sequence[Event], interruptions: Sequence[Mapping[str, Any]], until: float, *, own_script: bool
-) -> list[Period]:
+def _down(history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool) -> list[Period]:
     """The recoveries, and before them what they spent in the queue. A pause before `hpc resume` is part of neither."""
-    queues, recoveries, attempts = list[Period](), list[Period](), attempts_of(events)
+    queues, recoveries, attempts = list[Period](), list[Period](), history.attempts
     resumed = {each.attempt: each.resumed for each in attempts}
-    first_steps = [event["time"] for event in events if event["event"] == "first_step"]
-    failures = [one["failed_at"] or one["recorded_at"] for one in interruptions]
+    first_steps = [event.time for event in history.of(FirstStep)]
+    failures = [one.failed_at or one.recorded_at for one in interruptions]
     for number, (one, failed) in enumerate(zip(interruptions, failures, strict=True), 1):
-        seconds, next_start, began, recorded = one["seconds"], until, failed, one["recorded_at"]
+        seconds, next_start, began, recorded = one.seconds, until, failed, one.recorded_at
         ends_attempt = seconds["start"] != 0
         if ends_attempt:
-            began, recorded = (resumed[one["attempt"]] or time for time in (failed, recorded))
-            next_start = next((each.started for each in attempts if each.attempt > one["attempt"]), until)
+            began, recorded = (resumed[one.attempt] or time for time in (failed, recorded))
+            next_start = next((each.started for each in attempts if each.attempt > one.attempt), until)
             queued = recorded + (seconds["release"] or 0.0)
             queues.append(Period(kind="queue", began=queued, ended=next_start, interruption=number))
         if seconds["total"] is not None:
@@ -98,7 +98,7 @@ def _down(
 
 
 def gpu_hours(
-    events: Sequence[Event],
+    history: History,
     periods: Sequence[Period],
     gpus_per_node: int,
     last_logged: Mapping[str, Any],
@@ -109,8 +109,8 @@ def gpu_hours(
     `last_logged` is the last line of the training's metrics, empty before the first.
     """
     found, trained = dict.fromkeys(GPU_PARTS, 0.0), 0.0
-    starts = [event for event in events if event["event"] == "train_started"]
-    for attempt, period in product(attempts_of(events), periods):
+    starts = history.of(TrainStarted)
+    for attempt, period in product(history.attempts, periods):
         seconds = min(period.ended, attempt.ended or period.ended) - max(period.began, attempt.started)
         if seconds <= 0:
             continue
@@ -122,7 +122,7 @@ def gpu_hours(
         else:
             found["recovering" if period.kind == "recovery" else "waiting"] += allocated
     # The steps before a fork do not count.
-    done = max(1, last_logged["step"] - starts[0]["step"]) if starts and "step" in last_logged else None
+    done = max(1, last_logged["step"] - starts[0].step) if starts and "step" in last_logged else None
     if done is not None and (productive := _productive_seconds(starts, last_logged)) is not None:
         found["productive"] = min(trained, productive)
         found["recomputed"] = min(trained - found["productive"], found["productive"] / done * (steps_lost or 0))
@@ -135,17 +135,17 @@ def gpu_hours(
     return {part: seconds / 3600 for part, seconds in found.items() if seconds > 0}
 
 
-def _productive_seconds(starts: Sequence[Event], last_logged: Mapping[str, Any]) -> float | None:
+def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str, Any]) -> float | None:
     """The GPU-seconds of all steps that count; None if they are not recorded. A fork does not count its original's."""
     if last_logged.get("train_seconds") is None:
         return None
     # Each start restores the seconds of the steps that count until then; one GPU for each of its ranks.
-    marks = [*(start.get("train_seconds", 0.0) for start in starts), last_logged["train_seconds"]]
+    marks = [*(start.train_seconds for start in starts), last_logged["train_seconds"]]
     trained = [max(0.0, end - begin) for begin, end in pairwise(marks)]
-    return float(sum(start["world_size"] * seconds for start, seconds in zip(starts, trained, strict=True)))
+    return float(sum(start.world_size * seconds for start, seconds in zip(starts, trained, strict=True)))
 
 
-def _ranks(starts: Sequence[Event], attempt: Attempt, time: float, gpus_per_node: int) -> int:
+def _ranks(starts: Sequence[TrainStarted], attempt: Attempt, time: float, gpus_per_node: int) -> int:
     """How many ranks trained from this time on, one per GPU; those of the attempt's members where none said so."""
-    sizes = [start["world_size"] for start in starts if start["attempt"] == attempt.attempt and start["time"] <= time]
+    sizes = [start.world_size for start in starts if start.attempt == attempt.attempt and start.time <= time]
     return int(sizes[-1]) if sizes else len(attempt.members) * gpus_per_node

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from support.events import (
     attempt_ended,
     claimed,
@@ -18,12 +19,11 @@ from support.events import (
     write_events,
 )
 
-from hpc.core import ledger
-from hpc.core.attempts import attempts_of
+from hpc.core.events.downtime import PARTS, Interruption, goodput, interruptions_of, recovery_by_cause
+from hpc.core.events.history import History
+from hpc.core.events.kinds import Event
 from hpc.core.files import append_json_line
-from hpc.core.ledger import Event
 from hpc.core.rundir import RunDir
-from hpc.status.downtime import PARTS, Interruption, goodput, interruptions_of, recovery_by_cause
 from hpc.status.run_view import summarize
 
 
@@ -31,7 +31,7 @@ def interruptions(directory: Path, *events: Event) -> list[Interruption]:
     """The interruptions in these events, written by two writers."""
     for number in (0, 1):
         write_events(RunDir(directory), *events[number::2], file=f"writer-{number}.jsonl")
-    return interruptions_of(ledger.read(RunDir(directory).events))
+    return interruptions_of(History.load(RunDir(directory)))
 
 
 def began(at: float, attempt: int = 1) -> Event:
@@ -79,12 +79,12 @@ def test_worker_that_was_restarted_in_place(tmp_path: Path) -> None:
 
 
 def test_worker_that_trained_again_before_its_failure_was_recorded(tmp_path: Path) -> None:
-    again = {**started(30.9, step=55), "seconds": 0.3, "connect_seconds": 0.2}
+    again = replace(started(30.9, step=55), seconds=0.3, connect_seconds=0.2)
     crash = interruption(31.6, step=57, rank=3, failed_at=30.5, round=1)
     [found] = interruptions(tmp_path, *FIRST, again, first_step(31.0, 56), crash)
     assert found.steps_lost == 2
     assert found.seconds == seconds(notice=0.3, restore=0.1, first_step=0.1, total=0.5)
-    [attempt] = attempts_of(ledger.read(RunDir(tmp_path).events))
+    [attempt] = History.load(RunDir(tmp_path)).attempts
     assert attempt.restored_step == 55, "the ranks that run now have this step"
     assert attempt.interruptions[0].restored_step == 0
 

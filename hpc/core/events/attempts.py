@@ -1,15 +1,11 @@
-"""The attempts of a run, derived from its ledger. Pure; runs everywhere."""
+"""The attempts of a run, from its events. Pure; runs everywhere."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
-from hpc.core.causes import FINAL_CAUSES, Budget, Cause, PastInterruption, budget_after
-from hpc.core.ledger import Event
-from hpc.core.resumption import is_cancelled
-
-Outcome = Literal["completed", "failed", "cancelled"]
-"""How a run has ended."""
+from hpc.core.causes import Budget, Cause, PastInterruption, budget_after
+from hpc.core.events.kinds import AttemptEnded, Claimed, Event, Interrupted, Resumed, RoundStarted, TrainStarted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,76 +60,53 @@ class Attempt:
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
-    """All attempts in order, from events in the order of their times."""
+    """Return all attempts in order, from events in the order of their times."""
     events = list(events)
     # Claims first: with clocks that differ between nodes, events of an attempt may precede its claim.
     found = {
-        event["attempt"]: Attempt(
-            attempt=event["attempt"], job_id=event["job_id"], restart=event["restart"], secret=event["secret"],
-            port=event.get("port", 0), addresses=tuple(event.get("addresses", ())), nodes=tuple(event["nodes"]),
-            members=tuple(event["nodes"]), started=event["time"],
+        event.attempt: Attempt(
+            attempt=event.attempt, job_id=event.job_id, restart=event.restart, secret=event.secret, port=event.port,
+            addresses=event.addresses, nodes=event.nodes, members=event.nodes, started=event.time,
         )
-        for event in events if event["event"] == "claimed"
+        for event in events if isinstance(event, Claimed)
     }  # fmt: skip
     for event in events:
-        number = event.get("attempt")
-        if number in found and (changes := _changes(found[number], event)):
-            found[number] = replace(found[number], **changes)
+        if event.attempt in found and (changes := _changes(found[event.attempt], event)):
+            found[event.attempt] = replace(found[event.attempt], **changes)
     return [found[number] for number in sorted(found)]
 
 
 def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
-    """What an event changes in its attempt."""
-    match event["event"]:
-        case "rendezvous":
+    """Return what an event changes in its attempt."""
+    match event:
+        case RoundStarted():
             known = range(len(attempt.nodes))
-            return {"members": tuple(attempt.nodes[node_rank] for node_rank in event["members"] if node_rank in known)}
-        case "train_started":
+            return {"members": tuple(attempt.nodes[node_rank] for node_rank in event.members if node_rank in known)}
+        case TrainStarted():
             # Ranks may restart within an attempt.
             is_first = attempt.training_started is None
-            first = {"training_started": event["time"], "first_step": event["step"]} if is_first else {}
-            return {"restored_step": event["step"], **first}
-        case "interruption":
-            this = attempt.interrupted_by(event["cause"], event.get("step"), event.get("signature"))
-            interruptions = (*attempt.interruptions, this)
+            first = {"training_started": event.time, "first_step": event.step} if is_first else {}
+            return {"restored_step": event.step, **first}
+        case Interrupted():
+            this = attempt.interrupted_by(event.cause, event.step, event.signature)
             return {
-                "interruptions": interruptions,
-                "interrupted_at": event.get("failed_at"),
+                "interruptions": (*attempt.interruptions, this),
+                "interrupted_at": event.failed_at,
                 "restored_step": None,
             }
-        case "attempt_ended":
+        case AttemptEnded():
             return {
                 # For a dead attempt, recorded later by another process: the time of its last sign of life.
-                "ended": event.get("last_heard") or event["time"],
-                "failed_at": event.get("failed_at"),
-                "cause": event["cause"],
-                "last_step": event.get("step"),
-                "detail": event.get("detail"),
-                "signature": event.get("signature"),
+                "ended": event.last_heard or event.time,
+                "failed_at": event.failed_at,
+                "cause": event.cause,
+                "last_step": event.step,
+                "detail": event.detail,
+                "signature": event.signature,
             }
-        case "resumed":
-            return {"resumed": event["time"]}
+        case Resumed():
+            return {"resumed": event.time}
     return {}
-
-
-def lost_nodes(events: Iterable[Event]) -> list[str]:
-    """The nodes that are lost, once for each agent that has reported it."""
-    lost = list[str]()
-    for event in events:
-        if event["event"] == "node_lost":
-            lost.append(event["node"])
-        elif event["event"] == "node_returned":
-            lost = [node for node in lost if node != event["node"]]
-    return lost
-
-
-def last_job_id(events: Iterable[Event]) -> str | None:
-    """The id of the run's newest job."""
-    # By attempt, and only then by time: clocks are set, and differ between nodes.
-    order = {"submitted": 0, "claimed": 1, "requeued": 2, "resubmitted": 2}
-    starts = (event for event in events if event["event"] in order)
-    newest = sorted(starts, key=lambda event: (event.get("attempt", 0), order[event["event"]]))[-1:]
-    return next((event["job_id"] for event in newest), None)
 
 
 def budget_of(attempts: Iterable[Attempt]) -> Budget:
@@ -153,7 +126,7 @@ def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def budget_now(attempts: Sequence[Attempt]) -> Budget:
-    """The same, with what is known of an attempt that has not ended: the step from which its ranks started."""
+    """Return `budget_of`, with the step from which the ranks of a running attempt started as its progress."""
     last = [replace(attempts[-1], cause="")] if attempts and attempts[-1].cause is None else attempts[-1:]
     return budget_of([*attempts[:-1], *last])
 
@@ -164,22 +137,3 @@ def may_restart_after(attempts: Sequence[Attempt]) -> bool:
         return True
     *earlier, last = attempts
     return budget_of([*earlier, replace(last, cause=last.cause or Cause.LOST)]).may_restart
-
-
-def outcome_of(attempts: Sequence[Attempt], events: Iterable[Event]) -> Outcome | None:
-    """How the run has ended, as far as its events say so; None if it goes on."""
-    events, last = list(events), attempts[-1] if attempts else None
-    if is_cancelled(events):
-        return "cancelled"
-    if last is None or last.cause is None or last.resumed:
-        return None
-    if last.cause == Cause.COMPLETED:
-        return "completed"
-    stopped = not_continued(last, events) is not None or not may_restart_after(attempts)
-    return "failed" if last.cause not in FINAL_CAUSES and stopped else None
-
-
-def not_continued(attempt: Attempt, events: Iterable[Event]) -> str | None:
-    """Why no job could be started after an attempt; None: one could, or should not."""
-    own = (each for each in events if each["event"] == "not_continued" and each["attempt"] == attempt.attempt)
-    return next((str(each["detail"]) for each in own), None)

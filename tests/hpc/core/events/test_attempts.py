@@ -4,21 +4,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace as changed
+from support.events import attempt_ended, claimed, event, interruption, resumed, submitted, train_started
 
-from hpc.core.attempts import (
-    Attempt,
-    attempts_of,
-    budget_now,
-    budget_of,
-    last_job_id,
-    lost_nodes,
-    may_restart_after,
-    not_continued,
-    outcome_of,
-)
 from hpc.core.causes import PastInterruption
 from hpc.core.errors import TorchrelayError
-from hpc.core.ledger import EventWriter
+from hpc.core.events.attempts import Attempt, attempts_of, budget_now, budget_of, may_restart_after
+from hpc.core.events.kinds import AttemptEnded, Claimed, Event, Joined, RoundStarted
+from hpc.core.events.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from jobs.claim import claim, event_file, join, refuse
 from jobs.node_attempt import NodeAllocation
@@ -37,15 +30,15 @@ def run(tmp_path: Path) -> RunDir:
 
 
 HISTORY = [
-    {"time": 0.0, "event": "submitted", "job_id": "7", "cluster": "slurm"},
-    {"time": 1.0, "event": "claimed", "attempt": 1, "job_id": "7", "restart": 0, "secret": "aa", "nodes": ["a", "b"]},
-    {"time": 2.0, "event": "train_started", "attempt": 1, "step": 0, "world_size": 4},
-    {"time": 3.0, "event": "interruption", "attempt": 1, "cause": "crashed", "step": 7, "signature": "1: KeyError"},
-    {"time": 3.5, "event": "rendezvous", "attempt": 1, "round": 2, "port": 1, "members": [1]},
-    {"time": 4.0, "event": "train_started", "attempt": 1, "step": 5, "world_size": 4},
-    {"time": 12.0, "event": "attempt_ended", "attempt": 1, "cause": "node_failure", "step": 20, "detail": None},
-    {"time": 20.0, "event": "claimed", "attempt": 2, "job_id": "7", "restart": 1, "secret": "bb", "nodes": ["c", "d"]},
-    {"time": 21.0, "event": "train_started", "attempt": 2, "step": 10, "world_size": 2},
+    submitted(1.0),
+    claimed(1.0, secret="aa", nodes=("a", "b")),
+    train_started(2.0, world_size=4),
+    interruption(3.0, step=7, signature="1: KeyError"),
+    event("rendezvous", 3.5, attempt=1, round=2, port=1, members=[1]),
+    train_started(4.0, 5, world_size=4),
+    attempt_ended(12.0, "node_failure", step=20),
+    claimed(20.0, 2, restart=1, secret="bb", nodes=("c", "d")),
+    train_started(21.0, 10, attempt=2, world_size=2),
 ]
 
 
@@ -61,42 +54,42 @@ def test_attempts_of_a_history() -> None:
 
 
 def test_attempt_has_what_its_claim_says() -> None:
-    first, second = attempts_of([{**HISTORY[1], "port": 5, "addresses": ["10.0.0.1"]}, HISTORY[-2]])
+    first, second = attempts_of([changed(HISTORY[1], port=5, addresses=("10.0.0.1",)), HISTORY[-2]])
     assert (first.attempt, first.job_id, first.restart, first.secret) == (1, "7", 0, "aa")
     assert (first.port, first.addresses, first.members) == (5, ("10.0.0.1",), ("a", "b"))
-    assert (second.port, second.addresses, second.history) == (0, (), ())
+    assert (second.port, second.addresses, second.history) == (1, (), ())
     unknown = (second.first_step, second.last_step, second.interrupted_at, second.failed_at, second.resumed)
     assert {*unknown, second.detail, second.signature} == {None}
 
 
 def test_attempts_are_in_the_order_of_their_numbers_whatever_the_clocks_say() -> None:
-    late_claim = {**HISTORY[1], "time": 99.0}
-    events = [*HISTORY[2:], late_claim, {"time": 100.0, "event": "train_started", "attempt": 7, "step": 3}]
+    late_claim = changed(HISTORY[1], time=99.0)
+    events = [*HISTORY[2:], late_claim, train_started(100.0, 3, attempt=7)]
     first, second = attempts_of(events)
     assert (first.attempt, first.ended, second.attempt) == (1, 12.0, 2)
 
 
 def test_rendezvous_with_a_node_that_the_claim_lacks_has_the_others_as_members() -> None:
-    joined = {"time": 5.0, "event": "rendezvous", "attempt": 1, "round": 3, "port": 1, "members": [2, 1, 0, -1]}
+    joined = RoundStarted(time=5.0, attempt=1, members=(2, 1, 0, -1))
     assert attempts_of([*HISTORY, joined])[0].members == ("b", "a")
 
 
 def test_end_that_another_process_recorded_is_the_last_sign_of_life() -> None:
-    end = {**HISTORY[-3], "last_heard": 9.0, "failed_at": 8.0, "detail": "no heartbeat", "signature": "1: x"}
+    end = changed(HISTORY[-3], last_heard=9.0, failed_at=8.0, detail="no heartbeat", signature="1: x")
     [attempt] = attempts_of([*HISTORY[:-3], end])
     assert (attempt.ended, attempt.failed_at, attempt.detail, attempt.signature) == (9.0, 8.0, "no heartbeat", "1: x")
 
 
 def test_interruption_leaves_the_step_of_the_ranks_unknown_until_they_start_again() -> None:
-    interrupted = {**HISTORY[3], "failed_at": 2.9}
+    interrupted = changed(HISTORY[3], failed_at=2.9)
     [attempt] = attempts_of([*HISTORY[:3], interrupted])
     assert (attempt.restored_step, attempt.interrupted_at) == (None, 2.9)
-    again = {**interrupted, "time": 3.2, "cause": "hang"}
+    again = changed(interrupted, time=3.2, cause="hang")
     assert [one.cause for one in attempts_of([*HISTORY[:3], interrupted, again])[0].interruptions] == [
         "crashed",
         "hang",
     ]
-    without_step = {"time": 3.0, "event": "interruption", "attempt": 1, "cause": "lost"}
+    without_step = interruption(3.0, "lost", step=None)
     [attempt] = attempts_of([*HISTORY[:3], without_step])
     assert attempt.interruptions == (PastInterruption(cause="lost", restored_step=0),)
 
@@ -148,9 +141,9 @@ def test_attempt_that_began_at_a_later_step_has_used_nothing() -> None:
 
 def test_claims_are_numbered_and_exclusive(run: RunDir) -> None:
     assert claim(run, place(), 1, "n").attempt == 1
-    event_file(run, 2, 0).append("claimed", attempt=2, job_id="8", restart=0, secret="x", port=1, nodes=[])
+    event_file(run, 2, 0).append(Claimed(attempt=2, job_id="8", restart=0, secret="x", nodes=()))
     assert claim(run, place(restart=1), 1, "n").attempt == 3
-    event_file(run, 4, 0).append("something else")
+    event_file(run, 4, 0).append(Joined(node="gpu01"))
     with pytest.raises(TorchrelayError, match=r"attempt 4 .* has just been claimed"):
         claim(run, place(restart=2), 1, "n")
 
@@ -165,7 +158,7 @@ def test_agent_joins_the_claim_of_its_own_start(run: RunDir) -> None:
 
 def test_join_of_an_ended_attempt_fails_at_once(run: RunDir) -> None:
     claim(run, place(), 1, "n")
-    EventWriter(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="crashed")
+    EventWriter(run.events / "x.jsonl").append(AttemptEnded(attempt=1, cause="crashed"))
     with pytest.raises(TorchrelayError, match="attempt 1 ended before this node could join it"):
         join(run, place(node_rank=1), lambda: False, timeout_seconds=60.0)
 
@@ -174,8 +167,8 @@ def test_node_does_not_join_an_attempt_twice(run: RunDir) -> None:
     """submitit's local executor restarts a job without counting."""
     head, other = (replace(place(node_rank=rank), cluster="local") for rank in (0, 1))
     claim(run, head, 1, "n")
-    event_file(run, 1, 1).append("joined", attempt=1, node="gpu02")
-    EventWriter(run.events / "x.jsonl").append("attempt_ended", attempt=1, cause="requeued")
+    event_file(run, 1, 1).append(Joined(node="gpu02"))
+    EventWriter(run.events / "x.jsonl").append(AttemptEnded(attempt=1, cause="requeued"))
     with pytest.raises(TorchrelayError, match="did not start within"):
         join(run, other, lambda: False, timeout_seconds=0.0)
     again = claim(run, head, 1, "n")
@@ -201,70 +194,6 @@ def test_join_times_out(run: RunDir) -> None:
     assert join(run, place(node_rank=1), lambda: True, timeout_seconds=60.0) is None, "told to stop"
 
 
-def test_newest_job_is_known_though_the_clocks_were_set_back() -> None:
-    events = [
-        {"time": 9000.0, "event": "submitted", "job_id": "7"},
-        {"time": 9001.0, "event": "claimed", "attempt": 1, "job_id": "7"},
-        {"time": 5400.0, "event": "resubmitted", "attempt": 1, "job_id": "8", "excluded": []},
-    ]
-    assert last_job_id(sorted(events, key=lambda event: event["time"])) == "8"
-    events.append({"time": 5000.0, "event": "claimed", "attempt": 2, "job_id": "9"})
-    assert last_job_id(sorted(events, key=lambda event: event["time"])) == "9"
-    requeued = {"time": 1.0, "event": "requeued", "attempt": 2, "job_id": "10"}
-    assert last_job_id(events[:1]) == "7"
-    assert last_job_id([requeued, *events]) == "10"
-    again = [
-        {**requeued, "event": event, "job_id": job_id} for event, job_id in (("resubmitted", "11"), ("requeued", "12"))
-    ]
-    assert [last_job_id([requeued, *again]), last_job_id(again[::-1])] == ["12", "11"], "the later of the two"
-    assert last_job_id([{"time": 1.0, "event": "train_started", "attempt": 9}]) is None
-    assert last_job_id([]) is None
-
-
-def test_node_is_lost_until_it_returns() -> None:
-    lost, returned = ({"event": event, "node": "a"} for event in ("node_lost", "node_returned"))
-    other = {"event": "node_lost", "node": "b"}
-    assert lost_nodes([lost, other, lost, {"event": "joined", "node": "c"}]) == ["a", "b", "a"]
-    assert lost_nodes([lost, other, returned]) == ["b"]
-    assert lost_nodes([returned, lost]) == ["a"]
-
-
-CANCELLED = {"event": "cancelled"}
-NOT_CONTINUED = {"event": "not_continued", "attempt": 1, "detail": "sbatch refused it"}
-
-
-@pytest.mark.parametrize(
-    ("cause", "changes", "events", "outcome"),
-    [
-        ("completed", {}, [], "completed"),
-        ("completed", {}, [CANCELLED], "cancelled"),
-        ("crashed", {}, [], None),
-        ("crashed", {}, [NOT_CONTINUED], "failed"),
-        ("crashed", {}, [{**NOT_CONTINUED, "attempt": 2}], None),
-        ("crashed", {}, [{**NOT_CONTINUED, "event": "resubmitted"}], None),
-        ("crashed", {"resumed": 9.0}, [NOT_CONTINUED], None),
-        ("completed", {"resumed": 9.0}, [], None),
-        ("bad_input", {}, [], "failed"),
-        ("cancelled", {}, [], None),
-        ("cancelled", {}, [NOT_CONTINUED], None),
-        (None, {}, [NOT_CONTINUED], None),
-    ],
-)
-def test_outcome_of_a_run(
-    cause: str | None, changes: dict[str, float], events: list[dict[str, object]], outcome: str | None
-) -> None:
-    attempts = [replace(attempts_of(HISTORY)[0], cause=cause, interruptions=(), **changes)]
-    assert outcome_of(attempts, events) == outcome
-    assert outcome_of([], events) == ("cancelled" if CANCELLED in events else None)
-
-
-def test_reason_why_no_job_followed_is_that_of_the_attempt() -> None:
-    attempt = attempts_of(HISTORY)[0]
-    other = {**NOT_CONTINUED, "attempt": 2, "detail": "another"}
-    assert not_continued(attempt, [other, NOT_CONTINUED]) == "sbatch refused it"
-    assert not_continued(attempt, [other]) is None
-
-
 def test_attempt_without_a_recorded_end_counts_as_lost() -> None:
     running = replace(attempts_of(HISTORY)[0], cause=None, last_step=None, interruptions=())
     assert may_restart_after([])
@@ -276,13 +205,14 @@ def test_attempt_without_a_recorded_end_counts_as_lost() -> None:
 
 
 def test_failures_before_a_resumption_no_longer_count() -> None:
-    failed = {"event": "attempt_ended", "cause": "crashed", "step": 12, "signature": "1: KeyError"}
-    again = [{"time": 31.0, **failed, "attempt": 2}]
-    events = [*HISTORY[:-3], {"time": 13.0, **failed, "attempt": 1}, *HISTORY[-2:-1], *again]
+    def failed(at: float, attempt: int) -> Event:
+        return attempt_ended(at, "crashed", attempt=attempt, step=12, signature="1: KeyError")
+
+    events = [*HISTORY[:-3], failed(13.0, 1), HISTORY[-2], failed(31.0, 2)]
     assert not may_restart_after(attempts_of(events)), "the same failure twice"
-    resumed = [*events, {"time": 40.0, "event": "resumed", "attempt": 2, "number": 1, "cancellations": 0}]
-    assert may_restart_after(attempts_of(resumed))
-    assert budget_of(attempts_of(resumed)).row == ()
-    third = [{**HISTORY[-2], "time": 50.0, "attempt": 3}, {"time": 60.0, **failed, "attempt": 3}]
-    assert may_restart_after(attempts_of([*resumed, *third]))
-    assert budget_of(attempts_of([*resumed, *third])).row == ("crashed",)
+    again = [*events, resumed(40.0, attempt=2)]
+    assert may_restart_after(attempts_of(again))
+    assert budget_of(attempts_of(again)).row == ()
+    third = [changed(HISTORY[-2], time=50.0, attempt=3), failed(60.0, 3)]
+    assert may_restart_after(attempts_of([*again, *third]))
+    assert budget_of(attempts_of([*again, *third])).row == ("crashed",)
