@@ -32,7 +32,6 @@ from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.status.run_view import TERMINAL, StatusCache
-from hpc.submit.package_copy import PackageCopy, unused_copies
 
 _ANY_AGE = "0s"
 _ENDING = "removed"
@@ -45,8 +44,8 @@ _REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
 class CleanOptions(cli.RunsOptions):
     """List the runs that have ended by the disk space that they use, or remove them with --yes.
 
-    Pending and running runs and the runs of other users stay. Copies of earlier versions of Torchrelay's packages are
-    also listed and removed, if no run uses them.
+    Pending and running runs and the runs of other users stay. Copies of Torchrelay's packages that earlier versions
+    kept beside the runs are also listed and removed; no run needs them.
     """
 
     run: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -81,6 +80,15 @@ class Holding:
         return self.checkpoints if checkpoints_only else self.size
 
 
+@dataclass(frozen=True, kw_only=True)
+class PackageCopies:
+    """Copies of our packages that earlier versions kept beside the runs; the runs have hard links to the files."""
+
+    path: str
+    size: int
+    """Bytes that their removal frees."""
+
+
 def clean(options: CleanOptions) -> int:
     """List, or remove. Returns 1 if something could not be removed."""
     found = sorted(_chosen(options), key=lambda one: -one.freed(checkpoints_only=options.checkpoints_only))
@@ -90,7 +98,7 @@ def clean(options: CleanOptions) -> int:
             f"--yes alone would remove all {len(found)} runs that have ended: name them, or give --older-than 30d, "
             "--state failed,cancelled or --checkpoints-only"
         )
-    packages = _unused_packages(options, found)
+    packages = [copies for place in sorted(_places(options, found)) for copies in _package_copies(place)]
     problems = _remove(options, found, packages) if options.yes else []
     total = sum(one.freed(checkpoints_only=options.checkpoints_only) for one in found)
     total += sum(one.size for one in packages)
@@ -110,7 +118,7 @@ def clean(options: CleanOptions) -> int:
         if found:
             Console().print(_table(found))
         for one in packages:
-            print(visible(f"{one.path}: {decimal(one.size)}, a version of Torchrelay's packages that no run uses"))
+            print(visible(f"{one.path}: {decimal(one.size)}, copies of Torchrelay's packages that no run uses"))
         of_runs = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
         what = " and ".join([*([of_runs] if found else []), *(["these packages"] if packages else [])])
         print(f"removed {what}: {decimal(total)}" if options.yes else f"{decimal(total)}: --yes removes {what}")
@@ -165,14 +173,18 @@ def _holding(run: RunDir, states: dict[str, str]) -> Holding:
         for name in names:
             status = Path(directory, name).lstat()
             times.append(status.st_mtime)
-            # The blocks of a file with another name, in a fork, stay.
-            freed = status.st_blocks * 512 if status.st_nlink == 1 else 0
+            freed = _freed_bytes(status)
             size += freed
             checkpoints += freed if Path(directory).is_relative_to(run.checkpoints) else 0
     state = states[str(run.path)]
     return Holding(
         run=run.name, run_dir=str(run.path), state=state, last_used=max(times), size=size, checkpoints=checkpoints
     )
+
+
+def _freed_bytes(status: os.stat_result) -> int:
+    """The bytes that the removal of a file frees: those of a file with another name, as in a fork, stay."""
+    return status.st_blocks * 512 if status.st_nlink == 1 else 0
 
 
 def _table(found: Sequence[Holding]) -> Table:
@@ -189,30 +201,28 @@ def _places(options: CleanOptions, found: Sequence[Holding]) -> set[Path]:
     return {options.runs_dir.expanduser().resolve(), *(Path(one.run_dir).parent for one in found)}
 
 
-def _unused_packages(options: CleanOptions, found: Sequence[Holding]) -> list[PackageCopy]:
-    """The kept copies of our packages that no run has, or only runs that are to be removed."""
-    gone = [] if options.checkpoints_only else [RunDir(Path(one.run_dir)) for one in found]
-    return [copy for place in sorted(_places(options, found)) for copy in unused_copies(place, gone)]
+def _package_copies(runs_dir: Path) -> list[PackageCopies]:
+    """The copies of our packages that earlier versions kept for this user in a directory of runs, if there are any."""
+    store = runs_dir / f".packages-{os.getuid()}"
+    if not store.is_dir() or store.lstat().st_uid != os.getuid():
+        return []
+    return [PackageCopies(path=str(store), size=sum(_freed_bytes(path.lstat()) for path in store.rglob("*")))]
 
 
 # --- removal ---
 
 
-def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[PackageCopy]) -> list[str]:
+def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[PackageCopies]) -> list[str]:
     """Remove them, and what an interrupted removal left. Returns what went wrong."""
     problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
-    for place in {*_places(options, found), *(run.path for run in runs), *(Path(one.path).parent for one in packages)}:
+    for place in {*_places(options, found), *(run.path for run in runs)}:
         remove_abandoned(place, ".*", _is_abandoned)
-    for run in runs:
+    doomed = [(run.name, run.checkpoints if options.checkpoints_only else run.path) for run in runs]
+    for name, path in [*doomed, *((one.path, Path(one.path)) for one in packages)]:
         try:
-            remove(run.checkpoints if options.checkpoints_only else run.path)
+            remove(path)
         except OSError as error:
-            problems.append(f"{run.name} is not removed, or not in full: {error}")
-    for one in packages:
-        try:
-            remove(Path(one.path))
-        except OSError as error:
-            problems.append(f"{one.path} is not removed, or not in full: {error}")
+            problems.append(f"{name} is not removed, or not in full: {error}")
     return problems
 
 

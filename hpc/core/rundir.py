@@ -97,7 +97,3 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int) -> Path:
         """The output of one rank of one attempt."""
         return self.attempt_logs(attempt) / f"rank-{rank:02d}.log"
-
-    def rank_log_times(self, attempt: int, rank: int) -> Path:
-        """Lines `SIZE TIME`: at this time, in seconds since the epoch, that log had this many bytes."""
-        return self.rank_log(attempt, rank).with_suffix(".times")

@@ -14,7 +14,7 @@ from hpc.core.events.history import History
 from hpc.core.events.kinds import AttemptEnded, RankFailed
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
-from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs, starts_with_time
+from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs
 from hpc.spec import RunSpec
 from hpc.status.run_view import TERMINAL, StatusCache
 
@@ -26,7 +26,7 @@ _LINES_BEFORE = 40
 
 @dataclass(frozen=True, kw_only=True)
 class LogsOptions(cli.RunOptions):
-    """Print the logs of a run. Each line shows its attempt, its rank and, unless the line contains it, its time.
+    """Print the logs of a run. Each line shows its attempt and its rank.
 
     For a failed run, this is the log of the rank that failed first, from shortly before its error. Of a long log, only
     the last megabyte is printed. --all and --json print everything.
@@ -141,11 +141,9 @@ def _as_json(line: Line) -> str:
 
 
 def _for_people(line: Line, *, raw: bool) -> str:
-    *origin, written, text = line.values()
+    *origin, _, text = line.values()
     name, shown = ":".join(str(part) for part in origin), str(text) if raw else visible(str(text))
-    if not isinstance(written, float) or starts_with_time(shown):
-        return f"[{name}] {shown}"
-    return f"[{name} {time.strftime('%m-%d %H:%M:%S', time.localtime(written))}] {shown}"
+    return f"[{name}] {shown}"
 
 
 def _notice(text: str) -> None:

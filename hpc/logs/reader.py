@@ -4,22 +4,18 @@ import errno
 import functools
 import heapq
 import re
-from array import array
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from hpc.core.files import modified
 from hpc.core.rundir import RunDir
 
 _BLOCK_BYTES = 2**17
 # A file that was deleted while it was read, here or by another NFS client.
 _DELETED = {errno.ENOENT, errno.ESTALE}
 # As Python's logging and most others write times: 2026-11-21 09:00:05,123; and as torch does: W1121 09:00:05.123456.
-_TIME = re.compile(r"\W{0,2}(?:\d{4}-(\d\d)-(\d\d)[T ]|[A-Z](\d\d)(\d\d) )(\d\d:\d\d:\d\d(?:[.,]\d+)?)")
-_SIZE_AND_TIME = re.compile(r"(\d+) (\d+\.\d+)")
+_TIME = re.compile(r"\W{0,2}(?:(\d{4}-)(\d\d)-(\d\d)[T ]|[A-Z](\d\d)(\d\d) )(\d\d:\d\d:\d\d(?:[.,]\d+)?)")
 
 Line = dict[str, int | float | str | None]
 
@@ -35,30 +31,18 @@ class Tail:
     _file: tuple[int, int] | None = None
     _rest: bytes = b""
 
-    @functools.cached_property
-    def times(self) -> "Times":
-        """When it was written."""
-        return Times(self.path)
-
     def lines(self, *, ended: bool = False) -> Iterator[str]:
         """New lines; with `ended` also the text after the last line break.
 
         A log that was replaced or truncated is read from its beginning; a missing one has no lines.
         """
-        return (line for _, line in self.lines_at(ended=ended))
-
-    def lines_at(self, *, ended: bool = False) -> Iterator[tuple[int, str]]:
-        """The same, each with the offset at which it begins."""
         while block := self._block():
-            begin = self.offset - len(block) - len(self._rest)
             *whole, self._rest = (self._rest + block).split(b"\n")
             if len(self._rest) > _BLOCK_BYTES:  # no line of text: cut it rather than keep it in memory
                 whole, self._rest = [*whole, self._rest], b""
-            for line in whole:
-                yield begin, _visible(line)
-                begin += len(line) + 1
+            yield from map(_visible, whole)
         if ended and self._rest:
-            yield self.offset - len(self._rest), _visible(self._rest)
+            yield _visible(self._rest)
             self._rest = b""
 
     def _block(self) -> bytes:
@@ -88,59 +72,28 @@ def _visible(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
-@dataclass
-class Times:
-    """When a log was written, from the index beside it (jobs.ranks.log_times)."""
+def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, str]]:
+    """The new lines of several logs, sorted by the times with which lines begin.
 
-    log: Path
-    # A script that prints all the time has millions.
-    _sizes: "array[int]" = field(default_factory=lambda: array("q"))
-    _seconds: "array[float]" = field(default_factory=lambda: array("d"))
-    _tail: Tail = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Read nothing yet."""
-        self._tail = Tail(self.log.with_suffix(".times"))
-
-    def of(self, offset: int) -> float | None:
-        """When what begins at an offset had been written, in seconds since the epoch; None if that is not known."""
-        if not self._sizes or offset >= self._sizes[-1]:
-            self._read()
-        place = bisect_right(self._sizes, offset)
-        if place < len(self._sizes):
-            return self._seconds[place]
-        # The index is a few tenths of a second behind.
-        return modified(self.log) if self._sizes else None
-
-    def _read(self) -> None:
-        for line in self._tail.lines():
-            if found := _SIZE_AND_TIME.fullmatch(line):
-                self._sizes.append(int(found[1]))
-                self._seconds.append(float(found[2]))
-
-
-def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, float | None, str]]:
-    """The new lines of several logs, sorted by time: that with which a line starts, else that at which it was written.
-
-    Each with the latter, in seconds since the epoch. A line without any time stays with the one before it; logs without
-    times come one after the other.
+    A line without a time stays with the one before it; logs without times come one after the other.
     """
 
-    def timed(tail: Tail) -> Iterator[tuple[str, Tail, float | None, str]]:
-        for offset, line in tail.lines_at(ended=ended):
-            written = tail.times.of(offset)
+    def timed(tail: Tail) -> Iterator[tuple[str, Tail, str]]:
+        for line in tail.lines(ended=ended):
             if found := _TIME.match(line):
-                tail.time = "".join(part.replace(",", ".") for part in found.groups() if part)
-            elif written is not None:
-                tail.time = datetime.fromtimestamp(written).strftime("%m%d%H:%M:%S.%f")  # noqa: DTZ006 - as people read it
-            yield tail.time, tail, written, line
+                tail.time = "".join(part.replace(",", ".") for part in found.groups()[1:] if part)
+            yield tail.time, tail, line
 
     return (entry[1:] for entry in heapq.merge(*map(timed, tails), key=lambda entry: entry[0]))
 
 
-def starts_with_time(line: str) -> bool:
-    """Whether a line says itself when it was printed."""
-    return _TIME.match(line) is not None
+def time_of(line: str) -> float | None:
+    """The time with which a line begins, in seconds since the epoch; None if it begins with none, or without a year."""
+    found = _TIME.match(line)
+    try:
+        return datetime.fromisoformat(line[found.start(1) : found.end()]).timestamp() if found and found[1] else None
+    except ValueError:  # such as month 13
+        return None
 
 
 def offset_of_last(path: Path, text: str) -> int | None:
@@ -197,8 +150,8 @@ class LogReader:
             groups.insert(0, (0, self.run.logs.glob("[0-9]*_[0-9]*_log.out")))
         for number, paths in groups:
             tails = map(self._tail, sorted(paths, key=_numbers))
-            for tail, written, line in merged(tails, ended=ended or number in over):
-                yield {**origin_of(tail.path), "time": written, "line": line}
+            for tail, line in merged(tails, ended=ended or number in over):
+                yield {**origin_of(tail.path), "time": time_of(line), "line": line}
         self._over.update(over)
 
     def start_at(self, path: Path, offset: int) -> None:

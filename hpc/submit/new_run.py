@@ -22,7 +22,6 @@ from hpc.staging.python_environment import this_environment
 from hpc.submit import environment_archive
 from hpc.submit.code_copy import UserCode, copy_code
 from hpc.submit.options import SubmitOptions
-from hpc.submit.package_copy import keep_packages
 from hpc.submit.plan import check_place, find_user_code, plan, warn
 from hpc.tracking.submission import at_trackers
 
@@ -78,7 +77,7 @@ def start_run(
         archive = environment_archive.find_or_make(environment, run.path.parent, watch)
         spec = dataclasses.replace(spec, stage_env=str(archive))
     spec, job_id = _submit(run, spec, code, fill)
-    _prepare_later_runs(run)
+    _hide_runs_from_git(run)
     return NewRun(run=run, spec=spec, job_id=job_id)
 
 
@@ -157,10 +156,9 @@ def _cannot_write(run: RunDir, error: OSError) -> UserError:
     return UserError(f"--runs-dir {run.path.parent} is not writable: {error}")
 
 
-def _prepare_later_runs(run: RunDir) -> None:
-    """Keep our packages for them, and have git ignore the runs of a repository. The run does not depend on it."""
+def _hide_runs_from_git(run: RunDir) -> None:
+    """Have git ignore the runs that are in a repository. The run does not depend on it."""
     try:
-        keep_packages(run)
         if is_listed_as_untracked(run.path):
             write_atomic(run.path.parent / ".gitignore", "*\n")
     except OSError as error:

@@ -27,7 +27,6 @@ from jobs.control.addresses import interface_of
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
-from jobs.ranks.log_times import noted_log_times
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
@@ -74,7 +73,6 @@ def run_round(
     own_script = node.spec.train is None and not directive.preflight
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
-        stack.enter_context(noted_log_times(node.run, node.attempt.attempt, _own_ranks(node, directive)))
         torchrun = stack.enter_context(started)
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
@@ -113,13 +111,6 @@ def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals
     first = signal.SIGTERM if received is signal.SIGINT else received
     others = (signal.SIGTERM, signal.SIGUSR2) if spec.train is None else ()
     return list(dict.fromkeys((first, *others)))
-
-
-def _own_ranks(node: NodeAttempt, directive: Directive) -> range:
-    """The ranks of this node in a round."""
-    number = node.spec.resources.ranks_per_node
-    first = directive.members.index(node.allocation.node_rank) * number
-    return range(first, first + number)
 
 
 def _start(

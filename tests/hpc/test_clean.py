@@ -174,35 +174,18 @@ def test_directory_that_cannot_be_renamed_stays_whole(tmp_path: Path) -> None:
     remove(tmp_path / "absent")
 
 
-def old_packages(site: Site, *names: str) -> Path:
-    """A kept copy of an earlier version of our packages, which these runs have."""
-    kept = site.path / "runs" / f".packages-{os.getuid()}" / "0123456789abcdef"
-    (kept / "hpc").mkdir(parents=True)
-    kept.parent.chmod(0o700)
-    (kept / "hpc" / "__init__.py").write_text("an earlier version")
-    for name in names:
-        shutil.rmtree(site.path / "runs" / name / "code" / ".torchrelay")
-        shutil.copytree(kept, site.path / "runs" / name / "code" / ".torchrelay", copy_function=os.link)
-    return kept
-
-
-def test_packages_are_removed_with_the_last_run_that_uses_them(site: Site) -> None:
-    kept = old_packages(site, "stopped", "small")
-    assert json.loads(site.hpc("clean", "stopped", "--yes", "--json").stdout)["packages"] == []
+def test_packages_that_earlier_versions_kept_are_removed_and_runs_keep_theirs(site: Site) -> None:
+    """Files of the kept copies are hard links to those of the runs."""
+    kept, run = site.path / "runs" / f".packages-{os.getuid()}", site.path / "runs" / "small"
+    shutil.copytree(run / "code" / ".torchrelay", kept / "0123456789abcdef", copy_function=os.link)
+    alone = kept / "fedcba9876543210" / "hpc" / "__init__.py"
+    alone.parent.mkdir(parents=True)
+    alone.write_text("of a version that no run has")
+    [listed] = json.loads(site.hpc("clean", "--state=failed", "--json").stdout)["packages"]
+    assert listed == {"path": str(kept), "size": alone.stat().st_blocks * 512}
     assert kept.is_dir()
-    listed = json.loads(site.hpc("clean", "small", "--json").stdout)
-    assert [one["path"] for one in listed["packages"]] == [str(kept)]
-    assert kept.is_dir()
-    done = site.hpc("clean", "small", "--yes")
-    assert "these runs and these packages" in done.stdout
-    assert list(kept.parent.iterdir()) == []
-
-
-def test_packages_of_no_run_are_removed_and_those_of_this_version_kept(site: Site, trained: Run) -> None:
-    kept = old_packages(site)
-    [current] = (trained.directory.path.parent / kept.parent.name).iterdir()
-    shutil.copytree(current, kept.with_name(current.name))
-    assert str(kept) in site.hpc("clean", "--state=failed").stdout
-    assert site.hpc("clean", "--state=failed", "--yes").returncode == 0
-    assert [path.name for path in kept.parent.iterdir()] == [current.name]
-    assert {"complete", "stopped", "small"} < there(site)
+    done = site.hpc("clean", "stopped", "--yes")
+    assert "removed these runs and these packages" in done.stdout
+    assert there(site) == {"complete", "small"}
+    assert (run / "code" / ".torchrelay" / "hpc" / "__init__.py").is_file()
+    assert "packages" not in site.hpc("clean").stdout

@@ -4,7 +4,6 @@ tests/acceptance has the main job of an ordinary user, and a preempted one.
 """
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -154,7 +153,7 @@ def test_crashing_run_is_given_up_and_goes_on_resumed_though_its_port_is_taken(s
     assert not run.events("requeued")
     logs = site.hpc("logs", "crash", "--all").stdout.splitlines()
     # torchrun may have begun once more before the agents could end it.
-    assert sum(bool(re.fullmatch(r"\[1:0 [\d: -]+\] no luck", line)) for line in logs) in {2, 3}
+    assert logs.count("[1:0] no luck") in {2, 3}
 
     (site.path / "crash.py").write_text("print('mended')\n")
     before = len(run.events("rendezvous"))

@@ -61,8 +61,6 @@ def test_two_pretended_nodes_train(site: Site) -> None:
     assert "[c10d]" not in (site.path / "runs" / status["run"] / "logs/attempt-001/rank-00.log").read_text()
     lines = [line for line in json.loads(site.hpc("logs", status["run"], "--json").stdout) if "rank" in line]
     assert lines
-    began, ended = status["attempts"][0]["started"], status["attempts"][0]["ended"]
-    assert all(began <= line["time"] <= ended for line in lines)
 
 
 @pytest.mark.slow

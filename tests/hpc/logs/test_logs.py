@@ -56,35 +56,19 @@ def test_ranks_are_merged_by_the_times_in_their_lines(run: RunDir, capsys: pytes
     assert [text[-4:].strip() for text in texts] == ["head", "00 a", "of a", "25] b"[-4:], "00 c", "1] d"]
 
 
-def test_lines_are_stamped_and_merged_by_the_times_at_which_they_were_written(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    noon = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
-    run.rank_log(1, 0).write_text("one\nthree\n2026-11-21 12:00:05,500 six\nnot noted yet\n")
-    os.utime(run.rank_log(1, 0), (noon + 7, noon + 7))
-    run.rank_log_times(1, 0).write_text(f"4 {noon + 1.2:.1f}\n10 {noon + 3.1:.1f}\n38 {noon + 6.0:.1f}\n47")
-    run.rank_log(1, 1).write_text("two\nfour\nfive\n")
-    run.rank_log_times(1, 1).write_text(f"4 {noon + 2.2:.1f}\n14 {noon + 4.0:.1f}\n")
-    assert printed(capsys, run) == [
-        "[1:0 11-21 12:00:01] one",
-        "[1:1 11-21 12:00:02] two",
-        "[1:0 11-21 12:00:03] three",
-        "[1:1 11-21 12:00:04] four",
-        "[1:1 11-21 12:00:04] five",
-        "[1:0] 2026-11-21 12:00:05,500 six",
-        "[1:0 11-21 12:00:07] not noted yet",
-    ]
-    assert logs.main([str(run.path), "--rank=0", "--json"]) == 0
-    first = {"schema": 1, "attempt": 1, "rank": 0, "time": noon + 1.2, "line": "one"}
-    assert json.loads(capsys.readouterr().out)[0] == first
-
-
 def test_json_is_one_document(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert logs.main([str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
-    run.rank_log(1, 0).write_text('a "b"\nc')
+    noon = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
+    texts = {
+        'a "b"': None,
+        "2026-11-21 12:00:00,5 c": noon + 0.5,
+        "2026-13-21 12:00:00 d": None,
+        "I1121 12:00:00 e": None,
+    }
+    run.rank_log(1, 0).write_text("\n".join(texts))
     assert logs.main([str(run.path), "--json"]) == 0
-    lines = [{"schema": 1, "attempt": 1, "rank": 0, "time": None, "line": text} for text in ('a "b"', "c")]
+    lines = [{"schema": 1, "attempt": 1, "rank": 0, "time": moment, "line": text} for text, moment in texts.items()]
     assert json.loads(capsys.readouterr().out) == lines
 
 
@@ -246,11 +230,11 @@ def test_merging_goes_on_where_it_was(tmp_path: Path) -> None:
     one, two = Tail(tmp_path / "1"), Tail(tmp_path / "2")
     one.path.write_text("2026-01-01 00:00:05 a\n")
     two.path.write_text("2026-01-01 00:00:01 b\n")
-    assert [line[-1] for _, _, line in merged([one, two])] == ["b", "a"]
+    assert [line[-1] for _, line in merged([one, two])] == ["b", "a"]
     with one.path.open("a") as file:
         file.write("still a\n")
     two.path.open("a").close()
-    assert [line for _, _, line in merged([one, two])] == ["still a"]
+    assert [line for _, line in merged([one, two])] == ["still a"]
     assert one.time > two.time
 
 

@@ -4,12 +4,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.cluster import Site
+from support.cluster import ROOT, Site
 
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.submit.code_copy import copy_code, find_code
-from hpc.submit.package_copy import copy_packages, keep_packages
 
 
 def git(directory: Path, *arguments: str) -> str:
@@ -126,21 +125,14 @@ def test_code_that_the_run_would_lack_is_refused(repository: Path, script: str, 
         find_code(repository, (script,), (pattern,))
 
 
-def test_runs_of_a_version_share_the_files_of_our_packages(tmp_path: Path) -> None:
-    runs = [RunDir(tmp_path / "runs" / name) for name in ("first", "second")]
-    for run in runs:
-        run.code.mkdir(parents=True)
-        copy_packages(run)
-        keep_packages(run)
-    for name in ("hpc/submit/__main__.py", "training/config/recipes/cifar.yaml"):
-        first, second = (run.packages / name for run in runs)
-        assert first.samefile(second)
-        assert first.stat().st_mode & 0o777 == 0o444
-    [store] = (tmp_path / "runs").glob(".packages-*")
-    assert len(list(store.iterdir())) == 1
-    store.chmod(0o777)
-    with pytest.raises(UserError, match="others could change what runs as you: remove it, or use a --runs-dir"):
-        copy_packages(runs[0])
+def test_run_has_our_packages_and_others_cannot_change_them(tmp_path: Path, repository: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    copy_code(run, find_code(repository, ("src/my.py",)))
+    copied = {path.relative_to(run.packages) for path in run.packages.rglob("*") if path.is_file()} - {Path("revision")}
+    ours = {path.relative_to(ROOT) for package in ("hpc", "jobs", "training") for path in (ROOT / package).rglob("*")}
+    assert copied == {path for path in ours if (ROOT / path).is_file() and "__pycache__" not in path.parts}
+    assert not [path for path in run.packages.rglob("*") if path.stat().st_mode & 0o022]
 
 
 @pytest.mark.parametrize("ignored", [False, True])

@@ -26,7 +26,7 @@ def watch(event, arguments):
     written = event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR)
     if event in {{"os.mkdir", "os.rename", "os.remove", "os.link"}} or written:
         path = str(arguments[0])
-        if "/runs" not in path or "/code" in path or "/.packages" in path:
+        if "/runs" not in path or "/code" in path:
             return
     elif event != "subprocess.Popen":
         return
