@@ -5,8 +5,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
@@ -36,31 +35,26 @@ from hpc.doctor.findings import (
     merge,
     note,
 )
-from hpc.doctor.node_check import inspect_nodes, plan
+from hpc.doctor.node_job import NodeOptions, node_verb, plan, run_on_nodes
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
-from hpc.spec import Network, Resources, RunSpec
+from hpc.spec import RunSpec
 from hpc.status.warnings import save_seconds
-from hpc.submit import sbatch_variables
-from hpc.submit.options import SubmitTraining, flag_names
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
-from training.config import command_line
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(cli.RunsOptions):
+class DoctorOptions(NodeOptions):
     """Find settings of this cluster that cost runs work or time, and print how to change them."""
 
     run: tyro.conf.Positional[str | None] = None
     """Run whose measured save times are used. Default: the newest run that has saved a checkpoint."""
     node: tuple[str, ...] | None = None
     """Also inspect compute nodes in a short job: the named nodes, or without names any nodes (--nodes of them)."""
-    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
-    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -132,17 +126,17 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     found = [*judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"), *found]
     if options.node is None:
         return [*found, *judge(OF_LOGIN, inspect_login(options.runs_dir, site), "login")]
-    resources = plan(options.resources, site, options.node)
-    nodes = inspect_nodes(resources, options.network, options.node, options.runs_dir, stage_dir)
+    job = plan("doctor", options, site, stage_dir)
+    nodes = run_on_nodes(job, options.runs_dir)
     found += judge(OF_LOGIN, inspect_login(options.runs_dir, site, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
-    if len(nodes) < resources.max_nodes:
+    if len(nodes) < (asked := job.resources.max_nodes):
         verdict = costs(
-            f"{len(nodes)} of {resources.max_nodes} nodes answered",
+            f"{len(nodes)} of {asked} nodes answered",
             "runs on the other nodes fail too",
             f"see the messages of srun, and check that the nodes have {sys.executable}: it must be on shared storage",
         )
-        found.append(verdict.at("nodes", resources.partition or ""))
+        found.append(verdict.at("nodes", job.resources.partition or ""))
     return found
 
 
@@ -161,8 +155,7 @@ def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequ
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if inherited else None,
         runs_lack=tuple(lacks),
         automounted=str(point) if point else None,
-        nodes_see_runs=has_been_seen_by_nodes(real)
-        or (bool(nodes) and all(node.job is not None and node.job.sees_runs for node in nodes)),
+        nodes_see_runs=has_been_seen_by_nodes(real) or (bool(nodes) and all(node.sees_runs for node in nodes)),
     )
 
 
@@ -191,12 +184,7 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     print(f"{passed} of {len(found)} checks passed{rest}")
 
 
-def _expand(arguments: list[str]) -> list[str]:
-    given = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-    return command_line.with_config(arguments, command_line.flag_names(DoctorOptions), given)
-
-
-main = partial(cli.run, doctor, DoctorOptions, "doctor", expand=_expand)
+main = node_verb(doctor, DoctorOptions, "doctor")
 
 if __name__ == "__main__":
     sys.exit(main())

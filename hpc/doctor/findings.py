@@ -250,7 +250,7 @@ def _stage(node: NodeInfo) -> Verdict:
 
 
 def _memory(node: NodeInfo) -> Verdict:
-    free = node.memory_free_bytes
+    free = node.shm_free_bytes
     value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {_gigabytes(free)} free"
     if free is not None and free >= _MIN_MEMORY_BYTES:
         return ok(value)
@@ -265,7 +265,7 @@ def _memory(node: NodeInfo) -> Verdict:
 def _interfaces(node: NodeInfo) -> Verdict:
     physical = [name for name in node.interfaces if not name.startswith(_VIRTUAL)]
     value = " ".join(node.interfaces) or "none"
-    route, setting = (node.job.interface, node.job.nccl_interfaces) if node.job else (None, "")
+    route, setting = node.interface, node.nccl_interfaces
     if not physical:
         return costs(value, "no interface leads to other nodes: only runs on one node work", "ask the administrators")
     used = nccl_interfaces(node.interfaces, setting)
@@ -299,40 +299,33 @@ def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
     return [i for i in interfaces if any(i == n if exact else i.startswith(n) for n in names) != exclude]
 
 
-def _sees_runs(node: NodeInfo) -> Verdict | None:
-    if node.job is None:
-        return None
-    if node.job.sees_runs:
+def _sees_runs(node: NodeInfo) -> Verdict:
+    if node.sees_runs:
         return ok("the runs directory is the login node's")
     value = "the login node's runs directory does not exist here"
     return costs(value, "no run can start", "use --runs-dir on storage that all nodes share")
 
 
-def _commands(node: NodeInfo) -> Verdict | None:
-    if node.job is None:
-        return None
-    if not node.job.slurm_error:
+def _commands(node: NodeInfo) -> Verdict:
+    if not node.slurm_error:
         return ok("squeue, scontrol, sbatch and scancel work")
     return costs(
-        node.job.slurm_error,
+        node.slurm_error,
         "the node agents can neither requeue a run at its time limit nor resubmit it when nodes are lost",
         "ask the administrators for Slurm's commands on the compute nodes",
     )
 
 
-def _preflight(node: NodeInfo) -> Verdict | None:
-    if node.job is None:
-        return None
-    result = node.job.preflight
-    if not node.job.passed:
-        return costs(result, "no run can train on these nodes", "use --exclude, and tell the administrators")
-    if node.job.num_gpus and " on CPU" in result:
+def _preflight(node: NodeInfo) -> Verdict:
+    if node.problem:
+        return costs(node.problem, "no run can train on these nodes", "use --exclude, and tell the administrators")
+    if node.num_gpus and " on CPU" in node.preflight:
         return costs(
-            result,
+            node.preflight,
             "torch found no GPU in a job with GPUs: ranks would train on the CPU",
             "check nvidia-smi on the node, and the CUDA version that torch was built for",
         )
-    return ok(result)
+    return ok(node.preflight)
 
 
 OF_MACHINE: Mapping[str, Check[NodeInfo]] = {

@@ -196,19 +196,23 @@ def _describe_device(group: ProcessGroup) -> str:
     return f"rank {group.rank} on {platform.node()} ({device})"
 
 
+def connect_and_check() -> tuple[ProcessGroup, PreflightReport]:
+    """Connect the ranks and run the preflight; print an error in one line, and exit with its code."""
+    try:
+        group = connect(rank_info_from(os.environ))
+        return group, run_preflight(group)
+    except TorchrelayError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
 def main(run_dir: str = "", attempt: str = "1") -> int:
-    """Check, print, and record the result in the run if there is one; turn errors into one line and an exit code."""
+    """Check, print, and record the result in the run if there is one."""
     if run_dir in {"-h", "--help"}:
         print(_HELP)
         return 0
-    rank_info = rank_info_from(os.environ)
-    try:
-        group = connect(rank_info)
-        report = run_preflight(group)
-    except TorchrelayError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    if rank_info.is_rank_zero:
+    group, report = connect_and_check()
+    if group.is_rank_zero:
         speed = report.allreduce_gb_per_second
         bandwidth = f", all-reduce {speed} GB/s" if speed is not None else ""
         print(f"preflight: {group.description}{bandwidth}, {report.seconds} s", flush=True)

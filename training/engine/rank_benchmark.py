@@ -6,23 +6,21 @@ number is the fastest of several tries: what is slow in all of them is slow, wha
 
 import faulthandler
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import distributed
 
-from hpc.core.errors import TorchrelayError
-from training.engine.preflight import run_preflight
-from training.runtime.process_group import ProcessGroup, connect, disconnect
+from hpc.core.node_info import AllReduceSpeed, PairSpeed, RankSpeed
+from training.engine.preflight import connect_and_check
+from training.runtime.process_group import ProcessGroup, disconnect
 from training.runtime.rank_device import device_name
-from training.runtime.run_context import rank_info_from
 
-# jobs.smoke_node looks for it.
+# jobs.node_probe looks for it.
 _PREFIX = "benchmark: "
 _TRIES = 3
 _PING_PONGS = 20
@@ -32,41 +30,6 @@ _EXPONENTS = {"cpu": (10, 13, 16, 20, 24), "cuda": (10, 13, 16, 20, 24, 28)}
 _PAIR_BYTES = {"cpu": 2**23, "cuda": 2**26}
 _MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = 2**28
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSpeed:
-    """One rank's device, while all others compute too."""
-
-    rank: int
-    local_rank: int
-    node: str
-    device: str
-    teraflops: float
-    """Of a matrix product, in float32 on a CPU, in bfloat16 on a GPU."""
-    host_to_device_gb_per_second: float | None
-    """From pinned memory; None: it has no GPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceSpeed:
-    """Of all ranks, for one size of message."""
-
-    message_bytes: int
-    seconds: float
-    gb_per_second: float
-    """Bus bandwidth as nccl-tests defines it: 2 (n - 1) / n x bytes / time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairSpeed:
-    """Two nodes, from the first rank of the one to that of the other and back, while other pairs do the same."""
-
-    nodes: tuple[str, str]
-    latency_seconds: float
-    """Half of a round trip of 4 bytes."""
-    gb_per_second: float
-    """One way."""
 
 
 def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
@@ -177,16 +140,10 @@ def _there_and_back(group: ProcessGroup, message: torch.Tensor, other: int, *, b
 
 
 def main(node: str) -> int:
-    """Check, measure, and print; turn errors into one line and an exit code. `node` is this node's name."""
-    rank_info = rank_info_from(os.environ)
-    try:
-        group = connect(rank_info)
-        report = run_preflight(group)
-    except TorchrelayError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    found = {"preflight": asdict(report), **measure(group, node)}
-    if rank_info.is_rank_zero:
+    """Check, measure, and print. `node` is this node's name."""
+    group, _ = connect_and_check()
+    found = measure(group, node)
+    if group.is_rank_zero:
         print(_PREFIX + json.dumps(found), flush=True)
     disconnect()
     return 0
