@@ -41,8 +41,6 @@ class NodeInfo:
     """Free space in the stage directory; None if there is no such directory."""
     shm_free_bytes: int | None = None
     """Free space in /dev/shm; None if there is none."""
-    open_files: int | None = None
-    """How many files a process may open."""
     locked_bytes: int | None = None
     """How much memory a process may lock, -1 for unlimited; None if the node has no InfiniBand."""
     interfaces: tuple[str, ...] = ()
@@ -91,7 +89,6 @@ def inspect_node(stage_dir: Path) -> NodeInfo:
         stage_type=file_system_type(stage_dir),
         stage_free_bytes=_free_bytes(stage_dir),
         shm_free_bytes=_free_bytes(DEV_SHM),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if _INFINIBAND.exists() else None,
         interfaces=tuple(interface_addresses()),
     )

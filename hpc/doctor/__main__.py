@@ -1,7 +1,6 @@
-"""`hpc doctor`: settings of a cluster that cost runs work or time, and what to change. Runs on the login node."""
+"""`hpc doctor`: finds settings of a cluster that cost runs work or time. Runs on the login node."""
 
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -30,7 +29,6 @@ from hpc.doctor.findings import (
     RunMeasurements,
     Severity,
     costs,
-    inherits_open_files,
     judge,
     merge,
     note,
@@ -38,7 +36,6 @@ from hpc.doctor.findings import (
 from hpc.doctor.node_job import NodeOptions, node_verb, plan, run_on_nodes
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
-from hpc.slurm.client import ClusterConfig
 from hpc.spec import RunSpec
 from hpc.status.warnings import save_seconds
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
@@ -68,7 +65,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def find_run(options: DoctorOptions) -> RunDir | None:
-    """The named run, or the newest that has saved."""
+    """Find the named run, or the newest that has saved."""
     if options.run is not None:
         return cli.find_run(options.run, options.runs_dir)
     runs = reversed(cli.all_runs(options.runs_dir))
@@ -76,7 +73,7 @@ def find_run(options: DoctorOptions) -> RunDir | None:
 
 
 def measurements_of(run: RunDir) -> RunMeasurements:
-    """What a run has measured, from its events."""
+    """Read the measurements of a run from its events."""
     events = ledger.read(run.events)
     attempt = max((event.get("attempt", 0) for event in events), default=0)
     last = [event for event in events if event.get("attempt") == attempt]
@@ -94,7 +91,7 @@ def measurements_of(run: RunDir) -> RunMeasurements:
 
 
 def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
-    """All findings; a UserError if there is no such partition, or for `--node` without Slurm."""
+    """Gather all findings; raise UserError if there is no such partition, or for `--node` without Slurm."""
     spec = RunSpec.load(run) if run else None
     stage_dir = Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
     measured = measurements_of(run) if run else None
@@ -125,10 +122,10 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
         return [verdict.at("slurm", "cluster"), *found, *judge(OF_LOGIN, login, "login")]
     found = [*judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"), *found]
     if options.node is None:
-        return [*found, *judge(OF_LOGIN, inspect_login(options.runs_dir, site), "login")]
+        return [*found, *judge(OF_LOGIN, inspect_login(options.runs_dir), "login")]
     job = plan("doctor", options, site, stage_dir)
     nodes = run_on_nodes(job, options.runs_dir)
-    found += judge(OF_LOGIN, inspect_login(options.runs_dir, site, nodes), "login")
+    found += judge(OF_LOGIN, inspect_login(options.runs_dir, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
     if len(nodes) < (asked := job.resources.max_nodes):
         verdict = costs(
@@ -140,9 +137,8 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     return found
 
 
-def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
+def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node."""
-    inherited = site is not None and inherits_open_files(site.config)
     real = runs_dir.expanduser().resolve()
     lacks = list[Feature]()
     with suppress(OSError):  # it is full, or not the user's
@@ -152,7 +148,6 @@ def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequ
         runs_dir=str(real),
         runs_type=file_system_type(runs_dir),
         torch=node_info.torch_build(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if inherited else None,
         runs_lack=tuple(lacks),
         automounted=str(point) if point else None,
         nodes_see_runs=has_been_seen_by_nodes(real) or (bool(nodes) and all(node.sees_runs for node in nodes)),
@@ -163,25 +158,23 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     """Print costs, then notes, and how many checks passed; with debug also what is unknown."""
     console = Console()
     console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
-    shown = [finding for finding in found if finding.severity in {Severity.COST, Severity.NOTE}]
-    unknown = [finding for finding in found if finding.severity is Severity.UNKNOWN]
+    of = {severity: [finding for finding in found if finding.severity is severity] for severity in Severity}
+    unknown = of[Severity.UNKNOWN]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 1, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(max_width=_WHERE_WIDTH, overflow="fold")
     table.add_column(overflow="fold")
-    order = list(Severity)
-    for one in sorted([*shown, *(unknown if debug else [])], key=lambda finding: order.index(finding.severity)):
+    for one in [*of[Severity.COST], *of[Severity.NOTE], *(unknown if debug else [])]:
         style = _STYLES[one.severity]
         seen = one.value if one.check in one.value else f"{one.check}: {one.value}"
         seen, cost, advice, where = (escape(visible(text)) for text in (seen, one.cost, one.what_to_do, one.where))
         lines = (f"[bold]{seen}[/]", cost, advice and f"-> {advice}")
         table.add_row(f"[{style}]{one.severity}[/]", where, "\n".join(filter(None, lines)))
-    if shown:
+    if of[Severity.COST] or of[Severity.NOTE]:
         console.print(table)
-    passed = len(found) - len(shown) - len(unknown)
     names = ", ".join(finding.check for finding in unknown)
     rest = f"; {len(unknown)} could not be judged ({names})" if unknown else ""
-    print(f"{passed} of {len(found)} checks passed{rest}")
+    print(f"{len(of[Severity.OK])} of {len(found)} checks passed{rest}")
 
 
 main = node_verb(doctor, DoctorOptions, "doctor")

@@ -23,6 +23,8 @@ _NODE_RATES = (
 )
 _PARTS = ("cpu", "cpus", "memory_bytes", "kernel", "gpus", "driver", "stage_type")
 
+_Speed = RankSpeed | AllReduceSpeed | PairSpeed
+
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
@@ -129,10 +131,10 @@ def changes(before: SmokeResult, now: SmokeResult) -> list[Change]:
 
 def _node_changes(before: NodeInfo, now: NodeInfo) -> list[Change]:
     """Find parts that were replaced, and rates that have changed."""
-    pairs = [(part, getattr(before, part), getattr(now, part)) for part in _PARTS]
+    parts = {part: (getattr(before, part), getattr(now, part)) for part in _PARTS}
     found = [
         Change(where=now.name, what=part.replace("_", " "), before=_words(old), now=_words(new))
-        for part, old, new in pairs
+        for part, (old, new) in parts.items()
         if old != new
     ]
     for field, _, what in _NODE_RATES:
@@ -144,10 +146,7 @@ def _words(value: Any) -> str:
     return ", ".join(value) if isinstance(value, tuple) and value else str(value or "none")
 
 
-def _rate_changes(
-    before: Iterable[RankSpeed | AllReduceSpeed | PairSpeed], now: Iterable[RankSpeed | AllReduceSpeed | PairSpeed],
-    field: str, what: str, unit: str,
-) -> list[Change]:  # fmt: skip
+def _rate_changes(before: Iterable[_Speed], now: Iterable[_Speed], field: str, what: str, unit: str) -> list[Change]:
     old, new = ({one.where: getattr(one, field) for one in rows} for rows in (before, now))
     return _changed(old, new, what, unit)
 

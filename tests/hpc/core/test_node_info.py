@@ -9,7 +9,7 @@ from support.cluster import mounted_volume
 
 from hpc.core.kernel import driver_version, file_system_type, mounted_type
 from hpc.core.node_info import inspect_node, parse_torch_version
-from hpc.doctor.findings import inherits_open_files, nccl_interfaces
+from hpc.doctor.findings import nccl_interfaces
 
 
 @pytest.mark.parametrize(
@@ -25,17 +25,6 @@ from hpc.doctor.findings import inherits_open_files, nccl_interfaces
 )
 def test_interfaces_that_nccl_uses(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:
     assert nccl_interfaces(interfaces, asked) == taken
-
-
-@pytest.mark.parametrize(
-    ("only", "but", "handed_on"),
-    [("ALL", "(null)", True), ("CORE,NOFILE", "(null)", True), ("NONE", "(null)", False), ("CORE", "(null)", False),
-     ("(null)", "MEMLOCK", True), ("(null)", "MEMLOCK,NOFILE", False)],
-)  # fmt: skip
-def test_jobs_inherit_the_limit_of_open_files(only: str, but: str, handed_on: bool) -> None:
-    config = {"PropagateResourceLimits": only, "PropagateResourceLimitsExcept": but}
-    assert inherits_open_files(config) is handed_on
-    assert inherits_open_files({}) is False
 
 
 def test_file_system_is_the_innermost_and_last_mount() -> None:

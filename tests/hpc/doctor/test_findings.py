@@ -200,7 +200,7 @@ def test_run_that_read_in_place_and_took_no_snapshots() -> None:
 
 
 CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")
-LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_files=4096)
+LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA)
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,6 @@ LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_f
         ("torch", {}, "ok"),
         ("torch", {"torch": None}, "cost"),
         ("torch", {"torch": TorchBuild(version="2.15.0+cpu", accelerator=None)}, "cost"),
-        ("open files", {}, "ok"),
-        ("open files", {"open_files": 256}, "cost"),
-        ("open files", {"open_files": None}, "unknown"),
     ],
 )
 def test_finding_about_the_login_node(check: str, changes: dict[str, Any], severity: str) -> None:
@@ -230,7 +227,7 @@ def test_finding_about_the_login_node(check: str, changes: dict[str, Any], sever
 
 NODE = NodeInfo(
     name="gpu01", cpu="EPYC", cpus=64, memory_bytes=2**38, kernel="6.1", driver=None, stage_dir="/tmp",
-    stage_type="xfs", stage_free_bytes=10**12, shm_free_bytes=10**11, open_files=65536, interfaces=("lo", "eth0"),
+    stage_type="xfs", stage_free_bytes=10**12, shm_free_bytes=10**11, interfaces=("lo", "eth0"),
     num_gpus=2, sees_runs=True, interface="eth0", preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
 )  # fmt: skip
 
@@ -245,7 +242,6 @@ NODE = NodeInfo(
         ("stage directory", {"stage_free_bytes": None}, "cost", "--stage-dir"),
         ("/dev/shm", {"shm_free_bytes": 64 * 2**20}, "cost", "bus error"),
         ("/dev/shm", {"shm_free_bytes": None}, "cost", "/dev/shm does not exist"),
-        ("open files", {"open_files": 512}, "cost", "ulimit -n"),
         ("locked memory", {}, "ok", "no InfiniBand"),
         ("locked memory", {"locked_bytes": -1}, "ok", ""),
         ("locked memory", {"locked_bytes": 8 * 2**20}, "cost", "ulimit -l unlimited"),
