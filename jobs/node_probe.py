@@ -41,7 +41,7 @@ DATA = "data"
 """Name of the data in DIRECTORY."""
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 _PREFLIGHT, _BENCHMARK = "preflight: ", "benchmark: "
-# Enough for a slow import of torch from shared storage.
+# This is enough for a slow import of torch from shared storage.
 _RANKS_SECONDS = 180
 _TIMED_OUT = 124
 _LONGEST_MESSAGE = 500
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     found: dict[str, Any] = {"name": probe.allocation.host, "sees_runs": probe.run.path.is_dir()}
     with ExitStack() as stack:
         try:
-            # What was found before an error counts.
+            # The facts found before an error count.
             for facts in (measure if job == "smoke" else check)(probe, stack):
                 found |= facts
         except (TorchrelayError, OSError) as error:
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     directory_here = Path(stage_dir)
     with suppress(TorchrelayError):  # the finding is that it does not exist
         directory_here = stage_dir_on_node(stage_dir, os.environ)
-    # Short lines: those of several nodes arrive mixed, line by line.
+    # Short lines, because the output of several nodes arrives mixed, line by line.
     print(json.dumps(asdict(replace(inspect_node(directory_here), **found)), indent=0), flush=True)
     return 0
 
@@ -158,7 +158,10 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
             time.sleep(_POLL_SECONDS)
         server.directive = Directive(round=1, host=server.own_address, port=pick_port(network.ports))
         return server, secret
-    claimed = claim.join(probe.run, allocation, lambda: False, _MEET_SECONDS)
+    try:
+        claimed = claim.join(probe.run, allocation, lambda: False, _MEET_SECONDS)
+    except TorchrelayError as error:
+        raise TorchrelayError(f"{allocation.head} wrote nothing to the runs directory") from error
     assert claimed is not None  # noqa: S101  # nothing stops this node
     hosts = head_hosts(allocation.head, claimed.addresses, network.interface)
     client = ControlClient(hosts, claimed.port, claimed.secret, NodeStatus(node_rank=allocation.node_rank))
@@ -167,7 +170,7 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
         raise TorchrelayError(f"{allocation.host} does not reach {allocation.head} at {', '.join(hosts)}")
     while not client.directive.round:
         if time.monotonic() > deadline + _MEET_SECONDS or client.head_is_silent:
-            raise TorchrelayError(f"{allocation.head} was not reached by all nodes")
+            raise TorchrelayError(f"{allocation.host} reached {allocation.head}, but not all other nodes did")
         time.sleep(_POLL_SECONDS)
     return client, claimed.secret
 
@@ -207,10 +210,10 @@ def summarize(output: str, exit_code: int, beginning: str) -> tuple[str, str]:
 
 
 def write_rate(directory: Path) -> float | None:
-    """Bytes per second of a file that is written there, flushed and deleted; None if the disk has no room for it.
+    """Return the bytes per second of a file that is written, flushed and deleted; None if the disk has no room for it.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     size = min(_WRITE_BYTES, shutil.disk_usage(directory).free // 4) // _BLOCK_BYTES * _BLOCK_BYTES
     if not size:
@@ -238,7 +241,7 @@ def stage(probe: Probe, channel: ControlChannel, secret: str, stage_dir: Path, s
             group.update()
         return time.monotonic() > deadline
 
-    # Open until all ranks have ended: other nodes may still fetch from this one.
+    # The stager stays open until all ranks have ended: other nodes may still fetch from this one.
     stager = stack.enter_context(
         Stager(stage_dir, group=group, watch=watch, keep_seconds=0, timeout_seconds=_STAGE_SECONDS)
     )

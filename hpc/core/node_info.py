@@ -42,16 +42,16 @@ class NodeInfo:
     shm_free_bytes: int | None = None
     """Free space in /dev/shm; None if there is none."""
     locked_bytes: int | None = None
-    """How much memory a process may lock, -1 for unlimited; None if the node has no InfiniBand."""
+    """Bytes of memory that a process may lock, -1 for unlimited; None if the node has no InfiniBand."""
     interfaces: tuple[str, ...] = ()
     """Network interfaces with an IPv4 address, in the kernel's order."""
 
     gpus: tuple[str, ...] = ()
     """Models of the GPUs that the driver lists for the job."""
     num_gpus: int = 0
-    """How many GPUs per node the job asked for."""
+    """GPUs per node that the job asked for."""
     sees_runs: bool = False
-    """Whether the login node's runs directory exists here."""
+    """True if the login node's runs directory exists here."""
     slurm_error: str = ""
     """Error of Slurm's commands here; empty if they work."""
     interface: str | None = None
@@ -61,14 +61,14 @@ class NodeInfo:
     preflight: str = ""
     """Result of the preflight, if it passed."""
     problem: str = ""
-    """Why the ranks of this node could not be checked or measured; empty if they were."""
+    """Error because of which the ranks of this node were not checked or measured; empty if they were."""
 
     write_bytes_per_second: float | None = None
     """Speed of writing to the stage directory, with fsync; None if it has no room."""
     staged_bytes_per_second: float | None = None
     """Speed of staging to the stage directory, as a run does it, on all nodes at once; None if nothing was staged."""
     staging_problem: str = ""
-    """Why nothing was staged; empty if it was."""
+    """Reason why nothing was staged; empty if it was."""
     clock_seconds: float | None = None
     """This node's clock minus the first node's; None if they did not meet."""
     ranks: Mapping[str, Any] | None = None

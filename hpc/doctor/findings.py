@@ -24,7 +24,7 @@ Facts = TypeVar("Facts")
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """Rank findings by what they cost."""
 
     COST = "cost"
     """Runs will lose work or time, or fail."""
@@ -83,11 +83,11 @@ class RunMeasurements:
     """Duration of the longest save; None before the first."""
     is_script: bool
     in_place: str | None = None
-    """Why the last attempt did not stage its data."""
+    """Reason why the last attempt did not stage its data."""
     no_snapshots: str | None = None
-    """Why the last attempt took no snapshots."""
+    """Reason why the last attempt took no snapshots."""
     not_forked: str | None = None
-    """Why the ranks of the last attempt were not forks of torchrun."""
+    """Reason why the ranks of the last attempt were not forks of torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ class LoginNode:
     automounted: str | None = None
     """Directory below which an automounter mounts it."""
     nodes_see_runs: bool = False
-    """Whether compute nodes were inspected, and all see the runs directory."""
+    """True if compute nodes were inspected, and all see the runs directory."""
 
 
 def _costs_if(field: str, cost: str, what_to_do: str, *, otherwise: str) -> Check[Any]:

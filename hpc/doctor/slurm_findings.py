@@ -29,7 +29,7 @@ class ClusterFacts:
 
 
 def may_be_preempted(cluster: ClusterConfig) -> bool | None:
-    """Whether Slurm may end jobs of the partition to start others; None if its configuration does not tell."""
+    """Tell whether Slurm may end jobs of the partition to start others; None if its configuration does not say."""
     kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
     if kind is None or mode is None or kind.endswith("/qos"):
         return None
@@ -39,7 +39,7 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
 
 
 def seconds_to_save(grace: int, kill_wait: int | None) -> float:
-    """How long the ranks may take to save at a preemption. The agents know GraceTime, but not KillWait."""
+    """Return how long the ranks may take to save at a preemption. The agents know GraceTime, but not KillWait."""
     if grace:
         return save_timeout_seconds(grace)
     return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
@@ -222,7 +222,7 @@ def _oversubscription(site: ClusterFacts) -> Finding | None:
     given = site.cluster.partition.get("OverSubscribe")
     if given is None:
         return None
-    # With YES only jobs that ask for it share; ours do not. FORCE:1 is one job at a time.
+    # With YES, only jobs that ask for it share CPUs; ours do not. FORCE:1 runs one job at a time.
     if not given.startswith("FORCE") or given == "FORCE:1":
         return ok(f"OverSubscribe={given}")
     slice_seconds = leading_number(site.cluster.config, "SchedulerTimeSlice") or 30

@@ -8,8 +8,8 @@ from typing import Any
 from hpc.core.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed
 from hpc.smoke.measurements import SmokeResult
 
-# Parts of the median below which something is slow. GPUs of one kind differ by a few percent; what nodes do with their
-# CPUs, disks and networks at the same time differs more.
+# Parts of the median below which something is slow. GPUs of one kind differ by a few percent; CPUs, disks and networks
+# that are measured on all nodes at the same time differ more.
 _SLOW_GPU, _SLOW_COPY, _SLOW_OTHER = 0.9, 0.7, 0.5
 # A latency is slow above this multiple of the median, and above a millisecond: good ones are microseconds.
 _SLOW_LATENCY, _LEAST_LATENCY_SECONDS = 5.0, 0.001

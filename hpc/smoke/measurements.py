@@ -12,7 +12,7 @@ from hpc.core.files import write_json
 from hpc.core.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed, node_from_json
 
 _PREFIX = "smoke-"
-# The fields of a NodeInfo that are kept and printed as JSON: what the others say is no measurement.
+# The fields of a NodeInfo that are kept and printed as JSON. The others are the checks of hpc doctor.
 _KEPT = (
     "name", "cpu", "cpus", "memory_bytes", "kernel", "gpus", "driver", "stage_dir", "stage_type", "stage_free_bytes",
     "write_bytes_per_second", "staged_bytes_per_second", "staging_problem", "clock_seconds", "problem",
