@@ -31,7 +31,7 @@ class NodeOptions(cli.RunsOptions):
     """The flags of a verb that runs a short job on nodes."""
 
     node: tuple[str, ...] | None = None
-    """Nodes of the job. Default: any nodes (--nodes of them)."""
+    """Nodes to measure. Default: any nodes (--nodes of them)."""
     resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
     network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
 

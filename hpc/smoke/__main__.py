@@ -34,8 +34,6 @@ class SmokeOptions(NodeOptions):
     the measurement failed.
     """
 
-    node: tuple[str, ...] | None = None
-    """Nodes to measure. Default: any nodes (--nodes of them)."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - submit's default
     """Directory on each node's own disk."""
 
