@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = [ROOT / "hpc", ROOT / "jobs", ROOT / "training"]
 MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 FOLDERS = [*PACKAGES, *(path for package in PACKAGES for path in package.rglob("*") if (path / "__init__.py").exists())]
-# Names that mean the same wherever they stand: a verb's entry point; a node's part in staging, and in doctor; flags.
-SAME_EVERYWHERE = {"__main__", "staging", "doctor", "config"}
+# Names that mean the same wherever they stand: a verb's entry point; a node's part in staging; flags.
+SAME_EVERYWHERE = {"__main__", "staging", "config"}
 # The verbs in hpc/ are not counted either: `hpc` lists them.
 MOST_ENTRIES, UNCOUNTED = 17, {"__init__.py", "__pycache__"}
 HEAVY = {"torch", "torchvision", "pandas", "bokeh"}

@@ -165,6 +165,14 @@ def available_memory_bytes() -> int:
     return min([available, *cgroup_available_bytes(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup"))])
 
 
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
+    """Return the version of NVIDIA's driver here; None if none is loaded."""
+    with suppress(OSError):
+        found = re.search(r"\d+\.\d+(\.\d+)*", path.read_text())
+        return found[0] if found else None
+    return None
+
+
 def resident_memory_bytes() -> int:
     """Bytes of this process in memory, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,10 +1,12 @@
-"""What `hpc doctor` and `hpc smoke` ask of one machine: file systems, limits, network, torch, speed. Runs everywhere.
+"""A machine, its ranks and its network, as `hpc doctor` and `hpc smoke` see them. Runs everywhere.
 
-`hpc.doctor.findings` and `hpc.smoke.judgement` judge it. Imports no torch.
+`jobs.node_probe` finds it out in a job, and `training.engine.rank_benchmark` measures the ranks; `hpc.doctor.findings`
+and `hpc.smoke.judgement` judge it. GB/s are 10^9 bytes per second. Imports no torch.
 """
 
 import importlib.util
 import os
+import platform
 import re
 import resource
 import shutil
@@ -13,72 +15,88 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc.core.kernel import file_system_type, interface_addresses
+from hpc.core.kernel import driver_version, file_system_type, interface_addresses
 from hpc.core.nodedir import DEV_SHM
 
-_INFINIBAND = Path("/sys/class/infiniband")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NodeInfoInJob:
-    """What only a process of a job can find out about its node."""
-
-    sees_runs: bool
-    """Whether the login node's runs directory exists here."""
-    slurm_error: str
-    """The error of Slurm's commands here; empty if they work."""
-    interface: str | None
-    """The network interface towards the other nodes of the job; None if there are none."""
-    nccl_interfaces: str
-    """NCCL_SOCKET_IFNAME."""
-    num_gpus: int
-    """How many GPUs per node the job asked for."""
-    passed: bool
-    """Whether the preflight passed."""
-    preflight: str
-    """Its result, or its error."""
+_INFINIBAND, _CPU_INFO = Path("/sys/class/infiniband"), Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfo:
-    """One machine."""
+    """One machine. Fields with a default are unknown outside a job, or if `hpc smoke` did not measure them."""
 
     name: str
+    cpu: str
+    """Model of the processor."""
+    cpus: int
+    """CPUs of the machine, which may be more than the job's."""
+    memory_bytes: int
+    kernel: str
+    driver: str | None
+    """Version of NVIDIA's driver; None if none is loaded."""
     stage_dir: str
     stage_type: str | None
-    """Type of its file system; None if unknown."""
+    """File system of the stage directory; None if unknown."""
     stage_free_bytes: int | None
-    """None: there is no such directory."""
-    memory_free_bytes: int | None
-    """Of /dev/shm; None if there is none."""
-    open_files: int
-    """How many a process may have."""
-    locked_bytes: int | None
-    """How much memory a process may lock, -1 for unlimited; None if the node has no InfiniBand."""
-    interfaces: tuple[str, ...]
-    """Those with an IPv4 address, in the kernel's order."""
-    job: NodeInfoInJob | None = None
+    """Free space in the stage directory; None if there is no such directory."""
+    shm_free_bytes: int | None = None
+    """Free space in /dev/shm; None if there is none."""
+    locked_bytes: int | None = None
+    """Bytes of memory that a process may lock, -1 for unlimited; None if the node has no InfiniBand."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces with an IPv4 address, in the kernel's order."""
+
+    gpus: tuple[str, ...] = ()
+    """Models of the GPUs that the driver lists for the job."""
+    num_gpus: int = 0
+    """GPUs per node that the job asked for."""
+    sees_runs: bool = False
+    """True if the login node's runs directory exists here."""
+    slurm_error: str = ""
+    """Error of Slurm's commands here; empty if they work."""
+    interface: str | None = None
+    """Network interface towards the other nodes of the job; None if there are none."""
+    nccl_interfaces: str = ""
+    """Value of NCCL_SOCKET_IFNAME."""
+    preflight: str = ""
+    """Result of the preflight, if it passed."""
+    problem: str = ""
+    """Error because of which the ranks of this node were not checked or measured; empty if they were."""
+
+    write_bytes_per_second: float | None = None
+    """Speed of writing to the stage directory, with fsync; None if it has no room."""
+    staged_bytes_per_second: float | None = None
+    """Speed of staging to the stage directory, as a run does it, on all nodes at once; None if nothing was staged."""
+    staging_problem: str = ""
+    """Reason why nothing was staged; empty if it was."""
+    clock_seconds: float | None = None
+    """This node's clock minus the first node's; None if they did not meet."""
+    ranks: Mapping[str, Any] | None = None
+    """On the first node, what the ranks have measured (training.engine.rank_benchmark); None on the others."""
 
 
 def inspect_node(stage_dir: Path) -> NodeInfo:
     """Describe this machine."""
+    model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
     return NodeInfo(
         name=os.uname().nodename.partition(".")[0],
+        cpu=model[1] if model else platform.machine(),
+        cpus=os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        kernel=platform.release(),
+        driver=driver_version(),
         stage_dir=str(stage_dir),
         stage_type=file_system_type(stage_dir),
         stage_free_bytes=_free_bytes(stage_dir),
-        memory_free_bytes=_free_bytes(DEV_SHM),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shm_free_bytes=_free_bytes(DEV_SHM),
         locked_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if _INFINIBAND.exists() else None,
         interfaces=tuple(interface_addresses()),
     )
 
 
-def from_json(document: Mapping[str, Any]) -> NodeInfo:
-    """The machine whose `asdict` was written as JSON."""
-    fields = dict(document)
-    job = NodeInfoInJob(**fields.pop("job")) if fields.get("job") else None
-    return NodeInfo(**{**fields, "interfaces": tuple(fields["interfaces"]), "job": job})
+def node_from_json(fields: Mapping[str, Any]) -> NodeInfo:
+    """Read a NodeInfo, or the part of it that `hpc smoke` keeps. Raises TypeError for anything else."""
+    return NodeInfo(**{**fields, **{name: tuple(fields.get(name, ())) for name in ("gpus", "interfaces")}})
 
 
 def _free_bytes(directory: Path) -> int | None:
@@ -89,41 +107,53 @@ def _free_bytes(directory: Path) -> int | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeSpeed:
-    """What `hpc smoke` knows of one node: what it has, and how fast its disk is (`jobs.smoke_node`)."""
+class RankSpeed:
+    """One rank's device, while all others compute too."""
 
-    name: str
-    cpu: str
-    """Its model."""
-    cpus: int
-    """Of the machine."""
-    memory_bytes: int
-    kernel: str
-    gpus: tuple[str, ...]
-    """The models that the driver lists for the job."""
-    driver: str | None
-    """NVIDIA's version; None: there is none."""
-    stage_dir: str
-    stage_type: str | None
-    """Type of its file system; None if unknown."""
-    stage_free_bytes: int | None
-    write_bytes_per_second: float | None
-    """To the disk of `stage_dir`, with fsync; None: it has no room."""
-    staged_bytes_per_second: float | None
-    """From shared storage and other nodes to that disk, as a run stages its data, with all nodes at once; None: not."""
-    staging_problem: str
-    """Why nothing was staged; empty if it was."""
-    clock_seconds: float | None
-    """This node's clock minus that of the first one; None: they did not meet."""
-    problem: str
-    """Why the ranks of this node were not measured; empty if they were."""
-    ranks: Mapping[str, Any] | None
-    """On the first node what the ranks have measured (`training.engine.rank_benchmark`); None on the others."""
+    rank: int
+    local_rank: int
+    node: str
+    device: str
+    teraflops: float
+    """Speed of a matrix product, in float32 on a CPU, in bfloat16 on a GPU."""
+    host_to_device_gb_per_second: float | None
+    """Speed of a copy from pinned memory; None if the rank has no GPU."""
+
+    @property
+    def where(self) -> str:
+        """Name the node and, of a rank with a GPU, the GPU: `gpu01 GPU 3`."""
+        return self.node if self.device == "CPU" else f"{self.node} GPU {self.local_rank}"
 
 
-def node_speed(document: Mapping[str, Any]) -> NodeSpeed:
-    """The node whose `asdict` was written as JSON."""
-    return NodeSpeed(**{**document, "gpus": tuple(document["gpus"])})
+@dataclass(frozen=True, kw_only=True)
+class AllReduceSpeed:
+    """An all-reduce of all ranks, for one size of message."""
+
+    message_bytes: int
+    seconds: float
+    gb_per_second: float
+    """Bus bandwidth as nccl-tests defines it: 2 (n - 1) / n x bytes / time."""
+
+    @property
+    def where(self) -> str:
+        """Name the size of the message."""
+        return f"all-reduce of {self.message_bytes:,} bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairSpeed:
+    """Two nodes, from the first rank of the one to that of the other and back, while other pairs do the same."""
+
+    nodes: tuple[str, str]
+    latency_seconds: float
+    """Half of a round trip of 4 bytes."""
+    gb_per_second: float
+    """Bandwidth in one direction."""
+
+    @property
+    def where(self) -> str:
+        """Name both nodes: `gpu01 - gpu02`."""
+        return " - ".join(self.nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,11 +162,11 @@ class TorchBuild:
 
     version: str
     accelerator: str | None
-    """What it was built for beside CPUs: `CUDA 13.2`."""
+    """Devices that it was built for, beside CPUs: `CUDA 13.2`."""
 
 
 def torch_build() -> TorchBuild | None:
-    """The build that torch's `version.py` describes, without importing torch; None if it is not installed."""
+    """Read the build from torch's `version.py`, without importing torch; None if it is not installed."""
     found = importlib.util.find_spec("torch")
     path = Path(found.origin).with_name("version.py") if found and found.origin else None
     return parse_torch_version(path.read_text()) if path and path.exists() else None

@@ -1,12 +1,10 @@
-"""`hpc doctor`: settings of a cluster that cost runs work or time, and what to change. Runs on the login node."""
+"""`hpc doctor`: finds settings of a cluster that cost runs work or time. Runs on the login node."""
 
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import tyro
@@ -33,35 +31,28 @@ from hpc.doctor.findings import (
     RunMeasurements,
     Severity,
     costs,
-    inherits_open_files,
     judge,
     merge,
     note,
 )
-from hpc.doctor.node_check import inspect_nodes, plan
+from hpc.doctor.node_job import NodeOptions, node_verb, plan, run_on_nodes
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm import client as slurm
-from hpc.slurm.client import ClusterConfig
-from hpc.spec import Network, Resources, RunSpec
-from hpc.submit import sbatch_variables
-from hpc.submit.options import SubmitTraining, flag_names
+from hpc.spec import RunSpec
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
-from training.config import command_line
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(cli.RunsOptions):
+class DoctorOptions(NodeOptions):
     """Find settings of this cluster that cost runs work or time, and print how to change them."""
 
     run: tyro.conf.Positional[str | None] = None
     """Run whose measured save times are used. Default: the newest run that has saved a checkpoint."""
     node: tuple[str, ...] | None = None
     """Also inspect compute nodes in a short job: the named nodes, or without names any nodes (--nodes of them)."""
-    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
-    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
 
 
 def doctor(options: DoctorOptions) -> int:
@@ -75,7 +66,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def find_run(options: DoctorOptions) -> RunDir | None:
-    """The named run, or the newest that has saved."""
+    """Find the named run, or the newest that has saved."""
     if options.run is not None:
         return cli.find_run(options.run, options.runs_dir)
     runs = reversed(cli.all_runs(options.runs_dir))
@@ -83,7 +74,7 @@ def find_run(options: DoctorOptions) -> RunDir | None:
 
 
 def measurements_of(run: RunDir) -> RunMeasurements:
-    """What a run has measured, from its events."""
+    """Read the measurements of a run from its events."""
     history = History.load(run)
     last = history.during(max((event.attempt or 0 for event in history.events), default=0))
     without, unforked = last.of(SnapshotOff), last.of(NotForked)
@@ -98,7 +89,7 @@ def measurements_of(run: RunDir) -> RunMeasurements:
 
 
 def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
-    """All findings; a UserError if there is no such partition, or for `--node` without Slurm."""
+    """Gather all findings; raise UserError if there is no such partition, or for `--node` without Slurm."""
     spec = RunSpec.load(run) if run else None
     stage_dir = Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
     measured = measurements_of(run) if run else None
@@ -129,24 +120,23 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
         return [verdict.at("slurm", "cluster"), *found, *judge(OF_LOGIN, login, "login")]
     found = [*judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"), *found]
     if options.node is None:
-        return [*found, *judge(OF_LOGIN, inspect_login(options.runs_dir, site), "login")]
-    resources = plan(options.resources, site, options.node)
-    nodes = inspect_nodes(resources, options.network, options.node, options.runs_dir, stage_dir)
-    found += judge(OF_LOGIN, inspect_login(options.runs_dir, site, nodes), "login")
+        return [*found, *judge(OF_LOGIN, inspect_login(options.runs_dir), "login")]
+    job = plan("doctor", options, site, stage_dir)
+    nodes = run_on_nodes(job, options.runs_dir)
+    found += judge(OF_LOGIN, inspect_login(options.runs_dir, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
-    if len(nodes) < resources.max_nodes:
+    if len(nodes) < (asked := job.resources.max_nodes):
         verdict = costs(
-            f"{len(nodes)} of {resources.max_nodes} nodes answered",
+            f"{len(nodes)} of {asked} nodes answered",
             "runs on the other nodes fail too",
             f"see the messages of srun, and check that the nodes have {sys.executable}: it must be on shared storage",
         )
-        found.append(verdict.at("nodes", resources.partition or ""))
+        found.append(verdict.at("nodes", job.resources.partition or ""))
     return found
 
 
-def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
+def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node."""
-    inherited = site is not None and inherits_open_files(site.config)
     real = runs_dir.expanduser().resolve()
     lacks = list[Feature]()
     with suppress(OSError):  # it is full, or not the user's
@@ -156,11 +146,9 @@ def inspect_login(runs_dir: Path, site: ClusterConfig | None = None, nodes: Sequ
         runs_dir=str(real),
         runs_type=file_system_type(runs_dir),
         torch=node_info.torch_build(),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0] if inherited else None,
         runs_lack=tuple(lacks),
         automounted=str(point) if point else None,
-        nodes_see_runs=has_been_seen_by_nodes(real)
-        or (bool(nodes) and all(node.job is not None and node.job.sees_runs for node in nodes)),
+        nodes_see_runs=has_been_seen_by_nodes(real) or (bool(nodes) and all(node.sees_runs for node in nodes)),
     )
 
 
@@ -168,33 +156,26 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     """Print costs, then notes, and how many checks passed; with debug also what is unknown."""
     console = Console()
     console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
-    shown = [finding for finding in found if finding.severity in {Severity.COST, Severity.NOTE}]
-    unknown = [finding for finding in found if finding.severity is Severity.UNKNOWN]
+    of = {severity: [finding for finding in found if finding.severity is severity] for severity in Severity}
+    unknown = of[Severity.UNKNOWN]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 1, 0), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(max_width=_WHERE_WIDTH, overflow="fold")
     table.add_column(overflow="fold")
-    order = list(Severity)
-    for one in sorted([*shown, *(unknown if debug else [])], key=lambda finding: order.index(finding.severity)):
+    for one in [*of[Severity.COST], *of[Severity.NOTE], *(unknown if debug else [])]:
         style = _STYLES[one.severity]
         seen = one.value if one.check in one.value else f"{one.check}: {one.value}"
         seen, cost, advice, where = (escape(visible(text)) for text in (seen, one.cost, one.what_to_do, one.where))
         lines = (f"[bold]{seen}[/]", cost, advice and f"-> {advice}")
         table.add_row(f"[{style}]{one.severity}[/]", where, "\n".join(filter(None, lines)))
-    if shown:
+    if of[Severity.COST] or of[Severity.NOTE]:
         console.print(table)
-    passed = len(found) - len(shown) - len(unknown)
     names = ", ".join(finding.check for finding in unknown)
     rest = f"; {len(unknown)} could not be judged ({names})" if unknown else ""
-    print(f"{passed} of {len(found)} checks passed{rest}")
+    print(f"{len(of[Severity.OK])} of {len(found)} checks passed{rest}")
 
 
-def _expand(arguments: list[str]) -> list[str]:
-    given = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-    return command_line.with_config(arguments, command_line.flag_names(DoctorOptions), given)
-
-
-main = partial(cli.run, doctor, DoctorOptions, "doctor", expand=_expand)
+main = node_verb(doctor, DoctorOptions, "doctor")
 
 if __name__ == "__main__":
     sys.exit(main())

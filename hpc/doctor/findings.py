@@ -1,23 +1,20 @@
-"""The findings of `hpc doctor` about runs, the login node and compute nodes: one small function per check. Pure."""
+"""Judges runs, the login node and compute nodes for `hpc doctor`: tables of checks. Pure; runs on the login node."""
 
-import re
 import resource
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpc.core.kernel import NETWORK_BACKED, RAM_BACKED
 from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.core.nodedir import DEV_SHM
-from hpc.slurm.client import Fields
 from hpc.status.warnings import ASK_NO_GPUS
 from hpc.submit.runs_storage import LOST, Feature
 
 _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9
-_MIN_OPEN_FILES = 1024
 _MIN_LOCKED_BYTES = 10**9
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
 # Prefixes of virtual interfaces, which lead to no other node. NCCL itself skips the first two if there is another.
@@ -27,7 +24,7 @@ Facts = TypeVar("Facts")
 
 
 class Severity(StrEnum):
-    """How much a finding matters."""
+    """Rank findings by what they cost."""
 
     COST = "cost"
     """Runs will lose work or time, or fail."""
@@ -38,36 +35,30 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The result of one check."""
+class Finding:
+    """The result of one check in one place."""
 
     severity: Severity
     value: str
-    """What was seen."""
+    """The setting or measurement that was seen."""
     cost: str = ""
     what_to_do: str = ""
-
-    def at(self, check: str, where: str) -> "Finding":
-        """The finding of this check in this place."""
-        return Finding(check=check, where=where, **vars(self))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding(Verdict):
-    """The result of one check in one place."""
-
-    check: str
-    where: str
+    check: str = ""
+    where: str = ""
     """`cluster`, `login`, a run, or the names of nodes."""
 
+    def at(self, check: str, where: str) -> "Finding":
+        """Name the check, and the place."""
+        return replace(self, check=check, where=where)
 
-Check = Callable[[Facts], Verdict | None]
+
+Check = Callable[[Facts], Finding | None]
 
 
-ok = partial(Verdict, Severity.OK)
-note = partial(Verdict, Severity.NOTE)
-costs = partial(Verdict, Severity.COST)
-_UNKNOWN = Verdict(Severity.UNKNOWN, "not reported")
+ok = partial(Finding, Severity.OK)
+note = partial(Finding, Severity.NOTE)
+costs = partial(Finding, Severity.COST)
+_UNKNOWN = Finding(Severity.UNKNOWN, "not reported")
 
 
 def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
@@ -85,39 +76,47 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMeasurements:
-    """What a run has measured."""
+    """Measurements of a run, from its events."""
 
     name: str
     save_seconds: float | None
-    """The longest save."""
+    """Duration of the longest save; None before the first."""
     is_script: bool
     in_place: str | None = None
-    """Why the last attempt did not stage its data."""
+    """Reason why the last attempt did not stage its data."""
     no_snapshots: str | None = None
-    """Why the last attempt took no snapshots."""
+    """Reason why the last attempt took no snapshots."""
     not_forked: str | None = None
-    """Why the ranks of the last attempt were not forks of torchrun."""
+    """Reason why the ranks of the last attempt were not forks of torchrun."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoginNode:
-    """The login node."""
+    """The machine on which `hpc doctor` was typed."""
 
     runs_dir: str
     runs_type: str | None
-    """Type of its file system; None if unknown."""
+    """File system of the runs directory; None if unknown."""
     torch: TorchBuild | None
-    open_files: int | None
-    """How many a process of a job may have, if jobs inherit the limit of the login node."""
     runs_lack: tuple[Feature, ...] = ()
-    """What its file system lacks, as far as it could be tried out."""
+    """Features that its file system lacks, as far as they could be tried out."""
     automounted: str | None = None
-    """The directory below which an automounter mounts it."""
+    """Directory below which an automounter mounts it."""
     nodes_see_runs: bool = False
-    """Whether compute nodes were inspected, and all see the runs directory."""
+    """True if compute nodes were inspected, and all see the runs directory."""
 
 
-def _runs_dir(login: LoginNode) -> Verdict | None:
+def _costs_if(field: str, cost: str, what_to_do: str, *, otherwise: str) -> Check[Any]:
+    """Make the check of a field that says what is wrong, and is empty if nothing is."""
+
+    def check(facts: Any) -> Finding:
+        seen = getattr(facts, field)
+        return costs(seen, cost, what_to_do) if seen else ok(otherwise)
+
+    return check
+
+
+def _runs_dir(login: LoginNode) -> Finding | None:
     if login.runs_type is None:
         return None
     value = f"{login.runs_dir} is on {login.runs_type}"
@@ -145,7 +144,7 @@ def _runs_dir(login: LoginNode) -> Verdict | None:
     )
 
 
-def _torch(login: LoginNode) -> Verdict:
+def _torch(login: LoginNode) -> Finding:
     install = "pip install torch torchvision, from an index with builds for your GPUs"
     if login.torch is None:
         return costs("torch is not installed in this environment", "no run can train", install)
@@ -155,20 +154,7 @@ def _torch(login: LoginNode) -> Verdict:
     return ok(f"torch {login.torch.version} for {login.torch.accelerator}")
 
 
-def _open_files(facts: LoginNode | NodeInfo) -> Verdict | None:
-    limit = facts.open_files
-    if limit is None:
-        return None
-    if limit >= _MIN_OPEN_FILES:
-        return ok(f"{limit} open files")
-    return costs(
-        f"a process may have {limit} open files",
-        "loader workers and large jobs need more: ranks crash with `Too many open files`",
-        "run ulimit -n 65536 before hpc submit, if jobs inherit the shell's limits; or ask for LimitNOFILE= of slurmd",
-    )
-
-
-def _locked_memory(node: NodeInfo) -> Verdict:
+def _locked_memory(node: NodeInfo) -> Finding:
     limit = node.locked_bytes
     if limit is None:
         return ok("there is no InfiniBand")
@@ -181,49 +167,34 @@ def _locked_memory(node: NodeInfo) -> Verdict:
     )
 
 
-def inherits_open_files(config: Fields) -> bool:
-    """Whether a job inherits the limit of open files from the shell that submits it."""
-    only, but = (set(re.findall(r"\w+", config.get(f"PropagateResourceLimits{which}", ""))) for which in ("", "Except"))
-    return bool({"ALL", "NOFILE"} & only) if but <= {"null"} else "NOFILE" not in but
-
-
-OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "torch": _torch, "open files": _open_files}
-
-
-def _staging(run: RunMeasurements) -> Verdict:
-    if run.in_place is None:
-        return ok("the data were staged, or the run has none")
-    return costs(
-        run.in_place,
+OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "torch": _torch}
+OF_RUN: Mapping[str, Check[RunMeasurements]] = {
+    "staging": _costs_if(
+        "in_place",
         "every epoch reads the data from shared storage",
         "submit with --stage-dir and a directory on a larger disk of the nodes",
-    )
-
-
-def _snapshots(run: RunMeasurements) -> Verdict:
-    if run.no_snapshots is None:
-        return ok("snapshots are taken")
-    return costs(
-        run.no_snapshots,
+        otherwise="the data were staged, or the run has none",
+    ),
+    "snapshots": _costs_if(
+        "no_snapshots",
         "a crash or a lost node costs all steps since the last checkpoint, instead of about a second",
         "submit with more --mem, or ask for a larger /dev/shm; otherwise use a shorter --checkpoint-every",
-    )
-
-
-def _start(run: RunMeasurements) -> Verdict:
-    if run.not_forked is None:
-        return ok("ranks start as forks of torchrun")
-    return costs(run.not_forked, "each rank imports torch itself whenever it starts, which takes seconds", ASK_NO_GPUS)
-
-
-OF_RUN: Mapping[str, Check[RunMeasurements]] = {"staging": _staging, "snapshots": _snapshots, "start": _start}
+        otherwise="snapshots are taken",
+    ),
+    "start": _costs_if(
+        "not_forked",
+        "each rank imports torch itself whenever it starts, which takes seconds",
+        ASK_NO_GPUS,
+        otherwise="ranks start as forks of torchrun",
+    ),
+}
 
 
 def _gigabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
 
 
-def _stage(node: NodeInfo) -> Verdict:
+def _stage(node: NodeInfo) -> Finding:
     directory, free = node.stage_dir, node.stage_free_bytes
     if free is None:
         return costs(f"{directory} does not exist", "no run can stage its data or start", "use another --stage-dir")
@@ -249,8 +220,8 @@ def _stage(node: NodeInfo) -> Verdict:
     )
 
 
-def _memory(node: NodeInfo) -> Verdict:
-    free = node.memory_free_bytes
+def _memory(node: NodeInfo) -> Finding:
+    free = node.shm_free_bytes
     value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {_gigabytes(free)} free"
     if free is not None and free >= _MIN_MEMORY_BYTES:
         return ok(value)
@@ -262,10 +233,10 @@ def _memory(node: NodeInfo) -> Verdict:
     )
 
 
-def _interfaces(node: NodeInfo) -> Verdict:
+def _interfaces(node: NodeInfo) -> Finding:
     physical = [name for name in node.interfaces if not name.startswith(_VIRTUAL)]
     value = " ".join(node.interfaces) or "none"
-    route, setting = (node.job.interface, node.job.nccl_interfaces) if node.job else (None, "")
+    route, setting = node.interface, node.nccl_interfaces
     if not physical:
         return costs(value, "no interface leads to other nodes: only runs on one node work", "ask the administrators")
     used = nccl_interfaces(node.interfaces, setting)
@@ -286,7 +257,7 @@ def _interfaces(node: NodeInfo) -> Verdict:
 
 
 def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
-    """The interfaces that NCCL uses, in its order, of those with an address, in the kernel's order.
+    """Select the interfaces that NCCL uses, in its order, from those with an address, in the kernel's order.
 
     `setting` is NCCL_SOCKET_IFNAME: prefixes after an optional `^`, which excludes, and `=`, for whole names. Source:
     NVIDIA's NCCL documentation, Environment Variables.
@@ -299,52 +270,39 @@ def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
     return [i for i in interfaces if any(i == n if exact else i.startswith(n) for n in names) != exclude]
 
 
-def _sees_runs(node: NodeInfo) -> Verdict | None:
-    if node.job is None:
-        return None
-    if node.job.sees_runs:
+def _sees_runs(node: NodeInfo) -> Finding:
+    if node.sees_runs:
         return ok("the runs directory is the login node's")
     value = "the login node's runs directory does not exist here"
     return costs(value, "no run can start", "use --runs-dir on storage that all nodes share")
 
 
-def _commands(node: NodeInfo) -> Verdict | None:
-    if node.job is None:
-        return None
-    if not node.job.slurm_error:
-        return ok("squeue, scontrol, sbatch and scancel work")
-    return costs(
-        node.job.slurm_error,
-        "the node agents can neither requeue a run at its time limit nor resubmit it when nodes are lost",
-        "ask the administrators for Slurm's commands on the compute nodes",
-    )
-
-
-def _preflight(node: NodeInfo) -> Verdict | None:
-    if node.job is None:
-        return None
-    result = node.job.preflight
-    if not node.job.passed:
-        return costs(result, "no run can train on these nodes", "use --exclude, and tell the administrators")
-    if node.job.num_gpus and " on CPU" in result:
+def _preflight(node: NodeInfo) -> Finding:
+    if node.problem:
+        return costs(node.problem, "no run can train on these nodes", "use --exclude, and tell the administrators")
+    if node.num_gpus and " on CPU" in node.preflight:
         return costs(
-            result,
+            node.preflight,
             "torch found no GPU in a job with GPUs: ranks would train on the CPU",
             "check nvidia-smi on the node, and the CUDA version that torch was built for",
         )
-    return ok(result)
+    return ok(node.preflight)
 
 
 OF_MACHINE: Mapping[str, Check[NodeInfo]] = {
     "stage directory": _stage,
     str(DEV_SHM): _memory,
-    "open files": _open_files,
     "locked memory": _locked_memory,
 }
 OF_NODE: Mapping[str, Check[NodeInfo]] = {
     **OF_MACHINE,
     "runs directory": _sees_runs,
-    "Slurm's commands": _commands,
+    "Slurm's commands": _costs_if(
+        "slurm_error",
+        "the node agents can neither requeue a run at its time limit nor resubmit it when nodes are lost",
+        "ask the administrators for Slurm's commands on the compute nodes",
+        otherwise="squeue, scontrol, sbatch and scancel work",
+    ),
     "network interface": _interfaces,
     "preflight": _preflight,
 }

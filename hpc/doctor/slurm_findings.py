@@ -1,4 +1,4 @@
-"""The findings of `hpc doctor` about Slurm's configuration: one small function per check. Pure; login node."""
+"""Judges Slurm's configuration for `hpc doctor`: a table of checks. Pure; runs on the login node."""
 
 import re
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from hpc.core.units import KILL_WAIT_SECONDS, save_timeout_seconds
-from hpc.doctor.findings import Check, RunMeasurements, Verdict, costs, note, ok
+from hpc.doctor.findings import Check, Finding, RunMeasurements, costs, note, ok
 from hpc.slurm.client import ClusterConfig, leading_number
 from hpc.status.warnings import MAX_SHARE
 
@@ -17,14 +17,19 @@ _CRED_EXPIRE_SECONDS, _SHORT_EXPIRE_SECONDS, _LONG_EXPIRE_SECONDS = 120, 30, 300
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """A cluster, and what a run has measured there."""
+    """A cluster, and the measurements of a run there."""
 
     cluster: ClusterConfig
     run: RunMeasurements | None = None
 
+    def ask(self, setting: str) -> str:
+        """Say what to ask the administrators for, of a setting of the partition."""
+        name = self.cluster.partition.get("PartitionName", "...")
+        return f"ask the administrators for {setting} in the line PartitionName={name} of slurm.conf"
+
 
 def may_be_preempted(cluster: ClusterConfig) -> bool | None:
-    """Whether Slurm may end jobs of the partition to start others; None if its configuration does not tell."""
+    """Tell whether Slurm may end jobs of the partition to start others; None if its configuration does not say."""
     kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
     if kind is None or mode is None or kind.endswith("/qos"):
         return None
@@ -34,7 +39,7 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
 
 
 def seconds_to_save(grace: int, kill_wait: int | None) -> float:
-    """How long the ranks may take to save at a preemption. The agents know GraceTime, but not KillWait."""
+    """Return how long the ranks may take to save at a preemption. The agents know GraceTime, but not KillWait."""
     if grace:
         return save_timeout_seconds(grace)
     return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
@@ -44,7 +49,7 @@ def _took(run: RunMeasurements | None) -> str:
     return f", and a save of run {run.name} took {run.save_seconds:.1f} s" if run and run.save_seconds else ""
 
 
-def _preemption(site: ClusterFacts) -> Verdict | None:
+def _preemption(site: ClusterFacts) -> Finding | None:
     config, partition = site.cluster.config, site.cluster.partition
     if config.get("PreemptType", "").endswith("/qos"):
         return note(
@@ -67,12 +72,11 @@ def _preemption(site: ClusterFacts) -> Verdict | None:
     return verdict(
         value,
         "if a save takes longer, the steps since the last checkpoint are lost",
-        f"ask the administrators for GraceTime={sufficient} in the line PartitionName="
-        f"{partition.get('PartitionName', '...')} of slurm.conf; a shorter --checkpoint-every reduces the loss",
+        f"{site.ask(f'GraceTime={sufficient}')}; a shorter --checkpoint-every reduces the loss",
     )
 
 
-def _preempt_mode(site: ClusterFacts) -> Verdict | None:
+def _preempt_mode(site: ClusterFacts) -> Finding | None:
     mode, partition = site.cluster.partition.get("PreemptMode"), site.cluster.partition.get("PartitionName", "")
     if mode is None:
         return None
@@ -93,7 +97,7 @@ def _preempt_mode(site: ClusterFacts) -> Verdict | None:
     return ok(value)
 
 
-def _user_signal(site: ClusterFacts) -> Verdict | None:
+def _user_signal(site: ClusterFacts) -> Finding | None:
     given = site.cluster.config.get("SlurmctldParameters")
     if given is None:
         return None
@@ -110,7 +114,7 @@ def _user_signal(site: ClusterFacts) -> Verdict | None:
     )
 
 
-def _kill_wait(site: ClusterFacts) -> Verdict | None:
+def _kill_wait(site: ClusterFacts) -> Finding | None:
     given = leading_number(site.cluster.config, "KillWait")
     if given is None:
         return None
@@ -127,7 +131,7 @@ def _kill_wait(site: ClusterFacts) -> Verdict | None:
     )
 
 
-def _slurmd_timeout(site: ClusterFacts) -> Verdict | None:
+def _slurmd_timeout(site: ClusterFacts) -> Finding | None:
     seconds = leading_number(site.cluster.config, "SlurmdTimeout")
     if seconds is None:
         return None
@@ -144,7 +148,7 @@ def _slurmd_timeout(site: ClusterFacts) -> Verdict | None:
     )
 
 
-def _cred_expire(site: ClusterFacts) -> Verdict | None:
+def _cred_expire(site: ClusterFacts) -> Finding | None:
     given = site.cluster.config.get("AuthInfo")
     if given is None:
         return None
@@ -162,7 +166,7 @@ def _cred_expire(site: ClusterFacts) -> Verdict | None:
     )
 
 
-def _accounting(site: ClusterFacts) -> Verdict:
+def _accounting(site: ClusterFacts) -> Finding:
     if not site.cluster.sacct_error:
         return ok("sacct answers")
     return note(
@@ -172,7 +176,7 @@ def _accounting(site: ClusterFacts) -> Verdict:
     )
 
 
-def _submits_from_nodes(site: ClusterFacts) -> Verdict | None:
+def _submits_from_nodes(site: ClusterFacts) -> Finding | None:
     given = site.cluster.partition.get("AllocNodes")
     if given is None:
         return None
@@ -182,12 +186,11 @@ def _submits_from_nodes(site: ClusterFacts) -> Verdict | None:
         f"AllocNodes={given}",
         "unless these include the compute nodes, a run that lost its head node, or too many nodes, restarts only after "
         "Slurm has noticed (SlurmdTimeout)",
-        f"ask the administrators for AllocNodes=ALL in the line PartitionName="
-        f"{site.cluster.partition.get('PartitionName', '...')} of slurm.conf",
+        site.ask("AllocNodes=ALL"),
     )
 
 
-def _max_submit_jobs(site: ClusterFacts) -> Verdict | None:
+def _max_submit_jobs(site: ClusterFacts) -> Finding | None:
     most = site.cluster.max_submit_jobs
     if most is None:
         return None
@@ -201,7 +204,7 @@ def _max_submit_jobs(site: ClusterFacts) -> Verdict | None:
     )
 
 
-def _private_tmp(site: ClusterFacts) -> Verdict | None:
+def _private_tmp(site: ClusterFacts) -> Finding | None:
     config = site.cluster.config
     kind = config.get("JobContainerType", config.get("NamespaceType"))  # its name since 25.11
     if kind is None:
@@ -215,11 +218,11 @@ def _private_tmp(site: ClusterFacts) -> Verdict | None:
     )
 
 
-def _oversubscription(site: ClusterFacts) -> Verdict | None:
+def _oversubscription(site: ClusterFacts) -> Finding | None:
     given = site.cluster.partition.get("OverSubscribe")
     if given is None:
         return None
-    # With YES only jobs that ask for it share; ours do not. FORCE:1 is one job at a time.
+    # With YES, only jobs that ask for it share CPUs; ours do not. FORCE:1 runs one job at a time.
     if not given.startswith("FORCE") or given == "FORCE:1":
         return ok(f"OverSubscribe={given}")
     slice_seconds = leading_number(site.cluster.config, "SchedulerTimeSlice") or 30
@@ -229,8 +232,7 @@ def _oversubscription(site: ClusterFacts) -> Verdict | None:
         f"Slurm suspends the run and other jobs alternately, for {slice_seconds} s each: the run takes that much longer"
         if gang
         else "other jobs use the CPUs of a run: all its ranks wait for the slowest one",
-        "use another --partition, or ask the administrators for OverSubscribe=NO in the line PartitionName="
-        f"{site.cluster.partition.get('PartitionName', '...')} of slurm.conf",
+        f"use another --partition, or {site.ask('OverSubscribe=NO')}",
     )
 
 

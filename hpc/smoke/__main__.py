@@ -4,36 +4,29 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import tyro
 from rich.console import Console
 
 from hpc import cli
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
-from hpc.core.node_info import node_speed
-from hpc.doctor.node_check import NodeJob, plan, read_documents, run_on_nodes
+from hpc.doctor.node_job import NodeOptions, node_verb, plan, run_on_nodes
 from hpc.slurm import client as slurm
 from hpc.smoke.judgement import Change, Slowness, changes, judge
 from hpc.smoke.measurements import SmokeResult, document_of, keep, newest, result_of
 from hpc.smoke.tables import show
-from hpc.spec import Network, Resources
-from hpc.submit import sbatch_variables
 from hpc.submit.checks import check_runs_dir
-from hpc.submit.options import SubmitTraining, flag_names
-from training.config import command_line
 
 _WIDTH = 140
-# What every node stages: files of a megabyte, as many as nodes have memory for.
+# Every node stages files of a megabyte, few enough for nodes whose /tmp is in memory.
 _FILES, _FILE_BYTES = 64, 2**20
 _DATA = "data"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SmokeOptions(cli.RunsOptions):
+class SmokeOptions(NodeOptions):
     """Measure nodes of the cluster in a short job: devices, disks, staging, clocks, and the network of each pair.
 
     hpc smoke lists what is slow compared with the median. It saves the result next to the runs, as JSON and as text for
@@ -41,12 +34,8 @@ class SmokeOptions(cli.RunsOptions):
     the measurement failed.
     """
 
-    node: tuple[str, ...] | None = None
-    """Nodes to measure. Default: any nodes (--nodes of them)."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - submit's default
     """Directory on each node's own disk."""
-    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
-    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
 
 
 def smoke(options: SmokeOptions) -> int:
@@ -76,23 +65,18 @@ def measure(options: SmokeOptions) -> SmokeResult:
     """
     if (reason := slurm.why_unavailable()) is not None:
         raise UserError(f"hpc smoke measures nodes of a cluster, but there is no Slurm here ({reason})")
-    names = options.node or ()
     check_runs_dir(options.runs_dir, on_cluster=True)
-    resources = plan(options.resources, slurm.query_cluster(options.resources.partition), names)
-    job = NodeJob(
-        module="jobs.smoke_node", resources=resources, network=options.network, names=names,
-        stage_dir=options.stage_dir,
-    )  # fmt: skip
-    nodes = read_documents(run_on_nodes(job, options.runs_dir, write_data), node_speed)
+    job = plan("smoke", options, slurm.query_cluster(options.resources.partition), options.stage_dir)
+    nodes = run_on_nodes(job, options.runs_dir, write_data)
     if not nodes:
         raise TorchrelayError(
             "the job ended before a node answered (see the messages of srun): nothing was saved; type hpc smoke again"
         )
-    return result_of(nodes, resources.partition or "", resources.max_nodes)
+    return result_of(nodes, job.resources.partition or "", job.resources.max_nodes)
 
 
 def write_data(directory: Path) -> None:
-    """Write what the nodes stage. Random, because storage that compresses must not look faster."""
+    """Write the data that the nodes stage: random bytes, because storage that compresses must not look faster."""
     data = directory / _DATA
     data.mkdir()
     for number in range(_FILES):
@@ -112,12 +96,7 @@ def _print(
     print("kept:", *files, sep="\n  ")
 
 
-def _expand(arguments: list[str]) -> list[str]:
-    given = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-    return command_line.with_config(arguments, command_line.flag_names(SmokeOptions), given)
-
-
-main = partial(cli.run, smoke, SmokeOptions, "smoke", expand=_expand)
+main = node_verb(smoke, SmokeOptions, "smoke")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,52 +1,62 @@
-"""What one `hpc smoke` has measured, as it is kept beside the runs, and the one before it. Runs on the login node."""
+"""The measurements of one `hpc smoke`, kept beside the runs, and those of the one before it. Runs on the login node."""
 
 import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hpc.core.files import write_json
-from hpc.core.node_info import NodeSpeed, node_speed
+from hpc.core.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed, node_from_json
 
 _PREFIX = "smoke-"
+# The fields of a NodeInfo that are kept and printed as JSON. The others are the checks of hpc doctor.
+_KEPT = (
+    "name", "cpu", "cpus", "memory_bytes", "kernel", "gpus", "driver", "stage_dir", "stage_type", "stage_free_bytes",
+    "write_bytes_per_second", "staged_bytes_per_second", "staging_problem", "clock_seconds", "problem",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmokeResult:
-    """One `hpc smoke`. Rates are in GB/s, times in seconds."""
+    """One `hpc smoke`. Times are in seconds since the epoch."""
 
     time: float
-    """Its end, in seconds since the epoch."""
+    """Time of its end."""
     partition: str
     asked_nodes: int
-    nodes: tuple[NodeSpeed, ...]
-    """Those that answered, without `ranks`."""
-    ranks: tuple[Mapping[str, Any], ...]
-    """Of each rank its `rank`, `local_rank`, `node`, `device`, `teraflops`, `host_to_device_gb_per_second`."""
-    all_reduce: tuple[Mapping[str, Any], ...]
-    """Of all ranks: `message_bytes`, `seconds`, `gb_per_second`."""
-    pairs: tuple[Mapping[str, Any], ...]
-    """Of each pair of nodes `nodes`, `latency_seconds`, `gb_per_second`."""
+    nodes: tuple[NodeInfo, ...]
+    """Nodes that answered."""
+    ranks: tuple[RankSpeed, ...]
+    all_reduce: tuple[AllReduceSpeed, ...]
+    pairs: tuple[PairSpeed, ...]
 
 
-def result_of(nodes: Sequence[NodeSpeed], partition: str, asked_nodes: int) -> SmokeResult:
-    """The nodes that have answered, with what their ranks have measured together."""
-    measured = next((node.ranks for node in nodes if node.ranks), {})
+def result_of(nodes: Sequence[NodeInfo], partition: str, asked_nodes: int) -> SmokeResult:
+    """Join the nodes that have answered and what their ranks have measured together."""
+    measured = next((node.ranks for node in nodes if node.ranks), {"ranks": (), "all_reduce": (), "pairs": ()})
     return SmokeResult(
         time=round(time.time(), 1),
         partition=partition,
         asked_nodes=asked_nodes,
-        nodes=tuple(replace(node, ranks=None) for node in nodes),
-        **{name: tuple(measured.get(name, ())) for name in ("ranks", "all_reduce", "pairs")},
+        nodes=tuple(nodes),
+        **_speeds(measured),
     )
 
 
+def _speeds(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "ranks": tuple(RankSpeed(**row) for row in fields["ranks"]),
+        "all_reduce": tuple(AllReduceSpeed(**row) for row in fields["all_reduce"]),
+        "pairs": tuple(PairSpeed(**{**row, "nodes": tuple(row["nodes"])}) for row in fields["pairs"]),
+    }
+
+
 def document_of(result: SmokeResult) -> dict[str, Any]:
-    """The result as JSON."""
-    nodes = [{name: value for name, value in asdict(node).items() if name != "ranks"} for node in result.nodes]
+    """Make the JSON document of a result."""
+    nodes = [{name: getattr(node, name) for name in _KEPT} for node in result.nodes]
     return {**asdict(result), "nodes": nodes}
 
 
@@ -60,16 +70,10 @@ def keep(result: SmokeResult, runs_dir: Path) -> Path:
 
 
 def newest(runs_dir: Path) -> SmokeResult | None:
-    """The last result that is kept beside the runs; None if there is none that can be read."""
+    """Read the last result that is kept beside the runs; None if there is none that can be read."""
     for path in sorted(runs_dir.glob(f"{_PREFIX}*.json"), reverse=True):
         with suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or of another version
-            return read(path)
+            fields = json.loads(path.read_bytes())
+            nodes = tuple(map(node_from_json, fields["nodes"]))
+            return SmokeResult(**{**fields, "nodes": nodes, **_speeds(fields)})
     return None
-
-
-def read(path: Path) -> SmokeResult:
-    """A kept result. Raises OSError, ValueError, KeyError or TypeError if it is none."""
-    fields = json.loads(path.read_bytes())
-    nodes = tuple(node_speed({**node, "ranks": None}) for node in fields["nodes"])
-    lists = {name: tuple(fields[name]) for name in ("ranks", "all_reduce", "pairs")}
-    return SmokeResult(**{**fields, **lists, "nodes": nodes})

@@ -1,4 +1,4 @@
-"""What `hpc smoke` prints, on the screen and for the administrators. Pure; runs on the login node."""
+"""Draws the tables of `hpc smoke`, for the screen and for the administrators. Pure; runs on the login node."""
 
 import time
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpc.core.text import visible
-from hpc.smoke.judgement import Change, Slowness, pair_name
+from hpc.smoke.judgement import Change, Slowness
 from hpc.smoke.measurements import SmokeResult
 
 _MOST_PAIRS = 10
@@ -45,15 +45,13 @@ def _nodes(result: SmokeResult) -> Table:
         "node", "CPU", "device", "disk", "cores", "memory", "TFLOP/s", "free", "writes", "stages", "clock", left=4
     )
     for node in result.nodes:
-        own = [rank for rank in result.ranks if rank["node"] == node.name]
-        devices = ", ".join(dict.fromkeys(rank["device"] for rank in own)) or ", ".join(dict.fromkeys(node.gpus))
+        own = [rank for rank in result.ranks if rank.node == node.name]
+        devices = ", ".join(dict.fromkeys([rank.device for rank in own] or node.gpus)) or "-"
         driver = f" (driver {node.driver})" if node.driver else ""
-        speeds = [rank["teraflops"] for rank in own]
+        device = f"{len(own)} x {devices}{driver}" if own else devices
+        speeds = [rank.teraflops for rank in own]
         table.add_row(
-            *map(
-                escape,
-                map(visible, (node.name, node.cpu, f"{len(own)} x {devices}{driver}" if own else devices or "-")),
-            ),
+            *(escape(visible(text)) for text in (node.name, node.cpu, device)),
             node.stage_type or "-",
             str(node.cpus),
             _giga(node.memory_bytes),
@@ -73,7 +71,7 @@ def _giga(value: float | None, per: str = "") -> str:
 def _all_reduce(result: SmokeResult) -> Table:
     table = _table("all-reduce of", "time", "bus bandwidth")
     for one in result.all_reduce:
-        table.add_row(_size(one["message_bytes"]), f"{one['seconds'] * 1e3:.3g} ms", f"{one['gb_per_second']:.3g} GB/s")
+        table.add_row(_size(one.message_bytes), f"{one.seconds * 1e3:.3g} ms", f"{one.gb_per_second:.3g} GB/s")
     return table
 
 
@@ -82,14 +80,15 @@ def _size(value: int) -> str:
 
 
 def _pairs(result: SmokeResult) -> Table:
-    """The pairs with the lowest bandwidth; and the median, if there are several."""
+    """List the pairs with the lowest bandwidth, and the median if there are several."""
     table = _table("nodes", "latency", "bandwidth")
-    slowest = sorted(result.pairs, key=lambda pair: float(pair["gb_per_second"]))
+    slowest = sorted(result.pairs, key=lambda pair: pair.gb_per_second)
     for pair in slowest[:_MOST_PAIRS]:
-        _add_pair(table, escape(visible(pair_name(pair))), pair["latency_seconds"], pair["gb_per_second"])
+        _add_pair(table, escape(visible(pair.where)), pair.latency_seconds, pair.gb_per_second)
     if len(slowest) > 1:
-        latencies, rates = ([pair[name] for pair in slowest] for name in ("latency_seconds", "gb_per_second"))
-        _add_pair(table, f"median of {len(slowest)} pairs", median_low(latencies), median_high(rates))
+        latency = median_low(pair.latency_seconds for pair in slowest)
+        rate = median_high(pair.gb_per_second for pair in slowest)
+        _add_pair(table, f"median of {len(slowest)} pairs", latency, rate)
     return table
 
 

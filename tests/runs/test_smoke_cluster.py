@@ -80,9 +80,7 @@ def test_smoke_that_is_interrupted_keeps_nothing_and_leaves_nothing(ordinary_use
     with subprocess.Popen(command, **typed, **out, start_new_session=True) as running:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         # Written by the first node when it begins, so the job is in the middle.
-        while not list((ordinary_user.path / "runs").glob(".smoke-*/claim.json")) and not list(
-            ordinary_user.path.glob(".smoke-*/claim.json")
-        ):
+        while not list(ordinary_user.path.glob("**/.smoke-*/events/*.jsonl")):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         if how == "Ctrl-C":

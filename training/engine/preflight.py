@@ -33,17 +33,17 @@ Check that this machine's device computes correctly. To check all GPUs of a mach
 
   torchrun --nproc-per-node 4 -m training.engine.preflight"""
 _REPEATS = 3
-# Enough for the bandwidth to count more than the latency, and little enough for a fraction of a second.
+# These sizes make the bandwidth count more than the latency, and take a fraction of a second.
 _MEGABYTES = {"cpu": 2, "cuda": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """The result, the same on every rank but for the clock."""
+    """The result of the preflight. Only `seconds` differs between ranks."""
 
     world_size: int
     device: str
-    """The models of all ranks' GPUs, or `CPU`."""
+    """Models of all ranks' GPUs, or `CPU`."""
     allreduce_gb_per_second: float | None
     """Bus bandwidth of the fastest all-reduce, as nccl-tests defines it: 2 (n - 1) / n x bytes / time, which each of n
     ranks sends, so that it does not depend on n. None: there is only one rank."""
@@ -71,7 +71,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     if problems:
         raise TorchrelayError(f"this rank passed the check, but another rank failed: {next(iter(problems.values()))}")
     if group.device.type == "cuda":
-        # It is not the training's.
+        # The training must find no memory that the preflight used.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(group.device)
     bandwidth = None
@@ -88,11 +88,11 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
 
 
 def _computations(device: torch.device, *, falsify: bool) -> Iterator[tuple[str, int, int]]:
-    """Compute what models compute. Of each: what it is, how many elements are wrong, and how many there are."""
+    """Compute what models compute. Yields a name, how many elements are wrong, and how many there are."""
     for side, dtype, periods in _products(device):
         yield "a matrix product", count_wrong(device, side, dtype, periods, falsify=falsify), side**2
     if device.type == "cpu":
-        # The first convolution takes half a second there.
+        # The first convolution takes half a second on a CPU.
         return
     dtype = _products(device)[-1][1]
     yield "a convolution and its gradients", *wrong_in_convolution(device, dtype)
@@ -100,7 +100,7 @@ def _computations(device: torch.device, *, falsify: bool) -> Iterator[tuple[str,
 
 
 def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, int]]]:
-    """The products that a device must compute: side and dtype of the matrices, and the periods of their numbers.
+    """List the products that a device must compute: side and dtype of the matrices, and the periods of their numbers.
 
     All partial sums are whole numbers that the dtype holds, so a product is exact in any order of summation, also with
     TF32: over the product of the periods, which have no common factor, the terms add up to 0.
@@ -108,7 +108,7 @@ def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, i
     small = (256, torch.float32, (17, 13))
     if device.type == "cpu":
         return [small]
-    # This one keeps the tensor cores of the whole GPU busy for milliseconds.
+    # The large product keeps the tensor cores of the whole GPU busy for milliseconds.
     half = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     return [small, (8192, half, (5, 3))]
 
@@ -116,7 +116,7 @@ def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, i
 def count_wrong(
     device: torch.device, side: int, dtype: torch.dtype, periods: tuple[int, int], *, falsify: bool = False
 ) -> int:
-    """How many elements of a product of two square matrices of small whole numbers a device gets wrong.
+    """Count the elements that a device gets wrong in a product of two square matrices of small whole numbers.
 
     The rows on the left and the columns on the right repeat, and with them the product: so the CPU computes a small
     part of it, however large the matrices are.
@@ -133,7 +133,7 @@ def count_wrong(
 
 
 def wrong_in_convolution(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """How many elements of a convolution, and of the gradients of its input and weights, are wrong; and of how many.
+    """Count the wrong elements of a convolution and of the gradients of its input and weights; and all elements.
 
     All numbers are -1, 0 or 1, and no sum has more than 256 terms: so each partial sum is a whole number that bfloat16
     holds, and the result is exact in any order. A stride of 2 rules out Winograd's algorithm, which is not exact.
@@ -155,7 +155,7 @@ def _convolve(images: Tensor, weights: Tensor, gradient: Tensor) -> list[Tensor]
 
 
 def wrong_in_attention(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """How many elements of an attention, and of the gradient of its values, are wrong; and of how many.
+    """Count the wrong elements of an attention and of the gradient of its values; and all elements.
 
     All keys are the same, so each query gets the mean of the values: multiples of 1/64, exact in any order.
     """
@@ -196,19 +196,23 @@ def _describe_device(group: ProcessGroup) -> str:
     return f"rank {group.rank} on {platform.node()} ({device})"
 
 
+def connect_and_check() -> tuple[ProcessGroup, PreflightReport]:
+    """Connect the ranks and run the preflight; print an error in one line, and exit with its code."""
+    try:
+        group = connect(rank_info_from(os.environ))
+        return group, run_preflight(group)
+    except TorchrelayError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(error.exit_code)
+
+
 def main(run_dir: str = "", attempt: str = "1") -> int:
-    """Check, print, and record the result in the run if there is one; turn errors into one line and an exit code."""
+    """Check, print, and record the result in the run if there is one."""
     if run_dir in {"-h", "--help"}:
         print(_HELP)
         return 0
-    rank_info = rank_info_from(os.environ)
-    try:
-        group = connect(rank_info)
-        report = run_preflight(group)
-    except TorchrelayError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    if rank_info.is_rank_zero:
+    group, report = connect_and_check()
+    if group.is_rank_zero:
         speed = report.allreduce_gb_per_second
         bandwidth = f", all-reduce {speed} GB/s" if speed is not None else ""
         print(f"preflight: {group.description}{bandwidth}, {report.seconds} s", flush=True)

@@ -1,72 +1,35 @@
-"""The ranks' part of `hpc smoke`: how fast their devices and the network between them are. Runs on every rank.
+"""Measures the devices of the ranks and the network between them, for `hpc smoke`. Runs on every rank.
 
 `python -m training.engine.rank_benchmark` under torchrun, after the preflight. Rank 0 prints one line of JSON. Each
-number is the fastest of several tries: what is slow in all of them is slow, what was slow once was disturbed.
+number is the fastest of several tries: a device or link that is slow once may have been disturbed.
 """
 
 import faulthandler
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import distributed
 
-from hpc.core.errors import TorchrelayError
-from training.engine.preflight import run_preflight
-from training.runtime.process_group import ProcessGroup, connect, disconnect
+from hpc.core.node_info import AllReduceSpeed, PairSpeed, RankSpeed
+from training.engine.preflight import connect_and_check
+from training.runtime.process_group import ProcessGroup, disconnect
 from training.runtime.rank_device import device_name
-from training.runtime.run_context import rank_info_from
 
-# jobs.smoke_node looks for it.
+# jobs.node_probe looks for it.
 _PREFIX = "benchmark: "
 _TRIES = 3
 _PING_PONGS = 20
-# From the latency of a message to the bandwidth of gradients: 1 KiB to 16 MiB, on GPUs to 256 MiB.
+# Messages of 1 KiB show the latency; those of 16 MiB, on GPUs 256 MiB, the bandwidth that gradients need.
 _EXPONENTS = {"cpu": (10, 13, 16, 20, 24), "cuda": (10, 13, 16, 20, 24, 28)}
-# Enough for a tenth of a second on a link of a gigabit, and enough to fill a fast one.
+# A message takes a tenth of a second on a link of a gigabit, and is large enough to fill a fast link.
 _PAIR_BYTES = {"cpu": 2**23, "cuda": 2**26}
 _MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = 2**28
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSpeed:
-    """One rank's device, while all others compute too."""
-
-    rank: int
-    local_rank: int
-    node: str
-    device: str
-    teraflops: float
-    """Of a matrix product, in float32 on a CPU, in bfloat16 on a GPU."""
-    host_to_device_gb_per_second: float | None
-    """From pinned memory; None: it has no GPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AllReduceSpeed:
-    """Of all ranks, for one size of message."""
-
-    message_bytes: int
-    seconds: float
-    gb_per_second: float
-    """Bus bandwidth as nccl-tests defines it: 2 (n - 1) / n x bytes / time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairSpeed:
-    """Two nodes, from the first rank of the one to that of the other and back, while other pairs do the same."""
-
-    nodes: tuple[str, str]
-    latency_seconds: float
-    """Half of a round trip of 4 bytes."""
-    gb_per_second: float
-    """One way."""
 
 
 def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
@@ -83,7 +46,7 @@ def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(group: ProcessGroup, node: str) -> dict[str, Any]:
-    """All measurements, ready for JSON; the same on every rank. All ranks must call this."""
+    """Take all measurements, and return them ready for JSON, the same on every rank. All ranks must call this."""
     speeds = group.all_gather_json(asdict(_rank_speed(group, node)))
     return {"ranks": speeds, "all_reduce": _all_reduce(group), "pairs": _pairs(group, [one["node"] for one in speeds])}
 
@@ -137,11 +100,11 @@ def _all_reduce(group: ProcessGroup) -> list[dict[str, Any]]:
 
 
 def _pairs(group: ProcessGroup, node_of_rank: list[str]) -> list[dict[str, Any]]:
-    """The pairs of nodes, each measured by its first node."""
+    """Measure the pairs of nodes; the first node of each reports it."""
     per_node = group.rank_info.local_world_size
     own, found = group.rank // per_node, []
     for pairs in pair_rounds(group.world_size // per_node):
-        # No pair begins while another one of the round before still sends.
+        # No pair begins while a pair of the previous round still sends.
         distributed.barrier(group=group.control)
         for first, second in pairs if group.rank_info.local_rank == 0 else ():
             if own in {first, second}:
@@ -177,16 +140,10 @@ def _there_and_back(group: ProcessGroup, message: torch.Tensor, other: int, *, b
 
 
 def main(node: str) -> int:
-    """Check, measure, and print; turn errors into one line and an exit code. `node` is this node's name."""
-    rank_info = rank_info_from(os.environ)
-    try:
-        group = connect(rank_info)
-        report = run_preflight(group)
-    except TorchrelayError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    found = {"preflight": asdict(report), **measure(group, node)}
-    if rank_info.is_rank_zero:
+    """Check, measure, and print. `node` is this node's name."""
+    group, _ = connect_and_check()
+    found = measure(group, node)
+    if group.is_rank_zero:
         print(_PREFIX + json.dumps(found), flush=True)
     disconnect()
     return 0

@@ -1,15 +1,16 @@
 """The software of a rank, as far as it can change a model's numbers. Runs on rank 0.
 
-The preflight records them also in the environment of a user's script: imports the standard library and torch alone.
+The preflight records them also in the environment of a user's script, so this module imports the standard library,
+torch, and modules of ours that do the same.
 """
 
 import importlib.metadata
 import platform
-import re
 from contextlib import suppress
-from pathlib import Path
 
 import torch
+
+from hpc.core.kernel import driver_version
 
 _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
@@ -18,9 +19,6 @@ def versions() -> dict[str, str | None]:
     """Versions by name; None for what is not installed or not there."""
     cuda = torch.cuda.is_available()
     cudnn = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
-    driver = None
-    with suppress(OSError):
-        driver = re.search(r"\d+\.\d+(\.\d+)*", Path("/proc/driver/nvidia/version").read_text())
     installed: dict[str, str | None] = dict.fromkeys(_PACKAGES)
     for name in _PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -30,5 +28,5 @@ def versions() -> dict[str, str | None]:
         "platform": platform.platform(),
         "cuda": torch.version.cuda if cuda else None,
         "cudnn": None if cudnn is None else str(cudnn),
-        "driver": driver[0] if driver else None,
+        "driver": driver_version(),
     }

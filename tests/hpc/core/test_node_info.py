@@ -1,14 +1,15 @@
 """What a machine is like, from what its kernel, its Slurm and its torch say."""
 
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
 from support.cluster import mounted_volume
 
-from hpc.core.kernel import file_system_type, mounted_type
-from hpc.core.node_info import parse_torch_version
-from hpc.doctor.findings import inherits_open_files, nccl_interfaces
+from hpc.core.kernel import driver_version, file_system_type, mounted_type
+from hpc.core.node_info import inspect_node, parse_torch_version
+from hpc.doctor.findings import nccl_interfaces
 
 
 @pytest.mark.parametrize(
@@ -24,17 +25,6 @@ from hpc.doctor.findings import inherits_open_files, nccl_interfaces
 )
 def test_interfaces_that_nccl_uses(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:
     assert nccl_interfaces(interfaces, asked) == taken
-
-
-@pytest.mark.parametrize(
-    ("only", "but", "handed_on"),
-    [("ALL", "(null)", True), ("CORE,NOFILE", "(null)", True), ("NONE", "(null)", False), ("CORE", "(null)", False),
-     ("(null)", "MEMLOCK", True), ("(null)", "MEMLOCK,NOFILE", False)],
-)  # fmt: skip
-def test_jobs_inherit_the_limit_of_open_files(only: str, but: str, handed_on: bool) -> None:
-    config = {"PropagateResourceLimits": only, "PropagateResourceLimitsExcept": but}
-    assert inherits_open_files(config) is handed_on
-    assert inherits_open_files({}) is False
 
 
 def test_file_system_is_the_innermost_and_last_mount() -> None:
@@ -76,3 +66,23 @@ def test_accelerator_of_a_torch_build(lines: str, accelerator: str | None) -> No
     build = parse_torch_version(lines)
     assert build.accelerator == accelerator
     assert build.version.startswith("2.")
+
+
+MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12\n"
+OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (root@x)\n"
+DRIVERS = {MODULE: "550.54.15", OPEN_MODULE: "570.86.10", "": None}
+
+
+@pytest.mark.parametrize("text", DRIVERS)
+def test_driver_version(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert driver_version(file) is None, "there is no such file without a driver"
+    file.write_text(text)
+    assert driver_version(file) == DRIVERS[text]
+
+
+def test_processors_and_memory_of_this_machine(tmp_path: Path) -> None:
+    node = inspect_node(tmp_path)
+    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    assert (node.cpus, node.memory_bytes) == (os.cpu_count(), int(memory.split()[1]) * 1024)
+    assert node.cpu

@@ -17,9 +17,8 @@ from test_findings import CONFIG, NODE, PARTITIONS
 from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.doctor.__main__ import DoctorOptions, find_run, measurements_of
-from hpc.doctor.node_check import NodeJob, read_reports, srun_argv
+from hpc.doctor.node_job import NodeJob, read_reports, srun_argv
 from hpc.spec import Network, Resources, RunSpec
-from jobs.doctor import summarize
 
 ROOT = Path(__file__).parents[3]
 ANSWERS = {
@@ -97,7 +96,7 @@ def test_silent_controller_is_one_finding(tmp_path: Path, recorded: Path) -> Non
     found = findings(done)
     assert done.returncode == 1
     assert "Unable to contact slurm controller" in found["slurm"]["value"]
-    assert set(found) == {"slurm", "runs directory", "torch", "open files"}
+    assert set(found) == {"slurm", "runs directory", "torch"}
 
 
 def without_slurm(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -107,7 +106,7 @@ def without_slurm(cwd: Path, *arguments: str) -> "subprocess.CompletedProcess[st
 def test_without_slurm_this_machine_is_inspected(tmp_path: Path) -> None:
     found = findings(without_slurm(tmp_path, "--json"))
     assert found["slurm"]["severity"] == "note"
-    assert set(found) == {"slurm", "stage directory", "/dev/shm", "open files", "locked memory"}
+    assert set(found) == {"slurm", "stage directory", "/dev/shm", "locked memory"}
 
 
 def test_nodes_need_slurm(tmp_path: Path) -> None:
@@ -135,7 +134,7 @@ def test_measurements_are_of_the_last_attempt(tmp_path: Path) -> None:
 
 
 def job_of(resources: Resources, *names: str) -> NodeJob:
-    return NodeJob(module="jobs.doctor", resources=resources, network=Network(), names=names, stage_dir=Path("/tmp"))
+    return NodeJob(name="doctor", resources=resources, network=Network(), names=names, stage_dir=Path("/tmp"))
 
 
 def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
@@ -143,7 +142,7 @@ def test_srun_requests_the_resources_of_submit(tmp_path: Path) -> None:
     argv = srun_argv(job_of(resources, "gpu01", "gpu02"), tmp_path)
     asked = {"--nodes=2", "--gpus-per-node=4", "--partition=gpu", "--account=me", "--nodelist=gpu01,gpu02", "--x=y"}
     assert asked <= set(argv)
-    assert argv[-6:] == ["jobs.doctor", str(tmp_path), "/tmp", "4", "", ""]
+    assert argv[-7:] == ["jobs.node_probe", "doctor", str(tmp_path), "/tmp", "4", "", ""]
 
 
 def test_srun_requests_no_gpus_on_a_partition_without(tmp_path: Path) -> None:
@@ -161,25 +160,6 @@ def test_reports_of_tasks_that_print_at_the_same_time() -> None:
     assert read_reports("") == []
 
 
-@pytest.mark.parametrize(
-    ("output", "exit_code", "words"),
-    [
-        ("preflight: 2 ranks on GPU, 0.1 s\n", 0, "preflight: 2 ranks on GPU, 0.1 s"),
-        ("", 0, "passed"),
-        (
-            "error: this rank passed the check, but x\nerror: rank 1 computes wrongly\nnoise\n",
-            1,
-            "rank 1 computes wrongly",
-        ),
-        ("Traceback\nRuntimeError: no route\n\n", 1, "RuntimeError: no route"),
-        ("", 1, "no output"),
-        ("waiting\n", 124, "no answer in 180 s: the nodes do not reach each other, or something hangs"),
-    ],
-)
-def test_summary_of_a_preflight(output: str, exit_code: int, words: str) -> None:
-    assert summarize(output, exit_code) == words
-
-
 @pytest.mark.slow
 def test_node_that_does_not_see_the_runs_directory_inspects_itself(tmp_path: Path) -> None:
     clients = answer(tmp_path, squeue="", sinfo="", scontrol="", scancel="")
@@ -190,15 +170,15 @@ def test_node_that_does_not_see_the_runs_directory_inspects_itself(tmp_path: Pat
         "CUDA_VISIBLE_DEVICES": "", "PATH": str(clients),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "jobs.doctor", "/nonexistent", "/tmp", "1", "", ""],
+        [sys.executable, "-P", "-m", "jobs.node_probe", "doctor", "/nonexistent", "/tmp", "1", "", ""],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT), **allocation}, capture_output=True, text=True,
         check=True,
     )  # fmt: skip
     report = json.loads(done.stdout)
     assert report["name"] == "localhost"
-    assert report["job"]["sees_runs"] is False
-    assert report["job"]["preflight"].startswith("preflight: 1 rank on CPU")
-    assert report["job"]["slurm_error"] == "sbatch: not on the PATH"
+    assert report["sees_runs"] is False
+    assert report["preflight"].startswith("preflight: 1 rank on CPU")
+    assert report["slurm_error"] == "sbatch: not on the PATH"
 
 
 @pytest.mark.timeout(400)

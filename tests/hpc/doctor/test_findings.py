@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from hpc.core.errors import UserError
-from hpc.core.node_info import NodeInfo, NodeInfoInJob, TorchBuild
+from hpc.core.node_info import NodeInfo, TorchBuild
 from hpc.doctor.findings import OF_LOGIN, OF_NODE, OF_RUN, Finding, LoginNode, RunMeasurements, Severity, judge, merge
 from hpc.doctor.slurm_findings import OF_SLURM, ClusterFacts
 from hpc.slurm.client import ClusterConfig, choose_partition, leading_number, parse_config, parse_records
@@ -200,7 +200,7 @@ def test_run_that_read_in_place_and_took_no_snapshots() -> None:
 
 
 CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")
-LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_files=4096)
+LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA)
 
 
 @pytest.mark.parametrize(
@@ -219,56 +219,46 @@ LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA, open_f
         ("torch", {}, "ok"),
         ("torch", {"torch": None}, "cost"),
         ("torch", {"torch": TorchBuild(version="2.15.0+cpu", accelerator=None)}, "cost"),
-        ("open files", {}, "ok"),
-        ("open files", {"open_files": 256}, "cost"),
-        ("open files", {"open_files": None}, "unknown"),
     ],
 )
 def test_finding_about_the_login_node(check: str, changes: dict[str, Any], severity: str) -> None:
     assert one(judge(OF_LOGIN, replace(LOGIN, **changes), "login"), check).severity == severity
 
 
-JOB = NodeInfoInJob(
-    sees_runs=True, slurm_error="", interface="eth0", nccl_interfaces="", num_gpus=2, passed=True,
-    preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
-)  # fmt: skip
 NODE = NodeInfo(
-    name="gpu01", stage_dir="/tmp", stage_type="xfs", stage_free_bytes=10**12, memory_free_bytes=10**11,
-    open_files=65536, locked_bytes=None, interfaces=("lo", "eth0"), job=JOB,
+    name="gpu01", cpu="EPYC", cpus=64, memory_bytes=2**38, kernel="6.1", driver=None, stage_dir="/tmp",
+    stage_type="xfs", stage_free_bytes=10**12, shm_free_bytes=10**11, interfaces=("lo", "eth0"),
+    num_gpus=2, sees_runs=True, interface="eth0", preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("check", "changes", "in_job", "severity", "word"),
+    ("check", "changes", "severity", "word"),
     [
-        ("stage directory", {}, {}, "ok", "1000.0 GB"),
-        ("stage directory", {"stage_type": "tmpfs"}, {}, "note", "memory"),
-        ("stage directory", {"stage_type": "nfs4"}, {}, "note", "on nfs4, which is on other machines"),
-        ("stage directory", {"stage_free_bytes": 10**9}, {}, "note", "shared storage"),
-        ("stage directory", {"stage_free_bytes": None}, {}, "cost", "--stage-dir"),
-        ("/dev/shm", {"memory_free_bytes": 64 * 2**20}, {}, "cost", "bus error"),
-        ("/dev/shm", {"memory_free_bytes": None}, {}, "cost", "/dev/shm does not exist"),
-        ("open files", {"open_files": 512}, {}, "cost", "ulimit -n"),
-        ("locked memory", {}, {}, "ok", "no InfiniBand"),
-        ("locked memory", {"locked_bytes": -1}, {}, "ok", ""),
-        ("locked memory", {"locked_bytes": 8 * 2**20}, {}, "cost", "ulimit -l unlimited"),
-        ("runs directory", {}, {"sees_runs": False}, "cost", "--runs-dir"),
-        ("Slurm's commands", {}, {"slurm_error": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
-        ("network interface", {"interfaces": ("lo", "docker0")}, {}, "cost", "no interface leads"),
-        ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, {}, "note", "NCCL_SOCKET_IFNAME==eth0"),
-        ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, {"interface": None}, "ok", ""),
-        ("network interface", {"interfaces": ("lo", "eth0", "ib0")}, {}, "ok", ""),
-        ("network interface", {}, {"nccl_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
-        ("preflight", {}, {"passed": False, "preflight": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
-        ("preflight", {}, {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
-        ("preflight", {}, {"preflight": "preflight: 1 rank on CPU, 0.1 s", "num_gpus": 0}, "ok", "1 rank on CPU"),
+        ("stage directory", {}, "ok", "1000.0 GB"),
+        ("stage directory", {"stage_type": "tmpfs"}, "note", "memory"),
+        ("stage directory", {"stage_type": "nfs4"}, "note", "on nfs4, which is on other machines"),
+        ("stage directory", {"stage_free_bytes": 10**9}, "note", "shared storage"),
+        ("stage directory", {"stage_free_bytes": None}, "cost", "--stage-dir"),
+        ("/dev/shm", {"shm_free_bytes": 64 * 2**20}, "cost", "bus error"),
+        ("/dev/shm", {"shm_free_bytes": None}, "cost", "/dev/shm does not exist"),
+        ("locked memory", {}, "ok", "no InfiniBand"),
+        ("locked memory", {"locked_bytes": -1}, "ok", ""),
+        ("locked memory", {"locked_bytes": 8 * 2**20}, "cost", "ulimit -l unlimited"),
+        ("runs directory", {"sees_runs": False}, "cost", "--runs-dir"),
+        ("Slurm's commands", {"slurm_error": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
+        ("network interface", {"interfaces": ("lo", "docker0")}, "cost", "no interface leads"),
+        ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, "note", "NCCL_SOCKET_IFNAME==eth0"),
+        ("network interface", {"interfaces": ("lo", "eno1", "eth0"), "interface": None}, "ok", ""),
+        ("network interface", {"interfaces": ("lo", "eth0", "ib0")}, "ok", ""),
+        ("network interface", {"nccl_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
+        ("preflight", {"problem": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
+        ("preflight", {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
+        ("preflight", {"preflight": "preflight: 1 rank on CPU, 0.1 s", "num_gpus": 0}, "ok", "1 rank on CPU"),
     ],
 )  # fmt: skip
-def test_finding_about_a_node(
-    check: str, changes: dict[str, Any], in_job: dict[str, Any], severity: str, word: str
-) -> None:
-    node = replace(NODE, **changes, job=replace(JOB, **in_job))
-    finding = one(judge(OF_NODE, node, node.name), check)
+def test_finding_about_a_node(check: str, changes: dict[str, Any], severity: str, word: str) -> None:
+    finding = one(judge(OF_NODE, replace(NODE, **changes), "gpu01"), check)
     assert finding.severity == severity
     assert word in f"{finding.value} {finding.cost} {finding.what_to_do}"
 

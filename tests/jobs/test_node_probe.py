@@ -1,0 +1,77 @@
+"""A node's report in `hpc doctor --node` and `hpc smoke`."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from hpc.core.errors import TorchrelayError
+from hpc.core.rundir import RunDir
+from hpc.spec import Network
+from jobs import node_probe
+from jobs.control.channel import ControlServer
+from jobs.node_attempt import NodeAllocation
+from jobs.node_probe import Probe, meet, summarize, write_rate
+
+
+def test_speed_of_a_disk_leaves_nothing_on_it(tmp_path: Path) -> None:
+    rate = write_rate(tmp_path)
+    assert rate is not None
+    assert rate > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("output", "exit_code", "line", "problem"),
+    [
+        ("preflight: 2 ranks on GPU, 0.1 s\n", 0, "preflight: 2 ranks on GPU, 0.1 s", ""),
+        ("", 0, "", ""),
+        (
+            "error: this rank passed the check, but x\nerror: rank 1 computes wrongly\nnoise\n",
+            1,
+            "",
+            "rank 1 computes wrongly",
+        ),
+        ("Traceback\nRuntimeError: no route\n\n", 1, "", "RuntimeError: no route"),
+        ("", 1, "", "no output"),
+        ("waiting\n", 124, "", "no answer in 180 s: the nodes do not reach each other, or something hangs"),
+    ],
+)
+def test_summary_of_what_ranks_printed(output: str, exit_code: int, line: str, problem: str) -> None:
+    assert summarize(output, exit_code, "preflight: ") == (line, problem)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as resources:
+        yield resources
+
+
+def node(directory: Path, node_rank: int) -> Probe:
+    """Return one of two nodes; the head's name leads to this machine."""
+    allocation = NodeAllocation(
+        cluster="slurm", job_id="7", restart=0, node_rank=node_rank, hostnames=("localhost", "gpu02"), cpus=None
+    )
+    return Probe(run=RunDir(directory), stage_dir="/tmp", num_gpus=0, network=Network(), allocation=allocation)
+
+
+def test_nodes_meet_by_a_claim_and_get_the_same_rendezvous(tmp_path: Path, stack: ExitStack) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        head, other = pool.map(lambda node_rank: meet(node(tmp_path, node_rank), stack), range(2))
+    assert head[1] == other[1]
+    assert isinstance(head[0], ControlServer)
+    assert other[0].directive == head[0].directive
+    assert other[0].directive.port
+    assert [path.name for path in tmp_path.iterdir()] == ["events"]
+
+
+def test_nodes_that_do_not_meet_name_who_is_missing(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_probe, "_MEET_SECONDS", 0.3)
+    with pytest.raises(TorchrelayError, match="localhost wrote nothing to the runs directory"):
+        meet(node(tmp_path, 1), stack)
+    with pytest.raises(TorchrelayError, match="gpu02 did not reach localhost at "):
+        meet(node(tmp_path, 0), stack)
