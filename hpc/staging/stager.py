@@ -219,7 +219,7 @@ class Stager:
                 # A damaged copy must not take the room of the new one, but stays if another job reads it.
                 self._wait.run_in_thread(entry.delete)
                 in_use.callback(os.close, self._lock_for_use(entry))
-                staged = replace(self._make(entry, listing), repaired=len(damaged))
+                staged = self._make(entry, listing, len(damaged))
             else:
                 self._serve_copy(entry, listing, manifest.files)
                 staged = Staged(path=entry.data, reused=True)
@@ -253,7 +253,7 @@ class Stager:
         self._server.chunk_stores[listing.version] = chunks
         self._group.report(CacheStatus.COMPLETE, self._server.port)
 
-    def _make(self, entry: CacheEntry, listing: SourceListing) -> Staged:
+    def _make(self, entry: CacheEntry, listing: SourceListing, num_damaged: int) -> Staged:
         # Deleting a million files takes minutes.
         shortage = self._wait.run_in_thread(lambda: self._make_room(entry, listing))
         if shortage:
@@ -272,7 +272,12 @@ class Stager:
             raise
         self._group.report(CacheStatus.COMPLETE, self._port)
         self._notes += [f"{reason}: {count} batches" for reason, count in stats.fallbacks.items()]
-        return Staged(path=entry.data, bytes_from_source=stats.from_source, bytes_from_peers=stats.from_peers)
+        return Staged(
+            path=entry.data,
+            bytes_from_source=stats.from_source,
+            bytes_from_peers=stats.from_peers,
+            repaired=num_damaged,
+        )
 
     def _make_room(self, entry: CacheEntry, listing: SourceListing) -> str | None:
         """Delete what is not needed. Returns why the copy does not fit all the same."""
