@@ -35,7 +35,11 @@ from hpc.staging.source import inside_name, read_with_retries
 from hpc.staging.store import CopiedFile, bytes_on_disk, checksum, write_all
 
 _CHUNK_BYTES, _BUFFER_BYTES = 4 * 2**20, 2**18
-_LONGEST_LINK = 4096
+# tarfile reads names and other extended headers into memory, whatever their size.
+_LONGEST_HEADER_BYTES, _LONGEST_LINK = 2**20, 4096
+_EXTENDED_HEADERS = frozenset({
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+})  # fmt: skip
 # A program that lists or removes a tree calls itself once per level.
 _DEEPEST = 100
 # File systems do not store later times.
@@ -96,7 +100,14 @@ def _damage_reported(archive: Path) -> Iterator[None]:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """Raises an error where tarfile takes damage for the end of the archive."""
+    """Raises an error where tarfile takes damage for the end of the archive, and for headers that fill the memory."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        header = super().frombuf(buf, encoding, errors)
+        if header.type in _EXTENDED_HEADERS and not 0 <= header.size <= _LONGEST_HEADER_BYTES:
+            raise tarfile.ReadError(f"a header of {header.size} bytes")
+        return header
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
