@@ -1,6 +1,6 @@
 """`hpc stage`: copy data sets to this machine's disk, list, verify and delete the copies. Runs on any node.
 
-Node agents stage by themselves; this verb is for inspection, repair, making room, and work without a run.
+Node agents stage by themselves; this verb shows, verifies and deletes copies, and makes them for work without a run.
 """
 
 import os
@@ -40,7 +40,7 @@ class StageOptions(cli.Common):
     list: bool = False
     """List the copies."""
     verify: bool = False
-    """Read all copies, or only those of PATH, in full, compare the checksums, and repair damaged files."""
+    """Read all copies, or only those of PATH, in full, compare the checksums, and make damaged ones again."""
     clean: bool = False
     """Delete all copies, or only those of PATH, except copies in use."""
 
@@ -128,7 +128,7 @@ def _clean(options: StageOptions, store: CacheStore) -> int:
 
 
 def _verify(options: StageOptions, store: CacheStore) -> int:
-    """Verify and repair; delete a damaged copy whose source is gone or has changed."""
+    """Verify; make damaged copies again, or delete them if their source is gone or has changed."""
     checks = [_check(options, entry) for entry in _chosen(options, store)]
     if options.path and not checks:
         raise UserError(f"{options.stage_dir} has no copy of {options.path}: type hpc stage {options.path} to make one")
@@ -156,10 +156,12 @@ def _check(options: StageOptions, entry: CacheEntry) -> dict[str, Any]:
 
 
 def _repair(options: StageOptions, entry: CacheEntry, source: Path) -> str:
-    """Repair or delete a damaged copy. Returns which."""
+    """Make a damaged copy again, or delete it. Returns which."""
     try:
-        if list_source(source).version == entry.name and _copy(options, source, read_all=True).path == entry.data:
-            return "repaired"
+        if list_source(source).version == entry.name:
+            entry.distrust()
+            if _copy(options, source).path == entry.data:
+                return "repaired"
     except TorchrelayError:
         pass  # the source is gone
     if not entry.delete():
@@ -167,7 +169,7 @@ def _repair(options: StageOptions, entry: CacheEntry, source: Path) -> str:
     return "deleted: its source is gone or has changed, or it was a packed data set; the next run creates it again"
 
 
-def _copy(options: StageOptions, source: Path, *, read_all: bool = False) -> Staged:
+def _copy(options: StageOptions, source: Path) -> Staged:
     console = Console(stderr=True, quiet=options.json)
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -180,7 +182,7 @@ def _copy(options: StageOptions, source: Path, *, read_all: bool = False) -> Sta
             return False
 
         with Stager(options.stage_dir.absolute(), watch=watch) as stager:
-            return stager.stage(source, read_all=read_all)
+            return stager.stage(source)
 
 
 main = partial(cli.run, stage, StageOptions, "stage")

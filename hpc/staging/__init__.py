@@ -2,7 +2,7 @@
 
 It runs once per node, before torchrun starts and so outside any collective.
 
-    stager.py              one staging: find, make or repair a copy
+    stager.py              one staging: find a copy, or make one
     source.py              the listing of a source, divided into batches; reading them
     copy.py                copying batches from the source and from peers
     peers.py               data from node to node

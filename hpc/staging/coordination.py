@@ -25,8 +25,6 @@ class CacheStatus(StrEnum):
     MISSING = "missing"
     """The node is about to make a copy."""
     COMPLETE = "complete"
-    DAMAGED = "damaged"
-    """The node is about to repair some files; it reads no batches for other nodes."""
     WAITING = "waiting"
     """Another job on this node is making the same copy."""
     UNAVAILABLE = "unavailable"
@@ -105,5 +103,4 @@ def choose_owners(caches: Iterable[tuple[Address, CacheStatus]]) -> tuple[Addres
         if found:
             return found
     # A node that waits for another job's copy may still become an owner.
-    settled = {CacheStatus.DAMAGED, CacheStatus.UNAVAILABLE}
-    return () if known and all(status in settled for _, status in known) else None
+    return () if known and all(status is CacheStatus.UNAVAILABLE for _, status in known) else None

@@ -45,8 +45,8 @@ class CopyStats:
 class Copy:
     """One copy in progress."""
 
-    def __init__(self, listing: SourceListing, batches: Sequence[int], target: Path, chunks: ChunkStore) -> None:
-        self._listing, self._batches, self._target, self._chunks = listing, batches, target, chunks
+    def __init__(self, listing: SourceListing, target: Path, chunks: ChunkStore) -> None:
+        self._listing, self._target, self._chunks = listing, target, chunks
         self.stats = CopyStats()
         self.checksums: dict[int, tuple[str, ...]] = {}
         """Those of the chunks of each copied batch."""
@@ -61,7 +61,9 @@ class Copy:
         self._peers = dict[Address, Peer]()
 
     def run(self, owners: Sequence[Address], own: tuple[str, int], secret: str, watch: Watch) -> None:
-        """Copy the batches: batch b belongs to owner b modulo their number; without owners this node reads all.
+        """Copy all files, into directories that exist.
+
+        Batch b belongs to owner b modulo the number of owners; without owners this node reads all.
 
         Args:
             owners: the addresses of the nodes that read the data, or already have them.
@@ -74,15 +76,10 @@ class Copy:
             TorchrelayError: a file could not be read, or has changed.
             OSError: the copy could not be written.
         """
-        files = {chunk.file for number in self._batches for chunk in self._listing.batches[number]}
-        for directory in {os.path.dirname(self._listing.files[file].name) for file in files}:  # noqa: PTH120
-            (self._target / directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        by_owner = {
-            owner: [number for number in self._batches if number % len(owners) == index]
-            for index, owner in enumerate(owners)
-        }
+        batches = range(len(self._listing.batches))
+        by_owner = {owner: list(batches[index :: len(owners)]) for index, owner in enumerate(owners)}
         this = next((owner for owner in owners if (owner.node, owner.port) == own), None)
-        for number in by_owner.pop(this, []) if this else [] if owners else self._batches:
+        for number in by_owner.pop(this, []) if this else [] if owners else batches:
             self._to_read.put(number)
         readers = [self._start(self._read_batches, "stage-source") for _ in range(_SOURCE_THREADS)]
         # Each fetching thread asks some of the owners.
@@ -104,7 +101,7 @@ class Copy:
     def _monitor(self, readers: list[threading.Thread], fetchers: list[threading.Thread], watch: Watch) -> None:
         """Report the progress until all threads are done."""
         began = time.monotonic()
-        total = sum(chunk.length for number in self._batches for chunk in self._listing.batches[number])
+        total = self._listing.size
 
         def report() -> None:
             if len(readers) < _MAX_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
@@ -226,15 +223,14 @@ class Copy:
 
 
 def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) -> tuple[CopiedFile, ...]:
-    """The files of a listing whose chunks were all copied, from the checksums of each copied batch's chunks."""
-    by_file: list[list[str | None]] = [[] for _ in listing.files]
+    """The files of a copy, from the checksums of each batch's chunks."""
+    by_file: list[list[str]] = [[] for _ in listing.files]
     for number, batch in enumerate(listing.batches):
-        for index, chunk in enumerate(batch):
-            by_file[chunk.file].append(checksums[number][index] if number in checksums else None)
+        for chunk, digest in zip(batch, checksums[number], strict=True):
+            by_file[chunk.file].append(digest)
     return tuple(
-        CopiedFile(file.name, file.size, listing.batch_bytes, tuple(filter(None, sums)))
-        for file, sums in zip(listing.files, by_file, strict=True)
-        if None not in sums
+        CopiedFile(file.name, file.size, listing.batch_bytes, tuple(digests))
+        for file, digests in zip(listing.files, by_file, strict=True)
     )
 
 

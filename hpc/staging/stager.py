@@ -1,10 +1,12 @@
-"""Staging one data set on this node: find an intact copy, or make or repair one. Runs on compute nodes."""
+"""Staging one data set on this node: find an intact copy, or make one. Runs on compute nodes.
+
+The methods of `Stager` stand in the order in which they run.
+"""
 
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +28,6 @@ from hpc.staging.store import (
     StalledError,
     available_bytes,
     boot_id,
-    is_intact,
     is_memory,
     open_store,
 )  # fmt: skip
@@ -54,7 +55,7 @@ class Staged:
     fallback: str | None = None
     """Why this node read from shared storage what a peer should have sent."""
     repaired: int = 0
-    """Number of damaged files."""
+    """Number of damaged files in the copy that this one replaces."""
     evicted: tuple[str, ...] = ()
     """Names of the copies that were deleted to make room."""
     in_memory: bool = False
@@ -111,12 +112,8 @@ class Stager:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
-    def stage(self, source: Path, *, read_all: bool = False) -> Staged:
-        """Find, make or repair a copy.
-
-        Args:
-            source: a directory, or an archive to unpack.
-            read_all: read every byte of an existing copy and compare it with the checksums.
+    def stage(self, source: Path) -> Staged:
+        """Find a copy of a directory or of the content of an archive, or make one.
 
         Raises:
             StagingStopped: `watch` returned true.
@@ -128,7 +125,7 @@ class Stager:
             self._server = PeerServer(self._group.secret, self._group.ports)
             self._held.callback(self._server.close)
         try:
-            staged = self._list_and_copy(absolute(source), read_all=read_all)
+            staged = self._list_and_copy(absolute(source))
         except NoProgressError:
             raise BadNodeError(
                 f"{os.uname().nodename} has got nothing of {source} for {self._timeout_seconds:.0f} s: that mount "
@@ -146,10 +143,14 @@ class Stager:
             shared=shared,
         )
 
-    def _list_and_copy(self, source: Path, *, read_all: bool) -> Staged:
+    @property
+    def _port(self) -> int:
+        return self._server.port if self._server else 0
+
+    def _list_and_copy(self, source: Path) -> Staged:
         listing = self._find_listing(source)
         try:
-            return self._find_or_copy(listing, read_all=read_all)
+            return self._find_or_copy(listing)
         except (StalledError, NoLocksError) as error:
             return self._read_in_place(listing, str(error))
         except OSError as error:
@@ -157,9 +158,12 @@ class Stager:
                 raise
             return self._read_in_place(listing, f"the disk of {self._stage_dir} filled up during the copy")
 
-    @property
-    def _port(self) -> int:
-        return self._server.port if self._server else 0
+    def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
+        """Read from shared storage. Raises NoRoomError if the source is an archive."""
+        if listing.is_archive:
+            raise NoRoomError(reason, listing.source)
+        self._group.report(CacheStatus.UNAVAILABLE, 0)
+        return Staged(path=listing.source, in_place=reason)
 
     # --- the listing, which one node makes for all ---
 
@@ -198,38 +202,41 @@ class Stager:
 
     # --- the copy ---
 
-    def _find_or_copy(self, listing: SourceListing, *, read_all: bool) -> Staged:
+    def _find_or_copy(self, listing: SourceListing) -> Staged:
         store = open_store(self._stage_dir)
         self._shared = store.why_shared()
         if not self._keep_seconds:
             self._held.callback(store.delete_unused, 0)
         entry = store.entry(listing.version)
-        while (descriptor := entry.lock_for_use()) is None:
-            self._wait.wait()
-        self._held.callback(os.close, descriptor)
-
-        def wait_for_other_job() -> None:
-            self._group.report(CacheStatus.WAITING, 0)
-            self._wait.wait()
-
-        with entry.locked_for_copy(wait_for_other_job):
-            self._held.callback(entry.mark_used)
+        in_use = self._held.enter_context(ExitStack())
+        with entry.locked_for_copy(self._wait_for_other_job):
             self._wait.heartbeat = entry.send_heartbeat
+            in_use.callback(os.close, self._lock_for_use(entry))
             manifest = entry.manifest()
-            damaged = entry.find_damaged(manifest, self._wait.stopped, read_all=read_all) if manifest else None
+            damaged = entry.find_damaged(manifest, self._wait.stopped) if manifest else []
             if manifest is None or damaged:
-                staged = self._make_or_repair(entry, listing, manifest, damaged)
+                in_use.close()
+                # A damaged copy must not take the room of the new one, but stays if another job reads it.
+                self._wait.run_in_thread(entry.delete)
+                in_use.callback(os.close, self._lock_for_use(entry))
+                staged = self._make(entry, listing, len(damaged))
             else:
-                entry.mark_used()
                 self._serve_copy(entry, listing, manifest.files)
                 staged = Staged(path=entry.data, reused=True)
-        if self._archive is not None:
-            # Delete the copy of an archive as soon as no peer fetches it any more.
-            deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
-            while time.monotonic() < deadline and (plan := self._group.plan()) and not plan.done:
-                self._wait.wait()
-            shutil.rmtree(self._archive, ignore_errors=True)
+            if staged.in_place is None:
+                entry.mark_used()
+                in_use.callback(entry.mark_used)
+        self._keep_archive_for_peers()
         return staged
+
+    def _wait_for_other_job(self) -> None:
+        self._group.report(CacheStatus.WAITING, 0)
+        self._wait.wait()
+
+    def _lock_for_use(self, entry: CacheEntry) -> int:
+        while (descriptor := entry.lock_for_use()) is None:
+            self._wait.wait()
+        return descriptor
 
     def _serve_copy(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
         """Serve an intact copy to peers.
@@ -246,121 +253,65 @@ class Stager:
         self._server.chunk_stores[listing.version] = chunks
         self._group.report(CacheStatus.COMPLETE, self._server.port)
 
-    def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
-        """Read from shared storage. Raises NoRoomError if the source is an archive."""
-        if listing.is_archive:
-            raise NoRoomError(reason, listing.source)
-        self._group.report(CacheStatus.UNAVAILABLE, 0)
-        return Staged(path=listing.source, in_place=reason)
-
-    def _make_or_repair(
-        self, entry: CacheEntry, listing: SourceListing, manifest: Manifest | None, damaged: list[str] | None
-    ) -> Staged:
-        """Make a copy, or repair the damaged files of one (None: everything)."""
-
-        def make_room() -> str | None:
-            entry.store.remove_partials(entry.name)
-            self._evicted += entry.store.delete_unused(self._keep_seconds)
-            needed = _needed(listing, damaged, copies_archive=self._group.has_peers)
-            evicted, shortage = entry.store.make_room(*needed)
-            self._evicted += evicted
-            return shortage
-
+    def _make(self, entry: CacheEntry, listing: SourceListing, num_damaged: int) -> Staged:
         # Deleting a million files takes minutes.
-        shortage = self._wait.run_in_thread(make_room)
+        shortage = self._wait.run_in_thread(lambda: self._make_room(entry, listing))
         if shortage:
             return self._read_in_place(listing, shortage)
         partial = entry.new_partial()
         for name in listing.directories:
             (partial / "data" / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            if listing.is_archive and self._group.has_peers:
-                stats, files = self._copy_and_unpack(entry, partial, listing, damaged)
-            elif listing.is_archive:
-                stats, files = self._unpack_source(partial, listing)
-            else:
-                stats, files = self._copy(partial, listing, damaged)
-            merged = {file.name: file for file in (*(manifest.files if manifest and damaged else ()), *files)}
-            new = Manifest(
-                source=str(listing.source),
-                boot=boot_id(),
-                files=tuple(merged.values()),
-                directories=listing.directories,
+            stats, files = self._fill(entry, partial / "data", listing)
+            manifest = Manifest(
+                source=str(listing.source), boot=boot_id(), files=files, directories=listing.directories
             )
-            entry.commit(partial, new, damaged)
+            entry.commit(partial, manifest)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        entry.mark_used()
-        # Of a repaired copy, peers get nothing: its intact files were not read again.
-        self._group.report(CacheStatus.COMPLETE, self._port if damaged is None else 0)
+        self._group.report(CacheStatus.COMPLETE, self._port)
         self._notes += [f"{reason}: {count} batches" for reason, count in stats.fallbacks.items()]
         return Staged(
             path=entry.data,
             bytes_from_source=stats.from_source,
             bytes_from_peers=stats.from_peers,
-            repaired=len(damaged or ()),
+            repaired=num_damaged,
         )
 
-    def _copy(
-        self, partial: Path, listing: SourceListing, damaged: list[str] | None
-    ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
-        """Copy everything, or the damaged files."""
-        chunks = ChunkStore(listing, partial / "data")
-        self._held.callback(chunks.close)
-        if self._server and damaged is None:
-            self._server.chunk_stores[listing.version] = chunks
-        self._group.report(CacheStatus.MISSING if damaged is None else CacheStatus.DAMAGED, self._port)
-        batches = list(range(len(listing.batches)))
-        if damaged is not None and not listing.is_archive:
-            names = set(damaged)
-            files = {index for index, file in enumerate(listing.files) if file.name in names}
-            batches = [batch for batch in batches if any(chunk.file in files for chunk in listing.batches[batch])]
-        copy = Copy(listing, batches, partial / "data", chunks)
-        copy.run(self._wait_for_owners(), (self._group.host, self._port), self._group.secret, self._wait.update)
-        return copy.stats, copied_files(listing, copy.checksums)
+    def _make_room(self, entry: CacheEntry, listing: SourceListing) -> str | None:
+        """Delete what is not needed. Returns why the copy does not fit all the same."""
+        entry.store.remove_partials(entry.name)
+        self._evicted += entry.store.delete_unused(self._keep_seconds)
+        size, files = listing.size, len(listing.files)
+        if listing.is_archive:
+            size = int(size * (_UNPACKED_FACTOR + self._group.has_peers))
+        evicted, shortage = entry.store.make_room(size, files)
+        self._evicted += evicted
+        return shortage
 
-    def _copy_and_unpack(
-        self, entry: CacheEntry, partial: Path, listing: SourceListing, damaged: list[str] | None
+    def _fill(
+        self, entry: CacheEntry, target: Path, listing: SourceListing
     ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
-        """Copy an archive to a directory of its own, from which peers fetch it, and unpack it."""
+        """Copy, or unpack. An archive that peers fetch from here is copied to a directory of its own first."""
+        if not listing.is_archive:
+            return self._copy(target, listing)
+        if not self._group.has_peers:
+            return CopyStats(from_source=listing.size), self._unpack(listing.source, target, listing)
         self._archive = entry.new_partial()
         self._held.callback(shutil.rmtree, self._archive, ignore_errors=True)
-        stats, [copied] = self._copy(self._archive, listing, damaged)
-        archive = self._archive / "data" / listing.source.name
-        if not is_intact(archive, copied, self._wait.stopped):
-            raise TorchrelayError(f"{archive} differs from what was written to it: check the disk of this node")
-        return stats, self._unpack(archive, partial / "data")
+        stats, _ = self._copy(self._archive / "data", listing)
+        return stats, self._unpack(self._archive / "data" / listing.source.name, target, listing)
 
-    def _unpack_source(self, partial: Path, listing: SourceListing) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
-        """Unpack an archive from shared storage: without peers, nothing needs a copy of the archive."""
-        [file] = listing.files
-
-        def check() -> None:
-            check_unchanged(str(listing.source), listing.source.stat(), (file.size, file.modified_ns))
-
-        return CopyStats(from_source=file.size), self._unpack(listing.source, partial / "data", check)
-
-    def _unpack(self, archive: Path, target: Path, check: Callable[[], None] = lambda: None) -> tuple[CopiedFile, ...]:
-        """Unpack, and `check` the archive afterwards."""
-        began, cancel, bytes_done = time.monotonic(), threading.Event(), 0
-
-        def update(count: int) -> bool:
-            nonlocal bytes_done
-            bytes_done = count
-            return cancel.is_set()
-
-        def work() -> tuple[CopiedFile, ...]:
-            try:
-                return unpack(archive, target, available_bytes(target), update)
-            finally:
-                check()  # a change explains the damage
-
-        return self._wait.run_in_thread(
-            work,
-            lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done, seconds=time.monotonic() - began),
-            cancel,
-        )
+    def _copy(self, target: Path, listing: SourceListing) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
+        chunks = ChunkStore(listing, target)
+        self._held.callback(chunks.close)
+        if self._server:
+            self._server.chunk_stores[listing.version] = chunks
+        self._group.report(CacheStatus.MISSING, self._port)
+        copy = Copy(listing, target, chunks)
+        copy.run(self._wait_for_owners(), (self._group.host, self._port), self._group.secret, self._wait.update)
+        return copy.stats, copied_files(listing, copy.checksums)
 
     def _wait_for_owners(self) -> tuple[Address, ...]:
         """The owners of the batches; none if the head node does not name them in time."""
@@ -373,11 +324,33 @@ class Stager:
         self._notes.append(f"the head node did not assign the batches within {_PLAN_SECONDS:.0f} s")
         return ()
 
+    def _unpack(self, archive: Path, target: Path, listing: SourceListing) -> tuple[CopiedFile, ...]:
+        """Unpack the source itself, or a copy of it."""
+        began, cancel, bytes_done = time.monotonic(), threading.Event(), 0
 
-def _needed(listing: SourceListing, damaged: list[str] | None, *, copies_archive: bool) -> tuple[int, int]:
-    """Bytes and number of the files to copy."""
-    if listing.is_archive:
-        return int(listing.size * (_UNPACKED_FACTOR + copies_archive)), 1
-    names = None if damaged is None else set(damaged)
-    sizes = [file.size for file in listing.files if names is None or file.name in names]
-    return sum(sizes), len(sizes)
+        def update(count: int) -> bool:
+            nonlocal bytes_done
+            bytes_done = count
+            return cancel.is_set()
+
+        def work() -> tuple[CopiedFile, ...]:
+            try:
+                return unpack(archive, target, available_bytes(target), update)
+            finally:
+                if archive == listing.source:  # a change explains the damage
+                    [file] = listing.files
+                    check_unchanged(str(archive), archive.stat(), (file.size, file.modified_ns))
+
+        return self._wait.run_in_thread(
+            work,
+            lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done, seconds=time.monotonic() - began),
+            cancel,
+        )
+
+    def _keep_archive_for_peers(self) -> None:
+        """Delete the copy of an archive as soon as no peer fetches it any more."""
+        if self._archive is not None:
+            deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
+            while time.monotonic() < deadline and (plan := self._group.plan()) and not plan.done:
+                self._wait.wait()
+            shutil.rmtree(self._archive, ignore_errors=True)

@@ -3,7 +3,7 @@
     NAME-FINGERPRINT/data/       the copy
     NAME-FINGERPRINT/manifest    its files with sizes and checksums
     locks/NAME-FINGERPRINT.use   shared by the readers of the copy, exclusive for its deletion
-    locks/NAME-FINGERPRINT.copy  exclusive for making or repairing the copy
+    locks/NAME-FINGERPRINT.copy  exclusive for making the copy
     locks/node                   the name of the node that was the last to use this cache
     .NAME-FINGERPRINT.ID.partial an unfinished copy; renamed when it is complete
 
@@ -39,8 +39,6 @@ _RESERVED_DISK_SHARE = 0.05
 _USABLE_MEMORY_SHARE = 0.5
 # A file takes whole blocks, and an inode.
 _FILE_OVERHEAD_BYTES = 4096 + 512
-_READ_BYTES = 4 * 2**20
-_DESCRIBED_BYTES = 256 * 2**20
 
 
 class StalledError(TorchrelayError):
@@ -98,14 +96,6 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     write_atomic(directory / "manifest", content, mode=0o600)
 
 
-def size_of(path: Path) -> int | None:
-    """Bytes of a file; None if it does not exist."""
-    try:
-        return path.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
 def write_all(descriptor: int, content: memoryview, offset: int) -> None:
     """Write all of the content at an offset."""
     while content:
@@ -113,35 +103,16 @@ def write_all(descriptor: int, content: memoryview, offset: int) -> None:
         content, offset = content[written:], offset + written
 
 
-def is_intact(path: Path, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
-    """Read a file from the disk, not from the page cache, and compare its size and checksums."""
-    try:
-        with path.open("rb", buffering=0) as content:
-            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return os.fstat(content.fileno()).st_size == file.size and all(
-                _checksum(content.fileno(), file.chunk_bytes, stopped) == expected for expected in file.checksums
-            )
-    except OSError:
-        return False  # it is missing, or the disk has a read error
-
-
-def _checksum(descriptor: int, count: int, stopped: Callable[[], bool]) -> str:
-    """`checksum` of the next bytes of a file."""
-    stop_if(stopped())
-    digest = xxhash.xxh3_128()
-    while count and (content := os.read(descriptor, min(count, _READ_BYTES))):
-        digest.update(content)
-        count -= len(content)
-    return digest.hexdigest()
-
-
-def describe_file(directory: Path, name: str, stopped: Callable[[], bool]) -> CopiedFile:
-    """The entry of a file on the disk."""
+def describe_file(directory: Path, name: str, chunk_bytes: int, stopped: Callable[[], bool]) -> CopiedFile:
+    """Describe a file as it is on the disk, not in the page cache. Raises StagingStopped if `stopped` returns true."""
+    checksums = list[str]()
     with (directory / name).open("rb", buffering=0) as content:
+        os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(content.fileno()).st_size
-        chunks = range(0, size, _DESCRIBED_BYTES)
-        checksums = tuple(_checksum(content.fileno(), _DESCRIBED_BYTES, stopped) for _ in chunks)
-        return CopiedFile(name, size, _DESCRIBED_BYTES, checksums)
+        for _ in range(0, max(1, size), chunk_bytes):  # an empty file has one chunk, too
+            stop_if(stopped())
+            checksums.append(checksum(content.read(chunk_bytes)))
+    return CopiedFile(name, size, chunk_bytes, tuple(checksums))
 
 
 # --- the disk ---
@@ -237,14 +208,27 @@ class CacheEntry:
                 (self.data / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         if not read_all and manifest.boot == boot_id():
             return [file.name for file in manifest.files if self._has_other_size(file, stopped)]
-        damaged = [file.name for file in manifest.files if not is_intact(self.data / file.name, file, stopped)]
+        damaged = [file.name for file in manifest.files if self._differs(file, stopped)]
         if not damaged and manifest.boot != boot_id():
             write_manifest(self.path, replace(manifest, boot=boot_id()))
         return damaged
 
+    def distrust(self) -> None:
+        """Have the next staging make it again."""
+        (self.path / "manifest").unlink(missing_ok=True)
+
     def _has_other_size(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
         stop_if(stopped())
-        return size_of(self.data / file.name) != file.size
+        try:
+            return (self.data / file.name).stat().st_size != file.size
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+
+    def _differs(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+        try:
+            return describe_file(self.data, file.name, file.chunk_bytes, stopped) != file
+        except OSError:
+            return True  # it is missing, or the disk has a read error
 
     def lock_for_use(self) -> int | None:
         """Prevent its deletion until the returned descriptor is closed; None while another process deletes it."""
@@ -256,7 +240,7 @@ class CacheEntry:
 
     @contextmanager
     def locked_for_copy(self, wait: Callable[[], None]) -> Iterator[None]:
-        """Let one process of this node make or repair the copy at a time; the others call `wait` until it is done.
+        """Let one process of this node make the copy at a time; the others call `wait` until it is done.
 
         Raises:
             StalledError: that process sends no heartbeat; its job may be suspended, perhaps in favour of this one.
@@ -306,21 +290,21 @@ class CacheEntry:
         (partial / "data").mkdir(mode=0o700)
         return partial
 
-    def commit(self, partial: Path, manifest: Manifest, damaged: list[str] | None) -> None:
-        """Rename a complete copy to its name, or move repaired files over the damaged ones.
+    def commit(self, partial: Path, manifest: Manifest) -> None:
+        """Give a complete copy its name.
 
-        Readers of a damaged copy see each file either as it was or repaired.
+        Where a damaged copy still has it, because other processes read that one, its files are replaced one by one: the
+        readers see each file either as it was or new.
         """
-        if damaged is None and not self.path.exists():
-            write_manifest(partial, manifest)
+        write_manifest(partial, manifest)
+        if not self.path.exists():
             partial.rename(self.path)
             fsync_directory(self.store.root)
             return
-        # A copy without a manifest is treated as damaged: other processes may be reading it.
-        for name in [file.name for file in manifest.files] if damaged is None else damaged:
-            (self.data / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            (partial / "data" / name).replace(self.data / name)
-        write_manifest(self.path, manifest)
+        for file in manifest.files:
+            (self.data / file.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (partial / "data" / file.name).replace(self.data / file.name)
+        (partial / "manifest").replace(self.path / "manifest")
         shutil.rmtree(partial)
 
     def mark_used(self) -> None:

@@ -36,6 +36,8 @@ from training.config.packed_index import INDEX, read_index
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
 # Nodes whose agents start later than this after the first ones get their data from those.
 _GATHER_SECONDS = 10.0
+# Part of a packed file that has a checksum of its own.
+_CHUNK_BYTES = 16 * 2**20
 
 
 class NodeGroup(StagingGroup):
@@ -267,5 +269,5 @@ def _make_packed(entry: CacheEntry, folder: Path, size: int, waiting: Cancellabl
     shutil.rmtree(old, ignore_errors=True)
     index = read_index(entry.data)
     names = (INDEX, *(file.name for file in index.files))
-    files = [describe_file(entry.data, name, waiting.stopped) for name in names]
+    files = [describe_file(entry.data, name, _CHUNK_BYTES, waiting.stopped) for name in names]
     write_manifest(entry.path, Manifest(source=index.source, boot=boot_id(), files=tuple(files)))

@@ -3,12 +3,11 @@
 If it does not, this node's ranks start from the shared environment, as they do without `--stage-env`.
 """
 
-import json
+import contextlib
 import os
 import subprocess
 import sys
 import time
-import uuid
 from functools import partial
 from pathlib import Path
 
@@ -22,13 +21,16 @@ from jobs.node_attempt import log
 from jobs.ranks.round import activated_environment
 from jobs.staging.node_staging import NodeStaging
 
-# Prints the interpreter's prefix, and which torch it imports.
+# Fails unless the interpreter runs in the copy and imports the copy's torch.
 _TRY = """
-import json, sys, torch
+import os, sys, torch
 from importlib.metadata import version
-print("\\ntorchrelay:" + json.dumps([sys.prefix, torch.__file__, version("torch")]))
+copy, expected, wanted = sys.argv[1:]
+found = version("torch")
+if found != wanted or not all(map(os.path.samefile, [sys.prefix, torch.__file__], [copy, expected])):
+    imported = f"runs in {sys.prefix} and imports torch {found} from {torch.__file__}"
+    sys.exit(f"{sys.executable} {imported} instead of {wanted} from {expected}: is PYTHONPATH set?")
 """
-_MARK = "torchrelay:"
 _TRY_SECONDS = 300.0
 
 
@@ -65,47 +67,37 @@ def _copy(staging: NodeStaging, archive: Path) -> str:
     python = copy / inside_name(described.python)
     if not python.exists():
         raise TorchrelayError(f"{python} leads to {os.path.realpath(python)}, which is not on this node")
-    prefix, torch, version = _import_torch(staging.watch(archive), str(python))
-    expected = [copy, copy / inside_name(described.torch)]
-    if version != described.torch_version or not all(map(os.path.samefile, [prefix, torch], expected)):
-        raise TorchrelayError(
-            f"{python} runs in {prefix} and imports torch {version} from {torch} instead of "
-            f"{described.torch_version} from {expected[1]}: is PYTHONPATH set?"
-        )
+    expected = [str(copy), str(copy / inside_name(described.torch)), described.torch_version]
+    _import_torch(staging.watch(archive), str(python), expected)
     return str(python)
 
 
 def make_link(path: Path, target: str) -> None:
-    """Make a link whole, or leave the same one that another job has made."""
-    if path.is_symlink() and os.readlink(path) == target:  # noqa: PTH115 - a Path would lose a trailing slash
-        return
+    """Make a link, unless another job has made it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    temporary.symlink_to(target)
-    temporary.replace(path)
+    with contextlib.suppress(FileExistsError):
+        path.symlink_to(target)
 
 
-def _import_torch(watch: Watch, python: str) -> list[str]:
-    """Prefix, torch's file and torch's version in the copy, after it has imported torch: only that finds every library.
+def _import_torch(watch: Watch, python: str, expected: list[str]) -> None:
+    """Have the copy import torch, which alone finds every library. Raises TorchrelayError if it is not as expected.
 
     The time is not lost: the ranks then find in memory what this has read.
     """
     waiting = CancellableWait(watch)
     with subprocess.Popen(
-        [python, "-P", "-c", _TRY],
-        env=activated_environment(os.environ, python), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        [python, "-P", "-c", _TRY, *expected],
+        env=activated_environment(os.environ, python), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE, text=True, errors="replace",
     ) as process:  # fmt: skip
         try:
-            out, errors = waiting.run_in_thread(partial(process.communicate, timeout=_TRY_SECONDS))
+            _, errors = waiting.run_in_thread(partial(process.communicate, timeout=_TRY_SECONDS))
         except BaseException as error:
             process.kill()
             if isinstance(error, subprocess.TimeoutExpired):
                 raise TorchrelayError(f"the copy did not import torch within {_TRY_SECONDS:.0f} s") from error
             raise
     stop_if(waiting.stopped())  # a signal that asks this node to stop ends the copy's process, too
-    answers = [line.removeprefix(_MARK) for line in out.splitlines() if line.startswith(_MARK)]
-    if process.returncode == 0 and answers:
-        return [str(word) for word in json.loads(answers[0])]
-    lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
-    raise TorchrelayError(f"the copy does not import torch: {lines[-1]}")
+    if process.returncode:
+        lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
+        raise TorchrelayError(f"the copy does not import torch: {lines[-1]}")

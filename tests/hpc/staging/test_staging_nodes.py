@@ -95,11 +95,12 @@ def test_nodes_that_have_the_data_give_them_to_those_that_have_not(nodes: Nodes,
     assert contents(Path(answers[2]["path"])) == contents(source)
 
 
-def test_nodes_that_all_repair_do_not_wait_for_each_other(nodes: Nodes, source: Path) -> None:
+def test_nodes_whose_copies_are_damaged_read_the_source_once(nodes: Nodes, source: Path) -> None:
     for result in nodes.stage(source, 2):
         next(path for path in sorted(Path(result["path"]).rglob("*")) if path.is_file()).unlink()
     answers = nodes.stage(source, 2, "next")
     assert [(result["repaired"], result["fallback"]) for result in answers] == [(1, None)] * 2
+    assert sum(result["bytes_from_source"] for result in answers) == sum(map(len, contents(source).values()))
     assert all(contents(Path(result["path"])) == contents(source) for result in answers)
 
 
@@ -229,6 +230,6 @@ def test_owners_have_the_data_or_are_about_to_read_them() -> None:
     assert choose_owners(reading) == (a, c)
     assert choose_owners([*reading, (d, CacheStatus.COMPLETE)]) == (d,)
     assert choose_owners([*reading, (d._replace(port=0), CacheStatus.COMPLETE)]) == (a, c)
-    assert choose_owners([(a, CacheStatus.UNAVAILABLE), (b, CacheStatus.DAMAGED)]) == ()
-    assert choose_owners([(a, CacheStatus.DAMAGED), (b, CacheStatus.WAITING)]) is None
+    assert choose_owners([(a, CacheStatus.UNAVAILABLE), (b, CacheStatus.UNAVAILABLE)]) == ()
+    assert choose_owners([(a, CacheStatus.UNAVAILABLE), (b, CacheStatus.WAITING)]) is None
     assert choose_owners([]) is None
