@@ -24,7 +24,8 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.rundir import RunDir
 from hpc.logs.reader import LogReader
 from hpc.spec import Network, Notification, Recovery, Resources
-from hpc.status.run_view import TERMINAL, StatusCache, Summary
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL
 from hpc.submit.new_run import start_run
 from hpc.submit.options import (
     RunFlags,
@@ -95,22 +96,22 @@ class Run:
         """The run directory."""
         return self._run.path
 
-    def status(self) -> Summary:
+    def status(self) -> dict[str, Any]:
         """The run's entry in `hpc status --json` (docs/json.schema.json); values that are not known are None."""
-        return StatusCache().summary(self._run)
+        return StatusCache().summary(self._run).document()
 
-    def wait(self, timeout_seconds: float | None = None) -> Summary:
+    def wait(self, timeout_seconds: float | None = None) -> dict[str, Any]:
         """Wait until the run is completed, failed or cancelled, over all its attempts; returns the status.
 
         Raises:
             TimeoutError: the run has not ended in this time. It continues.
         """
         deadline, cache = None if timeout_seconds is None else time.monotonic() + timeout_seconds, StatusCache()
-        while (status := cache.summary(self._run))["state"] not in TERMINAL:
+        while (status := cache.summary(self._run)).state not in TERMINAL:
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"run {self.name} is {status['state']} after {timeout_seconds} s")
+                raise TimeoutError(f"run {self.name} is {status.state} after {timeout_seconds} s")
             time.sleep(_WAIT_SECONDS)
-        return status
+        return status.document()
 
     def metrics(self, name: str = "train") -> "pd.DataFrame":
         """The lines of `metrics/NAME.jsonl` (`train`, `eval` or your own) by step; the last line of a repeated step."""
@@ -224,7 +225,7 @@ def _html(shown: Sequence[Run]) -> str:
     import pandas as pd  # noqa: PLC0415 - takes half a second
 
     rows = StatusCache().summaries([RunDir(run.directory) for run in shown])
-    table = pd.DataFrame([{name: row[name] for name in _COLUMNS} for row in rows], columns=list(_COLUMNS))
+    table = pd.DataFrame([{name: getattr(row, name) for name in _COLUMNS} for row in rows], columns=list(_COLUMNS))
     return str(table.to_html(index=False, na_rep="", float_format="{:.4g}".format))
 
 

@@ -54,7 +54,7 @@ def cancel(options: CancelOptions) -> int:
     cache = StatusCache()
     for run in runs:
         try:
-            before = str(cache.summary(run)["state"])
+            before = str(cache.summary(run).state)
             is_new = cancel_run(run, before, final=options.final)
             answers.append({"run": run.name, "run_dir": str(run.path), "state": "cancelled" if is_new else before})
             if not options.json:

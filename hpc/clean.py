@@ -31,7 +31,8 @@ from hpc.core.units import duration_seconds
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob
 from hpc.status.alive import local_jobs, slurm_jobs
-from hpc.status.run_view import TERMINAL, StatusCache
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL
 
 _ANY_AGE = "0s"
 _ENDING = "removed"
@@ -138,7 +139,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
     oldest = time.time() - duration_seconds("--older-than", options.older_than)
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
     cache = StatusCache()
-    states = {row["run_dir"]: row["state"] for row in cache.summaries(runs)}
+    states: dict[str, str] = {row.run_dir: row.state for row in cache.summaries(runs)}
     if cache.problem:
         raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
     jobs = slurm.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None

@@ -19,7 +19,8 @@ from hpc.core.events.kinds import Tracking
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.spec import RunSpec, Service
-from hpc.status.run_view import TERMINAL, StatusCache, Summary
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL, Summary
 from hpc.tracking.sender import last_events, send_new
 from hpc.tracking.tracker import TITLES, open_tracker
 
@@ -69,8 +70,8 @@ def _sync(run: RunDir, service: Service, cache: StatusCache, options: SyncOption
         "run": run.name, "run_dir": str(run.path), "tracker": service, "url": None, "points": 0, "problem": None,
     }  # fmt: skip
     summary = cache.summary(run)
-    own = last_events(History.load(run), summary["attempt"]).get(service)
-    if summary["state"] == "running" and isinstance(own, Tracking):
+    own = last_events(History.load(run), summary.attempt).get(service)
+    if summary.state == "running" and isinstance(own, Tracking):
         text = "its node sends its metrics"
         answer["url"] = own.url
     else:
@@ -90,11 +91,11 @@ def _sync(run: RunDir, service: Service, cache: StatusCache, options: SyncOption
 def _send(run: RunDir, service: Service, cache: StatusCache, summary: Summary, *, watch: bool) -> dict[str, Any]:
     tracker = open_tracker(service, run, RunSpec.load(run))
     points = send_new(run, tracker)
-    while watch and summary["state"] not in TERMINAL:
+    while watch and summary.state not in TERMINAL:
         time.sleep(_PAUSE_SECONDS)
         summary = cache.summary(run)
         points += send_new(run, tracker)
-    state = summary["state"]
+    state = summary.state
     tracker.close(cast("Outcome", state) if state in TERMINAL else None)
     return {"url": tracker.url, "points": points}
 

@@ -24,7 +24,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.client import running_slurm_conf
 from hpc.spec import RunSpec
 from hpc.status.__main__ import print_interruptions, summaries
-from hpc.status.run_view import TERMINAL, Summary
+from hpc.status.summary import TERMINAL, Summary
 
 Kind = Literal["worker-kill", "node-kill", "preempt", "hang", "term", "disk-full"]
 _POLL_SECONDS = 1.0
@@ -76,10 +76,12 @@ def drill(options: DrillOptions) -> int:
     pids = slurm.run(*command)
     if options.kind in _RANK_FAULTS and not pids.strip():
         raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
-    found = [asdict(interruption) for interruption in _wait(run, options.kind, before)]
-    state = summaries([run])[0]["state"]
+    found = _wait(run, options.kind, before)
+    state = summaries([run])[0].state
     if options.json:
-        cli.print_json({"run": run.name, "drill": options.kind, "state": state, "interruptions": found})
+        cli.print_json(
+            {"run": run.name, "drill": options.kind, "state": state, "interruptions": [asdict(one) for one in found]}
+        )
     elif found:
         print_interruptions(found)
     else:
@@ -89,12 +91,12 @@ def drill(options: DrillOptions) -> int:
 
 def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
     """Resolve the flags against the status of the run; a UserError if it does not train, or lacks the rank or node."""
-    world_size = int(row["world_size"] or 0)
-    if row["state"] != "running" or not world_size:
+    world_size = int(row.world_size or 0)
+    if row.state != "running" or not world_size:
         raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
-    attempt = row["attempts"][-1]
-    nodes = tuple(attempt["members"])
-    others = [node for node in nodes if node != attempt["nodes"][0]]
+    attempt = row.attempts[-1]
+    nodes = attempt.members
+    others = [node for node in nodes if node != attempt.nodes[0]]
     if options.node not in {None, *nodes}:
         raise UserError(f"--node is {options.node!r}: use one of {', '.join(nodes)}, where the run trains")
     default = 0 if options.kind == "disk-full" else world_size - 1
@@ -106,7 +108,7 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
     return DrillTarget(
         run=run,
         cluster=cluster,
-        job_id=row["job_id"],
+        job_id=str(row.job_id),
         nodes=nodes,
         node=options.node or (others or nodes)[-1],
         rank=rank,
@@ -167,7 +169,7 @@ def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
         new = interruptions_of(History.load(run))[before:]
         saved = kind == "disk-full" and not new and _checkpoints(run) > checkpoints
         trains = bool(new) and new[-1].seconds["first_step"] is not None
-        if trains or saved or summaries([run])[0]["state"] in TERMINAL:
+        if trains or saved or summaries([run])[0].state in TERMINAL:
             return new
     raise TorchrelayError(
         f"run {run.name} has not resumed training after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"

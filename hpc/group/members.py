@@ -16,7 +16,7 @@ from hpc.flags import changed_flags
 from hpc.group.group_dir import GroupDir, GroupSpec
 from hpc.resume import ResumeOptions, resume_run, with_flags_of_the_run
 from hpc.spec import program_of
-from hpc.status.run_view import Summary
+from hpc.status.summary import Summary
 from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.new_run import start_run
 from hpc.submit.options import RunFlags, ScriptFlags, SubmitScript, SubmitTraining, TrainingFlags, options_for
@@ -95,7 +95,7 @@ def start_member(
 
 def lacks_job(summary: Summary) -> bool:
     """Return whether the submission of a run was killed before it queued a job."""
-    return summary["state"] == "failed" and summary["job_id"] is None
+    return summary.state == "failed" and summary.job_id is None
 
 
 def _submit_member(

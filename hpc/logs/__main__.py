@@ -16,7 +16,8 @@ from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.logs.reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs
 from hpc.spec import RunSpec
-from hpc.status.run_view import TERMINAL, StatusCache
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL
 
 _POLL_SECONDS = 0.5
 _STATE_SECONDS = 3.0
@@ -128,7 +129,7 @@ def _follow(options: LogsOptions, reader: LogReader) -> None:
     form = _as_json if options.json else partial(_for_people, raw=options.raw)
     while not ended:
         if time.monotonic() - polled > _STATE_SECONDS:
-            ended = cache.summary(reader.run)["state"] in TERMINAL
+            ended = cache.summary(reader.run).state in TERMINAL
             polled = time.monotonic()
         for line in reader.new_lines(ended=ended):
             print(form(line))

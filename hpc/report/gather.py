@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
+from msgspec.structs import asdict
 
 from hpc.core.errors import UserError
 from hpc.core.events.downtime import PARTS, interruptions_of
@@ -20,7 +21,7 @@ from hpc.core.files import numbered_json_lines
 from hpc.core.rundir import RunDir
 from hpc.core.text import csv_cell, csv_text
 from hpc.spec import RunSpec
-from hpc.status.run_view import TERMINAL, Summary
+from hpc.status.summary import TERMINAL, Summary
 
 TRAIN = ("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time")
 EVALUATIONS = (
@@ -89,7 +90,7 @@ class RunRecord:
     @property
     def has_ended(self) -> bool:
         """Whether nothing follows."""
-        return self.summary["state"] in TERMINAL
+        return self.summary.state in TERMINAL
 
     def ended(self, now: float) -> float:
         """The end of the last attempt, or now; seconds since the epoch."""
@@ -106,7 +107,7 @@ class RunRecord:
     @property
     def steps_per_epoch(self) -> float | None:
         """None for a user's script, and before the training has started."""
-        total = self.summary["total_steps"]
+        total = self.summary.total_steps
         return total / self.spec.train.epochs if total and self.spec and self.spec.train else None
 
     def is_fork_of(self, other: "RunRecord") -> bool:
@@ -126,7 +127,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     spec = _try([], run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
     train = _lines(notes, run.train_metrics, TRAIN)
     evaluations = _lines(notes, run.eval_metrics, EVALUATIONS)
-    notes += summary["damaged"]
+    notes += summary.damaged
     confusion = _try(notes, run.confusion, read_confusion)
     samples = _try(notes, run.samples, read_samples) or []
     history = History.load(run)
@@ -139,15 +140,15 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
     notes += missing(summary, spec, has_metrics=not train.empty, has_test=confusion is not None, samples=len(samples))
     attempts = [
         {
-            **attempt,
-            "nodes": " ".join(dict.fromkeys(attempt["members"])),
-            "seconds": None if attempt["ended"] is None else attempt["ended"] - attempt["started"],
+            **asdict(attempt),
+            "nodes": " ".join(dict.fromkeys(attempt.members)),
+            "seconds": None if attempt.ended is None else attempt.ended - attempt.started,
         }
-        for attempt in summary["attempts"]
+        for attempt in summary.attempts
     ]
     interruptions = [
-        {**one, **{f"{part}_seconds": seconds for part, seconds in one["seconds"].items()}, "number": number}
-        for number, one in enumerate(summary["interruptions"], 1)
+        {**vars(one), **{f"{part}_seconds": seconds for part, seconds in one.seconds.items()}, "number": number}
+        for number, one in enumerate(summary.interruptions, 1)
     ]
     return RunRecord(
         run=run,
@@ -240,11 +241,11 @@ def _table(rows: Sequence[dict[str, Any]] | pd.DataFrame, columns: Sequence[str]
 
 def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_test: bool, samples: int) -> list[str]:
     """What a page cannot show, and why, in sentences."""
-    script, complete = spec is not None and spec.train is None, summary["state"] == "completed"
-    over = summary["state"] in TERMINAL
+    script, complete = spec is not None and spec.train is None, summary.state == "completed"
+    over = summary.state in TERMINAL
     evaluates = spec is not None and spec.evaluation is not None
     notes = (
-        (not summary["attempts"], "No attempt has started."),
+        (not summary.attempts, "No attempt has started."),
         (
             not has_metrics and script,
             "For curves, log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl (docs/reference/metrics.md).",

@@ -20,9 +20,9 @@ def provenance(record: RunRecord) -> list[tuple[str, str]]:
     checked = record.history.of(Preflight)
     commit, _, dirty = (record.revision or _NO_REPOSITORY).partition("+")
     short = commit[:_COMMIT_DIGITS] if record.revision else commit
-    attempts = record.summary["attempts"]
-    jobs = [str(each["job_id"]) for each in attempts] or [str(record.summary["job_id"] or "")]
-    nodes = [node for each in attempts for node in each["nodes"]]
+    attempts = record.summary.attempts
+    jobs = [each.job_id for each in attempts] or [str(record.summary.job_id or "")]
+    nodes = [node for each in attempts for node in each.nodes]
     found = {
         "Code": short + (f"+{dirty}" if dirty else ""),
         "Recipe": record.spec and record.spec.recipe,
@@ -52,7 +52,7 @@ def cost(record: RunRecord, now: float) -> dict[str, Any]:
     periods = record.periods(now)
     gpus = record.spec.resources.num_gpus if record.spec else 0
     # Without GPUs a node has one rank.
-    hours = gpu_hours(record.history, periods, gpus or 1, record.last_logged, record.summary["steps_lost"])
+    hours = gpu_hours(record.history, periods, gpus or 1, record.last_logged, record.summary.steps_lost)
     waits = [period.seconds for period in periods if period.kind == "queue"]
     return {
         "queue": duration(sum(waits)) if waits else None,

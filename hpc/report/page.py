@@ -54,7 +54,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         now=now,
         seconds=None if record.began is None else record.ended(now) - record.began,
         headline=_headline(spec, on_cpu=is_on_cpu(record.summary)) if spec else (),
-        causes=[f"{cost['count']} {formats.cause(name)}" for name, cost in record.summary["recovery"].items()],
+        causes=[f"{cost.count} {formats.cause(name)}" for name, cost in record.summary.recovery.items()],
         reload_seconds=None if record.has_ended else RELOAD_SECONDS,
         provenance=provenance(record),
         cost=cost(record, now),
@@ -101,7 +101,7 @@ def comparison_page(
         lost_by_cause=_lost_time(_by_cause(pd.concat([record.interruptions for record in records]))),
         recovery_legend=_recovery_legend,
         **_compared_classes(labelled),
-        remarks=[f"{label}: {note}" for label, one in labelled for note in (*one.notes, *one.summary["warnings"])],
+        remarks=[f"{label}: {note}" for label, one in labelled for note in (*one.notes, *one.summary.warnings)],
     )
 
 
@@ -235,14 +235,17 @@ def _runs(
     now: float,
     differing: Mapping[str, Mapping[str, str]],
 ) -> list[dict[str, Any]]:
-    compared = {
-        "test_accuracy": [record.summary["test_accuracy"] for _, record in labelled],
+    compared: dict[str, list[float | None]] = {
+        "test_accuracy": [record.summary.test_accuracy for _, record in labelled],
         "best_validation": [record.best_validation for _, record in labelled],
     }
-    best = {name: max(filter(known, values), default=None) for name, values in compared.items()}
+    best = {
+        name: max((value for value in values if value is not None and known(value)), default=None)
+        for name, values in compared.items()
+    }
     return [
         {
-            **record.summary,
+            **record.summary.document(),
             "run": label,
             "link": link,
             **dict(zip(("color", "dashes"), line_style(number), strict=True)),

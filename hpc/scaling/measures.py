@@ -12,7 +12,7 @@ from hpc.core.files import number_in, read_json_lines
 from hpc.core.rundir import RunDir
 from hpc.scaling.scaling_dir import Size
 from hpc.spec import RunSpec
-from hpc.status.run_view import Summary
+from hpc.status.summary import Summary
 
 # Added ranks pay if they bring half of what those before did; a wait of this share of the time is worth a word.
 _PAYS, _NOTABLE = 0.5, 0.1
@@ -83,8 +83,8 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     test = _last(evaluations, "test")
     validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
     return Measures(
-        size=size, run=run.name, state=summary["state"],
-        cause=summary["detail"] or summary["reason"] if summary["state"] == "failed" else None,
+        size=size, run=run.name, state=summary.state,
+        cause=summary.detail or summary.reason if summary.state == "failed" else None,
         lr=max(_column(lines, "lr"), default=None),
         batch_size=train.batch_size if train else None, steps_per_epoch=of_epoch,
         epoch_seconds=seconds / epochs if seconds and epochs else None, epochs=epochs,
@@ -95,7 +95,7 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
         allreduce_wait_share=_mean(steady, "allreduce_wait_share"),
         allreduce_seconds=_middle(steady, "allreduce_seconds"),
         gradient_bytes=started[-1].gradient_bytes if started else None,
-        gpu_hours=(summary["gpu_hours"] or {}).get("allocated"), train_loss=_curve(lines, lines),
+        gpu_hours=(summary.gpu_hours or {}).get("allocated"), train_loss=_curve(lines, lines),
         validation_loss=_curve(validation, lines),
     )  # fmt: skip
 

@@ -13,7 +13,8 @@ from hpc.group.members import Supervision, lacks_job, start_member
 from hpc.scaling.measures import Measures, measure
 from hpc.scaling.scaling_dir import ScalingDir, ScalingSpec, Size
 from hpc.scaling.scaling_result import write_page
-from hpc.status.run_view import TERMINAL, StatusCache, Summary
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL, Summary
 
 
 class ScalingController:
@@ -90,7 +91,7 @@ class ScalingController:
 
     def _follow(self, size: Size, summary: Summary) -> bool:
         """Whether a run still runs. A user's script, which does not know of the time, is cancelled after it."""
-        state, run = summary["state"], self._study.run(size.name)
+        state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:
             self._ended.add(size)
             speed = measure(size, run, summary).images_per_second

@@ -15,7 +15,7 @@ from hpc.report.__main__ import own_page
 from hpc.scaling.measures import Measures, conclusions, efficiency
 from hpc.scaling.scaling_dir import ScalingDir, ScalingSpec, Size
 from hpc.scaling.scaling_page import scaling_page
-from hpc.status.run_view import TERMINAL
+from hpc.status.summary import TERMINAL
 
 _ROWS: dict[str, Callable[[Measures], str]] = {
     "state": lambda one: one.state,

@@ -13,12 +13,14 @@ from rich.live import Live
 
 from hpc import cli
 from hpc.core.errors import UserError
+from hpc.core.events.downtime import Interruption
 from hpc.core.ownership import other_owner
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
 from hpc.status.cells import wait_reason
 from hpc.status.details import interruption_table
-from hpc.status.run_view import TERMINAL, StatusCache, Summary
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL, Summary
 from hpc.status.table import view, watch_view
 
 State = Literal["pending", "running", "completed", "failed", "cancelled"]
@@ -53,7 +55,7 @@ def status(options: StatusOptions) -> int:
     else:
         rows = _chosen(options, summaries(runs))
         if options.json:
-            cli.print_json(rows)
+            cli.print_json([row.document() for row in rows])
         elif rows:
             print_table(rows, details=bool(options.run))
         else:
@@ -67,7 +69,7 @@ def _runs(options: StatusOptions) -> list[RunDir]:
 
 
 def _chosen(options: StatusOptions, rows: list[Summary]) -> list[Summary]:
-    return [row for row in rows if not options.state or row["state"] in options.state]
+    return [row for row in rows if not options.state or row.state in options.state]
 
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
@@ -76,7 +78,7 @@ def print_table(rows: list[Summary], *, details: bool) -> None:
     console.print(view(console, rows, details=details))
 
 
-def print_interruptions(interruptions: list[dict[str, Any]]) -> None:
+def print_interruptions(interruptions: Sequence[Interruption]) -> None:
     """Print the interruptions of a run, and what each cost."""
     console = _console()
     console.print(interruption_table(console, interruptions))
@@ -119,37 +121,37 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
     printed, cache = "", StatusCache()
-    while (row := cache.summary(run))["state"] not in TERMINAL:
+    while (row := cache.summary(run)).state not in TERMINAL:
         now = visible(progress(row))
         if answer is None and now != printed:
             print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)
             printed = now
         time.sleep(_WAIT_SECONDS)
     if answer is not None:
-        cli.print_json({**answer, "status": row})
+        cli.print_json({**answer, "status": row.document()})
     else:
         print_table([row], details=True)
-        if why := [text for text in (row["reason"], row["detail"]) if text]:
-            print(visible(": ".join([row["state"], *why])), file=sys.stderr)
+        if why := [text for text in (row.reason, row.detail) if text]:
+            print(visible(": ".join([row.state, *why])), file=sys.stderr)
         result = f"\nresult   {run.final}" if run.final.exists() else ""
         print(f"logs     {run.logs}{result}")
         cli.print_next(run, "status", "logs")
-    return 0 if row["state"] == "completed" else 1
+    return 0 if row.state == "completed" else 1
 
 
 def progress(row: Summary) -> str:
     """The progress of a run in one line."""
-    if row["state"] == "pending":
+    if row.state == "pending":
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
-    if last := row["last_output"]:
-        return f"attempt {row['attempt']}: {last['line']}"
-    if row["step"] is None:
-        return f"attempt {row['attempt'] or 1}: starting"
+    if last := row.last_output:
+        return f"attempt {row.attempt}: {last.line}"
+    if row.step is None:
+        return f"attempt {row.attempt or 1}: starting"
     # A user's script may log a part of them.
-    loss = None if row["train_loss"] is None else f"{row['train_loss']:.4f}"
-    known = {"epoch": row["epoch"], "step": row["step"], "loss": loss}
+    loss = None if row.train_loss is None else f"{row.train_loss:.4f}"
+    known = {"epoch": row.epoch, "step": row.step, "loss": loss}
     words = [f"{name} {value}" for name, value in known.items() if value is not None]
-    return f"attempt {row['attempt']}: {' '.join(words)}"
+    return f"attempt {row.attempt}: {' '.join(words)}"
 
 
 main = partial(cli.run, status, StatusOptions, "status")

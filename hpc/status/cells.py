@@ -4,7 +4,7 @@ import time
 
 from hpc.core.text import visible
 from hpc.slurm.squeue import explain_reason
-from hpc.status.run_view import Summary
+from hpc.status.summary import Summary
 
 STYLES = {"completed": "green", "running": "cyan", "pending": "yellow", "failed": "red", "cancelled": "magenta"}
 _HALF_DAY_SECONDS = 43200
@@ -26,52 +26,52 @@ def clock(seconds: float | None) -> str:
 
 def accuracy(row: Summary) -> str:
     """That of the test, else the last one of the validation, with the split."""
-    if row["test_accuracy"] is not None:
-        return f"{row['test_accuracy']:.2%} test"
-    return or_dash(row["val_accuracy"], "{:.1%} val")
+    if row.test_accuracy is not None:
+        return f"{row.test_accuracy:.2%} test"
+    return or_dash(row.val_accuracy, "{:.1%} val")
 
 
 def step(row: Summary) -> str:
     """The last logged step, of how many."""
-    return or_dash(row["step"]) + (f"/{row['total_steps']}" if row["step"] and row["total_steps"] else "")
+    return or_dash(row.step) + (f"/{row.total_steps}" if row.step and row.total_steps else "")
 
 
 def is_on_cpu(row: Summary) -> bool:
     """Return whether the ranks train on CPUs, so that `gpus` counts ranks."""
-    return bool(row["device"] == "CPU")
+    return bool(row.device == "CPU")
 
 
 def gpus(row: Summary) -> str:
     """Return the number of GPUs, and their type if the run asks for one; on CPUs, the number of ranks."""
     if is_on_cpu(row):
-        return f"{row['gpus']} ranks"
-    return " ".join(filter(None, [or_dash(row["gpus"]), visible(row["gpu_type"] or "")]))
+        return f"{row.gpus} ranks"
+    return " ".join(filter(None, [or_dash(row.gpus), visible(row.gpu_type or "")]))
 
 
 def interruptions(row: Summary) -> str:
     """How many of each cause."""
-    return ", ".join(f"{cost['count']} {visible(cause)}" for cause, cost in row["recovery"].items())
+    return ", ".join(f"{cost.count} {visible(cause)}" for cause, cost in row.recovery.items())
 
 
 def members(row: Summary) -> list[str]:
     """The nodes that train, or last did."""
-    return list(dict.fromkeys(row["attempts"][-1]["members"])) if row["attempts"] else []
+    return list(dict.fromkeys(row.attempts[-1].members)) if row.attempts else []
 
 
 def wait_reason(row: Summary) -> str:
     """Why a run does not train yet: other runs, Slurm's reason, or the progress of staging; empty if none is known."""
-    if staging := row["staging"]:
-        done, total, rate = (staging[key] for key in ("bytes_done", "bytes_total", "bytes_per_second"))
+    if staging := row.staging:
+        done, total, rate = staging.bytes_done or 0.0, staging.bytes_total, staging.bytes_per_second or 0.0
         copied = f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB"
-        left = "" if staging["eta_seconds"] is None else f", {clock(staging['eta_seconds'])} left"
-        return f"{staging['activity']} data, {copied}, {rate / 1e6:.0f} MB/s{left}"
-    if row["state"] == "pending" and row["waits_for"]:
-        waits = [one["problem"] or f"waits until run {one['run']} has {one['until']}" for one in row["waits_for"]]
+        left = "" if staging.eta_seconds is None else f", {clock(staging.eta_seconds)} left"
+        return f"{staging.activity} data, {copied}, {rate / 1e6:.0f} MB/s{left}"
+    if row.state == "pending" and row.waits_for:
+        waits = [one.problem or f"waits until run {one.run} has {one.until}" for one in row.waits_for]
         return "; ".join(waits)
-    reason, starts_at = explain_reason(row["reason"] or ""), row["starts_at"]
-    if row["reason"] == "BeginTime" and starts_at:
+    reason, starts_at = explain_reason(row.reason or ""), row.starts_at
+    if row.reason == "BeginTime" and starts_at:
         return f"held by Slurm until {_near_time(starts_at)} (--begin, or a requeue delay, which hpc supervise ends)"
-    return ", ".join(filter(None, [reason, starts_at and f"may start {_near_time(starts_at)}"]))
+    return ", ".join(filter(None, [reason, f"may start {_near_time(starts_at)}" if starts_at else ""]))
 
 
 def _near_time(seconds: float) -> str:

@@ -2,17 +2,17 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from hpc.core.events.downtime import Interruption
 from hpc.core.text import few, visible
 from hpc.status import cells
 from hpc.status.fitting_table import fitting_table
-from hpc.status.run_view import TERMINAL, Summary
+from hpc.status.summary import TERMINAL, Budgets, Summary, TrackerState
 
 _PARTS_SHOWN = 3
 _COLUMNS = ("time", "cause", "lost steps", "lost time", "rank, node", "message", "longest parts")
@@ -24,47 +24,47 @@ def run_details(console: Console, row: Summary) -> Group:
     """Show a run: state, place, progress, cost, damage and warnings, and its interruptions, the latest first."""
     facts = Table.grid(padding=(0, 2, 0, 0))
     for name, text in _facts(row).items():
-        style = cells.STYLES[row["state"]] if name == "state" else ""
+        style = cells.STYLES[row.state] if name == "state" else ""
         facts.add_row(Text(name, style="bold"), Text(visible(text), style=style, overflow="fold"))
     parts: list[RenderableType] = [facts]
-    parts += ["", Text("\n".join(visible(line) for line in row["traceback"]), style="dim")] if row["traceback"] else []
-    parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in [*row["damaged"], *row["warnings"]]]
-    if row["interruptions"]:
-        parts += ["", interruption_table(console, row["interruptions"][::-1])]
+    parts += ["", Text("\n".join(visible(line) for line in row.traceback), style="dim")] if row.traceback else []
+    parts += [f"[yellow]warning:[/] {escape(visible(warning))}" for warning in [*row.damaged, *row.warnings]]
+    if row.interruptions:
+        parts += ["", interruption_table(console, row.interruptions[::-1])]
     return Group(*parts)
 
 
 def _facts(row: Summary) -> dict[str, str]:
     """What is known, by its name."""
     facts = {
-        "run": row["run"],
-        "directory": row["run_dir"],
-        "state": ": ".join(filter(None, [row["state"], cells.wait_reason(row)])),
-        "job": _joined(row["job_id"], _named("partition ", row["partition"]), _named("attempt ", row["attempt"])),
+        "run": row.run,
+        "directory": row.run_dir,
+        "state": ": ".join(filter(None, [row.state, cells.wait_reason(row)])),
+        "job": _joined(row.job_id, _named("partition ", row.partition), _named("attempt ", row.attempt)),
         "nodes": few(cells.members(row)),
-        "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row["gpus"] is None else cells.gpus(row),
-        "device": row["device"] or "",
+        "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row.gpus is None else cells.gpus(row),
+        "device": row.device or "",
         "progress": "unknown: the script reports no step (docs/tutorials/own-script.md)"
-        if row["last_output"]
+        if row.last_output
         else _joined(
-            _named("epoch ", row["epoch"]),
-            _named("step ", row["step"] and cells.step(row)),
-            _named("loss ", row["train_loss"], "{:.4f}"),
-            _named("", row["images_per_second"], "{:.0f} images/s"),
-            _duration(row["eta_seconds"], "{} left"),
+            _named("epoch ", row.epoch),
+            _named("step ", row.step and cells.step(row)),
+            _named("loss ", row.train_loss, "{:.4f}"),
+            _named("", row.images_per_second, "{:.0f} images/s"),
+            _duration(row.eta_seconds, "{} left"),
         ),
         "last output": _last_output(row),
         "accuracy": _joined(
-            _named("", row["val_accuracy"], "{:.2%} val"),
-            _named("", row["test_accuracy"], "{:.2%} test"),
-            _named("", row["best_test_accuracy"], "{:.2%} test of the best model"),
+            _named("", row.val_accuracy, "{:.2%} val"),
+            _named("", row.test_accuracy, "{:.2%} test"),
+            _named("", row.best_test_accuracy, "{:.2%} test of the best model"),
         ),
         "time": _time(row),
-        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": _gpu_hours(row["gpu_hours"]),
+        "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": _gpu_hours(row.gpu_hours),
         "interrupted": cells.interruptions(row),
-        "metrics": "; ".join(map(_tracker, row["trackers"])),
-        "ended by": row["detail"] or "",
-        "budget": "; ".join(budget_lines(row["budget"])) if row["state"] != "completed" else "",
+        "metrics": "; ".join(map(_tracker, row.trackers)),
+        "ended by": row.detail or "",
+        "budget": "; ".join(budget_lines(row.budget)) if row.state != "completed" else "",
     }
     return {name: text for name, text in facts.items() if text}
 
@@ -83,18 +83,18 @@ def _duration(seconds: float | None, form: str) -> str:
 
 def _last_output(row: Summary) -> str:
     """Return the last line of a script that reports no step, and how long ago the script printed it."""
-    if not (last := row["last_output"]):
+    if not (last := row.last_output):
         return ""
-    ago = cells.clock(max(0.0, time.time() - last["time"]))
-    return str(last["line"]) + ("" if row["state"] in TERMINAL else f" ({ago} ago)")
+    ago = cells.clock(max(0.0, time.time() - last.time))
+    return last.line + ("" if row.state in TERMINAL else f" ({ago} ago)")
 
 
 def _time(row: Summary) -> str:
     """How long it has taken so far, and waited."""
     return _joined(
-        _duration(row["elapsed_seconds"], "{} since its first start"),
-        _named("", row["goodput"], "{:.0%} of it productive"),
-        _duration(row["queue_seconds"], "{} in the queue"),
+        _duration(row.elapsed_seconds, "{} since its first start"),
+        _named("", row.goodput, "{:.0%} of it productive"),
+        _duration(row.queue_seconds, "{} in the queue"),
     )
 
 
@@ -111,34 +111,33 @@ def _gpu_hours(hours: Mapping[str, float] | None) -> str:
     return f"{hours['allocated']:.3g}: " + _joined(*(f"{value:.3g} {name}" for name, value in parts.items() if value))
 
 
-def _tracker(one: Mapping[str, Any]) -> str:
-    if one["problem"] is not None:
-        return f"not sent to {one['tracker']} ({one['problem']}): type hpc sync"
-    return f"at {one['tracker']}" + (f", {one['url']}" if one["url"] else "")
+def _tracker(one: TrackerState) -> str:
+    if one.problem is not None:
+        return f"not sent to {one.tracker} ({one.problem}): type hpc sync"
+    return f"at {one.tracker}" + (f", {one.url}" if one.url else "")
 
 
-def budget_lines(budget: Mapping[str, Any]) -> list[str]:
+def budget_lines(budget: Budgets) -> list[str]:
     """How much a run has used of its budgets for failures, which docs/explanation/recovery.md explains."""
     lines = [
-        f"failures without progress: {one['failures']} of {one['budget']} ({', '.join(one['causes'])})"
-        for one in budget["used"]
+        f"failures without progress: {one.failures} of {one.budget} ({', '.join(one.causes)})" for one in budget.used
     ]
-    return [*lines, "the same failure twice in a row has ended the run"] if budget["same_failure_twice"] else lines
+    return [*lines, "the same failure twice in a row has ended the run"] if budget.same_failure_twice else lines
 
 
-def interruption_table(console: Console, interruptions: Sequence[Mapping[str, Any]]) -> Table:
+def interruption_table(console: Console, interruptions: Sequence[Interruption]) -> Table:
     """The interruptions of a run, and what each cost; a message that is too long is cut."""
     rows = list[dict[str, Text]]()
     for one in interruptions:
-        rank = None if one["rank"] is None else f"rank {one['rank']}"
+        rank = None if one.rank is None else f"rank {one.rank}"
         texts = (
-            time.strftime("%m-%d %H:%M:%S", time.localtime(one["failed_at"] or one["recorded_at"])),
-            one["cause"],
-            cells.or_dash(one["steps_lost"]),
-            cells.or_dash(one["seconds"]["total"], "{:.1f} s"),
-            ", ".join(filter(None, [rank, one["node"]])) or "-",
-            one["detail"] or "-",
-            largest_parts(one["seconds"]) or "-",
+            time.strftime("%m-%d %H:%M:%S", time.localtime(one.failed_at or one.recorded_at)),
+            one.cause,
+            cells.or_dash(one.steps_lost),
+            cells.or_dash(one.seconds["total"], "{:.1f} s"),
+            ", ".join(filter(None, [rank, one.node])) or "-",
+            one.detail or "-",
+            largest_parts(one.seconds) or "-",
         )
         rows.append(dict(zip(_COLUMNS, (Text(visible(text)) for text in texts), strict=True)))
     return fitting_table(console, rows, _COLUMNS, numbers=_NUMBERS, cut=("message", _LEAST_MESSAGE))

@@ -1,12 +1,12 @@
 """Reads the end of a rank's log: the traceback that ended a run, or the last line. Runs on the login node."""
 
 from pathlib import Path
-from typing import Any
 
 from hpc.core.events.history import History
 from hpc.core.events.kinds import AttemptEnded
 from hpc.core.rundir import RunDir
 from hpc.core.traceback_text import exception_lines
+from hpc.status.summary import LastOutput
 
 _TAIL_BYTES = 65536
 _MOST_LINES, _MOST_CHARACTERS = 40, 200
@@ -23,13 +23,13 @@ def last_traceback(run: RunDir, history: History) -> list[str] | None:
     return found if len(found) <= _MOST_LINES else [found[0], "  ...", *found[2 - _MOST_LINES :]]
 
 
-def last_output(run: RunDir, attempt: int) -> dict[str, Any] | None:
+def last_output(run: RunDir, attempt: int) -> LastOutput | None:
     """Return rank 0's last line and its time, in seconds since the epoch; None if rank 0 has printed nothing."""
     log = run.rank_log(attempt, 0)
     words = [line.strip() for line in _tail(log) if line.strip()]
     if not words:
         return None
-    return {"line": words[-1][:_MOST_CHARACTERS], "time": log.stat().st_mtime}
+    return LastOutput(line=words[-1][:_MOST_CHARACTERS], time=log.stat().st_mtime)
 
 
 def _tail(log: Path) -> list[str]:

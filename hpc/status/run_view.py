@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec import convert
+from msgspec.structs import replace
+
 from hpc.core.causes import Cause, JobState
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.events.attempts import Attempt
 from hpc.core.events.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
-from hpc.core.events.history import History
+from hpc.core.events.history import History, State
 from hpc.core.events.kinds import (
     Claimed,
     DataStaged,
@@ -41,16 +44,23 @@ from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.spec import RunSpec
 from hpc.status.last_traceback import last_output, last_traceback
+from hpc.status.summary import (
+    TERMINAL,
+    AttemptSummary,
+    AwaitedRun,
+    Budgets,
+    Recovery,
+    StagingProgress,
+    Summary,
+    TrackerState,
+    UnsentMessage,
+    UsedBudget,
+)
 from hpc.status.warnings import unknown_restarts, warnings_of
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
 from hpc.tracking.sender import last_events
 
-Summary = dict[str, Any]
-TERMINAL = frozenset({"completed", "failed", "cancelled"})
-_ATTEMPT_KEYS = (
-    "attempt", "job_id", "nodes", "members", "started", "ended", "cause", "first_step", "last_step", "detail",
-)  # fmt: skip
 _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
 # A poll every second must not load the controller.
@@ -83,11 +93,11 @@ def summarize(
             result=_final_result(run, damaged),
             spec=_spec(run, damaged),
         )
-        row = {**_summary(run, jobs, decision, records), "waits_for": _waits_for(run, records.spec, queue)}
+        waits_for = _waits_for(run, records.spec, queue)
+        return replace(_summary(run, jobs, decision, records), waits_for=waits_for, damaged=damaged)
     except _DAMAGE as error:
-        row = {**_summary(run, jobs, decision, _Records()), "waits_for": []}
         damaged = [f"the records in {run.path} cannot be read: {type(error).__name__}: {error}"]
-    return {**row, "damaged": damaged}
+        return replace(_summary(run, jobs, decision, _Records()), damaged=damaged)
 
 
 def _numbers(line: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -120,51 +130,53 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     ending = bool(attempts) and attempts[-1].cause is None and (job is not None or _runs_here(history))
     state = decision.state if decision else _state(history, job, slurm_answers=jobs is not None)
     state = "completed" if records.result is not None and not ending else state
-    reason = pending.reason if pending else suspended or (decision and _reason(decision))
+    reason = pending.reason if pending else suspended or (_reason(decision) if decision else None)
     if state == "failed" and job is None and history.last_job_id is None:
         reason = NEVER_SUBMITTED
     started, checked, budget = history.last(TrainStarted), history.last(Preflight), history.budget
     own_script = records.spec is not None and records.spec.train is None
     warnings = unknown_restarts(history, len(interruptions)) if own_script else []
     reports_nothing = own_script and bool(attempts) and "step" not in train
-    return {
-        "run": run.name,
-        "run_dir": str(run.path),
-        "job_id": job.job_id if job else history.last_job_id,
-        "state": state,
-        "attempt": attempts[-1].attempt if attempts else None,
-        "attempts": [{key: getattr(attempt, key) for key in _ATTEMPT_KEYS} for attempt in attempts],
-        "epoch": train.get("epoch"),
-        "step": train.get("step"),
-        "total_steps": started.total_steps if started else None,
-        "world_size": train.get("world_size"),
-        "device": checked.device if checked else None,
-        "images_per_second": train.get("images_per_second"),
-        "train_loss": train.get("loss"),
-        "val_accuracy": validation.get("accuracy"),
-        "test_accuracy": number_in(final, "test_accuracy"),
-        "best_test_accuracy": number_in(best, "test_accuracy") if isinstance(best, dict) else None,
-        "steps_lost": steps_lost(interruptions) if attempts else None,
+    return Summary(
+        run=run.name,
+        run_dir=str(run.path),
+        job_id=job.job_id if job else history.last_job_id,
+        state=state,
+        attempt=attempts[-1].attempt if attempts else None,
+        attempts=tuple(convert(attempt, AttemptSummary, from_attributes=True) for attempt in attempts),
+        epoch=train.get("epoch"),
+        step=train.get("step"),
+        total_steps=started.total_steps if started else None,
+        world_size=train.get("world_size"),
+        device=checked.device if checked else None,
+        images_per_second=train.get("images_per_second"),
+        train_loss=train.get("loss"),
+        val_accuracy=validation.get("accuracy"),
+        test_accuracy=number_in(final, "test_accuracy"),
+        best_test_accuracy=number_in(best, "test_accuracy") if isinstance(best, dict) else None,
+        steps_lost=steps_lost(interruptions) if attempts else None,
         **_allocation(attempts, records.spec),
         **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),
-        "interruptions": [dict(vars(interruption)) for interruption in interruptions],
-        "recovery": recovery_by_cause(interruptions),
-        "budget": {"used": budget.used, "same_failure_twice": budget.is_repeated},
-        "warnings": [
+        interruptions=tuple(interruptions),
+        recovery=convert(recovery_by_cause(interruptions), dict[str, Recovery]),
+        budget=Budgets(used=convert(budget.used, tuple[UsedBudget, ...]), same_failure_twice=budget.is_repeated),
+        warnings=[
             *warnings_of(history, completed=state == "completed"),
             *warnings,
             *([] if state in TERMINAL else _full_storage(run)),
         ],
-        "staging": _staging(history) if state == "running" else None,
-        "unsent": unsent_messages(history),
-        "trackers": _trackers(history, records.spec),
-        "reason": reason,
-        "starts_at": pending and (pending.eligible if pending.reason == "BeginTime" else pending.started),
-        "detail": attempts[-1].detail if attempts else None,
-        "traceback": last_traceback(run, history) if state == "failed" else None,
-        "last_output": last_output(run, attempts[-1].attempt) if reports_nothing else None,
-        "eta_seconds": _eta_seconds(started, train) if started and state == "running" else None,
-    }
+        staging=_staging(history) if state == "running" else None,
+        unsent=convert(unsent_messages(history), tuple[UnsentMessage, ...]),
+        trackers=_trackers(history, records.spec),
+        reason=reason,
+        starts_at=(pending.eligible if pending.reason == "BeginTime" else pending.started) if pending else None,
+        detail=attempts[-1].detail if attempts else None,
+        traceback=last_traceback(run, history) if state == "failed" else None,
+        last_output=last_output(run, attempts[-1].attempt) if reports_nothing else None,
+        eta_seconds=_eta_seconds(started, train) if started and state == "running" else None,
+        waits_for=(),
+        damaged=(),
+    )
 
 
 def _full_storage(run: RunDir) -> list[str]:
@@ -175,19 +187,19 @@ def _full_storage(run: RunDir) -> list[str]:
     return [f"no space is left for {run.path}: free some; a run that is starting waits for it, for up to an hour"]
 
 
-def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] | None) -> list[dict[str, Any]]:
-    """The runs that must end before it begins; why one of them will not as it should is known only with the queue."""
+def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] | None) -> tuple[AwaitedRun, ...]:
+    """Return the runs that must end before this one begins."""
     found = predecessors_of(run, spec, queue or {}) if spec else []
-    return [
-        {
-            "run": one.run.name,
-            "run_dir": str(one.run.path),
-            "until": "completed" if one.must_complete else "ended",
-            "problem": None if queue is None else one.problem,
-        }
+    return tuple(
+        AwaitedRun(
+            run=one.run.name,
+            run_dir=str(one.run.path),
+            until="completed" if one.must_complete else "ended",
+            problem=None if queue is None else one.problem,
+        )
         for one in found
         if not one.is_over
-    ]
+    )
 
 
 def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, Any]:
@@ -241,7 +253,7 @@ def _reason(decision: Decision) -> str | None:
     return None if decision.reason == decision.state else decision.reason + advice
 
 
-def _state(history: History, job: SlurmJob | None, *, slurm_answers: bool) -> str:
+def _state(history: History, job: SlurmJob | None, *, slurm_answers: bool) -> State:
     """Return one of pending, running, completed, failed, cancelled."""
     last = history.last_attempt if history.last_attempt and not history.last_attempt.resumed else None
     cause = last.cause if last else None
@@ -260,7 +272,7 @@ def _state(history: History, job: SlurmJob | None, *, slurm_answers: bool) -> st
     return history.outcome or "failed"
 
 
-def _local_state(history: History) -> str | None:
+def _local_state(history: History) -> State | None:
     """Return whether a run on this machine runs or is being submitted; None if neither is so."""
     if _runs_here(history):
         return "running"
@@ -272,7 +284,7 @@ def _runs_here(history: History) -> bool:
     return any(event.started and is_alive(event.job_id, event.started) for event in history.of(Submitted))
 
 
-def _staging(history: History) -> dict[str, Any] | None:
+def _staging(history: History) -> StagingProgress | None:
     """Return the progress of the slowest node that stages data; None if no node does."""
     last: dict[str, Event] = {}
     for event in history.events:
@@ -284,8 +296,7 @@ def _staging(history: History) -> dict[str, Any] | None:
     if not copying:
         return None
     slowest = max(copying, key=lambda event: event.eta_seconds or 0.0)
-    wanted = ("node", "activity", "bytes_done", "bytes_total", "bytes_per_second", "eta_seconds")
-    return {key: getattr(slowest, key) for key in wanted}
+    return convert(slowest, StagingProgress, from_attributes=True)
 
 
 def _spec(run: RunDir, damaged: list[str]) -> RunSpec | None:
@@ -296,17 +307,17 @@ def _spec(run: RunDir, damaged: list[str]) -> RunSpec | None:
         return None
 
 
-def _trackers(history: History, spec: RunSpec | None) -> list[dict[str, Any]]:
+def _trackers(history: History, spec: RunSpec | None) -> tuple[TrackerState, ...]:
     """Return where the metrics are sent, and why a node of the last attempt could not send them."""
     last = last_events(history, history.last_attempt.attempt) if history.last_attempt else {}
-    return [
-        {
-            "tracker": service,
-            "url": getattr(last.get(service), "url", None),
-            "problem": getattr(last.get(service), "reason", None),
-        }
+    return tuple(
+        TrackerState(
+            tracker=service,
+            url=getattr(last.get(service), "url", None),
+            problem=getattr(last.get(service), "reason", None),
+        )
         for service in (spec.tracker if spec else ())
-    ]
+    )
 
 
 def _final_result(run: RunDir, damaged: list[str]) -> dict[str, Any] | None:
@@ -383,11 +394,11 @@ class StatusCache:
                 row = summarize(run, own.get(run.path), self._decisions.get(run.path), jobs)
                 if run.path in others:
                     note = f"it belongs to {others[run.path]}, so this is only what its directory says"
-                    row["warnings"] = [note, *row["warnings"]]
+                    row = replace(row, warnings=[note, *row.warnings])
             stamp = stamps[run.path]
             # A process that sends a message appends to its file.
-            is_sending = any(message["problem"] is None for message in row["unsent"])
-            if stamp is not None and row["state"] in TERMINAL and not is_sending:
+            is_sending = any(message.problem is None for message in row.unsent)
+            if stamp is not None and row.state in TERMINAL and not is_sending:
                 self._ended[run.path] = stamp, row
             if stamp is not None or run.spec.exists():
                 rows.append(row)

@@ -10,7 +10,7 @@ from hpc.core.text import few, visible
 from hpc.status import cells
 from hpc.status.details import run_details
 from hpc.status.fitting_table import fitting_table
-from hpc.status.run_view import TERMINAL, Summary
+from hpc.status.summary import TERMINAL, Summary
 
 # The most important columns first.
 _COLUMNS = (
@@ -33,7 +33,7 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
     """The view for a terminal that cuts it to its height: runs that have not ended come first, then the newest."""
     newest_first = rows[::-1]
-    ranked = sorted(newest_first, key=lambda row: row["state"] in TERMINAL)
+    ranked = sorted(newest_first, key=lambda row: row.state in TERMINAL)
     drawn = view(console, ranked[: console.height], details=details)
     return Group(f"[yellow]warning:[/] {escape(visible(problem))}", drawn) if problem else drawn
 
@@ -43,7 +43,7 @@ def _reasons(rows: Sequence[Summary]) -> list[str]:
     names: dict[str, list[str]] = {}
     for row in rows:
         if wait := cells.wait_reason(row):
-            names.setdefault(f"{row['state']}: {wait}", []).append(row["run"])
+            names.setdefault(f"{row.state}: {wait}", []).append(row.run)
     return [escape(visible(f"{few(alike)}: {reason}")) for reason, alike in names.items()]
 
 
@@ -51,15 +51,15 @@ def _unsent(rows: Sequence[Summary]) -> list[str]:
     """Who did not get a message, and why, one line for each recipient and problem."""
     names: dict[str, list[str]] = {}
     for row in rows:
-        failed = {message["recipient"]: message["problem"] for message in row["unsent"] if message["problem"]}
+        failed = {message.recipient: message.problem for message in row.unsent if message.problem}
         for recipient, problem in failed.items():
-            names.setdefault(f"{recipient} could not be notified: {problem}", []).append(row["run"])
+            names.setdefault(f"{recipient} could not be notified: {problem}", []).append(row.run)
     return [escape(visible(f"{few(alike)}: {problem}")) for problem, alike in names.items()]
 
 
 def _damage(rows: Sequence[Summary]) -> list[str]:
     """Return a line for each damaged run, with its first damage and the number of others."""
-    found = [(row["run"], row["damaged"]) for row in rows if row["damaged"]]
+    found = [(row.run, row.damaged) for row in rows if row.damaged]
     more = {run: f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else "" for run, damaged in found}
     return [escape(visible(f"{run}: {damaged[0]}{more[run]}")) for run, damaged in found]
 
@@ -67,20 +67,20 @@ def _damage(rows: Sequence[Summary]) -> list[str]:
 def _cells(row: Summary) -> dict[str, Text]:
     """By title; as Text, because rich would parse the brackets of a list of nodes as markup."""
     texts = {
-        "run": row["run"],
-        "job": cells.or_dash(row["job_id"]),
+        "run": row.run,
+        "job": cells.or_dash(row.job_id),
         "step": cells.step(row),
         "accuracy": cells.accuracy(row),
-        "ETA": cells.clock(row["eta_seconds"]),
-        "loss": cells.or_dash(row["train_loss"], "{:.4f}"),
-        "elapsed": cells.clock(row["elapsed_seconds"]),
+        "ETA": cells.clock(row.eta_seconds),
+        "loss": cells.or_dash(row.train_loss, "{:.4f}"),
+        "elapsed": cells.clock(row.elapsed_seconds),
         "GPUs": cells.gpus(row),
-        "attempt": cells.or_dash(row["attempt"]),
-        "img/s": cells.or_dash(row["images_per_second"], "{:.0f}"),
-        "partition": cells.or_dash(row["partition"]),
+        "attempt": cells.or_dash(row.attempt),
+        "img/s": cells.or_dash(row.images_per_second, "{:.0f}"),
+        "partition": cells.or_dash(row.partition),
         "interruptions": cells.interruptions(row) or "-",
-        "epoch": cells.or_dash(row["epoch"]),
+        "epoch": cells.or_dash(row.epoch),
         "nodes": few(cells.members(row), " ") or "-",
     }
-    state = Text(row["state"], style=cells.STYLES[row["state"]])
+    state = Text(row.state, style=cells.STYLES[row.state])
     return {"state": state, **{title: Text(visible(text)) for title, text in texts.items()}}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from hpc.core.causes import Cause, JobState
+from hpc.core.events.history import State
 from hpc.slurm.resubmit import HANDOVER_SECONDS
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.observe import RunObservation
@@ -64,7 +65,7 @@ class Decision:
     """The job that the action applies to."""
     cause: Cause | None = None
     """Of the end of the attempt, if the ledger lacks it."""
-    state: str = "pending"
+    state: State = "pending"
     """The state of a run without a job, for `hpc status`."""
     is_final: bool = False
     """Whether the run is complete or given up: for --on-end."""
@@ -75,11 +76,11 @@ def decide(run: RunObservation) -> Decision:
     return next(decision for rule in _RULES if (decision := rule(run)))
 
 
-def _keep(reason: str, state: str = "pending") -> Decision:
+def _keep(reason: str, state: State = "pending") -> Decision:
     return Decision(reason=reason, state=state)
 
 
-def _over(reason: str, state: str) -> Decision:
+def _over(reason: str, state: State) -> Decision:
     return Decision(reason=reason, state=state, is_final=True)
 
 

@@ -17,7 +17,8 @@ from hpc.cancel import cancel_run
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.group.members import Supervision, lacks_job, start_member
-from hpc.status.run_view import TERMINAL, StatusCache, Summary
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL, Summary
 from hpc.sweep.space import grid_of, read_space, settings_text, shown
 from hpc.sweep.sweep_dir import SweepDir, SweepSpec
 from hpc.sweep.sweep_result import write_result
@@ -101,7 +102,7 @@ class SweepController:
         if summary is None or lacks_job(summary):
             self._start(trial)  # the controller ended before
             return
-        state = summary["state"]
+        state = summary.state
         values = self._values(run)
         live = Trial(self.study, trial._trial_id)  # noqa: SLF001 - Optuna has no other way back to a trial
         for step in sorted(values.keys() - trial.intermediate_values.keys()):
@@ -119,7 +120,7 @@ class SweepController:
         return {point.step: point.values[self._spec.metric] for point in points if self._spec.metric in point.values}
 
     def _end(self, trial: FrozenTrial, summary: Summary, values: Mapping[int, float]) -> None:
-        state, detail = summary["state"], summary["detail"] or summary["reason"]
+        state, detail = summary.state, summary.detail or summary.reason
         name = self._sweep.trial(trial.number).name
         best = (max if self._spec.direction == "maximize" else min)(values.values(), default=None)
         if state == "completed" and best is not None:

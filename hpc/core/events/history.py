@@ -29,6 +29,8 @@ from hpc.core.rundir import RunDir
 
 Outcome = Literal["completed", "failed", "cancelled"]
 """How a run has ended."""
+State = Literal["pending", "running", "completed", "failed", "cancelled"]
+"""What a run does, or how it has ended."""
 _Kind = TypeVar("_Kind", bound=Event)
 
 

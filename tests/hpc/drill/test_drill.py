@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from support.cluster import ROOT, hpc
 from support.events import claimed, first_step, interruption, recorded_run, submitted, train_started, write_events
 from support.waiting import wait_for
@@ -24,6 +25,8 @@ from hpc.core.rundir import RunDir
 from hpc.drill import __main__ as drill
 from hpc.drill import node_faults
 from hpc.drill.__main__ import DrillOptions, DrillTarget, Kind, plan, target_of
+from hpc.status.run_view import summarize
+from hpc.status.summary import AttemptSummary, Summary
 
 Process = subprocess.Popen[bytes]
 SLEEP = "import time; time.sleep(300)"
@@ -75,19 +78,25 @@ def run(tmp_path: Path) -> RunDir:
     return found
 
 
-ROW: dict[str, Any] = {
-    "state": "running",
-    "world_size": 4,
-    "job_id": "7",
-    "attempts": [{"nodes": ["a", "b", "spare"], "members": ["b", "a"]}],
-}
+ATTEMPT = AttemptSummary(
+    attempt=1, job_id="7", nodes=("a", "b", "spare"), members=("b", "a"), started=0.0, ended=None, cause=None,
+    first_step=None, last_step=None, detail=None,
+)  # fmt: skip
+
+
+def training(run: RunDir, **changes: Any) -> Summary:
+    """The summary of the run when four ranks train."""
+    known: dict[str, Any] = {"state": "running", "world_size": 4, "job_id": "7", "attempts": (ATTEMPT,)}
+    return structs.replace(summarize(run, None), **{**known, **changes})
 
 
 def test_last_rank_and_node_are_the_defaults(run: RunDir) -> None:
-    by_default = target_of(DrillOptions(run="r", kind="worker-kill"), run, ROW)
+    by_default = target_of(DrillOptions(run="r", kind="worker-kill"), run, training(run))
     assert (by_default.rank, by_default.node) == (3, "b"), "not the head node"
-    assert target_of(DrillOptions(run="r", kind="disk-full"), run, ROW).rank == 0, "who writes the checkpoints"
-    told = target_of(DrillOptions(run="r", kind="worker-kill", rank=1, node="a"), run, ROW)
+    assert target_of(DrillOptions(run="r", kind="disk-full"), run, training(run)).rank == 0, (
+        "who writes the checkpoints"
+    )
+    told = target_of(DrillOptions(run="r", kind="worker-kill", rank=1, node="a"), run, training(run))
     assert (told.rank, told.node) == (1, "a")
 
 
@@ -102,7 +111,7 @@ def test_last_rank_and_node_are_the_defaults(run: RunDir) -> None:
 )
 def test_bad_target_is_refused(run: RunDir, changes: dict[str, Any], row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        target_of(DrillOptions(run="r", kind="hang", **changes), run, {**ROW, **row})
+        target_of(DrillOptions(run="r", kind="hang", **changes), run, training(run, **row))
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+from msgspec import structs
 from support.events import attempt_ended, claimed, interruption, submitted, write_events
 from support.reported_runs import (
     BEGAN,
@@ -43,6 +44,7 @@ from hpc.report.gather import gather
 from hpc.spec import Recovery, Resources, RunSpec
 from hpc.status import __main__ as status
 from hpc.status.__main__ import summaries
+from hpc.status.run_view import summarize
 from hpc.submit.options import SubmitTraining
 from training.config.train_config import TrainConfig
 from training.evaluation.final_files import confusion_csv
@@ -299,7 +301,10 @@ def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Pa
     assert status.main([str(run.path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["step"], row["train_loss"], row["images_per_second"]) == (10, 0.7, 5100)
-    assert status.progress({**row, "state": "running", "attempt": 1}) == "attempt 1: step 10 loss 0.7000"
+    assert (
+        status.progress(structs.replace(summarize(run, None), state="running", attempt=1))
+        == "attempt 1: step 10 loss 0.7000"
+    )
     html = report(run.path).html
     assert headings(html)[2:5] == ["Loss", "Images per second", "grad_norm"]
 

@@ -3,9 +3,11 @@
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 from support.events import (
@@ -32,6 +34,7 @@ from hpc.status import table
 from hpc.status.cells import wait_reason
 from hpc.status.details import budget_lines, interruption_table, largest_parts
 from hpc.status.run_view import summarize
+from hpc.status.summary import Budgets, UsedBudget
 
 CRASH = {"rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
 EVENTS = (
@@ -88,7 +91,7 @@ def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsy
     names = ("step", "train_loss", "images_per_second", "epoch")
     assert [row[name] for name in names] == [7, None, None, None]
     assert not any("cannot read" in warning for warning in row["warnings"])
-    assert status.progress({**row, "state": "running"}) == "attempt 1: step 7"
+    assert status.progress(structs.replace(summarize(run, None), state="running")) == "attempt 1: step 7"
 
 
 def test_run_that_is_named_shows_all_that_is_known_of_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,19 +129,19 @@ def test_every_row_is_one_line_that_fits(run: RunDir, width: int) -> None:
     row = summarize(run, None)
     names = ["a" * 100, "resnet50-imagenet-baseline-1", "resnet50-imagenet-baseline-2"]
     console = Console(width=width, file=io.StringIO())
-    console.print(table.view(console, [{**row, "run": name} for name in names], details=False))
-    console.print(interruption_table(console, [{**one, "detail": "x" * 500} for one in row["interruptions"]]))
+    console.print(table.view(console, [structs.replace(row, run=name) for name in names], details=False))
+    console.print(interruption_table(console, [replace(one, detail="x" * 500) for one in row.interruptions]))
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
-    assert len(lines) == 1 + len(names) + 1 + len(row["interruptions"])
+    assert len(lines) == 1 + len(names) + 1 + len(row.interruptions)
     assert max(map(len, lines)) <= width
     assert lines[3].startswith(names[2]), "names that differ at their ends can be told apart"
 
 
 def test_reason_of_runs_that_wait_stands_below_the_table(run: RunDir) -> None:
-    row = {**summarize(run, None), "state": "pending", "reason": "Resources"}
+    row = structs.replace(summarize(run, None), state="pending", reason="Resources")
     console = Console(width=80, file=io.StringIO())
-    console.print(table.view(console, [{**row, "run": name} for name in ("one", "two")], details=False))
+    console.print(table.view(console, [structs.replace(row, run=name) for name in ("one", "two")], details=False))
     assert isinstance(console.file, io.StringIO)
     assert console.file.getvalue().splitlines()[-1] == "one, two: pending: no nodes are free"
 
@@ -213,18 +216,18 @@ def test_largest_parts_come_first() -> None:
 
 
 def test_used_budgets_are_shown() -> None:
-    used = [{"causes": ["crashed", "hang"], "failures": 3, "budget": 5}]
+    used = (UsedBudget(causes=("crashed", "hang"), failures=3, budget=5),)
     line = "failures without progress: 3 of 5 (crashed, hang)"
-    assert budget_lines({"used": used, "same_failure_twice": False}) == [line]
+    assert budget_lines(Budgets(used=used, same_failure_twice=False)) == [line]
     ended = "the same failure twice in a row has ended the run"
-    assert budget_lines({"used": used, "same_failure_twice": True}) == [line, ended]
+    assert budget_lines(Budgets(used=used, same_failure_twice=True)) == [line, ended]
 
 
 def test_suspended_run_says_so(run: RunDir) -> None:
     write_events(run, claimed(80.0, 2, job_id="8"))
     job = SlurmJob(job_id="8", state=JobState.SUSPENDED, reason="None", nodes="gpu01", command=str(run.script))
     row = summarize(run, [job])
-    assert (row["state"], row["reason"]) == ("pending", "suspended")
+    assert (row.state, row.reason) == ("pending", "suspended")
     assert wait_reason(row).startswith("suspended: it continues when")
 
 

@@ -75,7 +75,7 @@ def test_without_slurm_the_state_comes_from_the_ledger(
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.setattr(slurm, "_TIMEOUT_SECONDS", 0.2)
     cache = StatusCache()
-    assert cache.summary(run)["state"] == state
+    assert cache.summary(run).state == state
     assert str(cache.problem).startswith("Slurm does not answer")
 
 
@@ -100,7 +100,7 @@ def test_slurm_that_is_away_is_mentioned_once_on_stderr(
 def test_state_of_a_job_that_slurm_holds(word: str, state: str, tmp_path: Path, squeue: Squeue) -> None:
     run = make_run(tmp_path, CLAIMED)
     squeue(printing(tmp_path, alive(run, word)))
-    assert StatusCache().summary(run)["state"] == state
+    assert StatusCache().summary(run).state == state
 
 
 SCANCELLED = "7|CANCELLED|None|||0|N/A|N/A|{script}|"
@@ -137,7 +137,7 @@ def test_run_without_a_job_has_the_supervisors_reason(
     run = make_run(tmp_path, *(replace(event, time=began + event.time - 1.0) for event in events))
     squeue(printing(tmp_path, listed.format(script=run.script)))
     row = StatusCache().summary(run)
-    assert (row["state"], row["reason"]) == (state, reason)
+    assert (row.state, row.reason) == (state, reason)
     supervise.main(["--dry-run", "--json", "--runs-dir", str(tmp_path / "runs")])
     [line] = json.loads(capsys.readouterr().out)
     assert reason is None or reason.startswith(line["reason"])
@@ -161,7 +161,7 @@ def test_line_that_cannot_be_read_hides_no_other(tmp_path: Path, squeue: Squeue)
             tmp_path, "slurm: something new", "8|RUN", "||||||||", "9|RUNNING|None|||0|N/A|N/A|/home/me/a|", alive(run)
         )
     )
-    assert StatusCache().summary(run)["state"] == "pending"
+    assert StatusCache().summary(run).state == "pending"
 
 
 def test_pending_run_has_its_reason_and_start(
@@ -171,7 +171,7 @@ def test_pending_run_has_its_reason_and_start(
     run = make_run(tmp_path)
     squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=f"{soon:%Y-%m-%dT%H:%M:%S}")))
     row = StatusCache().summary(run)
-    assert (row["reason"], row["starts_at"]) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
+    assert (row.reason, row.starts_at) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
     assert status.main([str(run.path)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "you have reached a limit of the QOS" in shown
@@ -234,7 +234,7 @@ def test_damage_that_hides_nothing(how: str, tmp_path: Path, squeue: Squeue) -> 
     DAMAGE[how](run)
     squeue(printing(tmp_path, alive(run, "RUNNING")))
     row = StatusCache().summary(run)
-    assert (row["state"], row["attempt"], row["warnings"]) == ("running", 1, [])
+    assert (row.state, row.attempt, row.warnings) == ("running", 1, [])
 
 
 @pytest.mark.parametrize("how", CLOSED)
@@ -243,16 +243,16 @@ def test_damaged_run_has_slurms_state_and_hides_no_other(how: str, tmp_path: Pat
     CLOSED[how](run)
     squeue(printing(tmp_path, alive(run, "RUNNING"), alive(sound, "RUNNING").replace("7|", "8|", 1)))
     damaged, other = StatusCache().summaries([run, sound])
-    assert (damaged["state"], damaged["job_id"], damaged["attempt"]) == ("running", "7", None)
-    assert damaged["damaged"][0].startswith(f"the records in {run.path} cannot be read: ")
-    assert (other["attempt"], other["warnings"]) == (1, [])
+    assert (damaged.state, damaged.job_id, damaged.attempt) == ("running", "7", None)
+    assert damaged.damaged[0].startswith(f"the records in {run.path} cannot be read: ")
+    assert (other.attempt, other.warnings) == (1, [])
 
 
 def test_missing_events_are_a_run_without_attempts(tmp_path: Path, squeue: Squeue) -> None:
     run = make_run(tmp_path)
     remove_events(run)
     squeue(printing(tmp_path, alive(run, "RUNNING")))
-    assert StatusCache().summary(run)["state"] == "running"
+    assert StatusCache().summary(run).state == "running"
 
 
 def test_damaged_result_is_still_one(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_damaged_result_is_still_one(tmp_path: Path) -> None:
     run.final.mkdir()
     run.final_result.write_text("")
     row = StatusCache().summary(run)
-    assert (row["state"], row["test_accuracy"]) == ("completed", None)
+    assert (row.state, row.test_accuracy) == ("completed", None)
 
 
 def test_unreadable_run_hides_no_other(shared: Path) -> None:
@@ -287,29 +287,29 @@ def test_run_that_is_deleted_while_it_is_read_is_left_out(tmp_path: Path) -> Non
     run, sound = make_run(tmp_path, CLAIMED), make_run(tmp_path, CLAIMED, name="s")
     remove_events(run)
     run.spec.unlink()
-    assert [row["run"] for row in StatusCache().summaries([run, sound])] == ["s"]
+    assert [row.run for row in StatusCache().summaries([run, sound])] == ["s"]
 
 
 def test_later_summary_has_what_changed(tmp_path: Path, squeue: Squeue) -> None:
     squeue(AWAY["fails"])
     run, failed = make_run(tmp_path, CLAIMED), make_run(tmp_path, name="failed")
     cache = StatusCache()
-    assert [row["step"] for row in cache.summaries([run, failed])] == [None, None]
+    assert [row.step for row in cache.summaries([run, failed])] == [None, None]
     append_json_line(run.train_metrics, {"step": 6})
     write_events(failed, cancelled(9.0), file="cancel.jsonl")
-    assert [(row["step"], row["state"]) for row in cache.summaries([run, failed])] == [
+    assert [(row.step, row.state) for row in cache.summaries([run, failed])] == [
         (6, "running"),
         (None, "cancelled"),
     ]
     write_events(failed, claimed(10.0), file="by-hand.jsonl")
-    assert [row["attempt"] for row in cache.summaries([run, failed])] == [1, 1]
+    assert [row.attempt for row in cache.summaries([run, failed])] == [1, 1]
 
 
 def test_calls_in_quick_succession_query_slurm_once(tmp_path: Path, squeue: Squeue) -> None:
     run = make_run(tmp_path, CLAIMED)
     squeue(f"echo asked >> {tmp_path}/asked; {printing(tmp_path, alive(run, 'RUNNING'))}")
     cache = StatusCache()
-    assert [cache.summary(run)["state"] for _ in range(5)] == ["running"] * 5
+    assert [cache.summary(run).state for _ in range(5)] == ["running"] * 5
     assert (tmp_path / "asked").read_text() == "asked\n"
 
 
@@ -326,12 +326,12 @@ def test_copy_that_takes_long_is_no_hang(tmp_path: Path, squeue: Squeue) -> None
     run = make_run(tmp_path, claim, *copies)
     squeue(printing(tmp_path, alive(run, "RUNNING")))
     row = StatusCache().summary(run)
-    assert (row["staging"]["node"], row["staging"]["bytes_done"]) == ("gpu02", 50_000_000), "the slowest"
+    assert (row.staging.node, row.staging.bytes_done) == ("gpu02", 50_000_000), "the slowest"
     assert wait_reason(row) == "copying data, 25%, 10 MB/s, 2:15 left"
     done = [staged(3.0, node=node) for node in ("gpu01", "gpu02")]
     other = make_run(tmp_path, claim, *copies, *done, name="other")
     squeue(printing(tmp_path, alive(other, "RUNNING")))
-    assert StatusCache().summary(other)["staging"] is None
+    assert StatusCache().summary(other).staging is None
 
 
 def test_many_runs_cost_one_call_of_squeue(tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,4 +351,4 @@ def test_documents_nested_too_deep_hide_no_run(tmp_path: Path) -> None:
     for path in (hostile.events / "y.jsonl", hostile.train_metrics, hostile.final_result):
         path.write_text("[" * 100_000 + "\n")
     rows = StatusCache().summaries([hostile, sound])
-    assert [(row["run"], row["attempt"]) for row in rows] == [("r", 1), ("s", 1)]
+    assert [(row.run, row.attempt) for row in rows] == [("r", 1), ("s", 1)]

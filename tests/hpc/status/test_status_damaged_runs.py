@@ -17,7 +17,8 @@ from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.report.gather import gather
 from hpc.status.alive import local_jobs
-from hpc.status.run_view import StatusCache, Summary
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import Summary
 from hpc.status.table import view
 from hpc.supervise.decide import decide
 from hpc.supervise.observe import observe
@@ -123,14 +124,14 @@ def runs(tmp_path: Path) -> tuple[RunDir, RunDir]:
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_value_of_any_field_of_any_event_hides_another_run(runs: tuple[RunDir, RunDir], count: int) -> None:
     choose, (damaged, sound) = random.Random(count), runs
-    alone = StatusCache().summary(sound)["attempts"]
+    alone = StatusCache().summary(sound).attempts
     for number in range(count):
         events = one_field_changed(choose)
         write(damaged.events / "x.jsonl", events)
         rows = StatusCache().summaries([damaged, sound])
-        ROW.validate(strict(json.dumps(rows))[0])
+        ROW.validate(strict(json.dumps([row.document() for row in rows]))[0])
         decide(observe(damaged, {}, time.time()).known)
-        assert rows[1]["attempts"] == alone
+        assert rows[1].attempts == alone
         shown(rows[:1], details=True)
         assert "sound" in shown(rows, details=False)
         if number % 20 == 0:
@@ -143,7 +144,7 @@ def test_no_field_that_is_missing_hides_a_run(event: dict[str, Any], runs: tuple
     for name in ("time", *event):
         write(runs[0].events / "x.jsonl", [*events[:-1], {key: events[-1][key] for key in events[-1] if key != name}])
         row = StatusCache().summary(runs[0])
-        assert "cannot be read" not in "".join(row["damaged"])
+        assert "cannot be read" not in "".join(row.damaged)
         shown([row], details=True)
         local_jobs(runs[0])
         observe(runs[0], {}, time.time())
@@ -156,15 +157,15 @@ def test_row_says_what_is_damaged_in_which_file_and_line(runs: tuple[RunDir, Run
     write(damaged.events / "agent.jsonl", events)
     rows = StatusCache().summaries([damaged, sound])
     problem = "line 10 of events/agent.jsonl is damaged and left out: JSON is malformed: invalid character (byte 9)"
-    assert rows[0]["damaged"] == [problem]
-    assert (rows[0]["attempt"], rows[0]["device"], rows[0]["step"]) == (1, None, 60), "the rest is shown"
+    assert rows[0].damaged == [problem]
+    assert (rows[0].attempt, rows[0].device, rows[0].step) == (1, None, 60), "the rest is shown"
     assert shown(rows, details=False).splitlines()[-1].strip() == f"damaged: {problem}"
     assert f"warning: {problem}" in shown(rows[:1], details=True)
     assert [note for note in gather(damaged, rows[0]).notes if "line 10" in note] == [problem]
 
     (damaged.events / "agent.jsonl").write_text('{"time": 1.0, "ev\n\n')
     row = StatusCache().summary(damaged)
-    assert row["damaged"] == ["line 1 of events/agent.jsonl is damaged and left out: Input data was truncated"]
+    assert row.damaged == ["line 1 of events/agent.jsonl is damaged and left out: Input data was truncated"]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 5, [], {}, "x", None], ids=repr)
@@ -174,7 +175,7 @@ def test_damaged_spec_hides_no_other_run(name: str, value: object, runs: tuple[R
     fields = json.loads(damaged.spec.read_text())
     damaged.spec.write_text(json.dumps({**fields, name: value}))
     rows = StatusCache().summaries([damaged, sound])
-    strict(json.dumps(rows))
+    strict(json.dumps([row.document() for row in rows]))
     assert "sound" in shown(rows, details=False)
     shown(rows[:1], details=True)
 
@@ -183,7 +184,7 @@ def test_result_of_other_things_than_numbers_is_shown_without_them(runs: tuple[R
     damaged, _ = runs
     damaged.final.mkdir()
     damaged.final_result.write_text('{"test_accuracy": NaN, "best": {"test_accuracy": "high"}}')
-    row = strict(json.dumps(StatusCache().summary(damaged)))
+    row = strict(json.dumps(StatusCache().summary(damaged).document()))
     assert (row["state"], row["test_accuracy"], row["best_test_accuracy"]) == ("completed", None, None)
     damaged.final_result.write_text("[1]")
-    assert StatusCache().summary(damaged)["damaged"] == [f"{damaged.final_result} is damaged: it is not a JSON object"]
+    assert StatusCache().summary(damaged).damaged == [f"{damaged.final_result} is damaged: it is not a JSON object"]

@@ -230,13 +230,13 @@ def test_steps_that_a_script_lost_are_unknown(tmp_path: Path) -> None:
         attempt_ended(90.0, attempt=2, step=None),
     )
     summary = summarize(run, None)
-    assert (len(summary["interruptions"]), summary["steps_lost"]) == (2, None)
-    assert [cost["steps_lost"] for cost in summary["recovery"].values()] == [None, None]
+    assert (len(summary.interruptions), summary.steps_lost) == (2, None)
+    assert [cost.steps_lost for cost in summary.recovery.values()] == [None, None]
 
 
 def test_run_without_interruption_lost_no_step(tmp_path: Path) -> None:
     write_events(RunDir(tmp_path), began(1.0))
-    assert summarize(RunDir(tmp_path), None)["steps_lost"] == 0
+    assert summarize(RunDir(tmp_path), None).steps_lost == 0
 
 
 def test_summary_has_the_interruptions(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_summary_has_the_interruptions(tmp_path: Path) -> None:
         attempt_ended(81.0, step=90),
     )
     append_json_line(run.train_metrics, {"step": 90, "epoch": 1, "time": 80.0, "train_seconds": 60.0})
-    summary = json.loads(json.dumps(summarize(run, None)))
+    summary = json.loads(json.dumps(summarize(run, None).document()))
     assert (summary["state"], summary["steps_lost"], summary["goodput"]) == ("completed", 2, 0.75)
     assert [interruption["cause"] for interruption in summary["interruptions"]] == ["crashed"]
     assert summary["recovery"]["crashed"]["median_seconds"] == 10.0

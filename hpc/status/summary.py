@@ -1,0 +1,155 @@
+"""What `hpc status` says of a run: the types of its JSON document. A value that is not known is None.
+
+Times are seconds since the epoch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct, to_builtins
+
+from hpc.core.events.downtime import Interruption
+from hpc.core.events.history import State
+
+TERMINAL = frozenset({"completed", "failed", "cancelled"})
+
+
+class AttemptSummary(Struct, frozen=True, kw_only=True):
+    """One attempt."""
+
+    attempt: int
+    job_id: str
+    nodes: tuple[str, ...]
+    members: tuple[str, ...]
+    started: float
+    ended: float | None
+    cause: str | None
+    first_step: int | None
+    last_step: int | None
+    detail: str | None
+
+
+class Recovery(Struct, frozen=True, kw_only=True):
+    """What the interruptions of one cause cost."""
+
+    count: int
+    median_seconds: float | None
+    steps_lost: int | None
+
+
+class UsedBudget(Struct, frozen=True, kw_only=True):
+    """How many failures without progress of these causes there were, and at how many the run ends."""
+
+    causes: tuple[str, ...]
+    failures: int
+    budget: int
+
+
+class Budgets(Struct, frozen=True, kw_only=True):
+    """What a run has used of its budgets."""
+
+    used: tuple[UsedBudget, ...]
+    same_failure_twice: bool
+
+
+class StagingProgress(Struct, frozen=True, kw_only=True):
+    """The slowest node that stages data."""
+
+    node: str
+    activity: str
+    bytes_done: float | None
+    bytes_total: float | None
+    bytes_per_second: float | None
+    eta_seconds: float | None
+
+
+class AwaitedRun(Struct, frozen=True, kw_only=True):
+    """A run that must end before this one begins."""
+
+    run: str
+    run_dir: str
+    until: Literal["ended", "completed"]
+    problem: str | None
+    """Why it will not end as it should; known only with the queue."""
+
+
+class UnsentMessage(Struct, frozen=True, kw_only=True):
+    """A message of --notify that is being sent, or could not be."""
+
+    notice: str
+    recipient: str
+    problem: str | None
+    """None while it is being sent."""
+
+
+class TrackerState(Struct, frozen=True, kw_only=True):
+    """Where the metrics are sent."""
+
+    tracker: str
+    url: str | None
+    problem: str | None
+    """Why a node of the last attempt could not send them."""
+
+
+class LastOutput(Struct, frozen=True, kw_only=True):
+    """The last line that rank 0 of a script without steps has printed."""
+
+    line: str
+    time: float
+
+
+class Summary(Struct, frozen=True, kw_only=True):
+    """A run, as `hpc status --json` shows it."""
+
+    run: str
+    run_dir: str
+    job_id: str | None
+    state: State
+    attempt: int | None
+    attempts: tuple[AttemptSummary, ...]
+    epoch: float | None
+    step: float | None
+    total_steps: int | None
+    world_size: float | None
+    device: str | None
+    images_per_second: float | None
+    train_loss: float | None
+    val_accuracy: float | None
+    test_accuracy: float | None
+    best_test_accuracy: float | None
+    steps_lost: int | None
+    partition: str | None
+    gpus: int | None
+    """Of the last attempt, spares included."""
+    gpu_type: str | None
+    elapsed_seconds: float | None
+    queue_seconds: float | None
+    gpu_hours: Mapping[str, float] | None
+    """By part (hpc.core.events.timeline), and `allocated`."""
+    goodput: float | None
+    """The productive share of the time."""
+    interruptions: tuple[Interruption, ...]
+    recovery: Mapping[str, Recovery]
+    """By cause."""
+    budget: Budgets
+    warnings: Sequence[str]
+    damaged: Sequence[str]
+    """One sentence for each damaged file or line, which was left out."""
+    staging: StagingProgress | None
+    unsent: tuple[UnsentMessage, ...]
+    trackers: tuple[TrackerState, ...]
+    reason: str | None
+    """Why it has no job, or waits."""
+    starts_at: float | None
+    detail: str | None
+    """How the last attempt has ended."""
+    traceback: Sequence[str] | None
+    """The lines of the rank that ended a failed run."""
+    last_output: LastOutput | None
+    eta_seconds: float | None
+    waits_for: tuple[AwaitedRun, ...]
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        document: dict[str, Any] = to_builtins(self)
+        return document
