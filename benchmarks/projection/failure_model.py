@@ -70,33 +70,33 @@ class Job:
 
     @property
     def speed(self) -> float:
-        """Productive time per time between two checkpoints."""
+        """Return the productive time per time between two checkpoints."""
         if self.snapshot_interval is None:
             return 1.0
         return self.snapshot_interval / (self.snapshot_interval + self.snapshot_stall)
 
     @property
     def cycle(self) -> float:
-        """From one checkpoint to the next."""
+        """Return the time from one checkpoint to the next."""
         return self.interval / self.speed + self.stall
 
     def work_after(self, seconds: float) -> float:
-        """Productive time in the first `seconds` after a restart."""
+        """Return the productive time in the first `seconds` after a restart."""
         cycles, rest = divmod(max(0.0, seconds), self.cycle)
         return cycles * self.interval + min(rest * self.speed, self.interval)
 
     def saved_after(self, seconds: float) -> float:
-        """Of it, what the last complete checkpoint has."""
+        """Return what of it the last complete checkpoint has."""
         return max(0.0, (seconds - self.background) // self.cycle) * self.interval
 
     def in_memory_after(self, seconds: float) -> float:
-        """Of it, what the last complete snapshot has."""
+        """Return what of it the last complete snapshot has."""
         if self.snapshot_interval is None:
             return 0.0
         return self.work_after(seconds - self.snapshot_background) // self.snapshot_interval * self.snapshot_interval
 
     def seconds_for(self, work: float) -> float:
-        """How long this much productive time takes without a failure; the last step needs no checkpoint."""
+        """Return how long so much productive time takes without a failure; the last step needs no checkpoint."""
         return work / self.speed + max(0, math.ceil(work / self.interval) - 1) * self.stall
 
 
@@ -116,25 +116,16 @@ class Outcome:
 
 
 def young_interval(stall: float, mttf: float) -> float:
-    """Productive time between checkpoints that wastes least, to first order.
+    """Return the productive time between checkpoints that wastes least, to first order.
 
-    Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006), below, has the terms
-    of higher order.
+    Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006) has the terms of higher
+    order.
     """
     return math.sqrt(2 * stall * mttf)
 
 
-def daly_efficiency(*, mttf: float, interval: float, stall: float, restart: float) -> float:
-    """Goodput with exponential failures, exact for checkpoints that stop the training and one kind of restart.
-
-    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), its complete model.
-    """
-    wall = mttf * math.exp(restart / mttf) * math.expm1((interval + stall) / mttf)
-    return interval / wall
-
-
 def train_once(job: Job, work: float, random: np.random.Generator) -> Outcome:
-    """One training of `work` seconds of productive time."""
+    """Simulate one training of `work` seconds of productive time."""
     names = np.array([kind.share for kind in job.kinds]).cumsum()
     wall = down_time = lost = 0.0
     # Productive time, from the start of the training: at the last restart; in the last checkpoint.
@@ -172,7 +163,7 @@ def train_once(job: Job, work: float, random: np.random.Generator) -> Outcome:
 
 
 def train(job: Job, work: float, seed: Sequence[int], *, half_width: float, most: int = 20_000) -> Outcome:
-    """The mean of as many trainings as it takes until the confidence interval is narrow enough, 100 to `most`."""
+    """Return the mean of as many trainings as make the confidence interval narrow enough, 100 to `most`."""
     outcomes = list[Outcome]()
     for outcome in _trainings(job, work, seed):
         outcomes.append(outcome)

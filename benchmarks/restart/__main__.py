@@ -1,26 +1,24 @@
 """Where each second goes between a worker's SIGKILL and its next step, with and without warm processes.
 
     .venv/bin/python -m benchmarks.restart
-    .venv/bin/python -m benchmarks.restart --kills 2 --models small-cnn --ranks 2
 
-Starts a torchrun for each of one or two pretended nodes, one rank each, and kills a rank again and again. Kinds, which
+Starts a torchrun for each of one or two simulated nodes, one rank each, and kills a rank again and again. Kinds, which
 take turns:
 
 - forked: as Torchrelay runs its trainer: ranks are forks of a torchrun that has imported torch, the nodes' torchruns
   meet by our rendezvous, the state comes from a snapshot;
-- started: the same, but each rank is a new process that imports torch, as before there were forks;
+- started: the same, but each rank is a new process that imports torch;
 - plain: torch's torchrun with its c10d rendezvous and `plain_ddp.py`, which is what submitit's and torchx's users have;
-  it restores a checkpoint.
-- plain-new-store: the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which hardly anybody knows. By default the ranks
-  of all restarts share a store in the first torchrun, where they may find the addresses of dead ranks.
+  it restores a checkpoint. The ranks of all restarts share a store in the first torchrun, where they may find the
+  addresses of dead ranks;
+- plain-new-store: the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which hardly anybody knows.
 
 Without the node agents and Slurm, which a restart in place does not wait for. Each part ends when the last process has
-passed it, so that the parts add up to the total: until the last rank has made a step. Prints the medians as a table in
-Markdown, and writes benchmarks/results/restart.json. Two ranks compete on two cores: what one takes is listed, too.
-
-`hung`: restarts after which no step came in a minute.
+passed it, so that the parts add up to the total: until the last rank has made a step. `hung` counts the restarts after
+which no step came in a minute.
 """
 
+import gzip
 import json
 import os
 import secrets
@@ -32,13 +30,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
-import tyro
-
-from benchmarks import record
+from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, medians, say, spread, take_turns
 from benchmarks.restart import marks
 from hpc.core.kernel import children
 from hpc.core.nodedir import NodeDir
@@ -64,21 +60,19 @@ _SECONDS_BETWEEN_KILLS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure."""
+class Options(Flags):
+    """How much to measure."""
 
     models: tuple[str, ...] = tuple(MODELS)
     """Of small-cnn and resnet18 (32 px)."""
     kinds: tuple[Kind, ...] = ("forked", "started", "plain", "plain-new-store")
-    """See above."""
+    """Which ones."""
     ranks: tuple[int, ...] = (1, 2)
-    """One per pretended node."""
+    """One per simulated node."""
     kills: int = 3
-    """In each turn."""
-    turns: int = 2
+    """Of a turn."""
+    turns: int = 1
     """Of each kind."""
-    small: bool = False
-    """One kill each of two ranks with small-cnn, and no file with the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +84,7 @@ class Case:
     ranks: int
 
     def command(self, node: int, meeting: Rendezvous, directory: Path) -> tuple[list[str], dict[str, str]]:
-        """Command line and environment of a node's torchrun."""
+        """Return the command line and the environment of a node's torchrun."""
         python, marked = sys.executable, str(HERE / "marked_torchrun.py")
         environment = os.environ | {
             "MARKS": str(directory / "marks"), "NODE": str(node), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
@@ -123,13 +117,13 @@ class Case:
 
 
 def node_directory(directory: Path, node: int) -> NodeDir:
-    """A node's directory, as its agent would make it."""
+    """Return a node's directory, as its agent would make it."""
     return NodeDir(directory / "memory" / f"node-{node}")
 
 
 @contextmanager
 def prepared(case: Case) -> Iterator[Path]:
-    """A run directory with what a case reads, in memory, as snapshots are."""
+    """Make a run directory with what a case reads, in memory, as snapshots are."""
     size, batch = MODELS[case.model]
     config = TrainConfig(
         data=str(FASHION_MNIST_DIRECTORY), model=case.model, batch_size=batch, epochs=10_000, lr=0.05,
@@ -148,9 +142,7 @@ def prepared(case: Case) -> Iterator[Path]:
 
 
 def unpacked(directory: Path) -> Path:
-    """The files of Fashion-MNIST as torchvision leaves them after its download."""
-    import gzip  # noqa: PLC0415
-
+    """Return the files of Fashion-MNIST as torchvision leaves them after its download."""
     raw = directory / "raw"
     raw.mkdir()
     for path in FASHION_MNIST_DIRECTORY.glob("*.gz"):
@@ -160,7 +152,7 @@ def unpacked(directory: Path) -> Path:
 
 @contextmanager
 def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The torchrun of a node: ours as an agent starts it, with SIGTERM ignored, and torch's as a shell does."""
+    """Start the torchrun of a node: ours as an agent starts it, with SIGTERM ignored, and torch's as a shell does."""
     argv, environment = case.command(node, meeting, directory)
     if not case.kind.startswith("plain"):
         argv = [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
@@ -180,7 +172,7 @@ def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Ite
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs."""
+    """Return the processes that a process has started, and theirs."""
     own = list(children(pid))
     return [*own, *(each for child in own for each in descendants(child))]
 
@@ -188,7 +180,7 @@ def descendants(pid: int) -> list[int]:
 def wait_for_steps(
     directory: Path, case: Case, after: float, nodes: Sequence[subprocess.Popen[bytes]]
 ) -> list[marks.Mark]:
-    """The marks since a time, once every rank has made a step. Raises TimeoutError if it does not come."""
+    """Return the marks since a time, once every rank has made a step. Raises TimeoutError if it does not come."""
     seconds = _RESTART_SECONDS if after else _START_SECONDS
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -203,7 +195,7 @@ def wait_for_steps(
 
 
 def parts_of(found: list[marks.Mark], killed_at: float, last: int) -> dict[str, float]:
-    """Seconds of each part of a restart, and the total.
+    """Return the seconds of each part of a restart, and the total.
 
     Args:
         found: the marks since the kill.
@@ -219,9 +211,9 @@ def parts_of(found: list[marks.Mark], killed_at: float, last: int) -> dict[str, 
     return {**parts, "total": before - killed_at}
 
 
-def measure(case: Case, kills: int) -> list[dict[str, float]]:
-    """The parts of each restart. Of one after which no step came there is nothing, and nothing is killed after it."""
-    results = list[dict[str, float]]()
+def restart(case: Case, kills: int) -> list[Sample]:
+    """Return the parts of each restart: none of one after which no step came, and nothing is killed after it."""
+    results = list[Sample]()
     with prepared(case) as directory, ExitStack() as stack:
         meeting = Rendezvous(
             run="r", attempt=1, secret=secrets.token_hex(16), round=1, num_nodes=case.ranks, host="127.0.0.1",
@@ -233,9 +225,7 @@ def measure(case: Case, kills: int) -> list[dict[str, float]]:
             try:
                 found = wait_for_steps(directory, case, killed_at, nodes)
             except TimeoutError as error:
-                print(f"after {number} kills {error}", file=sys.stderr, flush=True)
-                for mark in marks.read(directory / "marks", killed_at):
-                    print(f"  {mark.at - killed_at:7.2f} s {mark.who} {mark.name}", file=sys.stderr)
+                say(f"after {number} kills {error}")
                 return [*results, {}]
             if number:
                 results.append(parts_of(found, killed_at, case.ranks))
@@ -246,39 +236,31 @@ def measure(case: Case, kills: int) -> list[dict[str, float]]:
     return results
 
 
-def main() -> None:
-    """Measure, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    if options.small:
-        options = replace(options, models=("small-cnn",), ranks=(2,), kills=1, turns=1)
-    measured_on, rows = record.machine(), []
+def row(case: Case, samples: Sequence[Sample]) -> Row:
+    """Return the medians of a case, and all its restarts."""
+    found = [each for each in samples if each]
+    named = {"model": case.model, "ranks": case.ranks, "kind": case.kind}
+    hung = len(samples) - len(found)
+    if not found:
+        return {**named, "hung": hung}
+    totals = spread([each["total"] for each in found], unit=", s")
+    return {**named, **medians(found, unit=", s"), **totals, "restarts": len(found), "hung": hung, "all": found}
+
+
+def measure(options: Options) -> Findings:
+    """Let the kinds take turns with each model and number of ranks."""
+    rows = list[Row]()
     for model in options.models:
         for ranks in options.ranks:
-            cases = [Case(kind=kind, model=model, ranks=ranks) for kind in options.kinds]
-            found: dict[str, list[dict[str, float]]] = {case.kind: [] for case in cases}
-            for _ in range(options.turns):
-                for case in cases:
-                    began = time.monotonic()
-                    found[case.kind] += measure(case, options.kills)
-                    print(f"{case}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-            rows += [row(case, found[case.kind]) for case in cases]
-    print(record.table(rows))
-    if not options.small:
-        record.write("restart", measured_on, rows)
-
-
-def row(case: Case, all_of_them: list[dict[str, float]]) -> dict[str, object]:
-    """The medians of a case, and all its restarts."""
-    found = [each for each in all_of_them if each]
-    named = {"model": case.model, "ranks": case.ranks, "kind": case.kind}
-    if not found:
-        return {**named, "hung": len(all_of_them)}
-    totals = sorted(each["total"] for each in found)
-    middle = {f"{part}, s": round(median(each[part] for each in found), 2) for part in found[0]}
-    spread = {"least, s": round(totals[0], 2), "most, s": round(totals[-1], 2)}
-    counts = {"restarts": len(found), "hung": len(all_of_them) - len(found)}
-    return {**named, **middle, **spread, **counts, "all": found}
+            cases = {kind: Case(kind=kind, model=model, ranks=ranks) for kind in options.kinds}
+            contenders = [
+                Contender(name=kind, turn=partial(restart, case, options.kills)) for kind, case in cases.items()
+            ]
+            found = take_turns(contenders, options.turns)
+            rows += [row(case, found[kind]) for kind, case in cases.items()]
+            say(f"{model} on {ranks} ranks is done")
+    return Findings(tables={"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    benchmark("restart", Options(), measure, small={"models": ("small-cnn",), "ranks": (2,), "kills": 1})

@@ -1,6 +1,7 @@
-"""When a process passed what: marks in one file per process, for restart.py and cost.py. Imports the standard library.
+"""When a process passed what: marks in one file per process, for `benchmarks/restart` and `start.py`.
 
-A directory in the environment's `MARKS` gets a line of JSON for each mark; without it nothing is written.
+Imports the standard library alone. A directory in the environment's `MARKS` gets a line of JSON for each mark; without
+it nothing is written.
 """
 
 import functools
@@ -58,7 +59,7 @@ def mark_after(
 
 
 def read(directory: Path, after: float = 0.0) -> list[Mark]:
-    """All marks of a directory that are later than a time, by time."""
+    """Return all marks of a directory that are later than a time, by time."""
     lines = [line for path in directory.glob("*.jsonl") for line in path.read_text().splitlines(keepends=True)]
     # The last line may be half written.
     found = [Mark(**json.loads(line)) for line in lines if line.endswith("\n")]

@@ -1,10 +1,8 @@
-"""What the scripts that measure restarts and the tool itself conclude; and one restart, of one rank."""
+"""What `benchmarks/restart` concludes; and one restart, of one rank."""
 
 import pytest
 from support.real_images import needs_fashion_mnist
 
-from benchmarks.cost import __main__ as cost
-from benchmarks.cost.start import Start
 from benchmarks.restart import __main__ as restart
 from benchmarks.restart.marks import Mark
 
@@ -33,15 +31,7 @@ def test_a_part_of_a_restart_ends_where_the_last_process_has_passed_it() -> None
 @needs_fashion_mnist
 def test_parts_of_a_restart_add_up_to_its_total(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "_SECONDS_BETWEEN_KILLS", 0.0)
-    [parts] = restart.measure(CASE, kills=1)
+    parts = dict(*restart.restart(CASE, kills=1))
     total = parts.pop("total")
     assert sum(parts.values()) == pytest.approx(total)
     assert all(seconds > 0 for seconds in parts.values()), "every mark was passed"
-
-
-def test_a_heartbeat_costs_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "_BEATS", 100)
-    start = Start(parts={}, processes=[], beats_per_second=10.0, step_seconds=0.05)
-    [row] = cost.heartbeat_rows([start])
-    assert row["a beat, us of CPU"] > 0
-    assert (row["beats per second"], row["steps per second"]) == (10.0, 20.0)
