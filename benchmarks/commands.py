@@ -117,7 +117,6 @@ def submissions(root: Path, rivals: Path) -> list[Command]:
         Command(name=name, argv=argv, directory=project, environment=path)
         for name, argv in {
             "hpc submit --dry-run -- train.py": [*submit, "--", "train.py"],
-            "hpc submit --dry-run --data fashion-mnist": [*submit, "--data=fashion-mnist"],
             "submitit: the text of its script": [str(rivals), "-c", SUBMITIT],
             "torchx run --dryrun -s slurm": [*torchx, "--script", "train.py"],
         }.items()

@@ -1,4 +1,4 @@
-"""Where each second goes between a worker's SIGKILL and its next step, with and without warm processes.
+"""The seconds between a worker's SIGKILL and the next step, with and without warm processes.
 
     .venv/bin/python -m benchmarks.restart
 
@@ -13,9 +13,8 @@ take turns:
   addresses of dead ranks;
 - plain-new-store: the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which hardly anybody knows.
 
-Without the node agents and Slurm, which a restart in place does not wait for. Each part ends when the last process has
-passed it, so that the parts add up to the total: until the last rank has made a step. `hung` counts the restarts after
-which no step came in a minute.
+Without the node agents and Slurm, which a restart in place does not wait for. The total ends when the last rank has
+made a step; the import is a part of it. `hung` counts the restarts after which no step came in a minute.
 """
 
 import gzip
@@ -38,20 +37,13 @@ from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmar
 from benchmarks.restart import marks
 from hpc.core.kernel import children
 from hpc.core.nodedir import NodeDir
-from jobs.ranks.rendezvous import TORCHRUN, Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 from training.config.train_config import TrainConfig, spec_argv
 
 HERE = Path(__file__).parent
 Kind = Literal["forked", "started", "plain", "plain-new-store"]
-# A part ends where the last process has passed the mark. `noticed` is passed first by the torchrun of the killed rank.
-PARTS = {
-    "notice": ("noticed",), "end ranks": ("ranks ended",), "meet": ("met",), "fork": ("program",),
-    "import": ("imported",), "process group": ("connected",), "checks": ("checked",),
-    "data, model": ("data", "model"), "DDP, optimizer": ("trainer", "warm"), "restore": ("restored",),
-    "first step": ("stepped",),
-}  # fmt: skip
 MODELS = {"small-cnn": (28, 512), "resnet18": (32, 128)}
 """Image size and global batch."""
 _START_SECONDS, _RESTART_SECONDS = 120.0, 60.0
@@ -85,18 +77,18 @@ class Case:
 
     def command(self, node: int, meeting: Rendezvous, directory: Path) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment of a node's torchrun."""
-        python, marked = sys.executable, str(HERE / "marked_torchrun.py")
+        python = sys.executable
         environment = os.environ | {
-            "MARKS": str(directory / "marks"), "NODE": str(node), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "MARKS": str(directory / "marks"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": str(HERE.parents[1]),
         }  # fmt: skip
         if self.kind.startswith("plain"):
             size, batch = MODELS[self.model]
             flags = [f"--image-size={size}", f"--batch-size={batch}", f"--checkpoint={directory / 'checkpoint.pt'}"]
             argv = [
-                python, marked, f"--nnodes={self.ranks}", "--nproc-per-node=1", "--max-restarts=1000",
-                "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{meeting.port}", "--rdzv-id=r",
-                f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1",
+                python, "-m", "torch.distributed.run", f"--nnodes={self.ranks}", "--nproc-per-node=1",
+                "--max-restarts=1000", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{meeting.port}",
+                "--rdzv-id=r", f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1",
                 str(HERE / "plain_ddp.py"), f"--data={directory}", f"--model={self.model}", *flags,
             ]  # fmt: skip
             own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.kind == "plain-new-store" else {}
@@ -111,8 +103,6 @@ class Case:
         wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory.path)]
         program = [*wrapped, *rank] if self.kind == "forked" else [python, "-S", *wrapped, python, *rank]
         argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", python, program)
-        argv[argv.index(str(TORCHRUN)) : argv.index(str(TORCHRUN))] = [marked]
-        argv.remove("-P")  # marks.py is beside the script
         return argv, torchrun_environment(meeting, environment)
 
 
@@ -185,7 +175,7 @@ def wait_for_steps(
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found = marks.read(directory / "marks", after)
-        if len({mark.who for mark in found if mark.name == "stepped"}) == case.ranks:
+        if len({mark.rank for mark in found if mark.name == "stepped"}) == case.ranks:
             return found
         if any(node.poll() is not None for node in nodes):
             logs = "\n".join(path.read_text()[-2000:] for path in (directory / "logs").iterdir())
@@ -194,25 +184,14 @@ def wait_for_steps(
     raise TimeoutError(f"{case} made no step within {seconds:.0f} s")
 
 
-def parts_of(found: list[marks.Mark], killed_at: float, last: int) -> dict[str, float]:
-    """Return the seconds of each part of a restart, and the total.
-
-    Args:
-        found: the marks since the kill.
-        killed_at: time of the kill.
-        last: the number of ranks, of each of which the last process counts.
-    """
-    parts, before = dict[str, float](), killed_at
-    for part, names in PARTS.items():
-        latest = {(mark.who, mark.name): mark.at for mark in found if mark.name in names}
-        first = part == "notice" and last > 1
-        at = (min if first else max)(latest.values()) if latest else before
-        parts[part], before = max(0.0, at - before), max(at, before)
-    return {**parts, "total": before - killed_at}
+def parts_of(found: Sequence[marks.Mark], killed_at: float) -> Sample:
+    """Return the seconds until all ranks had made a step, and those in which they imported what they need."""
+    latest = {mark.name: mark.at for mark in sorted(found, key=lambda mark: mark.at)}
+    return {"import": latest["imported"] - latest["program"], "total": latest["stepped"] - killed_at}
 
 
 def restart(case: Case, kills: int) -> list[Sample]:
-    """Return the parts of each restart: none of one after which no step came, and nothing is killed after it."""
+    """Return the seconds of each restart: none of one after which no step came, and nothing is killed after it."""
     results = list[Sample]()
     with prepared(case) as directory, ExitStack() as stack:
         meeting = Rendezvous(
@@ -228,11 +207,11 @@ def restart(case: Case, kills: int) -> list[Sample]:
                 say(f"after {number} kills {error}")
                 return [*results, {}]
             if number:
-                results.append(parts_of(found, killed_at, case.ranks))
+                results.append(parts_of(found, killed_at))
             time.sleep(_SECONDS_BETWEEN_KILLS)
-            pids = {mark.who: mark.pid for mark in found if mark.name == "stepped"}
+            pids = {mark.rank: mark.pid for mark in found if mark.name == "stepped"}
             killed_at = time.time()
-            os.kill(pids[f"rank-{number % case.ranks}"], signal.SIGKILL)
+            os.kill(pids[number % case.ranks], signal.SIGKILL)
     return results
 
 

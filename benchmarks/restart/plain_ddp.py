@@ -71,13 +71,10 @@ def main() -> None:
     distributed.init_process_group("gloo")
     mark("connected")
     data = load(options)
-    mark("data")
     torch.manual_seed(0)
     model = make_model(options)
-    mark("model")
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4)
-    mark("trainer")
     step, epoch = 0, 0
     if options.checkpoint.exists():
         saved = torch.load(options.checkpoint, weights_only=True)
