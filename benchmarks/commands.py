@@ -52,7 +52,7 @@ class Options(RivalFlags):
     """How much to measure."""
 
     turns: int = 15
-    """Of each command."""
+    """Turns of each command."""
     runs: tuple[int, ...] = (200,)
     """Numbers of runs that `hpc status` shows."""
     jobs_per_run: int = 1

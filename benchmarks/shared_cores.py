@@ -44,9 +44,9 @@ class Options(Flags):
     """How much to measure."""
 
     turns: int = 2
-    """Of each kind."""
+    """Turns of each kind."""
     kinds: tuple[str, ...] = tuple(KINDS)
-    """Which ones."""
+    """Kinds of waiting."""
 
 
 def images_per_second(runs: int, nodes: str, environment: Mapping[str, str]) -> list[Sample]:

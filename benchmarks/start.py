@@ -15,14 +15,12 @@ the last node or rank has passed it, by the one clock of the machine:
 """
 
 import gzip
-import os
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,8 +28,10 @@ from typing import TypeVar
 
 from benchmarks.harness import ROOT, Contender, Findings, Flags, Sample, benchmark, medians, spread, take_turns
 from benchmarks.hpc_commands import hpc, testbed
+from benchmarks.processes import memory_bytes, naming
 from benchmarks.restart import marks
 from hpc.core import ledger
+from hpc.core.kernel import cpu_seconds
 from hpc.core.rundir import RunDir
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
@@ -58,7 +58,7 @@ class Options(Flags):
     turns: int = 5
     """Starts of each kind."""
     seconds: float = 20.0
-    """For which the agents are watched."""
+    """Seconds for which the agents are watched."""
 
 
 def wait_for(condition: Callable[[], T], what: str) -> T:
@@ -157,27 +157,18 @@ def start_plain(directory: Path) -> list[Sample]:
 
 
 def watch_agents(run: Path, seconds: float) -> list[Sample]:
-    """Return what each agent of a run uses: CPU time per second, and memory (PSS)."""
-
-    def cpu_seconds(pid: int) -> float:
-        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-
-    def megabytes(pid: int) -> float:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
-
-    pids = []
-    for path in Path("/proc").glob("[0-9]*"):
-        # A process may end while it is looked at.
-        with suppress(FileNotFoundError, ProcessLookupError):
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            if Path(os.fsdecode(words[0])).name.startswith("python") and b"jobs.agent" in words:
-                pids += [int(path.name)] if any(str(run).encode() in word for word in words) else []
+    """Return what each agent of a run uses: CPU time per second, and memory."""
+    # srun and Slurm's own processes name the agent's module, too.
+    named = naming(run).items()
+    pids = [pid for pid, words in named if "jobs.agent" in words and Path(words[0]).name.startswith("python")]
     before = {pid: cpu_seconds(pid) for pid in pids}
     time.sleep(seconds)
     return [
-        {"CPU, ms/s": 1000 * (cpu_seconds(pid) - before[pid]) / seconds, "memory, MB": megabytes(pid)} for pid in pids
+        {
+            "CPU, ms/s": 1000 * (cpu_seconds(pid) - before[pid]) / seconds,
+            "memory, MB": memory_bytes([pid], "Pss") / 2**20,
+        }
+        for pid in pids
     ]
 
 

@@ -28,8 +28,9 @@ from typing import Any
 
 from benchmarks.harness import Findings, RivalFlags, Row, benchmark, say
 from benchmarks.hpc_commands import hpc, supervised
-from benchmarks.recovery import failures, step_log, testbed_nodes
+from benchmarks.recovery import failures, step_log
 from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload, versions_of
+from hpc.core.kernel import process_state
 
 # Each five failures in a row are these in some order: ranks fail more often than nodes.
 _MIX = ("worker killed", "worker killed", "hung", "preempted")
@@ -41,17 +42,17 @@ class Options(RivalFlags):
     """How long to train, and how much fails."""
 
     contenders: tuple[str, ...] = ("ours", "ft_launcher", "submitit")
-    """Which ones."""
+    """Contenders, by their keys in `benchmarks/recovery/contenders.py`."""
     epochs: int = 7
-    """Of the training."""
+    """Epochs of the training."""
     images: int = 20_000
-    """Of an epoch."""
+    """Images of an epoch."""
     wait: float = 0.2
     """Seconds of each step beside the network."""
     mean: float = 60.0
     """Seconds between two failures: of an exponential distribution."""
     seed: int = 5
-    """Of the sequence of failures."""
+    """Seed of the sequence of failures."""
     back_after: float = 60.0
     """Seconds after which a killed node has its power back."""
     cap: float = 2.0
@@ -87,16 +88,16 @@ class Result:
     title: str
     complete: bool
     seconds: float
-    """From the submission to the last step, or until it was given up."""
+    """The time from the submission to the last step, or until it was given up."""
     steps: int
-    """Different ones."""
+    """Different steps that were made."""
     recomputed: int
     hit: dict[str, int]
     """Failures that met it, by kind."""
     missed: int
     """Failures that met no ranks."""
     interruptions: list[dict[str, Any]]
-    """Of a run of ours, as `hpc status --json` has them."""
+    """Those of a run of ours, as `hpc status --json` has them."""
 
 
 class Storm:
@@ -179,7 +180,9 @@ def _has_ranks(training: Training) -> bool:
     """Return whether its ranks train: both have started since its job has, and have not ended."""
     ranks = step_log.ranks(training.log())
     running = {name for job in training.jobs() if job.state == "RUNNING" for name in job.nodes}
-    alive = [entry for entry in ranks.values() if testbed_nodes.is_alive(entry["pid"]) and entry["host"] in running]
+    alive = [
+        entry for entry in ranks.values() if process_state(entry["pid"]) not in {None, "Z"} and entry["host"] in running
+    ]
     return len(alive) == NODES
 
 
@@ -227,5 +230,6 @@ def measure(options: Options) -> Findings:
 
 
 if __name__ == "__main__":
-    small = {"contenders": ("ours",), "epochs": 1, "images": 10_000, "mean": 20.0, "seed": 3, "cap": 8.0}
+    # A rank is killed after half a minute.
+    small = {"contenders": ("ours",), "epochs": 4, "images": 10_000, "mean": 20.0, "seed": 140, "cap": 4.0}
     benchmark("storm", Options(), measure, small=small, packages=("torch",))

@@ -43,15 +43,15 @@ class Options(Flags):
     """What to compare."""
 
     library: tuple[str, ...] = tuple(VARIANTS)
-    """Which libraries."""
+    """Libraries to compare."""
     variant: tuple[str, ...] = ()
-    """Only these variants; by default all."""
+    """Variants of the libraries; by default all."""
     ranks: tuple[int, ...] = (1, 2)
     """Numbers of ranks."""
     workers: tuple[int, ...] = (0, 2)
     """Numbers of loader workers."""
     randomness: bool = True
-    """Without it nothing but the order of the images is random: neither augmentation nor dropout."""
+    """Augment and drop out; without it nothing but the order of the images is random."""
 
 
 @dataclass(frozen=True, kw_only=True)

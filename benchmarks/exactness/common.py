@@ -84,7 +84,7 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RememberingImages(Images):
-    """The same, with its process's generator as a state that torchdata's StatefulDataLoader saves and restores."""
+    """Images with their process's generator as a state that torchdata's StatefulDataLoader saves and restores."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state of the process that fetches: a loader worker, or the rank."""

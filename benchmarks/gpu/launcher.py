@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.gpu.part import Found, Row, data_directory, goal
 from benchmarks.hpc_commands import hpc
+from benchmarks.processes import naming
 
 NAME = "launcher"
 # More epochs than there is time for: the resumption sets the real number.
@@ -60,17 +61,9 @@ class Launcher:
             time.sleep(0.2)
         return left
 
-    def own_processes(self) -> set[str]:
-        """Return the ids of the processes with the run's directory in their command line."""
-        found, name = set(), str(self.directory / NAME).encode()
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (process / "cmdline").read_bytes()
-            except OSError:
-                continue  # it has ended
-            if name in command:
-                found.add(process.name)
-        return found
+    def own_processes(self) -> set[int]:
+        """Return the processes with the run's directory in their command line."""
+        return set(naming(self.directory / NAME))
 
 
 def on_gpu() -> set[str]:

@@ -62,15 +62,15 @@ class Options(Flags):
     storage_gb_per_second: float = 1.0
     """What one node writes to and reads from shared storage, and checksums into its memory."""
     copy_gb_per_second: float = 25.0
-    """From a GPU to its host, while our training waits (PCIe 4.0; rivals wait for the storage instead)."""
+    """The copy from a GPU to its host, for which our training waits (PCIe 4.0; rivals wait for the storage instead)."""
     startup_seconds_per_1000_gpus: float = 3.0
-    """Added to each restart, of all contenders: process groups. 3 s: the 30 s on 10,000 GPUs of arXiv 2402.15627."""
+    """Seconds added to each restart, for process groups. 3 s are the 30 s on 10,000 GPUs of arXiv 2402.15627."""
     person_hours: float = 1.0
-    """Until a person restarts what did not recover."""
+    """Hours until a person restarts what did not recover."""
     half_width: float = 0.001
-    """Of the confidence interval of 95 % of each goodput."""
+    """Half the width of the confidence interval of 95 % of each goodput."""
     seed: int = 19
-    """Of the failures, which have the same times for all contenders."""
+    """Seed of the failures, which have the same times for all contenders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Contender:
 
     name: str
     seconds: Seconds
-    """Of each kind of failure, as measured; None: it did not recover by itself."""
+    """The measured seconds by kind of failure; None: it did not recover by itself."""
     snapshots: bool = False
     background: bool = False
     """Whether the training goes on while a checkpoint is written."""

@@ -32,9 +32,9 @@ class FailureKind:
 
     name: str
     share: float
-    """Of all failures."""
+    """Its share of all failures."""
     seconds: float
-    """From the failure to the first new step."""
+    """The time from the failure to the first new step."""
     restart: Restart
     keeps_snapshots: bool
     """Whether a node is left that has one in its memory."""
@@ -57,11 +57,11 @@ class Job:
     """Productive time between two snapshots; None: none are made."""
     snapshot_stall: float = 0.0
     snapshot_background: float = 0.0
-    """As `background`, of a snapshot."""
+    """How long after that stall a snapshot is complete."""
     spares: int = 0
     """Spare nodes of each new job."""
     new_job: float = 0.0
-    """From the loss of a node to the first new step in a new job, when no spare is left."""
+    """The time from the loss of a node to the first new step in a new job, when no spare is left."""
 
     def __post_init__(self) -> None:
         """Shares that do not make a whole are a mistake of the caller."""
@@ -106,7 +106,7 @@ class Outcome:
 
     goodput: float
     half_width: float
-    """Of the confidence interval of 95 % of the goodput."""
+    """Half the width of the confidence interval of 95 % of the goodput."""
     down_share: float
     lost_share: float
     """Computed twice."""

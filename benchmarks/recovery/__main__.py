@@ -40,20 +40,20 @@ class Options(RivalFlags):
     """How much to compare."""
 
     contenders: tuple[str, ...] = tuple(CONTENDERS)
-    """Which ones."""
+    """Contenders, by their keys in `contenders.py`."""
     kinds: tuple[str, ...] = tuple(failures.KINDS)
-    """Which failures."""
+    """Kinds of failures."""
     repeats: int = 3
-    """Of each failure of ours, and of a rival's killed worker; a rival is preempted twice at most, and all else happens
-    to it once."""
+    """How often each failure meets ours, and a killed worker a rival; a rival is preempted twice at most, and all else
+    happens to it once."""
     cap: float = 600.0
     """Seconds after which a training that has not come back counts as lost."""
     hang_cap: float = 180.0
-    """The same for hangs."""
+    """Seconds after which a hung training that has not come back counts as lost."""
     wait: float = 0.2
     """Seconds of each step beside the network."""
     images: int = 20_000
-    """Of an epoch."""
+    """Images of an epoch."""
 
 
 def lanes(options: Options) -> list[Lane]:

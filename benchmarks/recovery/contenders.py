@@ -10,15 +10,17 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import ROOT, versions
 from benchmarks.hpc_commands import hpc
-from benchmarks.recovery import step_log, testbed_nodes
+from benchmarks.recovery import step_log
 from hpc.core import ledger
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
+from hpc.testbed import lifecycle, nodes
 
 SCRIPTS = Path(__file__).parent / "rivals"
 NODES = 2
@@ -137,7 +139,7 @@ class OwnTrainer(Training):
         """Return what the newest heartbeat on the nodes says."""
         beats = []
         for name in (name for job in self.jobs() for name in job.nodes):
-            for path in testbed_nodes.memory_of(name).glob("torchrelay-*/**/local-*"):
+            for path in memory_of(name).glob("torchrelay-*/**/local-*"):
                 beat = json.loads(path.read_text().rstrip("\0 \n") or "{}")
                 if beat.get("rank") == NODES - 1:
                     beats.append({"time": beat["time"], "pid": beat["pid"], "host": name})
@@ -178,6 +180,15 @@ class Contender:
         (directory.parent if self.is_ours else directory).mkdir(parents=True, exist_ok=True)
         training.job_id = self.submit(training)
         return training
+
+
+def memory_of(name: str) -> Path:
+    """Return the /dev/shm of a node, as its slurmd sees it; of a dead node a path that does not exist."""
+    for pid in nodes.processes(lifecycle.PATHS.node_net(name)):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "slurmd":
+                return Path(f"/proc/{pid}/root/dev/shm")
+    return Path("/nonexistent")
 
 
 def squeue(*selection: str) -> list[Job]:

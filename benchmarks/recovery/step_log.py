@@ -20,7 +20,7 @@ class Recovery:
     """How a training came back from a failure."""
 
     seconds: float
-    """From the failure to the first step of ranks that were started after it."""
+    """The time from the failure to the first step of ranks that were started after it."""
     steps_lost: int
     """Steps that rank 0 had made before, and that the restored state does not have."""
 

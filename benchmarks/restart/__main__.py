@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Literal
 
 from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, medians, say, spread, take_turns
+from benchmarks.processes import descendants
 from benchmarks.restart import marks
-from hpc.core.kernel import children
 from hpc.core.nodedir import NodeDir
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER
@@ -56,15 +56,15 @@ class Options(Flags):
     """How much to measure."""
 
     models: tuple[str, ...] = tuple(MODELS)
-    """Of small-cnn and resnet18 (32 px)."""
+    """Models to train: small-cnn, resnet18 (32 px)."""
     kinds: tuple[Kind, ...] = ("forked", "started", "plain", "plain-new-store")
-    """Which ones."""
+    """Kinds of restarts."""
     ranks: tuple[int, ...] = (1, 2)
-    """One per simulated node."""
+    """Numbers of ranks, each on a simulated node."""
     kills: int = 3
-    """Of a turn."""
+    """Kills of a turn."""
     turns: int = 1
-    """Of each kind."""
+    """Turns of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +159,6 @@ def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Ite
                 os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait()
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the processes that a process has started, and theirs."""
-    own = list(children(pid))
-    return [*own, *(each for child in own for each in descendants(child))]
 
 
 def wait_for_steps(

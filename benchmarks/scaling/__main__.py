@@ -48,15 +48,15 @@ class Options(Flags):
     links: tuple[str, ...] = ("none", "1gbit", "200mbit")
     """Rates of the links, as tc has them; none: not shaped."""
     share: float = 0.4
-    """Of a core for each node; 0: no quota."""
+    """Share of a core for each node; 0: no quota."""
     batch_size: int = 64
     """Images per rank, and of each part of an accumulated step."""
     turns: int = 3
-    """Of each training with each link."""
+    """Turns of each training with each link."""
     seconds: float = 3.0
     """The shortest turn."""
     variants: int = 5
-    """The first ones of `VARIANTS`."""
+    """How many ways to train, from the first on."""
 
 
 @dataclass(frozen=True, kw_only=True)

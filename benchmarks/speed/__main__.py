@@ -64,17 +64,17 @@ class Options(RivalFlags):
     """How much to measure."""
 
     models: tuple[str, ...] = (SMALL_CNN, "resnet18")
-    """Which ones."""
+    """Models to train."""
     images: tuple[str, ...] = (SYNTHETIC, JPEG)
     """Kinds of images: `in memory`, `JPEG`."""
     loops: tuple[str, ...] = LOOPS
-    """Which ones."""
+    """Loops to compare."""
     seconds: float = 2.0
-    """Of each turn."""
+    """Seconds of each turn."""
     turns: int = 2
-    """Of each loop after a start."""
+    """Turns of each loop after a start."""
     starts: int = 2
-    """Of each loop."""
+    """Starts of each loop."""
     photos: int = 500
     """Different JPEGs, each under 80 names; packed, under 4."""
 
@@ -92,7 +92,7 @@ class LoopOnImages:
     ranks: Ranks | None = None
     """Its processes after the last start."""
     seconds_per_step: float = 0.0
-    """As they were in the last turn."""
+    """Seconds of a step in the last turn."""
 
     @property
     def lead(self) -> int:

@@ -36,10 +36,10 @@ class Case:
     """What is trained, on which images."""
 
     model: str
-    """Of torchvision, or this trainer's small-cnn."""
+    """The name of torchvision's model, or this trainer's small-cnn."""
     image_size: int
     batch_size: int
-    """Of this rank."""
+    """Images in a batch of this rank."""
     folder: Path | None = None
     """Class directories of JPEGs; None: one batch that lies on the device."""
     packed: Path | None = None

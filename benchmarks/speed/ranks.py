@@ -7,11 +7,11 @@ import select
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.harness import ROOT
+from benchmarks.processes import descendants, memory_bytes
 from benchmarks.speed.rank import RANKS
 
 _TIMEOUT, _FIRST_STEP_TIMEOUT = 300.0, 90.0
@@ -86,7 +86,10 @@ class Ranks:
         self._begin(0, steps)
         peak, streams = 0, [process.stdout for process in self._processes if process.stdout]
         while len(select.select(streams, [], [], _PAUSE)[0]) < len(streams):
-            peak = max(peak, *(_memory_bytes(process.pid) for process in self._processes))
+            for process in self._processes:
+                # Without the code of libraries, which all processes of a machine share.
+                own = (process.pid, *descendants(process.pid))
+                peak = max(peak, memory_bytes(own, "Pss_Anon", "Pss_Shmem"))
         self._reports()
         return peak
 
@@ -117,26 +120,3 @@ def _environment(rank: int, port: int) -> dict[str, str]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
     fixed = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return os.environ | {name: str(value) for name, value in place.items()} | fixed
-
-
-def _memory_bytes(pid: int) -> int:
-    """Return the memory of a process and its descendants: anonymous and shared, each page counted once.
-
-    The code of libraries, which all processes of a machine share, does not count.
-    """
-    total = 0
-    for each in _tree(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
-                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                    total += int(line.split()[1]) * 1024
-    return total
-
-
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    # A process may end while it is looked at.
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in children.read_text().split():
-                yield from _tree(int(child))

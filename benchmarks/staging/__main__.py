@@ -57,11 +57,11 @@ class Options(Flags):
     nodes: tuple[int, ...] = (1, 2, 4)
     """Numbers of nodes."""
     rate: float = 200.0
-    """Of the throttled storage, in MB/s for all readers together."""
+    """Rate of the throttled storage, in MB/s for all readers together."""
     open_ms: float = 1.0
     """How much longer each opening of a file takes on it, in ms."""
     turns: int = 3
-    """Of each way."""
+    """Turns of each way."""
     source: Path = Path("/var/tmp")  # noqa: S108 - a new directory in it
     """Where to make the files, in a directory that is removed afterwards."""
     disks: Path = Path("/dev/shm")  # noqa: S108 - a new directory in it
@@ -76,7 +76,7 @@ class Bench:
     files: Path
     """A directory of images."""
     tar: Path
-    """The same in one file."""
+    """An archive with these images."""
     disks: Path
     """A new directory: the disks of the nodes are below it."""
 
