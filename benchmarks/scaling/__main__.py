@@ -100,7 +100,7 @@ class Training:
         end = time.monotonic() + _PATIENCE_SECONDS
         while not are_enough(times := self.steps_since(began)):
             if time.monotonic() > end:
-                texts = (f"{path}:\n{path.read_text()[-2000:]}" for path in self.directory.rglob("*.[lo]*[gt]"))
+                texts = (f"{path}:\n{path.read_text()[-2000:]}" for path in self.directory.rglob("*.log"))
                 raise TimeoutError(f"{self.variant.name}: no steps in {_PATIENCE_SECONDS:.0f} s\n" + "\n".join(texts))
             time.sleep(0.1)
         return times
