@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import table
 from benchmarks.hpc_commands import hpc, supervised, testbed
 from hpc.core.events.downtime import PARTS
 
@@ -25,13 +26,13 @@ COLUMNS = (*PARTS, "total")
 
 
 def status(run: Path) -> dict[str, Any]:
-    """The run's entry of `hpc status`."""
+    """Return the run's entry of `hpc status`."""
     entry: dict[str, Any] = hpc("status", str(run))[0]
     return entry
 
 
 def wait_for_steps(run: Path, seconds: float = 15.0) -> None:
-    """Until the run has trained for a while, so that one failure is not the last one's."""
+    """Wait until the run has trained for a while, so that one failure is not the last one's."""
     step = None
     while (now := status(run))["state"] != "running" or now["step"] is None or now["step"] == step:
         step = now["step"]
@@ -40,7 +41,7 @@ def wait_for_steps(run: Path, seconds: float = 15.0) -> None:
 
 
 def play(run: Path, kind: str, *flags: str) -> list[dict[str, Any]]:
-    """One drill; the interruptions that it caused."""
+    """Play one drill, and return the interruptions that it caused."""
     wait_for_steps(run)
     began = time.monotonic()
     found: list[dict[str, Any]] = hpc("drill", str(run), kind, "--yes", *flags)["interruptions"]
@@ -48,18 +49,15 @@ def play(run: Path, kind: str, *flags: str) -> list[dict[str, Any]]:
     return found
 
 
-def row(name: str, interruption: dict[str, Any] | None) -> str:
-    """A line of the table."""
-    if interruption is None:
-        return f"| {name} | not interrupted | " + " | ".join("-" for _ in COLUMNS) + " | 0 |"
-    cells = [
-        "-" if interruption["seconds"][part] is None else f"{interruption['seconds'][part]:.1f}" for part in COLUMNS
-    ]
-    return f"| {name} | {interruption['cause']} | {' | '.join(cells)} | {interruption['steps_lost']} |"
+def row(name: str, interruption: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of the table."""
+    seconds = {part: value and round(value, 1) for part, value in interruption["seconds"].items()}
+    parts = {part: seconds[part] for part in COLUMNS}
+    return {"what": name, "cause": interruption["cause"], **parts, "steps lost": interruption["steps_lost"]}
 
 
 def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
-    """All drills; what each cost, by its name."""
+    """Play all drills, and return what each cost, by its name."""
     with supervised(run.parent):
         found = {name: play(run, kind) for name, kind in (
             ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("disk full", "disk-full"),
@@ -86,10 +84,8 @@ def main() -> None:
         run = Path(hpc("submit", *RUN, f"--runs-dir={directory}")["run_dir"])
         found = drills(run)
         after = status(run)
-    print(f"| what | cause | {' | '.join(COLUMNS)} | steps lost |\n|---|---|{'--:|' * (len(COLUMNS) + 1)}")
-    for name, interruptions in found.items():
-        for interruption in interruptions or [None]:  # type: ignore[list-item]  # nothing happened
-            print(row(name, interruption))
+    unharmed: dict[str, Any] = {"cause": "not interrupted", "seconds": dict.fromkeys(COLUMNS), "steps_lost": 0}
+    print(table([row(name, each) for name, all_of_it in found.items() for each in all_of_it or [unharmed]]))
     print(f"\n{after['step']} steps, goodput {after['goodput']:.0%}, {len(after['attempts'])} attempts")
 
 

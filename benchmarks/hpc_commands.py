@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import ROOT
+from benchmarks.harness import ROOT
 
 _HPC = [sys.executable, "-m", "hpc"]
 

@@ -1,10 +1,17 @@
 """What a large job costs the head node's agent, and how soon it notices a lost node.
 
-    .venv/bin/python -m benchmarks.scale [NODES...]
+    .venv/bin/python -m benchmarks.scale
 
 This process is the head's agent: the real control server and coordinator, polled as in a job. A second process has a
 connection for each other node, and sends on it what its agent would: the state of eight ranks, twice a second. A third
-one is the node that falls silent (it is stopped). Prints a table and writes benchmarks/results/scale.json.
+one is the node that falls silent (it is stopped). The columns of the table:
+
+- joined_seconds: until every node was in the first round;
+- cores: CPU seconds of the head's agent per second, while all train;
+- reports_per_second: how often it took the status of a node, which an agent would send twice a second;
+- poll_ms: the median of the coordinator's look at all statuses;
+- noticed_seconds: from the moment at which a node was stopped until its loss was recorded;
+- read_ms: to read the events of all nodes, one file per node, two events each.
 """
 
 import json
@@ -22,9 +29,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import record
-from hpc.core.events import ledger
-from hpc.core.events.attempts import attempts_of
+from benchmarks.harness import Findings, Flags, Row, benchmark
+from hpc.core.events import kinds, ledger
+from hpc.core.events.history import History
 from hpc.core.events.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.core.transport import Connection, Limits, connect
@@ -36,30 +43,17 @@ from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.stop_request import StopRequest
 
 RANKS_PER_NODE = 8
-SIZES = 16, 128, 512, 1024, 2048
 _POLL_SECONDS, _WARM_UP_SECONDS, _MEASURED_SECONDS, _PATIENCE_SECONDS = 0.1, 5.0, 15.0, 300.0
 # Each node's status comes as often as an agent's, spread over the time between.
 _SEND_SECONDS, _SLOTS, _JOIN_AT_ONCE = 0.5, 10, 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One size of job."""
+class Options(Flags):
+    """How much to measure."""
 
-    nodes: int
-    joined_seconds: float
-    """Until every node was in the first round."""
-    cores: float
-    """CPU seconds of the head's agent per second, while all train."""
-    reports_per_second: float
-    """How often the head's agent took the status of a node: an agent would send it twice a second."""
-    poll_ms: float
-    """Median of the coordinator's look at all statuses."""
-    memory_mb: float
-    noticed_seconds: float
-    """From the moment at which a node was stopped until its loss was recorded."""
-    read_ms: float
-    """To read the events of all nodes, one file per node, two events each."""
+    nodes: tuple[int, ...] = (16, 128, 512, 1024, 2048)
+    """Sizes of the job."""
 
 
 def heartbeats(node_rank: int, step: int) -> tuple[RankHeartbeat, ...]:
@@ -125,19 +119,19 @@ class Head:
         )  # fmt: skip
         self.server = ControlServer(self.secret, nodes)
         for node_rank in range(nodes):
-            writer = EventWriter(run.events / f"{ledger.attempt_prefix(1)}node-{node_rank:04d}.jsonl")
+            writer = EventWriter(run.events / f"{ledger.attempt_prefix(1)}node-{node_rank:04d}.jsonl", 1)
             writer.path.parent.mkdir(exist_ok=True)
             if node_rank == 0:
                 head = writer
-                writer.append(
-                    "claimed", attempt=1, job_id="1", restart=0, secret=self.secret, port=self.server.port,
-                    nodes=list(names),
-                )  # fmt: skip
-                writer.append("checked", attempt=1, nodes=list(names))
-            writer.append("joined", attempt=1, node=names[node_rank], node_rank=node_rank, clock_skew_seconds=0.0)
-            writer.append("staged", attempt=1, node=names[node_rank], source="shared", seconds=1.0)
+                claimed = kinds.Claimed(
+                    attempt=1, job_id="1", restart=0, secret=self.secret, port=self.server.port, nodes=names
+                )
+                writer.append(claimed)
+                writer.append(kinds.Checked(nodes=names))
+            writer.append(kinds.Joined(node=names[node_rank], node_rank=node_rank, clock_skew_seconds=0.0))
+            writer.append(kinds.DataStaged(node=names[node_rank], source="shared", seconds=1.0))
         self.run = run
-        [attempt] = attempts_of(ledger.read(run.events))
+        [attempt] = History.load(run).attempts
         allocation = NodeAllocation(
             cluster="local", job_id="1", restart=0, node_rank=0, hostnames=names, cpus=RANKS_PER_NODE
         )
@@ -169,7 +163,7 @@ class Head:
     def has_lost_one(self) -> bool:
         """Whether the loss of a node is recorded."""
         events = ledger.read(self.run.events, f"{ledger.attempt_prefix(1)}node-0000")
-        return any(event["event"] == "node_lost" for event in events)
+        return bool(History(events).of(kinds.NodeLost))
 
     def poll_until(self, condition: Callable[[], bool]) -> float:
         """Poll until a condition holds; returns how long that took."""
@@ -181,8 +175,8 @@ class Head:
         return time.monotonic() - began
 
 
-def measure(nodes: int) -> Row:
-    """One size of job."""
+def measure_one(nodes: int) -> Row:
+    """Measure one size of job."""
     with tempfile.TemporaryDirectory() as directory:
         head = Head(nodes, Path(directory))
         with others(head.server.port, head.secret, nodes) as last:
@@ -201,32 +195,19 @@ def measure(nodes: int) -> Row:
             ledger.read(head.run.events)
             read = time.perf_counter() - began
         head.server.close()
-    return Row(
-        nodes=nodes, joined_seconds=round(joined, 1), cores=round(cores, 3),
-        reports_per_second=round(reports, 1), poll_ms=round(median(polls) * 1000, 2),
-        memory_mb=round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024), noticed_seconds=round(noticed, 1),
-        read_ms=round(read * 1000, 1),
-    )  # fmt: skip
+    return {
+        "nodes": nodes, "joined_seconds": round(joined, 1), "cores": round(cores, 3),
+        "reports_per_second": round(reports, 1), "poll_ms": round(median(polls) * 1000, 2),
+        "memory_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
+        "noticed_seconds": round(noticed, 1), "read_ms": round(read * 1000, 1),
+    }  # fmt: skip
 
 
-def main(sizes: list[int]) -> None:
-    """Measure each size in a process of its own, print a table in Markdown, write the result."""
-    measured_on = record.machine()
-    print("| nodes | ranks | joined, s | cores | reports/s | look, ms | memory, MB | loss noticed, s | read, ms |")
-    print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|", flush=True)
-    rows = []
-    for nodes in sizes:
-        command = [sys.executable, "-m", "benchmarks.scale", "one", str(nodes)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
-        row = Row(**json.loads(done.stdout.splitlines()[-1]))
-        rows.append(row)
-        print(
-            f"| {row.nodes} | {row.nodes * RANKS_PER_NODE} | {row.joined_seconds} | {row.cores} "
-            f"| {row.reports_per_second} | {row.poll_ms} | {row.memory_mb:.0f} | {row.noticed_seconds} "
-            f"| {row.read_ms} |",
-            flush=True,
-        )
-    record.write("scale", measured_on, [asdict(row) for row in rows])
+def measure(options: Options) -> Findings:
+    """Measure each size in a process of its own, whose memory is that of an agent."""
+    commands = ([sys.executable, "-m", "benchmarks.scale", "one", str(nodes)] for nodes in options.nodes)
+    printed = [subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout for command in commands]
+    return Findings(tables={"rows": [json.loads(each.splitlines()[-1]) for each in printed]})
 
 
 if __name__ == "__main__":
@@ -234,6 +215,6 @@ if __name__ == "__main__":
         case ["pretend", port, secret, first, last]:
             pretend(int(port), secret, int(first), int(last))
         case ["one", nodes]:
-            print(json.dumps(asdict(measure(int(nodes)))))
-        case sizes:
-            main([int(size) for size in sizes] or list(SIZES))
+            print(json.dumps(measure_one(int(nodes))))
+        case _:
+            benchmark("scale", Options(), measure, small={"nodes": (16,)})

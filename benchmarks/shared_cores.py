@@ -3,14 +3,13 @@
     .venv/bin/python -m benchmarks.shared_cores
 
 Trains small-cnn on Fashion-MNIST with `--cluster local`: one run of one rank, then two at once, then one run of two
-pretended nodes with two threads a rank, which is more than there are cores. Kinds, which take turns, two each:
+simulated nodes with two threads a rank, which is more than there are cores. The kinds take turns:
 
 - passive: OMP_WAIT_POLICY=passive, as Torchrelay starts its ranks unless the user sets it;
 - spinning: GOMP_SPINCOUNT=300000, which is what libgomp does without any setting;
 - short: GOMP_SPINCOUNT=1000, a few microseconds.
 
-Prints the medians, in images per second of all runs together, as a table in Markdown, and writes
-benchmarks/results/shared_cores.json. Takes six minutes on two cores that nobody else uses.
+The table has the images per second of all runs together. Takes six minutes on two cores that nobody else uses.
 """
 
 import json
@@ -19,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks import record
+from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, take_turns
 
-TURNS = 2
 KINDS = {
     "passive": {"OMP_WAIT_POLICY": "passive"},
     "spinning": {"GOMP_SPINCOUNT": "300000"},
@@ -39,7 +39,17 @@ WORKLOADS: Mapping[str, tuple[int, str, Mapping[str, str]]] = {
 }
 
 
-def images_per_second(runs: int, nodes: str, environment: Mapping[str, str]) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Options(Flags):
+    """How much to measure."""
+
+    turns: int = 2
+    """Turns of each kind."""
+    kinds: tuple[str, ...] = tuple(KINDS)
+    """Kinds of waiting."""
+
+
+def images_per_second(runs: int, nodes: str, environment: Mapping[str, str]) -> list[Sample]:
     """Train some runs at once, and add up the median rates of their logged steps, without the first."""
     flags = ("--cluster=local", nodes, "--gpus-per-node=1", *TRAINING, "--wait")
     with tempfile.TemporaryDirectory() as directory:
@@ -56,23 +66,25 @@ def images_per_second(runs: int, nodes: str, environment: Mapping[str, str]) -> 
         if any(codes):
             raise RuntimeError(f"hpc submit ended with {codes}")
         logs = [Path(directory, name, "metrics", "train.jsonl").read_text().splitlines() for name in names]
-    return sum(median(float(json.loads(line)["images_per_second"]) for line in lines[1:]) for lines in logs)
+    rates = (median(float(json.loads(line)["images_per_second"]) for line in lines[1:]) for lines in logs)
+    return [{"images_per_second": sum(rates)}]
 
 
-def main() -> None:
-    """Measure, print the table, write the results."""
-    machine, rows = record.machine(), []
+def measure(options: Options) -> Findings:
+    """Let the kinds take turns with each workload."""
+    rows: list[Row] = []
     for workload, (runs, nodes, more) in WORKLOADS.items():
-        rates = dict[str, list[float]]((kind, []) for kind in KINDS)
-        for _ in range(TURNS):
-            for kind, environment in KINDS.items():
-                rates[kind].append(images_per_second(runs, nodes, {**more, **environment}))
-        rows.append({"images/s": workload, **{kind: round(median(found)) for kind, found in rates.items()}})
-        rows[-1] |= {f"{kind}, range": f"{min(found):.0f}-{max(found):.0f}" for kind, found in rates.items()}
-        print(f"{workload}: {rates}", file=sys.stderr, flush=True)
-    print(record.table(rows))
-    record.write("shared_cores", machine, rows, turns=TURNS)
+        contenders = [
+            Contender(name=kind, turn=partial(images_per_second, runs, nodes, {**more, **KINDS[kind]}))
+            for kind in options.kinds
+        ]
+        found = take_turns(contenders, options.turns)
+        rates = {kind: [each["images_per_second"] for each in samples] for kind, samples in found.items()}
+        medians = {kind: round(median(each)) for kind, each in rates.items()}
+        ranges = {f"{kind}, range": f"{min(each):.0f}-{max(each):.0f}" for kind, each in rates.items()}
+        rows.append({"images/s": workload, **medians, **ranges})
+    return Findings(tables={"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    benchmark("shared_cores", Options(), measure, small={"turns": 1, "kinds": ("passive",)})

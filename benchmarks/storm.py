@@ -1,38 +1,36 @@
 """Goodput in a storm: a fixed training, and the same seeded failures at the same times, for ours and for rivals.
 
-    .venv/bin/python -m benchmarks.storm --rivals rivals/bin/python
+    .venv/bin/python -m benchmarks.storm
 
 The training of `rivals/` takes about four minutes without failures, from the submission to the last step. About once a
 minute something fails: a rank is killed or stopped, a node loses its power and is back a while later, or the job is
 preempted. The times count from the submission. A failure that meets no ranks, because the training has not come back
 yet, is one less for it. Goodput is the wall time without failures over that with them. A training that is not complete
-after three times its failure-free time is given up, and its goodput is an upper bound: the failure-free time times the
+after twice its failure-free time is given up, and its goodput is an upper bound: the failure-free time times the
 share of the steps that it has made, over the wall time.
 
 First all train without failures, at once. Then ours trains in the storm, supervised (`hpc supervise`), without the
-others on the machine; then the rivals do at the same time, each on nodes of its own. Slurm is set as for `recovery.py`.
+others on the machine; then the rivals do at the same time, each on nodes of its own. Slurm is set as for
+`benchmarks/recovery`.
 """
 
 import random
-import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks import record
+from benchmarks.harness import Findings, RivalFlags, Row, benchmark, say
 from benchmarks.hpc_commands import hpc, supervised
-from benchmarks.recovery import failures, step_log, testbed_nodes
-from benchmarks.recovery.__main__ import SLURMD_TIMEOUT, versions
-from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload
+from benchmarks.recovery import failures, step_log
+from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload, versions_of
+from hpc.core.kernel import process_state
 
 # Each five failures in a row are these in some order: ranks fail more often than nodes.
 _MIX = ("worker killed", "worker killed", "hung", "preempted")
@@ -40,38 +38,25 @@ _NODE = ("node killed", "head node killed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Train in a storm of failures."""
+class Options(RivalFlags):
+    """How long to train, and how much fails."""
 
-    rivals: Path = record.RIVALS
-    """The rivals' Python."""
     contenders: tuple[str, ...] = ("ours", "ft_launcher", "submitit")
-    """Which ones."""
+    """Contenders, by their keys in `benchmarks/recovery/contenders.py`."""
     epochs: int = 7
-    """Of the training."""
+    """Epochs of the training."""
     images: int = 20_000
-    """Of an epoch."""
+    """Images of an epoch."""
     wait: float = 0.2
     """Seconds of each step beside the network."""
     mean: float = 60.0
     """Seconds between two failures: of an exponential distribution."""
     seed: int = 5
-    """Of the sequence of failures."""
+    """Seed of the sequence of failures."""
     back_after: float = 60.0
     """Seconds after which a killed node has its power back."""
-    cap: float = 3.0
+    cap: float = 2.0
     """A training is given up after so many times its failure-free time."""
-    small: bool = False
-    """One short epoch, ours alone, and a failure after 20 s; nothing is recorded."""
-
-    def resolved(self) -> "Options":
-        """With what `small` means."""
-        if not self.small:
-            return self
-        return Options(
-            rivals=self.rivals, contenders=("ours",), epochs=1, images=10_000, wait=self.wait, mean=20.0, seed=3,
-            cap=8.0, small=True,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +69,7 @@ class Planned:
 
 
 def sequence(seed: int, mean: float, until: float) -> list[Planned]:
-    """The failures of a storm: the same for the same seed and mean, however long it lasts."""
+    """Return the failures of a storm: the same for the same seed and mean, however long it lasts."""
     generator, at = random.Random(seed), 0.0  # noqa: S311 - no secret
     found: list[Planned] = []
     kinds: list[str] = []
@@ -103,16 +88,16 @@ class Result:
     title: str
     complete: bool
     seconds: float
-    """From the submission to the last step, or until it was given up."""
+    """The time from the submission to the last step, or until it was given up."""
     steps: int
-    """Different ones."""
+    """Different steps that were made."""
     recomputed: int
     hit: dict[str, int]
     """Failures that met it, by kind."""
     missed: int
     """Failures that met no ranks."""
     interruptions: list[dict[str, Any]]
-    """Of a run of ours, as `hpc status --json` has them."""
+    """Those of a run of ours, as `hpc status --json` has them."""
 
 
 class Storm:
@@ -121,11 +106,18 @@ class Storm:
     def __init__(self, options: Options, directory: Path) -> None:
         self.options, self.directory = options, directory
         self.workload = Workload(rivals=options.rivals, images=options.images, wait=options.wait, epochs=options.epochs)
-        self._began = time.monotonic()
 
-    def say(self, text: str) -> None:
-        """Progress."""
-        print(f"{time.monotonic() - self._began:6.0f} s  {text}", file=sys.stderr, flush=True)
+    def train_all(
+        self, keys: Sequence[str], name: str, planned: Sequence[Planned], caps: Mapping[str, float]
+    ) -> dict[str, Result]:
+        """Let some contenders train at once, each on nodes of its own."""
+        with ThreadPoolExecutor(max_workers=len(keys) or 1) as executor:
+            futures = {}
+            for key in keys:
+                futures[key] = executor.submit(self.train, key, name, planned, caps[key])
+                # So that their starts do not coincide.
+                time.sleep(10)
+            return {key: future.result() for key, future in futures.items()}
 
     def train(self, key: str, name: str, planned: Sequence[Planned], cap: float) -> Result:
         """Submit, let the failures happen at their times, and wait until the training is complete or given up."""
@@ -139,9 +131,7 @@ class Storm:
                 self._strike(training, left.pop(0).kind, hit, reviving)
             time.sleep(0.2)
         result = self._result(training, began, ended_at, hit, len(planned) - len(left) - hit.total())
-        self.say(
-            f"{name}: {result.title}: {'complete' if result.complete else 'given up'} after {result.seconds:.0f} s"
-        )
+        say(f"{name}: {result.title}: {'complete' if result.complete else 'given up'} after {result.seconds:.0f} s")
         if not result.complete:
             training.cancel()
         for thread in reviving:
@@ -155,13 +145,13 @@ class Storm:
             if _has_ranks(training):
                 failure = failures.KINDS[kind](training)
                 hit[kind] += 1
-                self.say(f"{training.name}: {kind} at step {step_log.newest_step(training.log())}")
+                say(f"{training.name}: {kind} at step {step_log.newest_step(training.log())}")
                 if failure.killed_node:
                     thread = threading.Timer(self.options.back_after, failures.revive, [failure.killed_node])
                     thread.start()
                     reviving.append(thread)
                 return
-        self.say(f"{training.name}: {kind} meets no ranks")
+        say(f"{training.name}: {kind} meets no ranks")
 
     @staticmethod
     def _result(training: Training, began: float, ended_at: float | None, hit: "Counter[str]", missed: int) -> Result:
@@ -182,21 +172,23 @@ class Storm:
 
 
 def _ended_at(training: Training) -> float | None:
-    """When rank 0 had made the last step; None: it has not."""
+    """Return when rank 0 had made the last step; None: it has not."""
     return next((float(entry["time"]) for entry in training.log() if entry["event"] == "end"), None)
 
 
 def _has_ranks(training: Training) -> bool:
-    """Whether its ranks train: both have started since its job has, and have not ended."""
+    """Return whether its ranks train: both have started since its job has, and have not ended."""
     ranks = step_log.ranks(training.log())
     running = {name for job in training.jobs() if job.state == "RUNNING" for name in job.nodes}
-    alive = [entry for entry in ranks.values() if testbed_nodes.is_alive(entry["pid"]) and entry["host"] in running]
+    alive = [
+        entry for entry in ranks.values() if process_state(entry["pid"]) not in {None, "Z"} and entry["host"] in running
+    ]
     return len(alive) == NODES
 
 
-def rows(calm: dict[str, Result], storms: dict[str, Result], total_steps: int) -> list[dict[str, Any]]:
-    """A row for each contender."""
-    found = []
+def rows_of(calm: Mapping[str, Result], storms: Mapping[str, Result], total_steps: int) -> list[Row]:
+    """Return a row for each contender."""
+    found = list[Row]()
     for key, result in storms.items():
         goodput = calm[key].seconds / result.seconds * min(result.steps / total_steps, 1)
         found.append({
@@ -213,55 +205,31 @@ def rows(calm: dict[str, Result], storms: dict[str, Result], total_steps: int) -
     return found
 
 
-def main() -> None:
-    """Build a testbed, train without failures and with them, print, record."""
-    options = tyro.cli(Options).resolved()
-    measured_on = {**record.machine(), "rivals": versions(options.rivals, options.contenders)}
-    failures.build_testbed(2 * NODES * len(options.contenders) + 4, SLURMD_TIMEOUT, user_signal=True)
+def measure(options: Options) -> Findings:
+    """Train without failures, all at once; then ours in the storm, then the rivals."""
+    keys = options.contenders
+    rivals = versions_of(options.rivals, keys)
+    failures.build_testbed(2 * NODES * len(keys) + 4)
     with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-storm-") as directory:
         storm = Storm(options, Path(directory))
+        steps = options.epochs * storm.workload.epoch_steps
         try:
             with supervised(Path(directory)):
-                calm, storms, planned = _play(storm)
+                calm = storm.train_all(keys, "calm", (), dict.fromkeys(keys, 30 * steps * options.wait))
+                caps = {key: options.cap * result.seconds for key, result in calm.items()}
+                planned = sequence(options.seed, options.mean, max(caps.values()))
+                say(", ".join(f"{each.at:.0f} {each.kind}" for each in planned))
+                ours = [key for key in keys if CONTENDERS[key].is_ours]
+                storms = storm.train_all(ours, "storm", planned, caps)
+                storms |= storm.train_all([key for key in keys if key not in ours], "storm", planned, caps)
         finally:
             failures.end_testbed()
-    found = rows(calm, storms, options.epochs * storm.workload.epoch_steps)
-    print(f"failures, seconds after the submission: {', '.join(f'{each.at:.0f} {each.kind}' for each in planned)}\n")
-    print(record.table(found))
-    for result in storms.values():
-        print(f"\n{result.title}: {result.hit}")
-        for each in result.interruptions:
-            print(f"  {each['cause']}: {each['seconds']}, {each['steps_lost']} steps lost")
-    if not options.small:
-        details = {key: {"calm": asdict(calm[key]), "storm": asdict(storms[key])} for key in storms}
-        record.write(
-            "storm", measured_on, found, sequence=[asdict(each) for each in planned], details=details,
-            settings={name: str(value) for name, value in asdict(options).items() if name != "rivals"},
-        )  # fmt: skip
-
-
-def _play(storm: Storm) -> tuple[dict[str, Result], dict[str, Result], list[Planned]]:
-    """All without failures; then ours in the storm, then the rivals."""
-    options = storm.options
-    keys = options.contenders
-    patience = 30 * options.epochs * storm.workload.epoch_steps * options.wait
-    with ThreadPoolExecutor(max_workers=len(keys)) as executor:
-        futures = {}
-        for key in keys:
-            futures[key] = executor.submit(storm.train, key, "calm", (), patience)
-            time.sleep(10)
-        calm = {key: future.result() for key, future in futures.items()}
-    caps = {key: options.cap * result.seconds for key, result in calm.items()}
-    planned = sequence(options.seed, options.mean, max(caps.values()))
-    storm.say(", ".join(f"{each.at:.0f} {each.kind}" for each in planned))
-    found = {key: storm.train(key, "storm", planned, caps[key]) for key in keys if CONTENDERS[key].is_ours}
-    rivals = [key for key in keys if key not in found]
-    if rivals:
-        with ThreadPoolExecutor(max_workers=len(rivals)) as executor:
-            futures = {key: executor.submit(storm.train, key, "storm", planned, caps[key]) for key in rivals}
-            found.update({key: future.result() for key, future in futures.items()})
-    return calm, found, planned
+    details = {key: {"calm": asdict(calm[key]), "storm": asdict(storms[key])} for key in storms}
+    more = {"rivals": rivals, "details": details, "sequence": [asdict(each) for each in planned]}
+    return Findings(tables={"rows": rows_of(calm, storms, steps)}, more=more)
 
 
 if __name__ == "__main__":
-    main()
+    # A rank is killed after half a minute.
+    small = {"contenders": ("ours",), "epochs": 3, "images": 10_000, "mean": 20.0, "seed": 140, "cap": 4.0}
+    benchmark("storm", Options(), measure, small=small, packages=("torch",))

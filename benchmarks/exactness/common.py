@@ -48,18 +48,18 @@ class Arguments:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the library writes its checkpoints."""
+        """Return where the library writes its checkpoints."""
         return self.out.parent / "checkpoints"
 
 
 def read_idx(data: Path, part: str, kind: str) -> Tensor:
-    """The uint8 content of a part's (`train`, `t10k`) compressed file (`images-idx3`, `labels-idx1`), flat."""
+    """Return the uint8 content of a part's (`train`, `t10k`) compressed file (`images-idx3`, `labels-idx1`), flat."""
     raw = gzip.decompress((data / f"{part}-{kind}-ubyte.gz").read_bytes())
     return torch.from_numpy(np.frombuffer(raw, dtype=np.uint8, offset=_HEADER_BYTES[kind]).copy())
 
 
 def read_part(data: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Images (float [n, 1, 28, 28], about -1 to 1) and labels (int64 [n]) of a part."""
+    """Return images (float [n, 1, 28, 28], about -1 to 1) and labels (int64 [n]) of a part."""
     images = read_idx(data, part, "images-idx3").view(-1, 1, 28, 28).float() / 127.5 - 1
     return images, read_idx(data, part, "labels-idx1").long()
 
@@ -84,10 +84,10 @@ class Images(Dataset[tuple[Tensor, Tensor]]):
 
 
 class RememberingImages(Images):
-    """The same, with its process's generator as a state that torchdata's StatefulDataLoader saves and restores."""
+    """Images with their process's generator as a state that torchdata's StatefulDataLoader saves and restores."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state of the process that fetches: a loader worker, or the rank."""
+        """Return the state of the process that fetches: a loader worker, or the rank."""
         return {"generator": torch.get_rng_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -96,7 +96,7 @@ class RememberingImages(Images):
 
 
 def build_model(*, dropout: bool) -> nn.Sequential:
-    """A small convolutional network with batch normalisation and dropout."""
+    """Make a small convolutional network with batch normalisation and dropout."""
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.MaxPool2d(2), nn.ReLU()),
         *(nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.MaxPool2d(2), nn.ReLU()),
@@ -105,7 +105,7 @@ def build_model(*, dropout: bool) -> nn.Sequential:
 
 
 def build_optimizer(model: nn.Module, steps: int) -> tuple[SGD, CosineAnnealingLR]:
-    """SGD with momentum, and a cosine schedule over so many steps."""
+    """Make SGD with momentum, and a cosine schedule over so many steps."""
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     return optimizer, CosineAnnealingLR(optimizer, T_max=steps)
 

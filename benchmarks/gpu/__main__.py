@@ -45,10 +45,10 @@ PARTS = (
     Part(name="launcher", module="launcher", seconds=100),
     Part(name="two-ranks", module="two_ranks", seconds=80),
     Part(name="exactness", module="exactness", seconds=110),
-    Part(name="resnet50", module="throughput", seconds=50, arguments=("--case=resnet50",)),
-    Part(name="files", module="throughput", seconds=70, arguments=("--case=resnet50-files",)),
-    Part(name="resnet18", module="throughput", seconds=45, arguments=("--case=resnet18-32px",)),
-    Part(name="vit", module="throughput", seconds=50, arguments=("--case=vit-b-16",)),
+    Part(name="resnet50", module="throughput", seconds=50, arguments=("resnet50",)),
+    Part(name="files", module="throughput", seconds=70, arguments=("resnet50-files",)),
+    Part(name="resnet18", module="throughput", seconds=45, arguments=("resnet18-32px",)),
+    Part(name="vit", module="throughput", seconds=50, arguments=("vit-b-16",)),
     Part(name="determinism", module="determinism", seconds=150),
     Part(name="stalls", module="stalls", seconds=60),
     Part(name="accuracy", module="accuracy", seconds=90),
@@ -104,7 +104,7 @@ def _run(part: Part, file: Path, seconds: float, *, small: bool) -> dict[str, An
     found: dict[str, Any] = {"part": part.name, "problem": None, "seconds": 0.0, "rows": [], "goals": []}
     if seconds <= 0:
         return found | {"problem": "not run: the time was over"}
-    command = [sys.executable, "-m", f"benchmarks.gpu.{part.module}", f"--output={file}", *part.arguments]
+    command = [sys.executable, "-m", "benchmarks.gpu.part", part.module, *part.arguments, f"--output={file}"]
     began = time.monotonic()
     # Its own session, so that its workers and ranks end with it.
     process = subprocess.Popen([*command, *(["--small"] if small else [])], start_new_session=True)
@@ -124,30 +124,29 @@ def _run(part: Part, file: Path, seconds: float, *, small: bool) -> dict[str, An
 
 def show(found: list[dict[str, Any]]) -> None:
     """Print the goals of all parts."""
-    from rich.console import Console  # noqa: PLC0415  # as above
-    from rich.table import Table  # noqa: PLC0415
+    from benchmarks.harness import table  # noqa: PLC0415  # as above
 
-    table = Table("part", "seconds", "what", "measured", "goal", "met")
+    rows = []
     for part in found:
-        first = (part["part"], f"{part['seconds']}")
+        first = {"part": part["part"], "seconds": part["seconds"]}
         if part["problem"]:
-            table.add_row(*first, part["problem"], "", "", "")
+            rows.append(first | {"what": part["problem"]})
         for each in part["goals"]:
             met = {True: "yes", False: "NO", None: "not on a GPU"}[each["met"]]
-            table.add_row(*first, each["name"], f"{each['value']}", each["goal"], met)
-            first = ("", "")
-    Console(width=160).print(table)
+            rows.append(first | {"what": each["name"], "measured": each["value"], "goal": each["goal"], "met": met})
+            first = {}
+    print(table(rows))
 
 
 def _machine() -> dict[str, Any]:
-    """What it ran on."""
+    """Return what it ran on."""
     import torch  # noqa: PLC0415  # takes seconds
 
-    from benchmarks import record  # noqa: PLC0415  # once the packages are found
+    from benchmarks.harness import machine  # noqa: PLC0415  # once the packages are found
 
     on_gpu = torch.cuda.is_available()
     return {
-        **record.machine(("torch", "torchvision", "timm")),
+        **machine(("torch", "torchvision", "timm")),
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "cuda": torch.version.cuda if on_gpu else None,
         "cudnn": torch.backends.cudnn.version() if on_gpu else None,  # type: ignore[no-untyped-call]  # torch's own

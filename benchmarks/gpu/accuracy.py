@@ -5,12 +5,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
-from benchmarks.gpu.part import PartOptions, data_directory, finish, goal
+from benchmarks.gpu.part import Found, data_directory, goal
 
 FLAGS = [
     "--model=resnet56", "--epochs=40", "--batch-size=512", "--lr=0.4", "--nesterov", "--warmup-epochs=3", "--amp=bf16",
@@ -20,28 +17,17 @@ SMALL = ["--model=small-cnn", "--epochs=1", "--batch-size=64", "--val-split=0"]
 GOAL, GOAL_SECONDS = 0.955, 60.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(PartOptions):
-    """What to train."""
-
-
-def main() -> None:
-    """Train and print."""
-    options = tyro.cli(Options)
+def measure(*, small: bool) -> Found:
+    """Train once."""
+    flags = SMALL if small else FLAGS
     with tempfile.TemporaryDirectory() as directory:
-        data = data_directory(Path(directory) if options.small else None)
-        flags = [*(SMALL if options.small else FLAGS), f"--data={data}", f"--run-dir={directory}/run"]
+        data = data_directory(Path(directory) if small else None)
         began = time.monotonic()
-        subprocess.run([sys.executable, "-m", "training", *flags], check=True)
+        command = [sys.executable, "-m", "training", *flags, f"--data={data}", f"--run-dir={directory}/run"]
+        subprocess.run(command, check=True)
         seconds = round(time.monotonic() - began, 1)
         accuracy = json.loads((Path(directory) / "run/final/result.json").read_text())["test_accuracy"]
-    row = {"training": " ".join(flags[:-2]), "test_accuracy": accuracy, "seconds": seconds}
-    goals = [
+    return [{"training": " ".join(flags), "test_accuracy": accuracy, "seconds": seconds}], [
         goal("Fashion-MNIST: test accuracy", accuracy, f">= {GOAL}", met=accuracy >= GOAL),
         goal("Fashion-MNIST: seconds", seconds, f"< {GOAL_SECONDS:g}", met=seconds < GOAL_SECONDS),
     ]
-    finish(options, [row], goals)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,20 +6,19 @@ One rank: what NVLS and rings cost between GPUs is not seen here.
 
 import hashlib
 import json
-import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
-from itertools import product
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
 from typing import Literal
 
 import torch
-import tyro
 from torch.nn import functional
 
-from benchmarks.gpu.part import Goal, PartOptions, Row, device, finish, goal, synchronize
+from benchmarks.gpu.part import Found, Goal, Row, device, goal, same_bits, synchronize
+from benchmarks.harness import Contender, Sample, take_turns
 from training.config.train_config import TrainConfig
 from training.engine.optim import make_optimizer
 from training.models.factory import autocast, build_model
@@ -29,21 +28,9 @@ Mode = Literal["off", "warn", "error"]
 MODES: tuple[Mode, ...] = ("off", "warn", "error")
 # Name, batch size, image size.
 MODELS = (("resnet50", 128, 224), ("vit_b_16", 64, 224), ("mobilenet_v3_large", 128, 224), ("vgg11", 64, 224))
-SMALL = (("resnet20", 4, 32),)
-SMALL_MODES: tuple[Mode, ...] = ("warn",)
+SMALL, SMALL_MODES = (("resnet20", 4, 32),), MODES[1:2]
+ROUNDS = 2
 _PRICE = 0.9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(PartOptions):
-    """What to measure."""
-
-    measure: tuple[str, int, int, Mode] | None = None
-    """Of one process: model, batch size, image size and mode."""
-    seconds: float = 1.5
-    """Of each measurement."""
-    rounds: int = 2
-    """Processes for each model and mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +44,11 @@ class Measured:
     images_per_second: float
 
 
-def measure(
-    name: str, batch_size: int, size: int, mode: Mode, seconds: float, amp: Literal["none", "bf16"]
-) -> Measured:
+def train(name: str, batch_size: int, size: int, mode: Mode, *, small: bool) -> Measured:
     """Train for some seconds on one batch."""
-    config = TrainConfig(synthetic=True, model=name, image_size=size, amp=amp, deterministic=mode)
+    config = TrainConfig(
+        synthetic=True, model=name, image_size=size, amp="none" if small else "bf16", deterministic=mode
+    )
     configure(config)
     model = build_model(config, classes=1000, channels=3, size=size)
     configure_attention(model)
@@ -89,7 +76,7 @@ def measure(
     for parameter in model.parameters():
         digest.update(parameter.grad.cpu().numpy().tobytes() if parameter.grad is not None else b"")
     began, steps = synchronize(), 0
-    while time.perf_counter() - began < seconds:
+    while time.perf_counter() - began < (0.2 if small else 1.5):
         optimizer.zero_grad()
         step()
         steps += 1
@@ -99,49 +86,44 @@ def measure(
     return Measured(refused="", gradients=digest.hexdigest(), images_per_second=round(speed, 1))
 
 
-def compare(options: Options) -> tuple[list[Row], list[Goal]]:
-    """All models and modes, in turns."""
-    models = SMALL if options.small else MODELS
-    found: dict[tuple[str, Mode], list[Measured]] = defaultdict(list)
-    modes = SMALL_MODES if options.small else MODES
-    for _, (name, batch_size, size), mode in product(range(options.rounds), models, modes):
-        flags = ["--measure", name, str(batch_size), str(size), mode, f"--seconds={options.seconds}"]
-        command = [sys.executable, "-m", "benchmarks.gpu.determinism", *flags]
-        done = subprocess.run(
-            [*command, *(["--small"] if options.small else [])], stdout=subprocess.PIPE, text=True, check=True
-        )
-        found[name, mode].append(Measured(**json.loads(done.stdout.splitlines()[-1])))
-    rows, goals = [], []
+def measure(*, small: bool) -> Found:
+    """Let all models and modes take turns."""
+    found: dict[tuple[str, Mode], list[Measured]] = {}
+
+    def turn(name: str, batch_size: int, size: int, mode: Mode) -> list[Sample]:
+        words = [name, str(batch_size), str(size), mode, *(["small"] if small else [])]
+        command = [sys.executable, "-m", "benchmarks.gpu.determinism", *words]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        measured = Measured(**json.loads(done.stdout.splitlines()[-1]))
+        found.setdefault((name, mode), []).append(measured)
+        return [{"images_per_second": measured.images_per_second}]
+
+    modes = SMALL_MODES if small else MODES
+    contenders = [
+        Contender(name=f"{name} {mode}", turn=partial(turn, name, batch_size, size, mode))
+        for name, batch_size, size in (SMALL if small else MODELS)
+        for mode in modes
+    ]
+    speeds = {
+        name: median(each["images_per_second"] for each in samples)
+        for name, samples in take_turns(contenders, ROUNDS).items()
+    }
+    rows, goals = list[Row](), list[Goal]()
     for (name, mode), measured in found.items():
-        speeds = [each.images_per_second for each in measured]
         same = len({each.gradients for each in measured}) == 1
-        base = statistics.median(each.images_per_second for each in found[name, modes[0]])
-        share = round(statistics.median(speeds) / base, 3)
+        share = round(speeds[f"{name} {mode}"] / speeds[f"{name} {modes[0]}"], 3)
         refused = measured[0].refused
-        row: Row = {
-            "model": name,
-            "mode": mode,
-            "refused": refused or None,
-            "same_gradients": None if refused else same,
-        }
-        rows.append(row | {"images_per_second": statistics.median(speeds), "by_off": share})
+        rows.append({
+            "model": name, "mode": mode, "refused": refused or None, "same_gradients": None if refused else same,
+            "images_per_second": speeds[f"{name} {mode}"], "by_off": share,
+        })  # fmt: skip
         if mode == "warn" and not refused:
-            goals.append(goal(f"{name}: two processes", same, "the same bits", met=same))
+            goals.append(same_bits(f"{name}: two processes", same))
             goals.append(goal(f"{name}: repeatable by fastest", share, f">= {_PRICE}", met=share >= _PRICE))
     return rows, goals
 
 
-def main() -> None:
-    """Measure and print."""
-    options = tyro.cli(Options)
-    if options.small:
-        options = replace(options, seconds=0.2)
-    if options.measure:
-        amp: Literal["none", "bf16"] = "none" if options.small else "bf16"
-        print(json.dumps(asdict(measure(*options.measure, options.seconds, amp))))
-        return
-    finish(options, *compare(options))
-
-
 if __name__ == "__main__":
-    main()
+    model, batch, image_size, chosen, *more = sys.argv[1:]
+    [deterministic] = [mode for mode in MODES if mode == chosen]
+    print(json.dumps(asdict(train(model, int(batch), int(image_size), deterministic, small=bool(more)))))

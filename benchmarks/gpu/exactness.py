@@ -8,14 +8,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import tyro
 
-from benchmarks.gpu.part import Goal, PartOptions, Row, data_directory, device, finish, goal
+from benchmarks.gpu.part import Found, Row, data_directory, device, same_bits
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
@@ -42,13 +40,8 @@ TRAININGS: dict[str, list[str]] = {
 SMALL: dict[str, list[str]] = {"small-cnn": ["--model=small-cnn", "--batch-size=64", "--checkpoint-every=4"]}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(PartOptions):
-    """What to compare."""
-
-
 def same_images(data: str) -> bool:
-    """Whether images that were made on the device, and copies made ahead, are the CPU's in every bit."""
+    """Return whether images that were made on the device, and copies made ahead, are the CPU's in every bit."""
     size, same = 28, True
     for options in AUGMENTATIONS:
         config = TrainConfig(data=data, val_split=0.0, image_size=size, data_on_device="on", **options)
@@ -89,19 +82,11 @@ def verify(trainings: dict[str, list[str]], data: str, logs: Path) -> list[Row]:
     return rows
 
 
-def main() -> None:
-    """Compare and print."""
-    options = tyro.cli(Options)
+def measure(*, small: bool) -> Found:
+    """Compare images, then trainings."""
     with tempfile.TemporaryDirectory() as directory:
-        data = data_directory(Path(directory) if options.small else None)
+        data = data_directory(Path(directory) if small else None)
         same = same_images(data)
-        rows = verify(SMALL if options.small else TRAININGS, data, Path(directory))
-    goals: list[Goal] = [goal("images made on the GPU are the CPU's", same, "the same bits", met=same)]
-    goals += [
-        goal(f"resumed: {row['training']}", row["same_bits"], "the same bits", met=row["same_bits"]) for row in rows
-    ]
-    finish(options, rows, goals)
-
-
-if __name__ == "__main__":
-    main()
+        rows = verify(SMALL if small else TRAININGS, data, Path(directory))
+    goals = [same_bits("images made on the GPU are the CPU's", same)]
+    return rows, goals + [same_bits(f"resumed: {row['training']}", row["same_bits"]) for row in rows]

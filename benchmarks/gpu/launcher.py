@@ -7,7 +7,6 @@ node's agent starts.
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -15,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks.gpu.part import PartOptions, Row, data_directory, finish, goal
+from benchmarks.gpu.part import Found, Row, data_directory, goal
+from benchmarks.hpc_commands import hpc
+from benchmarks.processes import naming
 
 NAME = "launcher"
 # More epochs than there is time for: the resumption sets the real number.
@@ -27,11 +26,6 @@ SMALL = ("--model=small-cnn", "--batch-size=64", "--device=cpu")
 _TIMEOUT_SECONDS, _END_SECONDS = 300.0, 20.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(PartOptions):
-    """How the run is submitted."""
-
-
 @dataclass(frozen=True)
 class Launcher:
     """A run and the directory that it is in."""
@@ -39,12 +33,8 @@ class Launcher:
     directory: Path
 
     def hpc(self, *arguments: str) -> Any:
-        """Run a verb and return its answer. Raises SystemExit with the output if the verb fails."""
-        command = [sys.executable, "-m", "hpc", *arguments, f"--runs-dir={self.directory}", "--json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"hpc {' '.join(arguments)}: {done.stdout}{done.stderr}{self._logs()}")
-        return json.loads(done.stdout)
+        """Type a verb, and return its answer."""
+        return hpc(*arguments, f"--runs-dir={self.directory}")
 
     def wait(self, what: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Wait for a status, and return it. Raises SystemExit if the run ends before, or after too long."""
@@ -56,15 +46,13 @@ class Launcher:
             if status["state"] in {"failed", "completed"}:
                 break
             time.sleep(0.5)
-        raise SystemExit(f"the run did not reach {what}: {json.dumps(status)}{self._logs()}")
+        logs = sorted(self.directory.glob(f"{NAME}/logs/**/*.*"))
+        texts = (f"\n--- {path.name} ---\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
+        raise SystemExit(f"the run did not reach {what}: {json.dumps(status)}{''.join(texts)}")
 
     def wait_for_steps(self, number: int) -> dict[str, Any]:
         """Wait for a step, and return the run's status."""
         return self.wait(f"step {number}", lambda status: (status["step"] or 0) >= number)
-
-    def _logs(self) -> str:
-        logs = sorted(self.directory.glob(f"{NAME}/logs/**/*.*"))
-        return "".join(f"\n--- {path.name} ---\n{path.read_text(errors='replace')[-4000:]}" for path in logs)
 
     def processes_left(self, before: set[str]) -> int:
         """Return how many processes of the run, and new ones on the GPU, are left after a while."""
@@ -73,17 +61,9 @@ class Launcher:
             time.sleep(0.2)
         return left
 
-    def own_processes(self) -> set[str]:
-        """Return the ids of the processes with the run's directory in their command line."""
-        found, name = set(), str(self.directory / NAME).encode()
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (process / "cmdline").read_bytes()
-            except OSError:
-                continue  # it has ended
-            if name in command:
-                found.add(process.name)
-        return found
+    def own_processes(self) -> set[int]:
+        """Return the processes with the run's directory in their command line."""
+        return set(naming(self.directory / NAME))
 
 
 def on_gpu() -> set[str]:
@@ -94,7 +74,7 @@ def on_gpu() -> set[str]:
     return set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
 
 
-def measure(launcher: Launcher, flags: Sequence[str]) -> tuple[list[Row], int]:
+def play(launcher: Launcher, flags: Sequence[str]) -> tuple[list[Row], int]:
     """Submit, kill a rank, cancel and resume. Returns the table, and how many processes were left after both ends."""
     before, began = on_gpu(), time.monotonic()
     launcher.hpc("submit", f"--name={NAME}", "--cluster=local", "--nodes=1", "--gpus-per-node=1", *flags)
@@ -116,30 +96,24 @@ def measure(launcher: Launcher, flags: Sequence[str]) -> tuple[list[Row], int]:
 
 
 def row(what: str, seconds: float, steps_lost: int | None = None) -> Row:
-    """A row of the table."""
+    """Return a row of the table."""
     return {"what": what, "seconds": round(seconds, 1), "steps_lost": steps_lost}
 
 
-def main() -> None:
-    """Measure and print."""
-    options = tyro.cli(Options)
+def measure(*, small: bool) -> Found:
+    """Take the run from its submission to its end."""
     with tempfile.TemporaryDirectory() as directory:
         few, runs = Path(directory) / "data", Path(directory).resolve() / "runs"
         few.mkdir()
-        data = data_directory(few if options.small else None)
+        data = data_directory(few if small else None)
         launcher = Launcher(runs)
         try:
-            rows, left = measure(launcher, [f"--data={data}", *FLAGS, *(SMALL if options.small else ON_GPU)])
+            rows, left = play(launcher, [f"--data={data}", *FLAGS, *(SMALL if small else ON_GPU)])
         finally:
             if launcher.own_processes():
                 launcher.hpc("cancel", NAME, "--final")
     lost = rows[-1]["steps_lost"]
-    goals = [
+    return rows, [
         goal("steps that hpc cancel cost a run that was resumed and completed", lost, "0", met=lost == 0),
         goal("processes of the run that were left, on the GPU or elsewhere", left, "0", met=left == 0),
     ]
-    finish(options, rows, goals)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,19 +6,17 @@ steps that begin with one, against windows beside them that do not; and as the t
 """
 
 import os
-import statistics
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-import tyro
 
-from benchmarks.gpu.part import Goal, PartOptions, Row, finish, goal, on_gpu, synchronize
+from benchmarks.gpu.part import Found, Goal, Row, goal, on_gpu, synchronize
 from benchmarks.speed.loops import Case
 from benchmarks.speed.our_loop import our_trainer
 from hpc.core.nodedir import NodeDir
@@ -45,40 +43,29 @@ CASES: tuple[tuple[Case, dict[str, Any]], ...] = (
 SMALL = ((Case(model="resnet20", image_size=32, batch_size=8, amp="none"), {"sync_bn": True}),)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(PartOptions):
-    """What to measure."""
-
-    seconds: float = 1.0
-    """Of each window."""
-    rounds: int = 5
-    """Windows of each kind, the median of which counts."""
-
-
-def measure(options: Options, trainer: Trainer) -> Row:
-    """One model's waits and saves."""
+def stalls_of(trainer: Trainer, seconds: float, rounds: int) -> Row:
+    """Measure one model's waits and saves, in so many windows of each kind."""
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     trainer.resume()
     steps = trainer.steps()
     advance(steps, 6)
     waits = count_waits(steps, 2 * trainer.config.log_every)
-    window = max(4, int(options.seconds / (advance(steps, 4) / 4)))
+    window = max(4, int(seconds / (advance(steps, 4) / 4)))
     saves: dict[str, tuple[StateWriter, Callable[[], object]]] = {
         "snapshot": (trainer.snapshot_writer, trainer.snapshot_writer.save),
         "checkpoint": (trainer.checkpoint_writer, trainer.save),
     }
     row: Row = {"model": trainer.config.model, "step_ms": 0.0, "waits": len(waits), "where": ", ".join(sorted(waits))}
     for name, (writer, save) in saves.items():
-        plain, saving = [], []
-        # The first one allocates memory.
-        for number in range(options.rounds + 1):
+        plain, saving = list[float](), list[float]()
+        for _ in range(rounds + 1):
             plain.append(advance(steps, window))
             saving.append(advance(steps, window, save))
             writer.wait()
-            if number == 0:
-                plain, saving = [], []
-        row["step_ms"] = round(statistics.median(plain) / window * 1000, 2)
-        lost = statistics.median(one - other for one, other in zip(saving, plain, strict=True))
+        # The first save allocates memory.
+        plain, saving = plain[1:], saving[1:]
+        row["step_ms"] = round(median(plain) / window * 1000, 2)
+        lost = median(one - other for one, other in zip(saving, plain, strict=True))
         row |= {f"{name}_ms": round(lost * 1000, 1), f"{name}_measured_ms": round(writer.cost_seconds * 1000, 1)}
     return row
 
@@ -94,7 +81,7 @@ def advance(steps: Iterator[None], count: int, save: Callable[[], object] | None
 
 
 def count_waits(steps: Iterator[None], count: int) -> set[str]:
-    """The lines of code at which the host waits for the GPU in these steps."""
+    """Return the lines of code at which the host waits for the GPU in these steps."""
     if not on_gpu():
         advance(steps, count)
         return set()
@@ -112,7 +99,7 @@ def count_waits(steps: Iterator[None], count: int) -> set[str]:
 
 
 def goals(row: Row) -> list[Goal]:
-    """Of one model."""
+    """Return the goals of one model."""
     interval = max(_AUTO.seconds or 0.0, row["snapshot_measured_ms"] / 1000 / (_AUTO.max_overhead or 1.0))
     share = round(max(0.0, row["snapshot_ms"]) / 1000 / interval, 4)
     checkpoint, name = row["checkpoint_ms"], row["model"]
@@ -123,25 +110,18 @@ def goals(row: Row) -> list[Goal]:
     ]
 
 
-def main() -> None:
-    """Measure and print."""
-    options = tyro.cli(Options)
-    if options.small:
-        options = replace(options, seconds=0.1, rounds=1)
+def measure(*, small: bool) -> Found:
+    """Measure one model after the other."""
     configure(TrainConfig(synthetic=True))
     group = connect(rank_info_from(os.environ))
     rows = []
-    for case, flags in SMALL if options.small else CASES:
+    for case, flags in SMALL if small else CASES:
         # Snapshots in memory, as in a run; a checkpoint's stall does not depend on the disk.
         with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:  # a new directory in it
             node = NodeDir(Path(directory) / "node")
             node.path.mkdir(mode=0o700)
             trainer = our_trainer(case, group, Path(directory) / "run", node, **_BY_HAND, **flags)
-            rows.append(measure(options, trainer))
+            rows.append(stalls_of(trainer, 0.1 if small else 1.0, 1 if small else 5))
             trainer.finish_writing()
-    finish(options, rows, [each for row in rows for each in goals(row)])
     disconnect()
-
-
-if __name__ == "__main__":
-    main()
+    return rows, [each for row in rows for each in goals(row)]

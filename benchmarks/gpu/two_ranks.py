@@ -13,16 +13,15 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import tyro
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
-from benchmarks.gpu.part import PartOptions, Row, data_directory, device, finish, goal
-from hpc.core.events import ledger
+from benchmarks.gpu.part import Found, Row, data_directory, device, same_bits
+from hpc.core.events.history import History
+from hpc.core.events.kinds import TrainStarted
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.train_config import TrainConfig
@@ -39,23 +38,13 @@ _TIMEOUT = timedelta(minutes=2)
 _FORKSERVER = multiprocessing.get_context("forkserver")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options(PartOptions):
-    """What to train."""
-
-
-def training(options: Options, data: str) -> TrainConfig:
-    """What both trainings have in common."""
-    if options.small:
+def training(data: str, *, small: bool) -> TrainConfig:
+    """Return what both trainings have in common."""
+    if small:
         return TrainConfig(
-            data=data,
-            model="small-cnn",
-            batch_size=64,
-            epochs=1,
-            ema_decay=0.9,
-            snapshot_every="3",
+            data=data, model="small-cnn", batch_size=64, epochs=1, ema_decay=0.9, snapshot_every="3",
             checkpoint_every="5",
-        )
+        )  # fmt: skip
     return TrainConfig(
         data=data, model="resnet20", batch_size=512, epochs=2, amp="bf16", ema_decay=0.99, clip_grad_norm=1.0,
         mixup=0.2, random_erasing=0.5, snapshot_every="5", checkpoint_every="40", static_graph=True,
@@ -63,7 +52,7 @@ def training(options: Options, data: str) -> TrainConfig:
 
 
 def train(rank: int, port: int, config: TrainConfig, run: str, attempt: int, fault: str) -> None:
-    """One rank, in its own process."""
+    """Train as one rank, in its own process."""
     configure(config)
     store = TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0, timeout=_TIMEOUT)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=_TIMEOUT)
@@ -94,7 +83,7 @@ def train(rank: int, port: int, config: TrainConfig, run: str, attempt: int, fau
 
 
 def attempt(config: TrainConfig, run: Path, number: int, fault: str = "") -> list[int | None]:
-    """Both ranks from the newest state to the end or the fault. Returns their exit codes."""
+    """Start both ranks from the newest state to the end or the fault. Returns their exit codes."""
     Path(f"{run}-node").mkdir(exist_ok=True)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -113,31 +102,26 @@ def attempt(config: TrainConfig, run: Path, number: int, fault: str = "") -> lis
     return [rank.exitcode for rank in ranks]
 
 
-def main() -> None:
+def measure(*, small: bool) -> Found:
     """Train twice and compare."""
-    options = tyro.cli(Options)
     # Ranks are forks of a server that has imported torch, and has not asked for a GPU.
     _FORKSERVER.set_forkserver_preload([*MODULES])
     with tempfile.TemporaryDirectory() as directory:
-        config = training(options, data_directory(Path(directory) if options.small else None))
+        config = training(data_directory(Path(directory) if small else None), small=small)
         whole, cut = Path(directory) / "whole", Path(directory) / "cut"
         codes = [attempt(config, whole, 1)]
-        steps = [7, 11] if options.small else [60, 130]
+        steps = [7, 11] if small else [60, 130]
         codes += [attempt(config, cut, number, f"step@{step}:{number % RANKS}") for number, step in enumerate(steps, 1)]
         # As on other nodes: what is restored now is a checkpoint.
         shutil.rmtree(f"{cut}-node")
         codes += [attempt(config, cut, 3)]
         if codes[0] != [0, 0] or codes[-1] != [0, 0] or any(-signal.SIGKILL not in code for code in codes[1:-1]):
             raise SystemExit(f"a training failed: exit codes {codes}")
-        restored = [event for event in ledger.read(RunDir(cut).events) if event["event"] == "train_started"]
+        restored = History.load(RunDir(cut)).of(TrainStarted)
         rows: list[Row] = [
             {"part": part.name, "compared": part.compared, "difference": part.difference}
             for part in compare_runs(RunDir(whole), RunDir(cut))
         ]
-    rows += [{"part": "restored from", "compared": event["restored_from"]} for event in restored]
-    same = not any(row.get("difference") for row in rows)
-    finish(options, rows, [goal("two ranks on one GPU, killed twice", same, "the same bits", met=same)])
-
-
-if __name__ == "__main__":
-    main()
+    same = not any(row["difference"] for row in rows)
+    rows += [{"part": "restored from", "compared": event.restored_from} for event in restored]
+    return rows, [same_bits("two ranks on one GPU, killed twice", same)]

@@ -5,8 +5,7 @@
 
 Reads the seconds from each kind of failure to the first new step, as benchmarks/recovery measured them for us and
 for the rivals, and simulates a training of 30 productive days with published failure rates (`failure_model.py`).
-Prints the goodput by size, and how it changes with the assumptions: the mix of failures, what starting takes at scale,
-the size of the state. Writes benchmarks/results/projection.json.
+Prints the goodput by size, and what it consists of.
 
 From publications:
   - mean times to failure: 47.7 days at 8 GPUs, 7.9 h at 1,024, and 1.8 h at 16,384, which is itself a projection
@@ -14,7 +13,7 @@ From publications:
   - the mix of failures: the 419 unexpected interruptions of 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783,
     table 5).
 Measured, but on 2 cores, on 2 nodes, with a small model, and --hang-timeout 10s: the seconds of recovery. What large
-jobs take longer for is added by the flags.
+jobs take longer for is added by a flag.
 Assumed:
   - data parallel training, so each node has the whole state in memory; a node dies with its snapshots;
   - the training waits for the copy of a state to the host's memory, none of which computation hides;
@@ -26,16 +25,13 @@ Assumed:
 
 import json
 import math
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import tyro
-
-from benchmarks import record
-from benchmarks.projection.failure_model import FailureKind, Job, Outcome, Restart, train, young_interval
+from benchmarks.harness import RESULTS, Findings, Flags, Row, benchmark, say
+from benchmarks.projection.failure_model import FailureKind, Job, Restart, train, young_interval
 
 # What benchmarks/recovery calls ours: without a spare node, and with one, of which it measures one failure.
 OURS, SPARE = "ours", "ours, with a spare node"
@@ -45,26 +41,19 @@ _SNAPSHOT_SHARE = 0.005  # of the time: the limit of --snapshot-every auto
 # Kokolis et al. (see above).
 _MTTF_HOURS = {8: 47.7 * 24, 1024: 7.9, 16_384: 1.8}
 SIZES = (8, 128, 1024, 16_384)
-
-# Shares of lost nodes, crashed processes and hangs. Of the 419: GPUs 148 + 72 + 19 + 17 + 6 + 6, hosts 7 + 3 + 3 + 2 +
-# 2 + 2 + 2, maintenance 32; bugs 54 + 2; network 35 and watchdog 7.
-_LLAMA = "Llama 3: 77 % nodes, 13 % processes, 10 % hangs"
-MIXES = {
-    _LLAMA: (321 / 419, 56 / 419, 42 / 419),
-    "nodes only": (1.0, 0.0, 0.0),
-    "processes: 20 % nodes, 70 %, 10 %": (0.2, 0.7, 0.1),
-    "hangs: 30 % nodes, 30 %, 40 %": (0.3, 0.3, 0.4),
-}
+# Shares of lost nodes, crashed processes and hangs in Llama 3's 419: GPUs 148 + 72 + 19 + 17 + 6 + 6, hosts 7 + 3 + 3 +
+# 2 + 2 + 2 + 2, maintenance 32; bugs 54 + 2; network 35 and watchdog 7.
+_MIX = (321 / 419, 56 / 419, 42 / 419)
 # What benchmarks/recovery calls them.
 WORKER, NODE, HEAD, HUNG = "worker killed", "node killed", "head node killed", "hung"
 Seconds = Mapping[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Project goodput to many GPUs."""
+class Options(Flags):
+    """The assumptions."""
 
-    recovery: Path = record.RESULTS / "recovery.json"
+    recovery: Path = RESULTS / "recovery.json"
     """The measured recoveries."""
     days: float = 30.0
     """Productive days of the training."""
@@ -73,19 +62,15 @@ class Options:
     storage_gb_per_second: float = 1.0
     """What one node writes to and reads from shared storage, and checksums into its memory."""
     copy_gb_per_second: float = 25.0
-    """From a GPU to its host, while our training waits (PCIe 4.0; rivals wait for the storage instead)."""
+    """The copy from a GPU to its host, for which our training waits (PCIe 4.0; rivals wait for the storage instead)."""
     startup_seconds_per_1000_gpus: float = 3.0
-    """Added to each restart, of all contenders: process groups. 3 s: the 30 s on 10,000 GPUs of arXiv 2402.15627."""
-    added_hang_minutes: float = 0.0
-    """Added to what a hang takes, of all contenders: a timeout that suits steps of minutes."""
+    """Seconds added to each restart, for process groups. 3 s are the 30 s on 10,000 GPUs of arXiv 2402.15627."""
     person_hours: float = 1.0
-    """Until a person restarts what did not recover."""
+    """Hours until a person restarts what did not recover."""
     half_width: float = 0.001
-    """Of the confidence interval of 95 % of each goodput."""
+    """Half the width of the confidence interval of 95 % of each goodput."""
     seed: int = 19
-    """Of the failures."""
-    small: bool = False
-    """3 days and wide intervals, to try the script."""
+    """Seed of the failures, which have the same times for all contenders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +79,7 @@ class Contender:
 
     name: str
     seconds: Seconds
-    """Of each kind of failure, as measured; None: it did not recover by itself."""
+    """The measured seconds by kind of failure; None: it did not recover by itself."""
     snapshots: bool = False
     background: bool = False
     """Whether the training goes on while a checkpoint is written."""
@@ -104,7 +89,7 @@ class Contender:
 
 
 def mttf_seconds(gpus: int) -> float:
-    """Mean time to failure of a job; between published sizes a node's, interpolated by the logarithm of the size."""
+    """Return the mean time to failure of a job; between published sizes that of a node is interpolated."""
     if gpus in _MTTF_HOURS:
         return _MTTF_HOURS[gpus] * _HOUR
     below, above = (max(n for n in _MTTF_HOURS if n < gpus), min(n for n in _MTTF_HOURS if n > gpus))
@@ -114,7 +99,7 @@ def mttf_seconds(gpus: int) -> float:
 
 
 def read_recoveries(path: Path) -> dict[str, Seconds]:
-    """Median seconds from a failure to the first new step: of each contender, by kind of failure."""
+    """Return the median seconds from a failure to the first new step: of each contender, by kind of failure."""
     if not path.exists():
         raise SystemExit(f"{path} is missing: type .venv/bin/python -m benchmarks.recovery, which writes it")
     found = dict[str, dict[str, float | None]]()
@@ -125,7 +110,7 @@ def read_recoveries(path: Path) -> dict[str, Seconds]:
     needed = {WORKER, NODE, HEAD, HUNG}
     for name, seconds in found.items():
         if missing := needed - seconds.keys():
-            print(f"{name} is left out: {path} has nothing of {', '.join(sorted(missing))}", file=sys.stderr)
+            say(f"{name} is left out: {path} has nothing of {', '.join(sorted(missing))}")
     whole: dict[str, Seconds] = {name: seconds for name, seconds in found.items() if needed <= seconds.keys()}
     if OURS not in whole:
         raise SystemExit(f"{path} does not have all failures of {OURS!r}: type .venv/bin/python -m benchmarks.recovery")
@@ -133,7 +118,7 @@ def read_recoveries(path: Path) -> dict[str, Seconds]:
 
 
 def contenders(recoveries: Mapping[str, Seconds]) -> Iterator[Contender]:
-    """Ours with the defaults of --checkpoint-every and others, each rival with the best interval and a usual one."""
+    """Return ours with its default interval and others, and each rival with the best interval and a usual one."""
     every = _SECONDS_BETWEEN_OUR_CHECKPOINTS
     snapshots = Contender(name=OURS, seconds=recoveries[OURS], snapshots=True, background=True, every=every)
     if SPARE in recoveries:
@@ -147,8 +132,8 @@ def contenders(recoveries: Mapping[str, Seconds]) -> Iterator[Contender]:
             yield Contender(name=f"{name}, every hour", seconds=seconds, every=_HOUR)
 
 
-def job_of(contender: Contender, gpus: int, mix: Sequence[float], options: Options) -> Job:
-    """One contender's training on this many GPUs."""
+def job_of(contender: Contender, gpus: int, options: Options) -> Job:
+    """Return one contender's training on this many GPUs."""
     nodes, mttf = max(1, gpus // _NODE_GPUS), mttf_seconds(gpus)
     written = options.state_gb / options.storage_gb_per_second
     copied = options.state_gb / options.copy_gb_per_second
@@ -162,7 +147,7 @@ def job_of(contender: Contender, gpus: int, mix: Sequence[float], options: Optio
 
     # A new job's first state is that of a surviving node's memory, which writes it to the storage first.
     saving = written if contender.snapshots and nodes > 1 else 0.0
-    node, process, hang = mix
+    node, process, hang = _MIX
     head = 1 / nodes
     kinds = (
         FailureKind(
@@ -177,7 +162,7 @@ def job_of(contender: Contender, gpus: int, mix: Sequence[float], options: Optio
             name=WORKER, share=process, seconds=after(WORKER), restart=Restart.IN_PLACE, keeps_snapshots=True
         ),
         FailureKind(
-            name=HUNG, share=hang, seconds=after(HUNG, 60 * options.added_hang_minutes), restart=Restart.IN_PLACE,
+            name=HUNG, share=hang, seconds=after(HUNG), restart=Restart.IN_PLACE,
             keeps_snapshots=True,
         ),
     )  # fmt: skip
@@ -191,17 +176,12 @@ def job_of(contender: Contender, gpus: int, mix: Sequence[float], options: Optio
     )  # fmt: skip
 
 
-def simulate(contender: Contender, gpus: int, mix: str, options: Options) -> tuple[Job, Outcome]:
-    """The mean of many trainings. The seed depends on the size alone: contenders meet failures of the same times."""
-    job = job_of(contender, gpus, MIXES[mix], options)
-    return job, train(job, options.days * _DAY, (options.seed, gpus), half_width=options.half_width)
-
-
-def row_of(contender: Contender, gpus: int, mix: str, options: Options) -> dict[str, Any]:
-    """A line of the result."""
-    job, outcome = simulate(contender, gpus, mix, options)
+def row_of(contender: Contender, gpus: int, options: Options) -> Row:
+    """Simulate one contender on this many GPUs."""
+    job = job_of(contender, gpus, options)
+    outcome = train(job, options.days * _DAY, (options.seed, gpus), half_width=options.half_width)
     nodes = max(1, gpus // _NODE_GPUS)
-    print(f"{gpus} GPUs, {contender.name}, {mix}: {outcome.goodput:.3f}", file=sys.stderr)
+    say(f"{gpus} GPUs, {contender.name}: {outcome.goodput:.3f}")
     return {
         "contender": contender.name, "gpus": gpus, "mttf_hours": round(job.mttf / _HOUR, 1),
         "checkpoint_every_minutes": round(job.interval / 60, 1), "goodput": round(outcome.goodput, 4),
@@ -214,65 +194,21 @@ def row_of(contender: Contender, gpus: int, mix: str, options: Options) -> dict[
     }  # fmt: skip
 
 
-def by_size(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The goodput with its interval, a column for each size."""
-    found = dict[str, dict[str, str]]()
+def by_size(rows: list[Row]) -> list[Row]:
+    """Return the goodput with its interval, a column for each size."""
+    found = dict[str, dict[str, Any]]()
     for row in rows:
         line = found.setdefault(row["contender"], {"contender": row["contender"]})
         line[f"{row['gpus']:,} GPUs"] = f"{row['goodput']:.3f} ± {row['half_width']:.3f}"
     return list(found.values())
 
 
-def leaders(all_contenders: Sequence[Contender], rows: Sequence[Mapping[str, Any]]) -> list[Contender]:
-    """Ours, and of the rivals the best with each way to choose the interval, by the goodput on the most GPUs."""
-    goodput = {row["contender"]: row["goodput"] for row in rows if row["gpus"] == max(SIZES)}
-    found = [one for one in all_contenders if one.name.startswith(OURS) and not one.spares]
-    for every in (None, _HOUR):
-        rivals = [one for one in all_contenders if not one.name.startswith(OURS) and one.every == every]
-        found += sorted(rivals, key=lambda one: float(goodput[one.name]))[-1:]
-    return found
-
-
-def sensitivity(compared: Sequence[Contender], gpus: int, options: Options) -> list[dict[str, Any]]:
-    """The goodput on this many GPUs under other assumptions, one changed at a time."""
-    cases = [(f"mix: {mix}", mix, options) for mix in MIXES]
-    cases += [
-        (
-            "restarts of large jobs: 10 times the seconds",
-            _LLAMA,
-            replace(options, startup_seconds_per_1000_gpus=10 * options.startup_seconds_per_1000_gpus),
-        ),
-        ("state: 10 times as large", _LLAMA, replace(options, state_gb=10 * options.state_gb)),
-        ("a hang is noticed 5 minutes later", _LLAMA, replace(options, added_hang_minutes=5.0)),
-        ("a person comes within 10 minutes", _LLAMA, replace(options, person_hours=1 / 6)),
-    ]
-    return [
-        {"gpus": gpus, "assumption": name}
-        | {one.name: round(simulate(one, gpus, mix, changed)[1].goodput, 3) for one in compared}
-        for name, mix, changed in cases
-    ]
-
-
-def main() -> None:
-    """Simulate, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    if options.small:
-        options = replace(options, days=3.0, half_width=0.02)
-    measured_on = record.machine(("numpy",))
+def measure(options: Options) -> Findings:
+    """Simulate all contenders on all numbers of GPUs."""
     recoveries = read_recoveries(options.recovery)
-    all_contenders = list(contenders(recoveries))
-    rows = [row_of(one, gpus, _LLAMA, options) for gpus in SIZES for one in all_contenders]
-    print(f"Goodput of {options.days:g} productive days, failures as in {_LLAMA}:\n")
-    print(record.table(by_size(rows)))
-    print("\nThe same, with what it consists of:\n")
-    print(record.table(rows))
-    rough = replace(options, half_width=max(options.half_width, 0.003))
-    changed = [row for gpus in SIZES[-2:] for row in sensitivity(leaders(all_contenders, rows), gpus, rough)]
-    print("\nOther assumptions:\n")
-    print(record.table(changed))
-    given = {name: value.name if isinstance(value, Path) else value for name, value in vars(options).items()}
-    record.write("projection", measured_on, rows, options=given, recoveries=recoveries, sensitivity=changed)
+    rows = [row_of(one, gpus, options) for gpus in SIZES for one in contenders(recoveries)]
+    return Findings(tables={"by_size": by_size(rows), "rows": rows}, more={"recoveries": recoveries})
 
 
 if __name__ == "__main__":
-    main()
+    benchmark("projection", Options(), measure, small={"days": 3.0, "half_width": 0.02}, packages=("numpy",))

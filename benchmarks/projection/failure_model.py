@@ -32,9 +32,9 @@ class FailureKind:
 
     name: str
     share: float
-    """Of all failures."""
+    """Its share of all failures."""
     seconds: float
-    """From the failure to the first new step."""
+    """The time from the failure to the first new step."""
     restart: Restart
     keeps_snapshots: bool
     """Whether a node is left that has one in its memory."""
@@ -57,11 +57,11 @@ class Job:
     """Productive time between two snapshots; None: none are made."""
     snapshot_stall: float = 0.0
     snapshot_background: float = 0.0
-    """As `background`, of a snapshot."""
+    """How long after that stall a snapshot is complete."""
     spares: int = 0
     """Spare nodes of each new job."""
     new_job: float = 0.0
-    """From the loss of a node to the first new step in a new job, when no spare is left."""
+    """The time from the loss of a node to the first new step in a new job, when no spare is left."""
 
     def __post_init__(self) -> None:
         """Shares that do not make a whole are a mistake of the caller."""
@@ -70,33 +70,33 @@ class Job:
 
     @property
     def speed(self) -> float:
-        """Productive time per time between two checkpoints."""
+        """Return the productive time per time between two checkpoints."""
         if self.snapshot_interval is None:
             return 1.0
         return self.snapshot_interval / (self.snapshot_interval + self.snapshot_stall)
 
     @property
     def cycle(self) -> float:
-        """From one checkpoint to the next."""
+        """Return the time from one checkpoint to the next."""
         return self.interval / self.speed + self.stall
 
     def work_after(self, seconds: float) -> float:
-        """Productive time in the first `seconds` after a restart."""
+        """Return the productive time in the first `seconds` after a restart."""
         cycles, rest = divmod(max(0.0, seconds), self.cycle)
         return cycles * self.interval + min(rest * self.speed, self.interval)
 
     def saved_after(self, seconds: float) -> float:
-        """Of it, what the last complete checkpoint has."""
+        """Return what of it the last complete checkpoint has."""
         return max(0.0, (seconds - self.background) // self.cycle) * self.interval
 
     def in_memory_after(self, seconds: float) -> float:
-        """Of it, what the last complete snapshot has."""
+        """Return what of it the last complete snapshot has."""
         if self.snapshot_interval is None:
             return 0.0
         return self.work_after(seconds - self.snapshot_background) // self.snapshot_interval * self.snapshot_interval
 
     def seconds_for(self, work: float) -> float:
-        """How long this much productive time takes without a failure; the last step needs no checkpoint."""
+        """Return how long so much productive time takes without a failure; the last step needs no checkpoint."""
         return work / self.speed + max(0, math.ceil(work / self.interval) - 1) * self.stall
 
 
@@ -106,7 +106,7 @@ class Outcome:
 
     goodput: float
     half_width: float
-    """Of the confidence interval of 95 % of the goodput."""
+    """Half the width of the confidence interval of 95 % of the goodput."""
     down_share: float
     lost_share: float
     """Computed twice."""
@@ -116,25 +116,16 @@ class Outcome:
 
 
 def young_interval(stall: float, mttf: float) -> float:
-    """Productive time between checkpoints that wastes least, to first order.
+    """Return the productive time between checkpoints that wastes least, to first order.
 
-    Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006), below, has the terms
-    of higher order.
+    Young, "A first order approximation to the optimum checkpoint interval" (1974); Daly (2006) has the terms of higher
+    order.
     """
     return math.sqrt(2 * stall * mttf)
 
 
-def daly_efficiency(*, mttf: float, interval: float, stall: float, restart: float) -> float:
-    """Goodput with exponential failures, exact for checkpoints that stop the training and one kind of restart.
-
-    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), its complete model.
-    """
-    wall = mttf * math.exp(restart / mttf) * math.expm1((interval + stall) / mttf)
-    return interval / wall
-
-
 def train_once(job: Job, work: float, random: np.random.Generator) -> Outcome:
-    """One training of `work` seconds of productive time."""
+    """Simulate one training of `work` seconds of productive time."""
     names = np.array([kind.share for kind in job.kinds]).cumsum()
     wall = down_time = lost = 0.0
     # Productive time, from the start of the training: at the last restart; in the last checkpoint.
@@ -172,7 +163,7 @@ def train_once(job: Job, work: float, random: np.random.Generator) -> Outcome:
 
 
 def train(job: Job, work: float, seed: Sequence[int], *, half_width: float, most: int = 20_000) -> Outcome:
-    """The mean of as many trainings as it takes until the confidence interval is narrow enough, 100 to `most`."""
+    """Return the mean of as many trainings as make the confidence interval narrow enough, 100 to `most`."""
     outcomes = list[Outcome]()
     for outcome in _trainings(job, work, seed):
         outcomes.append(outcome)

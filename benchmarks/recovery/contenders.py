@@ -1,4 +1,4 @@
-"""The contenders of `recovery.py` and `storm.py`: how each submits the training of `rivals/`. Runs on the login node.
+"""The contenders of `benchmarks/recovery` and `storm.py`: how each submits the training of `rivals/`.
 
 Every one trains the same network on the same images with the same global batch, on 2 nodes with a rank each, and every
 rank asks for a GPU, which the testbed only pretends to have: so a job has its nodes for itself. Our own trainer has no
@@ -10,15 +10,18 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.harness import ROOT, versions
 from benchmarks.hpc_commands import hpc
-from benchmarks.record import ROOT
-from benchmarks.recovery import step_log, testbed_nodes
-from hpc.core.events import ledger
+from benchmarks.recovery import step_log
+from hpc.core.events.history import History
+from hpc.core.events.kinds import FirstStep, TrainStarted
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
+from hpc.testbed import lifecycle, nodes
 
 SCRIPTS = Path(__file__).parent / "rivals"
 NODES = 2
@@ -42,11 +45,11 @@ class Workload:
 
     @property
     def epoch_steps(self) -> int:
-        """Steps of an epoch."""
+        """Return the steps of an epoch."""
         return self.images // NODES // (self.batch_size // NODES)
 
     def flags(self, output: Path, data: str | None = None) -> list[str]:
-        """Those of a training script."""
+        """Return the flags of a training script."""
         return [
             f"--data={data or self.data}", f"--output={output}", f"--images={self.images}",
             f"--batch-size={self.batch_size}", f"--wait={self.wait}", f"--epochs={self.epochs}",
@@ -61,7 +64,6 @@ class Job:
     state: str
     head: str
     nodes: tuple[str, ...]
-    reason: str
 
 
 @dataclass(kw_only=True)
@@ -75,40 +77,40 @@ class Training:
 
     @property
     def name(self) -> str:
-        """Of the job, or the run."""
+        """The name of the job, or the run."""
         return self.directory.name
 
     @property
     def output(self) -> Path:
-        """Checkpoints and the step log."""
+        """The directory of the checkpoints and the step log."""
         return self.directory / "output"
 
     def log(self) -> list[step_log.Entry]:
-        """Its starts and steps."""
+        """Return its starts and steps."""
         return step_log.read(self.output / "steps.jsonl")
 
     def last_rank(self) -> step_log.Entry:
-        """Process (`pid`) and node (`host`) of the rank with the highest number."""
+        """Return the process (`pid`) and the node (`host`) of the rank with the highest number."""
         ranks = step_log.ranks(self.log())
         return ranks[max(ranks)]
 
     def steps_lost(self, recovery: step_log.Recovery) -> int:
-        """By the last interruption: as the step log has them."""
+        """Return the steps lost by the last interruption, as the step log has them."""
         return recovery.steps_lost
 
     def is_due(self) -> bool:
-        """Whether this is a time for a failure: the middle of an epoch, but not of the first one."""
+        """Return whether this is a time for a failure: the middle of an epoch, but not of the first one."""
         epoch, step = self.workload.epoch_steps, step_log.newest_step(self.log())
         return step > epoch and epoch // 2 <= step % epoch < 2 * epoch // 3
 
     def jobs(self) -> list[Job]:
-        """Its jobs that squeue still knows, and that can still train."""
+        """Return its jobs that squeue still knows, and that can still train."""
         # The jobs of a run of ours change, and all of them have its name.
         selection = f"--name={self.name}" if self.contender.is_ours else f"--jobs={self.job_id}"
         return [job for job in squeue(selection) if job.state in ALIVE]
 
     def cancel(self) -> None:
-        """As its user would, for good."""
+        """End it for good, as its user would."""
         jobs = self.jobs()
         if jobs and self.contender.is_ours:
             hpc("cancel", str(self.directory))
@@ -121,9 +123,10 @@ class OwnTrainer(Training):
     """A run of our trainer: its step log is made from the run's events and metrics."""
 
     def log(self) -> list[step_log.Entry]:
-        """Its starts and steps."""
+        """Return its starts and steps."""
         run = RunDir(self.directory)
-        events = [event for event in ledger.read(run.events) if event["event"] in {"train_started", "first_step"}]
+        starts = [event for event in History.load(run).events if isinstance(event, TrainStarted | FirstStep)]
+        events = [{"event": event.kind, "time": event.time, "step": event.step} for event in starts]
         steps = [{**row, "event": "step"} for row in read_json_lines(run.path / "metrics" / "train.jsonl")]
         found: list[step_log.Entry] = []
         number = 0
@@ -135,21 +138,21 @@ class OwnTrainer(Training):
         return found
 
     def last_rank(self) -> step_log.Entry:
-        """From the newest heartbeat on the nodes."""
+        """Return what the newest heartbeat on the nodes says."""
         beats = []
         for name in (name for job in self.jobs() for name in job.nodes):
-            for path in testbed_nodes.memory_of(name).glob("torchrelay-*/**/local-*"):
+            for path in memory_of(name).glob("torchrelay-*/**/local-*"):
                 beat = json.loads(path.read_text().rstrip("\0 \n") or "{}")
                 if beat.get("rank") == NODES - 1:
                     beats.append({"time": beat["time"], "pid": beat["pid"], "host": name})
         return max(beats, key=lambda beat: float(beat["time"]))
 
     def steps_lost(self, _recovery: step_log.Recovery) -> int:
-        """From the run's status: what rank 0 had logged of the last steps may be lost with it."""
+        """Return what the run's status says: what rank 0 had logged of the last steps may be lost with it."""
         return int(hpc("status", str(self.directory))[0]["interruptions"][-1]["steps_lost"] or 0)
 
     def is_due(self) -> bool:
-        """It saves snapshots, not epochs: when it has trained for a while."""
+        """Return whether it has trained for a while: it saves snapshots, not epochs."""
         log = self.log()
         started = max((entry["time"] for entry in log if entry["event"] == "start"), default=None)
         return started is not None and bool(log) and log[-1]["time"] > started + _TRAINED_SECONDS
@@ -161,16 +164,16 @@ class Contender:
 
     key: str
     title: str
-    packages: tuple[str, ...]
-    """The distributions whose versions matter."""
     submit: Callable[[Training], str]
     """Submits, and returns the id of the job."""
+    package: str = "torch"
+    """The distribution whose version matters."""
     kind: type[Training] = Training
     is_ours: bool = False
     restarts_in_place: bool = True
     """Whether a killed rank is replaced without a part of Slurm."""
-    flags: tuple[str, ...] = ()
-    """Of `hpc submit`."""
+    spares: int = 0
+    """Spare nodes, of ours."""
 
     def start(self, directory: Path, workload: Workload) -> Training:
         """Submit a training whose files are in this directory, which does not exist yet."""
@@ -181,19 +184,28 @@ class Contender:
         return training
 
 
+def memory_of(name: str) -> Path:
+    """Return the /dev/shm of a node, as its slurmd sees it; of a dead node a path that does not exist."""
+    for pid in nodes.processes(lifecycle.PATHS.node_net(name)):
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == "slurmd":
+                return Path(f"/proc/{pid}/root/dev/shm")
+    return Path("/nonexistent")
+
+
 def squeue(*selection: str) -> list[Job]:
-    """Jobs in all states; none if Slurm has forgotten them."""
-    command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%B|%N|%r", *selection]
+    """Return jobs in all states; none if Slurm has forgotten them."""
+    command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%B|%N", *selection]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     found = []
     for line in done.stdout.splitlines():
-        number, state, head, nodes, reason = line.split("|")
-        found.append(Job(id=number, state=state, head=head, nodes=tuple(expanded(nodes)), reason=reason))
+        number, state, head, nodes = line.split("|")
+        found.append(Job(id=number, state=state, head=head, nodes=tuple(expanded(nodes))))
     return found
 
 
 def expanded(nodes: str) -> list[str]:
-    """The names in Slurm's short form of the testbed's nodes: gpu[01-02,05]."""
+    """Return the names in Slurm's short form of the testbed's nodes: gpu[01-02,05]."""
     match = re.fullmatch(r"(\D+)\[(.+)\]", nodes)
     if match is None:
         return [nodes] if nodes else []
@@ -212,7 +224,7 @@ def _submit_run(training: Training, *flags: str) -> str:
     answer = hpc(
         "submit", f"--nodes={NODES}", "--gpus-per-node=1", "--cpus-per-gpu=1", "--mem=4G", "--time=4h",
         f"--data={training.workload.data}", "--hang-timeout=10s", f"--runs-dir={training.directory.parent}",
-        f"--name={training.name}", *training.contender.flags, *flags,
+        f"--name={training.name}", f"--spares={training.contender.spares}", *flags,
     )  # fmt: skip
     return str(answer["job_id"])
 
@@ -301,29 +313,24 @@ def _typed(command: Sequence[str | Path], cwd: Path = ROOT, **environment: str) 
     return subprocess.run(command, cwd=cwd, env=merged, capture_output=True, text=True, check=False)
 
 
-_OURS = ("torch",)
 CONTENDERS = {
     contender.key: contender
     for contender in (
-        Contender(key="ours", title="ours", packages=_OURS, submit=_submit_ours, is_ours=True),
+        Contender(key="ours", title="ours", submit=_submit_ours, is_ours=True),
+        Contender(key="spare", title="ours, with a spare node", submit=_submit_ours, is_ours=True, spares=1),
+        Contender(key="trainer", title="ours, our own trainer", submit=_submit_trainer, kind=OwnTrainer, is_ours=True),
+        Contender(key="submitit", title="submitit, torchrun", package="submitit", submit=_submit_submitit),
         Contender(
-            key="spare", title="ours, with a spare node", packages=_OURS, submit=_submit_ours, is_ours=True,
-            flags=("--spares=1",),
+            key="ft_launcher", title="ft_launcher", package="nvidia-resiliency-ext", submit=_submit_ft_launcher
         ),
+        Contender(key="torchx", title="torchx", package="torchx", submit=_submit_torchx, restarts_in_place=False),
         Contender(
-            key="trainer", title="ours, our own trainer", packages=_OURS, submit=_submit_trainer, kind=OwnTrainer,
-            is_ours=True,
-        ),
-        Contender(key="submitit", title="submitit, torchrun", packages=("submitit",), submit=_submit_submitit),
-        Contender(
-            key="ft_launcher", title="ft_launcher", packages=("nvidia-resiliency-ext",), submit=_submit_ft_launcher
-        ),
-        Contender(
-            key="torchx", title="torchx", packages=("torchx",), submit=_submit_torchx, restarts_in_place=False
-        ),
-        Contender(
-            key="lightning", title="Lightning", packages=("lightning",), submit=_submit_lightning,
-            restarts_in_place=False,
+            key="lightning", title="Lightning", package="lightning", submit=_submit_lightning, restarts_in_place=False
         ),
     )
 }  # fmt: skip
+
+
+def versions_of(rivals: Path, keys: Sequence[str]) -> dict[str, str]:
+    """Return the versions of the contenders' distributions, in the rivals' environment."""
+    return versions(rivals, ["torch", *(CONTENDERS[key].package for key in keys)])

@@ -1,4 +1,4 @@
-"""The failures of `recovery.py` and `storm.py`. Runs as root on the testbed's machine.
+"""The failures of `benchmarks/recovery` and `storm.py`. Runs as root on the testbed's machine.
 
 A contender has no part in them: a rank is found in the step log, and killed from outside.
 """
@@ -15,6 +15,8 @@ from benchmarks.recovery.contenders import Training
 from hpc.testbed import lifecycle
 from hpc.testbed.layout import TestbedShape
 
+# Seconds until Slurm marks a dead node down: its default.
+SLURMD_TIMEOUT = 300
 # The testbed's commands take turns.
 _testbed = threading.Lock()
 
@@ -25,42 +27,37 @@ class Failure:
 
     at: float
     """Seconds since the epoch, just before."""
-    job_nodes: tuple[str, ...]
     killed_node: str | None = None
     """It is dead until it is revived."""
 
 
-def build_testbed(num_nodes: int, slurmd_timeout: int, *, user_signal: bool) -> None:
+def build_testbed(nodes: int) -> None:
     """Start a testbed with a GPU on each node, and use it for all that is typed from here.
 
-    Args:
-        num_nodes: nodes.
-        slurmd_timeout: seconds until Slurm marks a dead node down.
-        user_signal: on preemption, send a job the signal that it has asked for, not SIGTERM.
+    Slurm has its defaults, except that on preemption it sends a job the signal that it has asked for, not SIGTERM.
     """
     lifecycle.down()
-    lifecycle.up(TestbedShape(nodes=num_nodes, gpus_per_node=1, slurmd_timeout=slurmd_timeout))
+    lifecycle.up(TestbedShape(nodes=nodes, gpus_per_node=1, slurmd_timeout=SLURMD_TIMEOUT))
     configuration = lifecycle.PATHS.slurm_conf
     os.environ["SLURM_CONF"] = str(configuration)
-    if user_signal:
-        with configuration.open("a") as file:
-            file.write("SlurmctldParameters=preempt_send_user_signal\n")
-        subprocess.run(["scontrol", "reconfigure"], check=True)
+    with configuration.open("a") as file:
+        file.write("SlurmctldParameters=preempt_send_user_signal\n")
+    subprocess.run(["scontrol", "reconfigure"], check=True)
 
 
 def end_testbed() -> None:
-    """Nobody may write into the runs any more when they are removed."""
+    """End the testbed: nobody may write into the runs any more when they are removed."""
     with _testbed:
         lifecycle.down()
 
 
 def kill_worker(training: Training) -> Failure:
-    """SIGKILL to the last rank."""
+    """Send SIGKILL to the last rank."""
     return _signal_last_rank(training, signal.SIGKILL)
 
 
 def hang(training: Training) -> Failure:
-    """SIGSTOP to the last rank."""
+    """Send SIGSTOP to the last rank."""
     return _signal_last_rank(training, signal.SIGSTOP)
 
 
@@ -70,13 +67,12 @@ def kill_node(training: Training) -> Failure:
     last = training.last_rank()["host"]
     # torchrun numbers the ranks by itself: the last one may be on the head node.
     others = [name for name in all_nodes if name not in {head, last}]
-    return _power_off(last if last != head else others[0], all_nodes)
+    return _power_off(last if last != head else others[0])
 
 
 def kill_head_node(training: Training) -> Failure:
     """Cut the power of the node with the batch script."""
-    head, all_nodes = _nodes(training)
-    return _power_off(head, all_nodes)
+    return _power_off(_nodes(training)[0])
 
 
 def preempt(training: Training) -> Failure:
@@ -87,7 +83,7 @@ def preempt(training: Training) -> Failure:
         "sbatch", "--partition=urgent", "--exclusive", f"--nodes={len(all_nodes)}",
         f"--nodelist={','.join(all_nodes)}", "--job-name=urgent", "--output=/dev/null", "--wrap=true",
     ], check=True, stdout=subprocess.DEVNULL)  # fmt: skip
-    return Failure(at=at, job_nodes=all_nodes)
+    return Failure(at=at)
 
 
 KINDS: dict[str, Callable[[Training], Failure]] = {
@@ -106,22 +102,21 @@ def revive(name: str) -> None:
 
 
 def _signal_last_rank(training: Training, number: signal.Signals) -> Failure:
-    _, all_nodes = _nodes(training)
     pid = training.last_rank()["pid"]
     at = time.time()
     os.kill(pid, number)
-    return Failure(at=at, job_nodes=all_nodes)
+    return Failure(at=at)
 
 
-def _power_off(name: str, all_nodes: tuple[str, ...]) -> Failure:
+def _power_off(name: str) -> Failure:
     with _testbed:
         at = time.time()
         lifecycle.kill_node(name)
-    return Failure(at=at, job_nodes=all_nodes, killed_node=name)
+    return Failure(at=at, killed_node=name)
 
 
 def _nodes(training: Training) -> tuple[str, tuple[str, ...]]:
-    """The head node and all nodes of the running job: torchx has one job per node."""
+    """Return the head node and all nodes of the running job: torchx has one job per node."""
     jobs = [job for job in training.jobs() if job.state == "RUNNING"]
     if not jobs:
         raise SystemExit(f"{training.name} has no running job")

@@ -20,15 +20,13 @@ class Recovery:
     """How a training came back from a failure."""
 
     seconds: float
-    """From the failure to the first step of ranks that were started after it."""
+    """The time from the failure to the first step of ranks that were started after it."""
     steps_lost: int
     """Steps that rank 0 had made before, and that the restored state does not have."""
-    starts: int
-    """Of rank 0, from the failure to that step."""
 
 
 def read(path: Path) -> list[Entry]:
-    """The entries, oldest first; none if there is no file."""
+    """Return the entries, oldest first; none if there is no file."""
     if not path.exists():
         return []
     # The last line may be in the making.
@@ -37,17 +35,17 @@ def read(path: Path) -> list[Entry]:
 
 
 def newest_step(log: Sequence[Entry]) -> int:
-    """The last step that was made; 0 without one."""
+    """Return the last step that was made; 0 without one."""
     return next((entry["step"] for entry in reversed(log) if entry["event"] == "step"), 0)
 
 
 def ranks(log: Sequence[Entry]) -> dict[int, Entry]:
-    """The newest start of each rank."""
+    """Return the newest start of each rank."""
     return {entry["rank"]: entry for entry in log if entry["event"] == "start"}
 
 
 def recovery(log: Sequence[Entry], failed_at: float) -> Recovery | None:
-    """How it came back from the failure at that time (seconds since the epoch); None: it has not."""
+    """Return how it came back from the failure at that time (seconds since the epoch); None: it has not."""
     starts = [entry for entry in log if entry["event"] == "start" and entry["rank"] == 0 and entry["time"] > failed_at]
     pids = [entry["pid"] for entry in starts]
     steps = [entry for entry in log if entry["event"] == "step"]
@@ -61,16 +59,15 @@ def recovery(log: Sequence[Entry], failed_at: float) -> Recovery | None:
         seconds=round(first["time"] - failed_at, 1),
         # An earlier start may have got further than the last one.
         steps_lost=max((before[-1] if before else 0) - start["step"], 0),
-        starts=sum(entry["time"] <= start["time"] for entry in starts),
     )
 
 
 def step_seconds(log: Sequence[Entry], before: float) -> float:
-    """How long a step took before that time: the median of the last ones."""
+    """Return how long a step took before that time: the median of the last ones."""
     times = [entry["time"] for entry in log if entry["event"] == "step" and entry["time"] <= before]
     return median(later - earlier for earlier, later in pairwise(times[-_TYPICAL_STEPS:])) if len(times) > 1 else 0.0
 
 
 def useful_steps(log: Sequence[Entry]) -> int:
-    """The number of different steps: recomputed ones count once."""
+    """Return the number of different steps: recomputed ones count once."""
     return len({entry["step"] for entry in log if entry["event"] == "step"})

@@ -1,26 +1,23 @@
-"""Where each second goes between a worker's SIGKILL and its next step, with and without warm processes.
+"""The seconds between a worker's SIGKILL and the next step, with and without warm processes.
 
     .venv/bin/python -m benchmarks.restart
-    .venv/bin/python -m benchmarks.restart --kills 2 --models small-cnn --ranks 2
 
-Starts a torchrun for each of one or two pretended nodes, one rank each, and kills a rank again and again. Kinds, which
+Starts a torchrun for each of one or two simulated nodes, one rank each, and kills a rank again and again. Kinds, which
 take turns:
 
 - forked: as Torchrelay runs its trainer: ranks are forks of a torchrun that has imported torch, the nodes' torchruns
   meet by our rendezvous, the state comes from a snapshot;
-- started: the same, but each rank is a new process that imports torch, as before there were forks;
+- started: the same, but each rank is a new process that imports torch;
 - plain: torch's torchrun with its c10d rendezvous and `plain_ddp.py`, which is what submitit's and torchx's users have;
-  it restores a checkpoint.
-- plain-new-store: the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which hardly anybody knows. By default the ranks
-  of all restarts share a store in the first torchrun, where they may find the addresses of dead ranks.
+  it restores a checkpoint. The ranks of all restarts share a store in the first torchrun, where they may find the
+  addresses of dead ranks;
+- plain-new-store: the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which hardly anybody knows.
 
-Without the node agents and Slurm, which a restart in place does not wait for. Each part ends when the last process has
-passed it, so that the parts add up to the total: until the last rank has made a step. Prints the medians as a table in
-Markdown, and writes benchmarks/results/restart.json. Two ranks compete on two cores: what one takes is listed, too.
-
-`hung`: restarts after which no step came in a minute.
+Without the node agents and Slurm, which a restart in place does not wait for. The total ends when the last rank has
+made a step; the import is a part of it. `hung` counts the restarts after which no step came in a minute.
 """
 
+import gzip
 import json
 import os
 import secrets
@@ -32,30 +29,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Literal
 
-import tyro
-
-from benchmarks import record
+from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, medians, say, spread, take_turns
+from benchmarks.processes import descendants
 from benchmarks.restart import marks
-from hpc.core.kernel import children
 from hpc.core.nodedir import NodeDir
-from jobs.ranks.rendezvous import TORCHRUN, Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 from training.config.train_config import TrainConfig, spec_argv
 
 HERE = Path(__file__).parent
 Kind = Literal["forked", "started", "plain", "plain-new-store"]
-# A part ends where the last process has passed the mark. `noticed` is passed first by the torchrun of the killed rank.
-PARTS = {
-    "notice": ("noticed",), "end ranks": ("ranks ended",), "meet": ("met",), "fork": ("program",),
-    "import": ("imported",), "process group": ("connected",), "checks": ("checked",),
-    "data, model": ("data", "model"), "DDP, optimizer": ("trainer", "warm"), "restore": ("restored",),
-    "first step": ("stepped",),
-}  # fmt: skip
 MODELS = {"small-cnn": (28, 512), "resnet18": (32, 128)}
 """Image size and global batch."""
 _START_SECONDS, _RESTART_SECONDS = 120.0, 60.0
@@ -64,21 +52,19 @@ _SECONDS_BETWEEN_KILLS = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure."""
+class Options(Flags):
+    """How much to measure."""
 
     models: tuple[str, ...] = tuple(MODELS)
-    """Of small-cnn and resnet18 (32 px)."""
+    """Models to train: small-cnn, resnet18 (32 px)."""
     kinds: tuple[Kind, ...] = ("forked", "started", "plain", "plain-new-store")
-    """See above."""
+    """Kinds of restarts."""
     ranks: tuple[int, ...] = (1, 2)
-    """One per pretended node."""
+    """Numbers of ranks, each on a simulated node."""
     kills: int = 3
-    """In each turn."""
-    turns: int = 2
-    """Of each kind."""
-    small: bool = False
-    """One kill each of two ranks with small-cnn, and no file with the result."""
+    """Kills of a turn."""
+    turns: int = 1
+    """Turns of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,19 +76,19 @@ class Case:
     ranks: int
 
     def command(self, node: int, meeting: Rendezvous, directory: Path) -> tuple[list[str], dict[str, str]]:
-        """Command line and environment of a node's torchrun."""
-        python, marked = sys.executable, str(HERE / "marked_torchrun.py")
+        """Return the command line and the environment of a node's torchrun."""
+        python = sys.executable
         environment = os.environ | {
-            "MARKS": str(directory / "marks"), "NODE": str(node), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
+            "MARKS": str(directory / "marks"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
             "PYTHONPATH": str(HERE.parents[1]),
         }  # fmt: skip
         if self.kind.startswith("plain"):
             size, batch = MODELS[self.model]
             flags = [f"--image-size={size}", f"--batch-size={batch}", f"--checkpoint={directory / 'checkpoint.pt'}"]
             argv = [
-                python, marked, f"--nnodes={self.ranks}", "--nproc-per-node=1", "--max-restarts=1000",
-                "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{meeting.port}", "--rdzv-id=r",
-                f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1",
+                python, "-m", "torch.distributed.run", f"--nnodes={self.ranks}", "--nproc-per-node=1",
+                "--max-restarts=1000", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{meeting.port}",
+                "--rdzv-id=r", f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1",
                 str(HERE / "plain_ddp.py"), f"--data={directory}", f"--model={self.model}", *flags,
             ]  # fmt: skip
             own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.kind == "plain-new-store" else {}
@@ -117,19 +103,17 @@ class Case:
         wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory.path)]
         program = [*wrapped, *rank] if self.kind == "forked" else [python, "-S", *wrapped, python, *rank]
         argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", python, program)
-        argv[argv.index(str(TORCHRUN)) : argv.index(str(TORCHRUN))] = [marked]
-        argv.remove("-P")  # marks.py is beside the script
         return argv, torchrun_environment(meeting, environment)
 
 
 def node_directory(directory: Path, node: int) -> NodeDir:
-    """A node's directory, as its agent would make it."""
+    """Return a node's directory, as its agent would make it."""
     return NodeDir(directory / "memory" / f"node-{node}")
 
 
 @contextmanager
 def prepared(case: Case) -> Iterator[Path]:
-    """A run directory with what a case reads, in memory, as snapshots are."""
+    """Make a run directory with what a case reads, in memory, as snapshots are."""
     size, batch = MODELS[case.model]
     config = TrainConfig(
         data=str(FASHION_MNIST_DIRECTORY), model=case.model, batch_size=batch, epochs=10_000, lr=0.05,
@@ -148,9 +132,7 @@ def prepared(case: Case) -> Iterator[Path]:
 
 
 def unpacked(directory: Path) -> Path:
-    """The files of Fashion-MNIST as torchvision leaves them after its download."""
-    import gzip  # noqa: PLC0415
-
+    """Return the files of Fashion-MNIST as torchvision leaves them after its download."""
     raw = directory / "raw"
     raw.mkdir()
     for path in FASHION_MNIST_DIRECTORY.glob("*.gz"):
@@ -160,7 +142,7 @@ def unpacked(directory: Path) -> Path:
 
 @contextmanager
 def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The torchrun of a node: ours as an agent starts it, with SIGTERM ignored, and torch's as a shell does."""
+    """Start the torchrun of a node: ours as an agent starts it, with SIGTERM ignored, and torch's as a shell does."""
     argv, environment = case.command(node, meeting, directory)
     if not case.kind.startswith("plain"):
         argv = [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
@@ -179,21 +161,15 @@ def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Ite
         process.wait()
 
 
-def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs."""
-    own = list(children(pid))
-    return [*own, *(each for child in own for each in descendants(child))]
-
-
 def wait_for_steps(
     directory: Path, case: Case, after: float, nodes: Sequence[subprocess.Popen[bytes]]
 ) -> list[marks.Mark]:
-    """The marks since a time, once every rank has made a step. Raises TimeoutError if it does not come."""
+    """Return the marks since a time, once every rank has made a step. Raises TimeoutError if it does not come."""
     seconds = _RESTART_SECONDS if after else _START_SECONDS
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found = marks.read(directory / "marks", after)
-        if len({mark.who for mark in found if mark.name == "stepped"}) == case.ranks:
+        if len({mark.rank for mark in found if mark.name == "stepped"}) == case.ranks:
             return found
         if any(node.poll() is not None for node in nodes):
             logs = "\n".join(path.read_text()[-2000:] for path in (directory / "logs").iterdir())
@@ -202,26 +178,15 @@ def wait_for_steps(
     raise TimeoutError(f"{case} made no step within {seconds:.0f} s")
 
 
-def parts_of(found: list[marks.Mark], killed_at: float, last: int) -> dict[str, float]:
-    """Seconds of each part of a restart, and the total.
-
-    Args:
-        found: the marks since the kill.
-        killed_at: time of the kill.
-        last: the number of ranks, of each of which the last process counts.
-    """
-    parts, before = dict[str, float](), killed_at
-    for part, names in PARTS.items():
-        latest = {(mark.who, mark.name): mark.at for mark in found if mark.name in names}
-        first = part == "notice" and last > 1
-        at = (min if first else max)(latest.values()) if latest else before
-        parts[part], before = max(0.0, at - before), max(at, before)
-    return {**parts, "total": before - killed_at}
+def parts_of(found: Sequence[marks.Mark], killed_at: float) -> Sample:
+    """Return the seconds until all ranks had made a step, and those in which they imported what they need."""
+    latest = {mark.name: mark.at for mark in sorted(found, key=lambda mark: mark.at)}
+    return {"import": latest["imported"] - latest["program"], "total": latest["stepped"] - killed_at}
 
 
-def measure(case: Case, kills: int) -> list[dict[str, float]]:
-    """The parts of each restart. Of one after which no step came there is nothing, and nothing is killed after it."""
-    results = list[dict[str, float]]()
+def restart(case: Case, kills: int) -> list[Sample]:
+    """Return the seconds of each restart: none of one after which no step came, and nothing is killed after it."""
+    results = list[Sample]()
     with prepared(case) as directory, ExitStack() as stack:
         meeting = Rendezvous(
             run="r", attempt=1, secret=secrets.token_hex(16), round=1, num_nodes=case.ranks, host="127.0.0.1",
@@ -233,52 +198,42 @@ def measure(case: Case, kills: int) -> list[dict[str, float]]:
             try:
                 found = wait_for_steps(directory, case, killed_at, nodes)
             except TimeoutError as error:
-                print(f"after {number} kills {error}", file=sys.stderr, flush=True)
-                for mark in marks.read(directory / "marks", killed_at):
-                    print(f"  {mark.at - killed_at:7.2f} s {mark.who} {mark.name}", file=sys.stderr)
+                say(f"after {number} kills {error}")
                 return [*results, {}]
             if number:
-                results.append(parts_of(found, killed_at, case.ranks))
+                results.append(parts_of(found, killed_at))
             time.sleep(_SECONDS_BETWEEN_KILLS)
-            pids = {mark.who: mark.pid for mark in found if mark.name == "stepped"}
+            pids = {mark.rank: mark.pid for mark in found if mark.name == "stepped"}
             killed_at = time.time()
-            os.kill(pids[f"rank-{number % case.ranks}"], signal.SIGKILL)
+            os.kill(pids[number % case.ranks], signal.SIGKILL)
     return results
 
 
-def main() -> None:
-    """Measure, print, write."""
-    options = tyro.cli(Options, description=__doc__)
-    if options.small:
-        options = replace(options, models=("small-cnn",), ranks=(2,), kills=1, turns=1)
-    measured_on, rows = record.machine(), []
+def row(case: Case, samples: Sequence[Sample]) -> Row:
+    """Return the medians of a case, and all its restarts."""
+    found = [each for each in samples if each]
+    named = {"model": case.model, "ranks": case.ranks, "kind": case.kind}
+    hung = len(samples) - len(found)
+    if not found:
+        return {**named, "hung": hung}
+    totals = spread([each["total"] for each in found], unit=", s")
+    return {**named, **medians(found, unit=", s"), **totals, "restarts": len(found), "hung": hung, "all": found}
+
+
+def measure(options: Options) -> Findings:
+    """Let the kinds take turns with each model and number of ranks."""
+    rows = list[Row]()
     for model in options.models:
         for ranks in options.ranks:
-            cases = [Case(kind=kind, model=model, ranks=ranks) for kind in options.kinds]
-            found: dict[str, list[dict[str, float]]] = {case.kind: [] for case in cases}
-            for _ in range(options.turns):
-                for case in cases:
-                    began = time.monotonic()
-                    found[case.kind] += measure(case, options.kills)
-                    print(f"{case}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-            rows += [row(case, found[case.kind]) for case in cases]
-    print(record.table(rows))
-    if not options.small:
-        record.write("restart", measured_on, rows)
-
-
-def row(case: Case, all_of_them: list[dict[str, float]]) -> dict[str, object]:
-    """The medians of a case, and all its restarts."""
-    found = [each for each in all_of_them if each]
-    named = {"model": case.model, "ranks": case.ranks, "kind": case.kind}
-    if not found:
-        return {**named, "hung": len(all_of_them)}
-    totals = sorted(each["total"] for each in found)
-    middle = {f"{part}, s": round(median(each[part] for each in found), 2) for part in found[0]}
-    spread = {"least, s": round(totals[0], 2), "most, s": round(totals[-1], 2)}
-    counts = {"restarts": len(found), "hung": len(all_of_them) - len(found)}
-    return {**named, **middle, **spread, **counts, "all": found}
+            cases = {kind: Case(kind=kind, model=model, ranks=ranks) for kind in options.kinds}
+            contenders = [
+                Contender(name=kind, turn=partial(restart, case, options.kills)) for kind, case in cases.items()
+            ]
+            found = take_turns(contenders, options.turns)
+            rows += [row(case, found[kind]) for kind, case in cases.items()]
+            say(f"{model} on {ranks} ranks is done")
+    return Findings(tables={"rows": rows})
 
 
 if __name__ == "__main__":
-    main()
+    benchmark("restart", Options(), measure, small={"models": ("small-cnn",), "ranks": (2,), "kills": 1})

@@ -1,4 +1,4 @@
-"""A DDP training for torchrun written by hand, as torch's tutorials do it: the rival of restart.py and cost.py.
+"""A DDP training for torchrun written by hand, as torch's tutorials do it, for `benchmarks/restart` and `start.py`.
 
     torchrun --nproc-per-node 2 benchmarks/restart/plain_ddp.py --data DIRECTORY --checkpoint FILE
 
@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", required=True, help="directory with FashionMNIST/raw")
     parser.add_argument("--checkpoint", type=Path, required=True)
@@ -41,14 +41,14 @@ def arguments() -> argparse.Namespace:
 
 
 def load(options: argparse.Namespace) -> TensorDataset:
-    """The training set in memory: as fast as torch's own data sets can be read."""
+    """Read the training set into memory: as fast as torch's own data sets can be read."""
     found = torchvision.datasets.FashionMNIST(options.data)
     images = found.data[:, None].float().sub(73).div(90)
     return TensorDataset(images, found.targets)
 
 
 def make_model(options: argparse.Namespace) -> nn.Module:
-    """The network, for images of one channel."""
+    """Make the network, for images of one channel."""
     if options.model == "small-cnn":
         from training.models.small_models import small_cnn  # noqa: PLC0415  # the one thing that a user would copy
 
@@ -58,7 +58,7 @@ def make_model(options: argparse.Namespace) -> nn.Module:
 
 
 def prepared(images: Tensor, options: argparse.Namespace) -> Tensor:
-    """A batch as the model takes it."""
+    """Return a batch as the model takes it."""
     if options.model == "small-cnn":
         return images
     resized: Tensor = resize(images.expand(-1, 3, -1, -1), [options.image_size] * 2)
@@ -71,13 +71,10 @@ def main() -> None:
     distributed.init_process_group("gloo")
     mark("connected")
     data = load(options)
-    mark("data")
     torch.manual_seed(0)
     model = make_model(options)
-    mark("model")
     model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9, weight_decay=5e-4)
-    mark("trainer")
     step, epoch = 0, 0
     if options.checkpoint.exists():
         saved = torch.load(options.checkpoint, weights_only=True)

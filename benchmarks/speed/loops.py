@@ -4,8 +4,7 @@ Each is an endless iterator that makes one training step when it is asked for th
 All train the same model with SGD or AdamW, in DDP where there are several ranks. They differ in what a step does
 besides:
 
-- ours (`our_loop.py`): `training.engine.trainer.Trainer.steps`, with everything: DDP, metrics, requests to stop,
-  heartbeats.
+- ours (`our_loop.py`) does everything: DDP, metrics, requests to stop, heartbeats.
 - `hand-written`: a forward pass, a backward pass and the optimizer, as fast as plain torch goes. No metrics.
 - `torchvision`: in the style of its references: loss and accuracies are read from the device in every step.
 - `timm`: its own loader, optimizer and schedule; the loss is read from the device every 50 steps.
@@ -15,7 +14,7 @@ torchvision is imported where it is needed: a loop is charged for its imports in
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,10 +36,10 @@ class Case:
     """What is trained, on which images."""
 
     model: str
-    """Of torchvision, or this trainer's small-cnn."""
+    """The name of torchvision's model, or this trainer's small-cnn."""
     image_size: int
     batch_size: int
-    """Of this rank."""
+    """Images in a batch of this rank."""
     folder: Path | None = None
     """Class directories of JPEGs; None: one batch that lies on the device."""
     packed: Path | None = None
@@ -51,22 +50,8 @@ class Case:
     classes: int = 1000
 
 
-@dataclass(kw_only=True)
-class Loop:
-    """One loop, and what was measured of it."""
-
-    name: str
-    steps: Iterator[None]
-    seconds_per_step: float = 0.0
-    """The last time that it was measured."""
-    speeds: list[float] = field(default_factory=list)
-    """Images per second, by measurement."""
-    memory_bytes: int = 0
-    """The peak that this loop's tensors took of the GPU."""
-
-
 def hand_written(case: Case, device: torch.device) -> Iterator[None]:
-    """The loop of tutorials at its fastest."""
+    """Train as tutorials do, at their fastest."""
     model = _in_ddp(make_model(case, device), gradient_as_bucket_view=True)
     optimizer = make_optimizer(case, model)
     for images, labels in _batches(case, device):
@@ -75,7 +60,7 @@ def hand_written(case: Case, device: torch.device) -> Iterator[None]:
 
 
 def torchvision_style(case: Case, device: torch.device) -> Iterator[None]:
-    """The same, with the metrics of torchvision's references."""
+    """Do the same with the metrics of torchvision's references."""
     model = _in_ddp(make_model(case, device))
     optimizer = make_optimizer(case, model)
     shown: list[tuple[float, float, float]] = []
@@ -88,7 +73,7 @@ def torchvision_style(case: Case, device: torch.device) -> Iterator[None]:
 
 
 def timm_style(case: Case, device: torch.device) -> Iterator[None]:
-    """Timm's loader, optimizer and schedule, with a loop like its training script's."""
+    """Train with timm's loader, optimizer and schedule, in a loop like its training script's."""
     from timm import data, optim, scheduler  # noqa: PLC0415  # an extra
 
     model = _in_ddp(make_model(case, device))
@@ -121,12 +106,12 @@ RIVALS: dict[str, Callable[[Case, torch.device], Iterator[None]]] = {
 
 
 def ranks() -> int:
-    """How many there are."""
+    """Return how many ranks there are."""
     return distributed.get_world_size() if distributed.is_initialized() else 1
 
 
 def make_model(case: Case, device: torch.device) -> nn.Module:
-    """The model, on the device, without DDP."""
+    """Make the model, on the device, without DDP."""
     if case.model == SMALL_CNN:
         from training.models.small_models import small_cnn  # noqa: PLC0415  # only where it is trained
 
@@ -144,7 +129,7 @@ def _in_ddp(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
-    """SGD or AdamW for all parameters alike."""
+    """Make SGD or AdamW for all parameters alike."""
     if case.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
     return torch.optim.SGD(model.parameters(), lr=LR, momentum=_MOMENTUM, weight_decay=WEIGHT_DECAY)
@@ -170,7 +155,7 @@ def _batches(case: Case, device: torch.device) -> Batches:
 
 
 def make_dataset(folder: Path, image_size: int) -> Dataset[Any]:
-    """ImageFolder with the augmentation of tutorials, in the second version of torchvision's transforms."""
+    """Make an ImageFolder with the augmentation of tutorials, in torchvision's transforms of version 2."""
     from torchvision import datasets  # noqa: PLC0415  # see above
     from torchvision.transforms import v2  # noqa: PLC0415  # see above
 
@@ -188,7 +173,7 @@ def _sampler(dataset: Dataset[Any]) -> DistributedSampler[Any] | None:
 def make_loader(
     case: Case, dataset: Dataset[Any], device: torch.device, sampler: DistributedSampler[Any] | None = None
 ) -> DataLoader[Any]:
-    """Torch's loader, as tutorials set it up. Without a sampler it shuffles for one rank."""
+    """Make torch's loader, as tutorials set it up. Without a sampler it shuffles for one rank."""
     return DataLoader(
         dataset, batch_size=case.batch_size, shuffle=sampler is None, sampler=sampler, drop_last=True,
         num_workers=case.workers, pin_memory=device.type == "cuda", persistent_workers=case.workers > 0,
@@ -196,7 +181,7 @@ def make_loader(
 
 
 def fixed_batches(case: Case, device: torch.device) -> Batches:
-    """One batch that lies on the device, again and again."""
+    """Return one batch that lies on the device, again and again."""
     images = torch.randn(case.batch_size, 3, case.image_size, case.image_size, device=device)
     images = images.to(memory_format=torch.channels_last)
     return itertools.repeat((images, torch.randint(0, case.classes, (case.batch_size,), device=device)))

@@ -16,7 +16,7 @@ from training.runtime.run_context import RunContext
 
 
 def ours(case: Case, group: ProcessGroup, run_dir: Path) -> Iterator[None]:
-    """Steps of this trainer, on generated images, JPEGs or packed images."""
+    """Make steps of this trainer, on generated images, JPEGs or packed images."""
     trainer = our_trainer(case, group, run_dir)
     trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
     trainer.resume()
@@ -26,14 +26,14 @@ def ours(case: Case, group: ProcessGroup, run_dir: Path) -> Iterator[None]:
 def our_trainer(
     case: Case, group: ProcessGroup, run_dir: Path, node_dir: NodeDir | None = None, **flags: Any
 ) -> Trainer:
-    """This trainer, with other flags if they are given."""
+    """Make this trainer, with other flags if they are given."""
     config = our_config(case, group.world_size, **flags)
     context = RunContext(config=config, run_dir=RunDir(run_dir), attempt=1, started=time.monotonic(), node_dir=node_dir)
     return make_trainer(context, group)
 
 
 def our_config(case: Case, world_size: int, **flags: Any) -> TrainConfig:
-    """The flags of this trainer for a case."""
+    """Return the flags of this trainer for a case."""
     source = case.packed or case.folder
     return TrainConfig(
         synthetic=source is None, data=str(source or ""), data_on_device="off" if source else "on",

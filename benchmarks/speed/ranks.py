@@ -7,44 +7,16 @@ import select
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
-from benchmarks.record import ROOT
-from benchmarks.speed.rank import RANKS, Work
+from benchmarks.harness import ROOT
+from benchmarks.processes import descendants, memory_bytes
+from benchmarks.speed.rank import RANKS
 
 _TIMEOUT, _FIRST_STEP_TIMEOUT = 300.0, 90.0
 # How often memory is looked at.
 _PAUSE = 0.05
-
-
-@dataclass(frozen=True, kw_only=True)
-class Turn:
-    """Some steps of all ranks."""
-
-    steps: int
-    seconds: float
-    """Of the slowest rank."""
-    wait_share: float
-    """The part of that time that the ranks were waiting for a batch, their mean."""
-    cpu_seconds: float
-    """Of all ranks and their loader workers."""
-    page_faults: int
-    """Of all ranks, without their loader workers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstStep:
-    """From the start of the processes to the end of their first step."""
-
-    seconds: float
-    """Of the slower rank."""
-    cpu_seconds: float
-    """Of the rank that took more, with its loader worker."""
 
 
 class NoAnswerError(Exception):
@@ -59,8 +31,8 @@ class Ranks:
 
         Args:
             python: of the environment that has all libraries.
-            loop: one of `speed_rank.LOOPS`.
-            case: the fields of `loops.Case`.
+            loop: one of `rank.LOOPS`.
+            case: the fields of `loops.Case`, with paths as text.
             directory: a new one, for their files.
         """
         (directory / "node").mkdir(parents=True, mode=0o700)
@@ -71,14 +43,8 @@ class Ranks:
         cores = sorted(os.sched_getaffinity(0))
         self._processes = []
         for rank, log in enumerate(self._logs):
-            work = Work(
-                loop=loop,
-                case=case,
-                directory=str(directory),
-                spawned=time.monotonic(),
-                core=cores[rank % len(cores)],
-            )
-            command = [str(python), "-m", "benchmarks.speed.rank", json.dumps(asdict(work))]
+            core = cores[rank % len(cores)]
+            command = [str(python), "-m", "benchmarks.speed.rank", loop, str(directory), str(core), json.dumps(case)]
             with log.open("w") as output:
                 process = subprocess.Popen(
                     command, env=_environment(rank, port), cwd=directory, text=True,
@@ -89,9 +55,7 @@ class Ranks:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End them: a rank that waits for its turn ends when stdin does."""
         for process in self._processes:
             for pipe in (process.stdin, process.stdout):
@@ -107,33 +71,25 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
-    def first_step(self) -> FirstStep:
-        """Wait for it. Raises NoAnswerError if it does not come."""
-        reports = self._reports(_FIRST_STEP_TIMEOUT)
-        return FirstStep(
-            seconds=max(report["seconds"] for report in reports),
-            cpu_seconds=max(report["cpu"] for report in reports),
-        )
+    def wait_for_first_step(self) -> None:
+        """Wait until they train. Raises NoAnswerError if a rank hangs."""
+        self._reports(_FIRST_STEP_TIMEOUT)
 
-    def turn(self, lead: int, steps: int) -> Turn:
-        """Make `lead` steps and then, with the clock on, others."""
+    def turn(self, lead: int, steps: int) -> tuple[float, float]:
+        """Make `lead` steps, then others; return the seconds of the slowest rank for these, and the page faults."""
         self._begin(lead, steps)
         reports = self._reports()
-        waited = [report["waited"] / report["seconds"] for report in reports]
-        return Turn(
-            steps=steps,
-            seconds=max(report["seconds"] for report in reports),
-            wait_share=sum(waited) / len(waited),
-            cpu_seconds=sum(report["cpu"] for report in reports),
-            page_faults=sum(int(report["page_faults"]) for report in reports),
-        )
+        return max(report["seconds"] for report in reports), sum(report["page_faults"] for report in reports)
 
     def peak_bytes(self, steps: int) -> int:
-        """The highest memory of a rank and its loader workers in so many steps."""
+        """Return the highest memory of a rank and its loader workers in so many steps."""
         self._begin(0, steps)
         peak, streams = 0, [process.stdout for process in self._processes if process.stdout]
         while len(select.select(streams, [], [], _PAUSE)[0]) < len(streams):
-            peak = max(peak, *(_memory_bytes(process.pid) for process in self._processes))
+            for process in self._processes:
+                # Without the code of libraries, which all processes of a machine share.
+                own = (process.pid, *descendants(process.pid))
+                peak = max(peak, memory_bytes(own, "Pss_Anon", "Pss_Shmem"))
         self._reports()
         return peak
 
@@ -160,35 +116,7 @@ class Ranks:
 
 
 def _environment(rank: int, port: int) -> dict[str, str]:
-    """What torchrun sets for two ranks on this machine, and CPUs alone."""
+    """Return what torchrun sets for two ranks on this machine, and CPUs alone."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
-    return os.environ | {
-        **{name: str(value) for name, value in place.items()},
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(ROOT),
-    }
-
-
-def _memory_bytes(pid: int) -> int:
-    """Of a process and its descendants: anonymous and shared memory, each page counted once.
-
-    Without the code of libraries, which all processes of a machine share.
-    """
-    total = 0
-    for each in _tree(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            for line in Path(f"/proc/{each}/smaps_rollup").read_text().splitlines():
-                if line.startswith(("Pss_Anon:", "Pss_Shmem:")):
-                    total += int(line.split()[1]) * 1024
-    return total
-
-
-def _tree(pid: int) -> Iterator[int]:
-    yield pid
-    # A process may end while it is looked at.
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in children.read_text().split():
-                yield from _tree(int(child))
+    fixed = {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return os.environ | {name: str(value) for name, value in place.items()} | fixed

@@ -118,7 +118,7 @@ def make_node(options: Options) -> Node:
         attempt=Attempt(
             attempt=1, job_id="1", restart=0, secret=secret, port=options.port, nodes=hosts, started=time.time()
         ),
-        writer=EventWriter(run.events / f"node-{options.rank}.jsonl"),
+        writer=EventWriter(run.events / f"node-{options.rank}.jsonl", 1),
     )  # fmt: skip
     stop = StopRequest()
     stop.install()

@@ -63,21 +63,5 @@ class Storage:
 
     @property
     def bytes(self) -> int:
-        """Read since then."""
+        """The bytes that were read since then."""
         return int(_STATE.unpack(self._state[:])[1])
-
-    @property
-    def opens(self) -> int:
-        """Files opened since then."""
-        return int(_STATE.unpack(self._state[:])[2])
-
-    def measured_rate(self, speed: Speed, file: Path, readers: int) -> float:
-        """Bytes per second that so many readers of one file get together, each about a second long."""
-        count = max(1, min(int(speed.rate), file.stat().st_size) // readers // MB)
-        command = ["dd", f"if={file}", "of=/dev/null", f"bs={MB}", f"count={count}", "status=none"]
-        self.reset(speed)
-        began = time.monotonic()
-        started = [subprocess.Popen(command, env=self.environment) for _ in range(readers)]
-        if any(process.wait() for process in started):
-            sys.exit("dd failed")
-        return self.bytes / (time.monotonic() - began)

@@ -1,11 +1,11 @@
 """The scripts of `make gpu` in their small form, on the CPU, as on a machine without a network."""
 
-import importlib
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import pytest
 from support.real_images import needs_fashion_mnist
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import bundle, exactness, stalls, throughput, two_ranks
-from benchmarks.gpu.part import data_directory
+from benchmarks.gpu import bundle, exactness, part, stalls, throughput, two_ranks
 from training.config.command_line import parse_flags
 from training.config.dataset_layout import FASHION_MNIST
 from training.verify_resume.__main__ import VerifyOptions
@@ -32,22 +31,21 @@ def test_unknown_part_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_part_is_killed_when_its_time_is_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [part] = [part for part in gpu.PARTS if part.name == "stalls"]
-    found = [gpu._run(part, tmp_path / "none.json", seconds, small=True) for seconds in (0.01, 0.0)]  # noqa: SLF001
+    [stalling] = [each for each in gpu.PARTS if each.name == "stalls"]
+    found = [gpu._run(stalling, tmp_path / "none.json", seconds, small=True) for seconds in (0.01, 0.0)]  # noqa: SLF001
     assert [each["problem"] for each in found] == ["killed after 0 s", "not run: the time was over"]
     gpu.show(found)
     assert "not run: the time was over" in capsys.readouterr().out
 
 
 def test_ours_is_compared_with_the_loop_by_hand_and_the_fastest_rival() -> None:
-    options = throughput.Options(case="resnet50-files")
     speeds = {
         (throughput.JPEG, throughput.OURS): 100.0, (throughput.JPEG, "hand-written"): 80.0,
         (throughput.JPEG, "timm"): 125.0, (throughput.PACKED, throughput.OURS): 190.0,
         (throughput.SYNTHETIC, throughput.OURS): 200.0,
     }  # fmt: skip
     rows = [{"images": images, "loop": loop, "images_per_second": speed} for (images, loop), speed in speeds.items()]
-    by_hand, by_fastest, packed = throughput.goals(options, rows)
+    by_hand, by_fastest, packed = throughput.goals("resnet50-files", rows)
     assert (by_hand.value, by_fastest.value, packed.value) == (1.25, 0.8, 0.95)
     assert packed.met is None, "not on a GPU"
 
@@ -69,14 +67,14 @@ def test_flags_of_the_trainings_are_flags(name: str) -> None:
 
 @needs_fashion_mnist
 def test_images_that_the_device_makes_are_the_same(tmp_path: Path) -> None:
-    assert exactness.same_images(data_directory(tmp_path))
+    assert exactness.same_images(part.data_directory(tmp_path))
 
 
-def check(part: dict[str, Any]) -> None:
+def check(found: dict[str, Any]) -> None:
     """On a CPU speeds say nothing; that bits are the same must hold here too."""
-    assert part["rows"]
-    assert part["goals"]
-    assert all(goal["value"] is True for goal in part["goals"] if goal["goal"] == "the same bits"), part
+    assert found["rows"]
+    assert found["goals"]
+    assert all(goal["value"] is True for goal in found["goals"] if goal["goal"] == "the same bits"), found
 
 
 def in_fork(module: str, output: Path, *arguments: str) -> None:
@@ -85,8 +83,8 @@ def in_fork(module: str, output: Path, *arguments: str) -> None:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    sys.argv = [module, "--small", f"--output={output}", *arguments]
-    importlib.import_module(f"benchmarks.gpu.{module}").main()
+    sys.argv = ["part", module, *arguments, "--small", f"--output={output}"]
+    part.main()
 
 
 @pytest.mark.slow
@@ -94,9 +92,9 @@ def in_fork(module: str, output: Path, *arguments: str) -> None:
 @pytest.mark.parametrize("name", ["exactness", "files", "determinism", "stalls", "accuracy"])
 def test_part_measures_something(name: str, tmp_path: Path) -> None:
     prepare_server()
-    [part] = [part for part in gpu.PARTS if part.name == name]
+    [wanted] = [each for each in gpu.PARTS if each.name == name]
     output = tmp_path / "part.json"
-    arguments = (part.module, output, *part.arguments)
+    arguments = (wanted.module, output, *wanted.arguments)
     process = multiprocessing.get_context("forkserver").Process(target=in_fork, args=arguments)
     process.start()
     process.join()
@@ -106,13 +104,11 @@ def test_part_measures_something(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_fashion_mnist
-def test_two_ranks_end_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_end_with_the_same_bits() -> None:
     """They are forks of the server that the tests have, which no other process could share."""
     prepare_server()
-    output = tmp_path / "part.json"
-    monkeypatch.setattr(sys, "argv", ["two_ranks", "--small", f"--output={output}"])
-    two_ranks.main()
-    check(json.loads(output.read_text()))
+    rows, goals = two_ranks.measure(small=True)
+    check({"rows": rows, "goals": list(map(asdict, goals))})
 
 
 @pytest.mark.slow
@@ -122,9 +118,9 @@ def test_launcher_is_run_as_a_part(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--small", "--minutes=15", f"--output={output}", "launcher"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    [part] = json.loads(output.read_text())["parts"]
-    check(part)
-    assert [goal["value"] for goal in part["goals"]] == [0, 0], "steps lost, processes left"
+    [launched] = json.loads(output.read_text())["parts"]
+    check(launched)
+    assert [goal["value"] for goal in launched["goals"]] == [0, 0], "steps lost, processes left"
 
 
 @needs_fashion_mnist

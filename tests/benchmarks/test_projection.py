@@ -1,8 +1,7 @@
 """The projection: its simulation against the closed form; its table from recoveries like the measured ones."""
 
 import json
-import subprocess
-import sys
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,8 +11,6 @@ from benchmarks.projection import __main__ as projection
 from benchmarks.projection import failure_model
 from benchmarks.projection.failure_model import FailureKind, Job, Restart
 
-REPOSITORY = Path(__file__).parents[2]
-
 DAY = 86_400.0
 # Ours: docs/explanation/recovery.md. The other's are Slurm's default waits: 300 s for a dead node, 120 s per requeue.
 RECOVERIES: Mapping[str, projection.Seconds] = {
@@ -21,6 +18,15 @@ RECOVERIES: Mapping[str, projection.Seconds] = {
     "ours, with a spare node": {"node killed": 10.6},
     "tutorial": {"worker killed": 130.0, "node killed": 430.0, "head node killed": 430.0, "hung": None},
 }
+
+
+def daly_efficiency(*, mttf: float, interval: float, stall: float, restart: float) -> float:
+    """Return the goodput with exponential failures, exact for checkpoints that stop the training.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), its complete model.
+    """
+    wall = mttf * math.exp(restart / mttf) * math.expm1((interval + stall) / mttf)
+    return interval / wall
 
 
 def job(*, mttf: float = 6480.0, seconds: float = 300.0, **changes: object) -> Job:
@@ -37,7 +43,7 @@ def test_goodput_is_that_of_the_closed_form(mttf: float, interval: float, stall:
     simulated = failure_model.train(
         job(mttf=mttf, interval=interval, stall=stall, seconds=restart), 1e3 * mttf, (1,), half_width=0.001, most=1000
     )
-    exact = failure_model.daly_efficiency(mttf=mttf, interval=interval, stall=stall, restart=restart)
+    exact = daly_efficiency(mttf=mttf, interval=interval, stall=stall, restart=restart)
     assert simulated.half_width < 0.003
     assert simulated.goodput == pytest.approx(exact, abs=2 * simulated.half_width)
     parts = simulated.down_share + simulated.lost_share + simulated.saving_share
@@ -48,7 +54,7 @@ def test_youngs_interval_is_about_the_best() -> None:
     best = failure_model.young_interval(4.0, 6480.0)
 
     def at(interval: float) -> float:
-        return failure_model.daly_efficiency(mttf=6480.0, interval=interval, stall=4.0, restart=0.0)
+        return daly_efficiency(mttf=6480.0, interval=interval, stall=4.0, restart=0.0)
 
     assert at(best) > max(at(0.7 * best), at(1.4 * best))
 
@@ -95,28 +101,27 @@ def test_time_to_failure_between_the_published_sizes() -> None:
     assert projection.mttf_seconds(128) * 16 == pytest.approx(45 * DAY, rel=0.1)
 
 
-def test_the_script_projects_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def write_recoveries(directory: Path) -> Path:
     measured = [
         {"contender": contender, "failure": failure, "seconds": seconds}
         for contender, found in RECOVERIES.items()
         for failure, seconds in found.items()
     ]
-    (tmp_path / "recovery.json").write_text(json.dumps({"rows": measured}))
-    monkeypatch.setattr(projection.record, "RESULTS", tmp_path)
-    monkeypatch.setattr(sys, "argv", ["projection.py", "--small", f"--recovery={tmp_path / 'recovery.json'}"])
-    projection.main()
-    rows = json.loads((tmp_path / "projection.json").read_text())["rows"]
-    goodput = {(row["contender"], row["gpus"]): row["goodput"] for row in rows}
+    (directory / "recovery.json").write_text(json.dumps({"rows": measured}))
+    return directory / "recovery.json"
+
+
+def test_the_script_projects_what_was_measured(tmp_path: Path) -> None:
+    options = projection.Options(recovery=write_recoveries(tmp_path), days=3.0, half_width=0.02)
+    tables = projection.measure(options).tables
+    goodput = {(row["contender"], row["gpus"]): row["goodput"] for row in tables["rows"]}
     assert {gpus for _, gpus in goodput} == set(projection.SIZES)
     assert (
         goodput["ours", 16_384] > goodput["tutorial, best interval", 16_384] > goodput["tutorial, every hour", 16_384]
     )
+    assert list(tables["by_size"][0])[1:] == ["8 GPUs", "128 GPUs", "1,024 GPUs", "16,384 GPUs"]
 
 
 def test_without_measurements_it_says_what_to_type(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.projection", f"--recovery={tmp_path / 'none.json'}"],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "type .venv/bin/python -m benchmarks.recovery" in done.stderr
+    with pytest.raises(SystemExit, match=r"type \.venv/bin/python -m benchmarks\.recovery"):
+        projection.measure(projection.Options(recovery=tmp_path / "none.json"))

@@ -1,34 +1,13 @@
-"""What `hpc status` costs with many runs and a full queue: seconds of CPU, and the peak of memory.
+"""Many run directories, and a Slurm whose queue is full: what `benchmarks/commands.py` has `hpc status` look at.
 
-    .venv/bin/python -m benchmarks.views --runs 1000 --jobs 10000
-
-Makes that many run directories in a temporary one: four attempts each, with the events of two nodes and rank 0; every
-tenth run has logged 100,000 steps (one file, by many names: only its tail is read). An executable `squeue` on the PATH
-prints as many jobs of the user, a few of which are the runs'. Prints a Markdown table: the command as it is typed, with
-Python's start, and what each look costs a process that goes on. A real squeue's own time comes on top.
-
-Measured on 2 cores of an Intel Xeon (model 167), Python 3.11, local disk. Before, each run walked all jobs:
-
-| what | CPU before, s | CPU, s | peak memory before, MB | peak memory, MB |
-|---|---|---|---|---|
-| `hpc status` | 89.19 | 1.80 | 54 | 54 |
-| `hpc status --json` | 93.39 | 1.19 | 62 | 63 |
-| `hpc status --watch`, the first look | 91.76 | 0.94 | 54 | 54 |
-| `hpc status --watch`, each later one | 94.17 | 0.33 | 54 | 54 |
-| `hpc supervise --once --dry-run` | - | 0.60 | - | 56 |
+Each run has four attempts with the events of two nodes and rank 0; every tenth run has logged 100,000 steps (one file,
+by many names: only its tail is read). An executable `squeue` prints the jobs, a few of which are the runs'.
 """
 
 import json
 import os
-import platform
-import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import tyro
 
 from hpc.core.files import json_line
 from hpc.core.rundir import RunDir
@@ -38,33 +17,10 @@ NODES = ["gpu01", "gpu02"]
 # Of ten runs, six are complete, two train, one waits and one has failed.
 STATES = ("completed",) * 6 + ("RUNNING",) * 2 + ("PENDING", "failed")
 START, TIME = 1_790_000_000.0, "2026-11-21T09:00:05"
-# A process that looks three times, and asks squeue each time.
-WATCH = """
-import json, sys, time
-from pathlib import Path
-from hpc import cli
-from hpc.status import run_view
-run_view._QUEUE_SECONDS = 0
-cache = run_view.StatusCache()
-seconds = []
-for _ in range(3):
-    before = time.process_time()
-    cache.summaries(cli.all_runs(Path(sys.argv[1])))
-    seconds.append(time.process_time() - before)
-print(json.dumps(seconds))
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How much there is."""
-
-    runs: int = 1000
-    jobs: int = 10_000
 
 
 def attempt_events(number: int, state: str) -> dict[str, list[dict[str, Any]]]:
-    """The events of one attempt, by the writer's file."""
+    """Return the events of one attempt, by the writer's file."""
     began, first = START + 7200 * number, STEPS * (number - 1) // ATTEMPTS
     last = STEPS * number // ATTEMPTS
     head = f"attempt-{number:03d}-node-00"
@@ -95,13 +51,13 @@ def attempt_events(number: int, state: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def train_line(step: int) -> str:
-    """One line of train.jsonl."""
+    """Return one line of train.jsonl."""
     numbers = {"loss": 1.234567, "lr": 0.1, "images_per_second": 4321.0, "world_size": 8, "train_seconds": step * 0.5}
     return json_line({"step": step, "epoch": step // 100, **numbers, "attempt": 4, "time": START + step})
 
 
 def make_run(run: RunDir, index: int, logs: tuple[Path, Path]) -> None:
-    """One run directory, as a run leaves it."""
+    """Make a run directory, as a run leaves it."""
     state = STATES[index % len(STATES)]
     run.events.mkdir(parents=True)
     run.train_metrics.parent.mkdir()
@@ -122,7 +78,7 @@ def make_run(run: RunDir, index: int, logs: tuple[Path, Path]) -> None:
 
 
 def queue_lines(runs: list[RunDir], jobs: int) -> list[str]:
-    """What squeue prints: the jobs of the runs that are alive, among others of the user's."""
+    """Return what squeue prints: the jobs of the runs that are alive, among others of the user's."""
     words = {"RUNNING": ("RUNNING", "None", "gpu[01-02]"), "PENDING": ("PENDING", "Priority", "")}
     alive = [(i, run) for i, run in enumerate(runs) if STATES[i % len(STATES)] in words]
     ours = [(*words[STATES[i % len(STATES)]], str(run.script)) for i, run in alive]
@@ -132,54 +88,19 @@ def queue_lines(runs: list[RunDir], jobs: int) -> list[str]:
     return [form.format(i, *job) for i, job in enumerate([*ours, *other])]
 
 
-def make(root: Path, options: Options) -> None:
-    """All runs, and the executables of a Slurm whose queue is full."""
+def make(root: Path, runs: int, jobs: int) -> dict[str, str]:
+    """Make `root/runs` and the executables of Slurm; return the environment in which these are used."""
     logs = root / "short.jsonl", root / "long.jsonl"
     for log, lines in zip(logs, (200, 100_000), strict=True):
         log.write_text("".join(map(train_line, range(1, lines + 1))))
-    runs = [RunDir(root / "runs" / f"resnet50-{i:04d}") for i in range(options.runs)]
-    for i, run in enumerate(runs):
+    made = [RunDir(root / "runs" / f"resnet50-{i:04d}") for i in range(runs)]
+    for i, run in enumerate(made):
         make_run(run, i, logs)
-    (root / "queue").write_text("\n".join(queue_lines(runs, options.jobs)) + "\n")
+    (root / "queue").write_text("\n".join(queue_lines(made, jobs)) + "\n")
     (root / "slurm.conf").touch()
     for name in ("squeue", "sbatch"):
         program = root / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/sh\nexec cat {root}/queue\n")
         program.chmod(0o755)
-
-
-def measured(command: list[str], root: Path) -> tuple[str, float, float]:
-    """What a command prints, its seconds of CPU with its children's, and its peak of memory in MB."""
-    environment = {**os.environ, "PATH": f"{root}/bin:{os.environ['PATH']}", "SLURM_CONF": f"{root}/slurm.conf"}
-    with tempfile.TemporaryFile("w+") as out:
-        child = subprocess.Popen(command, env=environment, stdout=out)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        if child.returncode:
-            sys.exit(f"{command} failed")
-        return out.read(), usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
-
-
-def main() -> None:
-    """Make it, measure, print."""
-    options = tyro.cli(Options)
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory).resolve()
-        make(root, options)
-        runs = str(root / "runs")
-        print(f"{options.runs} runs, {options.jobs} jobs; {platform.processor() or platform.machine()}\n")
-        print("| what | CPU, s | peak memory, MB |\n|---|---|---|")
-        for name in ("status", "status --json", "supervise --once --dry-run"):
-            command = [sys.executable, "-m", "hpc", *name.split(), "--runs-dir", runs]
-            _, cpu, peak = measured(command, root)
-            print(f"| `hpc {name}` | {cpu:.2f} | {peak:.0f} |")
-        printed, _, peak = measured([sys.executable, "-c", WATCH, runs], root)
-        first, *_, last = json.loads(printed)
-        print(f"| `hpc status --watch`, the first look | {first:.2f} | {peak:.0f} |")
-        print(f"| `hpc status --watch`, each later one | {last:.2f} | {peak:.0f} |")
-
-
-if __name__ == "__main__":
-    main()
+    return {"PATH": f"{root}/bin:{os.environ['PATH']}", "SLURM_CONF": f"{root}/slurm.conf"}

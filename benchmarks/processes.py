@@ -1,0 +1,40 @@
+"""Which processes there are, and what they use: for the benchmarks that watch a training from outside."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from hpc.core.kernel import children
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and theirs."""
+    own = children(pid)
+    return [*own, *(each for child in own for each in descendants(child))]
+
+
+def naming(directory: Path) -> dict[int, list[str]]:
+    """Return the command lines that name a directory, by process."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        # A process may end while it is looked at.
+        with suppress(OSError):
+            line = (path / "cmdline").read_bytes().decode(errors="replace")
+            if str(directory) in line:
+                found[int(path.name)] = line.split("\0")
+    return found
+
+
+def memory_bytes(pids: Iterable[int], *kinds: str) -> int:
+    """Return the memory of some processes: of pages that several processes have, each has its share (PSS).
+
+    Args:
+        pids: the processes, which may have ended.
+        kinds: fields of smaps_rollup, such as Pss, or Pss_Anon for what no file holds.
+    """
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            fields = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
+            total += sum(int(words[1]) * 1024 for words in fields if words[0].rstrip(":") in kinds)
+    return total

@@ -1,0 +1,201 @@
+"""From an accepted job to its first step, by part, and what the node agents use while the ranks train.
+
+    .venv/bin/python -m benchmarks.start
+
+The same model, data and batch size on two nodes with a rank each, on a testbed of its own, which needs root: `hpc
+submit`, and sbatch with `srun torchrun` of a script that is written by hand (restart/plain_ddp.py). Each part ends when
+the last node or rank has passed it, by the one clock of the machine:
+
+- slurm: from the accepted job to the first line of its script;
+- agents: until the agents of all nodes know each other; staging: until every node has the data on its own disk. srun
+  torchrun has neither, and the start of srun is a part of torchrun's there;
+- torchrun: until all ranks have begun: the import of torch, once per node, and the rendezvous;
+- import, process group: until all ranks have imported what they need, and have connected;
+- checks, data, model: until the training is ready; then the first step.
+"""
+
+import gzip
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.harness import ROOT, Contender, Findings, Flags, Sample, benchmark, medians, spread, take_turns
+from benchmarks.hpc_commands import hpc, testbed
+from benchmarks.processes import memory_bytes, naming
+from benchmarks.restart import marks
+from hpc.core.events import kinds
+from hpc.core.events.history import History
+from hpc.core.kernel import cpu_seconds
+from hpc.core.rundir import RunDir
+from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
+
+NODES, BATCH = 2, 512
+_START_SECONDS, _SETTLE_SECONDS = 300.0, 5.0
+PLAIN = """#!/bin/bash
+#SBATCH --job-name=plain --nodes={nodes} --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=1 --time=60
+#SBATCH --output={directory}/plain.log
+date +%s.%N > {directory}/batch
+export MARKS={directory}/marks OMP_NUM_THREADS=1 PYTHONPATH={repository}
+head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)
+srun --cpus-per-task=1 {python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node=1 \\
+    --rdzv-backend=c10d --rdzv-endpoint=$head:29500 --rdzv-id=$SLURM_JOB_ID \\
+    {repository}/benchmarks/restart/plain_ddp.py \\
+    --data={directory} --checkpoint={directory}/checkpoint.pt --batch-size={batch} --save-every=100
+"""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Flags):
+    """How much to measure."""
+
+    turns: int = 5
+    """Starts of each kind."""
+    seconds: float = 20.0
+    """Seconds for which the agents are watched."""
+
+
+def wait_for(condition: Callable[[], T], what: str) -> T:
+    """Return the condition's first true answer."""
+    deadline = time.monotonic() + _START_SECONDS
+    while not (answer := condition()):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{what} has not come within {_START_SECONDS:.0f} s")
+        time.sleep(0.2)
+    return answer
+
+
+def wait_for_no_jobs() -> None:
+    """Wait until nothing writes into the directories of the jobs, and the next one finds the nodes idle."""
+    wait_for(lambda: not subprocess.check_output(["squeue", "--noheader"], text=True).strip(), "the end of the jobs")
+
+
+def between(began: float, ends: Mapping[str, float]) -> dict[str, float]:
+    """Return the durations between times, and the total."""
+    parts, before = dict[str, float](), began
+    for part, end in ends.items():
+        parts[part], before = max(0.0, end - before), max(end, before)
+    return {**parts, "total": before - began}
+
+
+def start_ours(directory: Path, seconds: float, agents: list[Sample]) -> list[Sample]:
+    """Submit a run; when it trains, look at its agents, and cancel it."""
+    name = f"run-{len(agents)}"
+    batch = directory / f"{name}.batch"
+    answer = hpc(
+        "submit", f"--name={name}", f"--nodes={NODES}", "--gpus-per-node=1", "--cpus-per-gpu=1", "--data=fashion-mnist",
+        f"--batch-size={BATCH}", "--epochs=10000", f"--setup=date +%s.%N > {shlex.quote(str(batch))}",
+        directory=directory,
+    )  # fmt: skip
+    run = RunDir(Path(answer["run_dir"]))
+    try:
+        wait_for(
+            lambda: History.load(run).of(kinds.FirstStep),
+            f"the first step of {run.path}",
+        )
+        time.sleep(_SETTLE_SECONDS)
+        agents += watch_agents(run.path, seconds)
+    finally:
+        hpc("cancel", name, directory=directory)
+        wait_for_no_jobs()
+    return [parts_of_run(History.load(run), float(batch.read_text()))]
+
+
+def parts_of_run(history: History, batch: float) -> dict[str, float]:
+    """Return the parts of our start."""
+
+    def last(kind: type[kinds.Event]) -> float:
+        return max(event.time for event in history.of(kind))
+
+    [*_, started] = history.of(kinds.TrainStarted)
+    began = started.time - (started.seconds or 0.0)
+    ends = {
+        "slurm": batch, "agents": last(kinds.Joined), "staging": last(kinds.DataStaged), "torchrun": began,
+        "import": began, "process group": began + (started.connect_seconds or 0.0),
+        "checks, data, model": started.time, "first step": last(kinds.FirstStep),
+    }  # fmt: skip
+    return between(last(kinds.Submitted), ends)
+
+
+def start_plain(directory: Path) -> list[Sample]:
+    """Start the same with sbatch and srun torchrun."""
+    directory = Path(tempfile.mkdtemp(dir=directory, prefix="plain-"))
+    raw = directory / "FashionMNIST" / "raw"
+    for made in (directory / "marks", raw):
+        made.mkdir(parents=True)
+    for path in FASHION_MNIST_DIRECTORY.glob("*.gz"):
+        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    script = directory / "plain.sbatch"
+    values = {"nodes": NODES, "directory": directory, "repository": ROOT, "python": sys.executable, "batch": BATCH}
+    script.write_text(PLAIN.format(**values))
+    done = subprocess.run(["sbatch", "--parsable", str(script)], stdout=subprocess.PIPE, text=True, check=True)
+    accepted = time.time()
+
+    def first_steps() -> list[marks.Mark]:
+        found = marks.read(directory / "marks")
+        return found if sum(mark.name == "stepped" for mark in found) == NODES else []
+
+    try:
+        found = wait_for(first_steps, f"the first step of {script}")
+    finally:
+        subprocess.run(["scancel", done.stdout.strip()], check=True)
+        wait_for_no_jobs()
+    latest = {mark.name: mark.at for mark in found}  # in the order of their times
+    batch = float((directory / "batch").read_text())
+    ends = {
+        "slurm": batch, "agents": batch, "staging": batch, "torchrun": latest["program"], "import": latest["imported"],
+        "process group": latest["connected"], "checks, data, model": latest["restored"],
+        "first step": latest["stepped"],
+    }  # fmt: skip
+    return [between(accepted, ends)]
+
+
+def watch_agents(run: Path, seconds: float) -> list[Sample]:
+    """Return what each agent of a run uses: CPU time per second, and memory."""
+    # srun and Slurm's own processes name the agent's module, too.
+    named = naming(run).items()
+    pids = [pid for pid, words in named if "jobs.agent" in words and Path(words[0]).name.startswith("python")]
+    before = {pid: cpu_seconds(pid) for pid in pids}
+    time.sleep(seconds)
+    return [
+        {
+            "CPU, ms/s": 1000 * (cpu_seconds(pid) - before[pid]) / seconds,
+            "memory, MB": memory_bytes([pid], "Pss") / 2**20,
+        }
+        for pid in pids
+    ]
+
+
+def measure(options: Options) -> Findings:
+    """Let both kinds of jobs take turns."""
+    agents: list[Sample] = []
+    # Not below /tmp, which each node has for itself.
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-start-") as made,
+        testbed(f"--nodes={NODES}", "--gpus-per-node=1"),
+    ):
+        contenders = [
+            Contender(name="torchrelay", turn=partial(start_ours, Path(made), options.seconds, agents)),
+            Contender(name="srun torchrun", turn=partial(start_plain, Path(made))),
+        ]
+        found = take_turns(contenders, options.turns, warm_up=True)
+    rows = [
+        {
+            "start": kind, **medians(samples, unit=", s"),
+            **spread([each["total"] for each in samples], unit=", s"), "all": samples,
+        }
+        for kind, samples in found.items()
+    ]  # fmt: skip
+    most = round(max(each["CPU, ms/s"] for each in agents), 1)
+    return Findings(tables={"rows": rows, "agents": [{**medians(agents, 1), "most CPU, ms/s": most}]})
+
+
+if __name__ == "__main__":
+    benchmark("start", Options(), measure, small={"turns": 1, "seconds": 3.0})
