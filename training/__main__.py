@@ -7,7 +7,7 @@ import faulthandler
 import gc
 import time
 
-from training.runtime import signals
+from training.relay import signals
 
 # Before all other imports: importing torch takes seconds, and a signal in them must not end the rank unsaved. A rank
 # that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
@@ -29,8 +29,8 @@ from hpc.core.nodedir import NodeDir  # noqa: E402
 from hpc.core.rundir import RunDir  # noqa: E402
 from training.config.evaluation_task import EvaluationTask  # noqa: E402
 from training.config.train_config import RankOptions, is_from_spec, read_spec  # noqa: E402
+from training.relay import Heartbeat  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
-from training.runtime.heartbeat import Heartbeat  # noqa: E402
 from training.runtime.run_context import RankInfo, RunContext, rank_info_from  # noqa: E402
 
 

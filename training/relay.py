@@ -15,6 +15,8 @@ For example::
 This file imports nothing of torchrelay: a project that runs where that is not installed has a copy of it. Where no run
 of torchrelay has started the script, `should_stop` answers False, and the others do nothing. More is in
 docs/tutorials/own-script.md.
+
+Our own trainer is built on the same parts: stop signals, heartbeat, exchanges between ranks.
 """
 
 import atexit
@@ -31,16 +33,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
 __all__ = ["report", "should_stop", "state"]
 
@@ -53,7 +57,13 @@ _KEPT_SNAPSHOTS = 2
 _SNAPSHOTS_AT_ONCE = _KEPT_SNAPSHOTS + 1
 # Snapshots may take a hundredth of the time.
 _SECONDS_PER_COST = 100.0
+# Preemption sends SIGTERM; Slurm's --signal, some time before the limit, SIGUSR2.
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
+# The file of a heartbeat keeps its size (padded with spaces), so a reader always finds one whole record.
 _HEARTBEAT_BYTES = 512
+
+_Item = TypeVar("_Item")
+Phase = Literal["start", "load", "step", "evaluate", "save", "end", "script"]
 
 
 class Saveable(Protocol):
@@ -96,22 +106,48 @@ class _ThisRank:
 
 
 _this = _ThisRank.find(os.environ)
-_signals: list[tuple[int, float]] = []
 
 
-def _record_signal(number: int, _frame: FrameType | None) -> None:
-    _signals.append((number, time.monotonic()))
+class _StopSignals:
+    """The signals that ask this process to stop. A handler only records them; the loop acts on them after a step.
+
+    Saving inside a handler hangs now and then (Lightning-AI/pytorch-lightning#21406). The handlers are installed before
+    torch is imported, which takes seconds.
+    """
+
+    def __init__(self) -> None:
+        self._received: list[tuple[int, float]] = []
+
+    def install(self, *others: signal.Signals) -> None:
+        """Record the signals that ask to stop, from now on."""
+        for number in _STOP_SIGNALS.union(others):
+            signal.signal(number, self._record)
+
+    def ignore(self) -> None:
+        """Ignore the signals that ask to stop: the work is done.
+
+        Python removes its handlers while it shuts down, so a signal would kill this rank; torchrun would count that as
+        a failure and restart all ranks.
+        """
+        for number in _STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _record(self, number: int, _frame: FrameType | None) -> None:
+        self._received.append((number, time.monotonic()))
+
+    def received(self) -> int:
+        """Return the number of the first signal that arrived, 0 for none. A second one changes nothing."""
+        return self._received[0][0] if self._received else 0
+
+    def received_at(self) -> float | None:
+        """Return time.monotonic() when the first signal arrived; None if none has."""
+        return self._received[0][1] if self._received else None
 
 
-def _install_handlers() -> None:
-    """Record the signals that ask to stop: SIGUSR2 before the time limit, SIGTERM at a preemption; --stop-signal."""
-    if _this.run_dir is None or threading.current_thread() is not threading.main_thread():
-        return
-    for name in {"SIGTERM", "SIGUSR2", os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")}:
-        signal.signal(signal.Signals[name], _record_signal)
-
-
-_install_handlers()
+signals = _StopSignals()
+# Only in a rank: other programs import this file too, and handle signals in their own way.
+if _this.run_dir and "RANK" in os.environ and threading.current_thread() is threading.main_thread():
+    signals.install(signal.Signals[os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")])
 
 
 def _warn(text: str) -> None:
@@ -130,36 +166,81 @@ def _check_is_newest() -> None:
 # --- what other programs read ---
 
 
-class _Signs:
-    """The signs of life of this rank, and what rank 0 writes for `hpc status`, `hpc report` and trackers."""
+class Heartbeat:
+    """A rank's sign of life: a JSON object in a file that the node's agent reads, rewritten in place.
+
+    It says what the rank is doing, and how fast it is. A beat is one write into memory. If that fails, one beat is
+    missing and the training continues.
+    """
+
+    def __init__(self, path: Path | None, rank: int) -> None:
+        self._rank = rank
+        self._count = 0
+        self._step = 0
+        self._path = path
+        self._descriptor: int | None = None
+        self.step_seconds: float | None = None
+        """Mean wall time of recent steps."""
+        self.busy_seconds: float | None = None
+        """Mean time of this rank's own work in recent steps."""
+
+    def beat(self, phase: Phase, step: int | None = None) -> None:
+        """Write what begins now and the optimizer steps done, by default as in the previous beat."""
+        if self._path is None:
+            return
+        self._count += 1
+        self._step = self._step if step is None else step
+        record = {
+            "rank": self._rank,
+            "pid": os.getpid(),
+            "step": self._step,
+            "phase": phase,
+            "count": self._count,
+            "time": time.time(),
+            "step_seconds": self.step_seconds,
+            "busy_seconds": self.busy_seconds,
+        }
+        with suppress(OSError):
+            os.pwrite(self._open(self._path), json.dumps(record).encode().ljust(_HEARTBEAT_BYTES), 0)
+
+    def beat_with_each(self, phase: Phase, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Yield the items, each after a beat."""
+        for item in items:
+            self.beat(phase)
+            yield item
+
+    def _open(self, path: Path) -> int:
+        """Return the descriptor of the file, which is new, an earlier process's, or already open.
+
+        Something may have emptied /dev/shm; the node's agent then makes the directory again.
+        """
+        if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
+            os.close(self._descriptor)
+            self._descriptor = None
+        if self._descriptor is None:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return self._descriptor
+
+
+NO_HEARTBEAT = Heartbeat(None, 0)
+
+
+class _Reports:
+    """The heartbeat of this rank, and what rank 0 writes for `hpc status`, `hpc report` and trackers."""
 
     def __init__(self) -> None:
-        self._step, self._count, self._beaten_at = 0, 0, 0.0
-        self._seconds: float | None = None
+        self._heartbeat = Heartbeat(_this.heartbeat, _this.rank)
+        self._beaten_at: float | None = None
         self._failed = False
 
     def beat(self, step: int | None = None) -> None:
-        """Show that this rank lives, in the file from which the node's agent notices a hang."""
-        if _this.heartbeat is None:
-            return
-        now = time.monotonic()
-        if self._count:
+        """Show that this rank lives: the node's agent notices a hang."""
+        now, mean = time.monotonic(), self._heartbeat.step_seconds
+        if self._beaten_at is not None:
             seconds = now - self._beaten_at
-            self._seconds = seconds if self._seconds is None else 0.9 * self._seconds + 0.1 * seconds
-        self._step, self._count, self._beaten_at = self._step if step is None else step, self._count + 1, now
-        fields = {
-            "rank": _this.rank, "pid": os.getpid(), "step": self._step, "phase": "script", "count": self._count,
-            "time": time.time(), "step_seconds": self._seconds,
-        }  # fmt: skip
-        try:
-            descriptor = os.open(_this.heartbeat, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                # Always of one size: a reader finds one whole record.
-                os.pwrite(descriptor, json.dumps(fields).encode().ljust(_HEARTBEAT_BYTES), 0)
-            finally:
-                os.close(descriptor)
-        except OSError:
-            pass  # one sign of life is missing; the training goes on
+            self._heartbeat.step_seconds = seconds if mean is None else 0.9 * mean + 0.1 * seconds
+        self._beaten_at = now
+        self._heartbeat.beat("script", step)
 
     def metrics(self, step: int, numbers: Mapping[str, float | None]) -> None:
         """Append a line to the metrics of the training."""
@@ -188,7 +269,7 @@ class _Signs:
             self._failed = True
 
 
-_signs = _Signs()
+_reports = _Reports()
 
 
 def report(*, step: int, **numbers: Any) -> None:
@@ -200,9 +281,9 @@ def report(*, step: int, **numbers: Any) -> None:
         step: the optimizer steps done.
         numbers: such as `loss`, `images_per_second`, `epoch`, `lr`; tensors of one element too, for which a GPU waits.
     """
-    _signs.beat(step)
+    _reports.beat(step)
     if _this.rank == 0 and numbers:
-        _signs.metrics(step, {name: _number(value) for name, value in numbers.items()})
+        _reports.metrics(step, {name: _number(value) for name, value in numbers.items()})
 
 
 def _number(value: Any) -> float | None:
@@ -214,12 +295,72 @@ def _number(value: Any) -> float | None:
 # --- the ranks together ---
 
 
+class PendingMaximum:
+    """The maximum of each of some numbers over all ranks, which they find on the CPU while they go on training."""
+
+    def __init__(self, group: "ProcessGroup | None") -> None:
+        self._group = group
+        self._pending: tuple[torch.Tensor, Any] | None = None
+
+    def start(self, numbers: Iterable[int]) -> None:
+        """Send this rank's numbers. All ranks must call this; the one before must have been waited for."""
+        import torch
+        from torch import distributed
+
+        maximum = torch.tensor(tuple(numbers))
+        work = distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = maximum, work
+
+    def wait(self) -> list[int]:
+        """Return the maximum of what the ranks have sent; empty if they have sent nothing since the last call."""
+        if self._pending is None:
+            return []
+        maximum, work = self._pending
+        self._pending = None
+        work.wait()
+        found: list[int] = maximum.tolist()
+        return found
+
+
+def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
+    """Return the bytes of every rank, by rank. All ranks must call this.
+
+    torch's all_gather_object unpickles what it receives: a process that poses as a rank would run code on all. The
+    connections between ranks are not authenticated.
+    """
+    import torch
+    from torch import distributed
+
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = max(1, *(int(size) for size in sizes))
+    own, *texts = (bytearray(longest) for _ in range(1 + len(sizes)))
+    own[: len(data)] = data
+    # Not through numpy, which the environment of a user's script may lack.
+    received = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
+    distributed.all_gather(received, torch.frombuffer(own, dtype=torch.uint8), group=group)
+    return [bytes(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
+
+
+def broadcast_bytes(data: bytes | None, source: int, group: "ProcessGroup | None") -> bytes:
+    """Return the bytes of rank `source` on every rank; the argument of other ranks is ignored."""
+    import torch
+    from torch import distributed
+
+    size = torch.tensor([len(data) if data is not None else 0])
+    distributed.broadcast(size, source, group=group)
+    mine = bytearray(data) if distributed.get_rank() == source and data is not None else bytearray(int(size))
+    if mine:
+        distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), source, group=group)
+    return bytes(mine)
+
+
 class _Ranks:
     """All ranks together: what one of them wants, all do at the same call."""
 
     def __init__(self) -> None:
         self._group: Any = None
-        self._pending: tuple[torch.Tensor, Any] | None = None
+        self._maximum: PendingMaximum | None = None
 
     def connect(self, call: str) -> None:
         """Make a process group on the CPUs, once. Raises RuntimeError if the script has none yet."""
@@ -230,66 +371,33 @@ class _Ranks:
         if not distributed.is_initialized():
             raise RuntimeError(f"{call} needs the other ranks: call it after torch.distributed.init_process_group()")
         self._group = distributed.new_group(backend="gloo")
+        self._maximum = PendingMaximum(self._group)
 
     def agree(self, wanted: list[int]) -> list[int]:
-        """The maximum of each number over the ranks, of the call before: so no rank waits for another one."""
-        import torch
-        from torch import distributed
-
-        if _this.world_size == 1:
+        """Return the maximum of each number over the ranks, of the call before: so no rank waits for another one."""
+        if self._maximum is None:
             return wanted
-        agreed = self.settle() or [0] * len(wanted)
+        agreed = self._maximum.wait() or [0] * len(wanted)
         # What was agreed on happens now: it must not happen twice.
-        asked = torch.tensor([0 if done else want for done, want in zip(agreed, wanted, strict=True)])
-        work = distributed.all_reduce(asked, distributed.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = asked, work
+        self._maximum.start(0 if done else want for done, want in zip(agreed, wanted, strict=True))
         return agreed
 
-    def settle(self) -> list[int] | None:
-        """End the exchange that is under way, and return what was agreed on; None: there was none."""
-        if self._pending is None:
-            return None
-        numbers, work = self._pending
-        self._pending = None
-        work.wait()
-        return [int(number) for number in numbers]
+    def settle(self) -> None:
+        """End the exchange that is under way."""
+        if self._maximum:
+            self._maximum.wait()
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of every rank, by rank."""
-        import torch
-        from torch import distributed
-
-        if _this.world_size == 1:
-            return [data]
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(_this.world_size)]
-        distributed.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        largest = max(int(size) for size in sizes)
-        padded = [torch.zeros(largest, dtype=torch.uint8) for _ in sizes]
-        distributed.all_gather(padded, _as_tensor(data.ljust(largest, b"\0")), group=self._group)
-        return [bytes(each[: int(size)].numpy()) for each, size in zip(padded, sizes, strict=True)]
+        """Return the bytes of every rank, by rank."""
+        return all_gather_bytes(data, self._group) if self._group else [data]
 
     def share(self, data: bytes, owner: int) -> bytes:
-        """The bytes of one rank, on all."""
-        import torch
-        from torch import distributed
-
-        if _this.world_size == 1:
-            return data
-        size = torch.tensor([len(data)])
-        distributed.broadcast(size, distributed.get_global_rank(self._group, owner), group=self._group)
-        content = _as_tensor(data) if owner == _this.rank else torch.empty(int(size), dtype=torch.uint8)
-        distributed.broadcast(content, distributed.get_global_rank(self._group, owner), group=self._group)
-        return bytes(content.numpy())
+        """Return the bytes of one rank, on all."""
+        return broadcast_bytes(data, owner, self._group) if self._group else data
 
     def close(self) -> None:
         """Let go of the process group. At exit, before Python takes itself apart: its threads would abort then."""
-        self._pending = self._group = None
-
-
-def _as_tensor(data: bytes) -> "torch.Tensor":
-    import torch
-
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        self._maximum = self._group = None
 
 
 _ranks = _Ranks()
@@ -310,12 +418,12 @@ def should_stop() -> bool:
     if _this.run_dir is None or _stopping:
         return _stopping is not None
     _ranks.connect("should_stop()")
-    _signs.beat(_active.step if _active else None)
-    wanted = [_signals[0][0] if _signals else 0, *(_active.due() if _active else (0, 0))]
+    _reports.beat(_active.step if _active else None)
+    wanted = [signals.received(), *(_active.due() if _active else (0, 0))]
     stop, checkpoint, snapshot = _ranks.agree(wanted)
     if stop:
         _ranks.settle()
-        _stopping = stop, _signals[0][1] if _signals else time.monotonic()
+        _stopping = stop, signals.received_at() or time.monotonic()
     elif _active and (checkpoint or snapshot):
         _active.save(durable=bool(checkpoint))
     return _stopping is not None
@@ -386,8 +494,8 @@ class SavedState:
         self.step = source.step if source else 0
         self._saved_steps = [self.step if source and source.durable else -1, self.step]
         self._first_step = self.step
-        _signs.beat(self.step)
-        _signs.event(
+        _reports.beat(self.step)
+        _reports.event(
             "train_started",
             step=self.step, world_size=_this.world_size, restored_from=source and source.path,
             source=source and ("checkpoint" if source.durable else "snapshot"),
@@ -410,13 +518,13 @@ class SavedState:
             if _stopping:
                 number, at = _stopping
                 seconds = round(time.monotonic() - at, 3)
-                _signs.event("train_stopped", step=self.step, signal=signal.Signals(number).name, seconds=seconds)
+                _reports.event("train_stopped", step=self.step, signal=signal.Signals(number).name, seconds=seconds)
         self._writer.shutdown(wait=is_done)
 
     def due(self) -> tuple[int, int]:
         """Whether a checkpoint, and a snapshot, are due: 1 or 0. The clock of rank 0 decides."""
         if self._first_step is not None and self.step > self._first_step:
-            _signs.event("first_step", step=self.step)
+            _reports.event("first_step", step=self.step)
             self._first_step = None
         if _this.rank != 0 or (self._writing and not self._writing.done()):
             return 0, 0
@@ -461,7 +569,7 @@ class SavedState:
         except OSError as error:
             if durable:
                 self._unwritten, self._saved_steps[0] = error, -1
-                _signs.event("checkpoint_failed", step=step, reason=str(error))
+                _reports.event("checkpoint_failed", step=step, reason=str(error))
                 _warn(f"the checkpoint of step {step} could not be written, and is tried again later: {error}")
             else:
                 self._takes_snapshots = False
@@ -469,7 +577,7 @@ class SavedState:
             return
         if durable:
             self._unwritten, seconds = None, round(time.monotonic() - began, 3)
-            _signs.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
+            _reports.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
         else:
             # Where the ranks compute on CPUs, this thread takes time from them.
             self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)

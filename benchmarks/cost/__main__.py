@@ -26,7 +26,7 @@ from benchmarks import record
 from benchmarks.cost import commands
 from benchmarks.cost.start import NODES, PARTS, Start, process_rows, start_ours, start_plain, start_rows
 from benchmarks.hpc_commands import testbed
-from training.runtime.heartbeat import Heartbeat
+from training.relay import Heartbeat
 
 Part = Literal["commands", "start", "heartbeat"]
 _BEATS = 20_000

@@ -132,7 +132,7 @@ def train_ours(case: "Case", work: Work, step_done: Callable[[], None]) -> None:
     from hpc.core.rundir import RunDir  # noqa: PLC0415
     from training.engine.launch import launch  # noqa: PLC0415
     from training.engine.trainer import Trainer  # noqa: PLC0415
-    from training.runtime.heartbeat import Heartbeat  # noqa: PLC0415
+    from training.relay import Heartbeat  # noqa: PLC0415
     from training.runtime.run_context import RunContext, rank_info_from  # noqa: PLC0415
 
     make_steps = Trainer.steps
@@ -190,7 +190,7 @@ def main() -> None:
     os.sched_setaffinity(0, {work.core})
     pacer = Pacer(work.spawned)
     if work.loop == OURS:
-        from training.runtime import signals  # noqa: PLC0415  # as training/__main__.py begins
+        from training.relay import signals  # noqa: PLC0415  # as training/__main__.py begins
 
         signals.install()
         gc.disable()

@@ -7,8 +7,8 @@ from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
+from training.relay import NO_HEARTBEAT, Heartbeat
 from training.runtime.fault_injection import NO_FAULT, Fault
-from training.runtime.heartbeat import NO_HEARTBEAT, Heartbeat
 
 RESTARTS = "TORCHRELAY_RESTARTS"
 """In the environment: how often the ranks of all nodes have been restarted together."""

@@ -249,7 +249,7 @@ def accuracy_of(model: Path, data: Path) -> float:
 
 def unlearn_and_log_beats(directory: Path) -> None:
     """In a rank: log the phase of each heartbeat."""
-    from training.runtime.heartbeat import Heartbeat
+    from training.relay import Heartbeat
 
     unlearn_in_the_last_epoch()
 
