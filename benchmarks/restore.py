@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from hpc.core.rundir import RunDir
+from hpc.core.rundir import STATE_TENSORS, RunDir
 from training.checkpoint.restore import Restorer
-from training.checkpoint.storage import STATE_TENSORS
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer

@@ -33,7 +33,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ __all__ = ["report", "should_stop", "state"]
 
 _STATE_FILE, _MANIFEST = "state.pt", "manifest.json"
 _NAME, _REJECTED = re.compile(r"step-(\d{8,})"), "rejected-"
+# Endings of a directory that is being written or removed, and of one that is being replaced.
+_UNFINISHED, _REPLACED = "tmp", "old"
+# Errors of file systems that have no fsync of directories.
+_UNSUPPORTED = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 _KEPT_SNAPSHOTS = 2
 # The memory for the snapshots that are kept, and the one that is being written.
 _SNAPSHOTS_AT_ONCE = _KEPT_SNAPSHOTS + 1
@@ -63,6 +68,7 @@ _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
 _HEARTBEAT_BYTES = 512
 
 _Item = TypeVar("_Item")
+WriteFiles = Callable[[Path], dict[str, Any] | None]
 Phase = Literal["start", "load", "step", "evaluate", "save", "end", "script"]
 
 
@@ -565,7 +571,7 @@ class SavedState:
     ) -> None:
         began, thread_began = time.monotonic(), time.thread_time()
         try:
-            _write_state(directory, step, content, keep=self._keep if durable else _KEPT_SNAPSHOTS, durable=durable)
+            _write_state(directory, step, _serialized(content), keep=self._keep if durable else None)
         except OSError as error:
             if durable:
                 self._unwritten, self._saved_steps[0] = error, -1
@@ -581,6 +587,22 @@ class SavedState:
         else:
             # Where the ranks compute on CPUs, this thread takes time from them.
             self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
+
+
+def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -> None:
+    """Write a checkpoint or, if `keep` is None, a snapshot. Raises OSError."""
+    check = _check_is_newest
+    if keep is None:
+        keep, check = _KEPT_SNAPSHOTS, lambda: None
+        directory.mkdir(parents=True, exist_ok=True)
+        missing = (_SNAPSHOTS_AT_ONCE - len(list_checkpoints(directory))) * len(data)
+        if shutil.disk_usage(directory).free < missing:
+            raise OSError(f"{directory} has no space for {_SNAPSHOTS_AT_ONCE} snapshots of {len(data) / 1e6:,.1f} MB")
+
+    def write_file(temporary: Path) -> None:
+        (temporary / _STATE_FILE).write_bytes(data)
+
+    save_checkpoint(directory, step, write_file, keep, 0o700, check=check)
 
 
 def _directory(*, durable: bool) -> Path | None:
@@ -673,75 +695,179 @@ def _check_restorable(objects: Mapping[str, Saveable]) -> None:
             ) from error
 
 
-# --- files ---
+# --- directories of files: whole or absent ---
 
 
-def _write_state(directory: Path, step: int, content: Mapping[str, Any], *, keep: int, durable: bool) -> None:
-    """Write a state, visible only when it is complete, and remove all but the newest. Raises OSError."""
-    path = directory / f"step-{step:08d}"
-    data = _serialized(content)
-    directory.mkdir(parents=True, exist_ok=True)
-    if not durable and shutil.disk_usage(directory).free < (_SNAPSHOTS_AT_ONCE - len(_steps(directory))) * len(data):
-        raise OSError(f"{directory} has no space for {_SNAPSHOTS_AT_ONCE} snapshots of {len(data) / 1e6:,.1f} MB")
-    temporary = directory / f".{path.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+def publish_directory(
+    path: Path, write_files: WriteFiles, mode: int | None = None, *, check: Callable[[], None] | None = None
+) -> None:
+    """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
+
+    `write_files` receives the empty directory, and need not flush what it writes. The directory gets `mode`, its files
+    get it without the execute bits. None: the umask decides. `check` is called once everything is written,
+    which may take minutes; if it raises, nothing is published.
+
+    Raises:
+        OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(path, _UNFINISHED)
     try:
-        temporary.mkdir(mode=0o700)
-        files = {_STATE_FILE: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
-        manifest = json.dumps({"step": step, "files": files}, indent=2).encode()
-        for name, text in ((_STATE_FILE, data), (_MANIFEST, manifest)):
-            with (temporary / name).open("wb") as file:
-                file.write(text)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-        if durable:
-            _fsync_names(temporary)
-            _check_is_newest()
-        if path.exists():
-            shutil.rmtree(path)
+        temporary.mkdir(mode=0o777 if mode is None else mode)
+        write_files(temporary)
+        for file in temporary.iterdir():
+            if mode is not None:
+                file.chmod(mode & 0o666)
+            _fsync(file)
+        _fsync(temporary)
+        if check:
+            check()
+        # A directory cannot be renamed onto one that has entries.
+        old = _temporary_name(path, _REPLACED) if path.exists() else None
+        if old:
+            path.rename(old)
         temporary.rename(path)
-        if durable:
-            _fsync_names(directory)
+        _fsync(path.parent)
+        if old:
+            shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    for outdated in _steps(directory)[keep:]:
-        _remove(outdated)
-    for rejected in directory.glob(f"{_REJECTED}*"):
-        shutil.rmtree(rejected, ignore_errors=True)
 
 
-def _fsync_names(directory: Path) -> None:
-    """Make the names in a directory durable. On file systems that cannot, `hpc submit` has warned."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def _temporary_name(path: Path, ending: str) -> Path:
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
+
+
+def _fsync(path: Path) -> None:
+    """Make a file's content durable, or the names in a directory: a rename is on the disk only after this."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
+        # Some file systems cannot for directories, of which `hpc submit` has warned.
+        if error.errno not in _UNSUPPORTED or not path.is_dir():
             raise
     finally:
         os.close(descriptor)
 
 
-def _remove(path: Path) -> None:
-    """Remove a state so that a kill in between leaves none that looks complete."""
-    hidden = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.rename(hidden)
-    except OSError:
-        return  # somebody else has removed it
-    shutil.rmtree(hidden, ignore_errors=True)
+def remove_published(path: Path) -> None:
+    """Remove a published directory. It is renamed first, so a kill leaves no incomplete directory under its name.
+
+    Ignores errors. After a kill, `remove_unpublished` removes the rest.
+    """
+    with suppress(OSError):
+        path = path.rename(_temporary_name(path, _UNFINISHED))
+    shutil.rmtree(path, ignore_errors=True)
 
 
-def _steps(directory: Path) -> list[Path]:
-    """Return the states in a directory, the newest first. Ignores other names, such as those of copies."""
-    found = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
-    return sorted(found, key=_step_of, reverse=True)
+def remove_unpublished(parent: Path, pattern: str) -> None:
+    """Remove temporary directories of killed processes; restore a directory that was renamed but not replaced.
+
+    `pattern` matches the names that are published in `parent`, such as `step-*`. `parent` need not exist.
+    """
+    for old in sorted(parent.glob(f".{pattern}.*.{_REPLACED}")):
+        path = parent / old.name[1:].rsplit(".", 2)[0]
+        if path.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(path)
+    for unfinished in parent.glob(f".{pattern}.*.{_UNFINISHED}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _step_of(path: Path) -> int:
+# --- checkpoints, and snapshots: `step-00001200/`, with a manifest ---
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
+    return directory / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the optimizer steps done, from the name of a checkpoint."""
     return int(path.name.rpartition("-")[2])
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Return all checkpoints, intact or not; the newest (by its step) first. Ignores other names, such as of copies."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
+
+
+def save_checkpoint(
+    directory: Path, step: int, write_files: WriteFiles, keep: int | None, mode: int | None = None,
+    *, check: Callable[[], None] | None = None,
+) -> Path:  # fmt: skip
+    """Write a checkpoint and, once it is on the disk, delete all but the newest `keep`; None: delete nothing.
+
+    `write_files` receives the checkpoint's directory, which gets the mode `mode`. It may return the manifest's entries
+    for files that others have written and checked. `check` raises if the checkpoint may not be published.
+
+    Raises:
+        OSError: it could not be written; the older ones are all there.
+    """
+
+    def complete(temporary: Path) -> None:
+        files = write_files(temporary) or {}
+        files |= {file.name: describe_file(file) for file in sorted(temporary.iterdir()) if file.name not in files}
+        (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
+
+    path = checkpoint_path(directory, step)
+    publish_directory(path, complete, mode, check=check)
+    if keep is not None:
+        for outdated in list_checkpoints(directory)[keep:]:
+            remove_published(outdated)
+        for rejected in directory.glob(f"{_REJECTED}*"):
+            shutil.rmtree(rejected, ignore_errors=True)
+    return path
+
+
+def reject(path: Path) -> None:
+    """Mark a checkpoint that is torn or altered as unusable. It is deleted once a new one is committed."""
+    path.rename(path.with_name(_REJECTED + path.name))
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Return the manifest's entry for a file."""
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
+    """Return what is wrong with a checkpoint; empty if its files are as they were written.
+
+    With its rank as `first` and the world size as `stride`, a rank checks its share of the files.
+
+    Raises:
+        OSError: the storage cannot be read. The checkpoint may be intact.
+    """
+    try:
+        files = json.loads((path / _MANIFEST).read_bytes())["files"]
+        checked = sorted(files.items())[first::stride]
+        damaged = next((name for name, entry in checked if describe_file(path / name) != entry), None)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it does not match its manifest: {error!r}"
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error}): start the run again when it can") from error
+    return f"{damaged} is not as it was written" if damaged else ""
+
+
+def file_names(path: Path) -> list[str]:
+    """Return the names of the files of an intact checkpoint. Raises OSError if the storage cannot be read."""
+    return list(json.loads((path / _MANIFEST).read_bytes())["files"])
+
+
+def read_checkpoint(path: Path) -> dict[str, bytes] | str:
+    """Return the files of a checkpoint, or what is wrong with it. Raises OSError if the storage cannot be read."""
+    if damage := find_damage(path):
+        return damage
+    return {name: (path / name).read_bytes() for name in file_names(path)}
+
+
+# --- restoring ---
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -758,12 +884,11 @@ def _sources() -> Iterator[_Source]:
     """Those of this rank; the newest last."""
     for durable in (True, False):
         directory = _directory(durable=durable)
-        if directory is None or not directory.is_dir():
+        if directory is None:
             continue
-        for abandoned in directory.glob(".step-*.tmp"):
-            shutil.rmtree(abandoned, ignore_errors=True)
-        for path in _steps(directory):
-            yield _Source(step=_step_of(path), durable=durable, rank=_this.rank, path=str(path))
+        remove_unpublished(directory, "step-*")
+        for path in list_checkpoints(directory):
+            yield _Source(step=step_of(path), durable=durable, rank=_this.rank, path=str(path))
 
 
 def _restore(objects: Mapping[str, Saveable]) -> _Source | None:
@@ -785,30 +910,31 @@ def _restore(objects: Mapping[str, Saveable]) -> _Source | None:
         if data:
             _load(objects, _deserialized(data))
             restored = best
-    if (snapshots := _directory(durable=False)) and snapshots.is_dir():
-        for path in _steps(snapshots):
-            if _step_of(path) > restored.step:
-                _remove(path)
+    if snapshots := _directory(durable=False):
+        remove_newer(snapshots, restored.step)
     return restored
 
 
 def _read(source: _Source) -> bytes:
-    """The file of a state; empty if that is damaged, and is not tried again."""
+    """Return the file of a state; empty if that is damaged, and is not tried again."""
     path = Path(source.path)
-    try:
-        data = (path / _STATE_FILE).read_bytes()
-        expected = json.loads((path / _MANIFEST).read_bytes())["files"][_STATE_FILE]["sha256"]
-        problem = "" if hashlib.sha256(data).hexdigest() == expected else f"{_STATE_FILE} is not as it was written"
-    except (OSError, ValueError, KeyError) as error:
-        problem = f"it cannot be read: {error!r}"
-    if not problem:
-        return data
-    _warn(f"{path} is not used: {problem}")
+    files = read_checkpoint(path)
+    if not isinstance(files, str):
+        return files[_STATE_FILE]
+    _warn(f"{path} is not used: {files}")
     if source.durable:
-        path.rename(path.with_name(_REJECTED + path.name))
+        reject(path)
     else:
-        _remove(path)
+        remove_published(path)
     return b""
+
+
+def remove_newer(directory: Path, step: int) -> None:
+    """Remove the snapshots that are newer than the restored step, and all unfinished ones."""
+    remove_unpublished(directory, "step-*")
+    for path in list_checkpoints(directory):
+        if step_of(path) > step:
+            remove_published(path)
 
 
 def _load(objects: Mapping[str, Saveable], content: Mapping[str, Any]) -> None:

@@ -20,23 +20,23 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import remove_directory, remove_temporaries
+from hpc.core.rundir import STATE_TENSORS, STATE_VALUES
 from training.checkpoint.sharded import read_full, read_own_shards, read_shards
-from training.checkpoint.snapshot import missing_results, remove_newer, remove_others
+from training.checkpoint.snapshot import missing_results, remove_others
 from training.checkpoint.state import TrainState
-from training.checkpoint.storage import (
-    STATE_TENSORS,
-    STATE_VALUES,
+from training.checkpoint.writer import shard_directory, snapshot_directory
+from training.monitoring.run_logger import RunLogger
+from training.relay import (
     checkpoint_path,
     file_names,
     find_damage,
     list_checkpoints,
-    read_file,
     reject,
+    remove_newer,
+    remove_published,
+    remove_unpublished,
     step_of,
 )
-from training.checkpoint.writer import shard_directory, snapshot_directory
-from training.monitoring.run_logger import RunLogger
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
@@ -112,7 +112,7 @@ class Restorer:
         checkpoints = self.context.run_dir.checkpoints if self.group.is_rank_zero else None
         for durable, directory in ((True, checkpoints), (False, snapshot_directory(self.context, self.group))):
             if directory:
-                remove_temporaries(directory, "step-*")
+                remove_unpublished(directory, "step-*")
                 paths = list_checkpoints(directory)
                 found += [Candidate(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
         if self.state.sharded:
@@ -175,6 +175,8 @@ class Restorer:
             if is_own and not problem:
                 text, tensors = _read(path, with_tensors=not self.state.sharded)
                 self.state.check_compatible(json.loads(text), path.name)
+        except OSError as error:
+            raise TorchrelayError(str(error)) from error
         except TorchrelayError as error:
             # If the flags do not fit a checkpoint, stop and tell the user; if they do not fit a snapshot, skip it and
             # try the next state.
@@ -190,7 +192,7 @@ class Restorer:
         if candidate.durable and candidate.rank == self.group.rank:
             reject(path)
         elif not candidate.durable and (candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate)):
-            remove_directory(path)
+            remove_published(path)
 
 
 def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
@@ -208,13 +210,13 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[bytes, dict[str, Tensor]]:
         UserError: another version of the trainer made it.
         TorchrelayError: the storage cannot be read.
     """
-    names = file_names(path)
-    if STATE_VALUES not in names:
-        raise UserError(
-            f"{path.name} has {', '.join(sorted(names))} instead of {STATE_TENSORS} and {STATE_VALUES}: "
-            "end the run with the version that began it, or use another --run-dir"
-        )
     try:
-        return read_file(path / STATE_VALUES), read_full(path) if with_tensors else {}
+        names = file_names(path)
+        if STATE_VALUES not in names:
+            raise UserError(
+                f"{path.name} has {', '.join(sorted(names))} instead of {STATE_TENSORS} and {STATE_VALUES}: "
+                "end the run with the version that began it, or use another --run-dir"
+            )
+        return (path / STATE_VALUES).read_bytes(), read_full(path) if with_tensors else {}
     except (OSError, SafetensorError) as error:
         raise TorchrelayError(f"{path} cannot be read ({error}): start the run again when it can") from error

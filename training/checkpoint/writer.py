@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpc.core.rundir import STATE_VALUES
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
-from training.checkpoint.snapshot import KEPT, missing_space, remove_newer
+from training.checkpoint.snapshot import KEPT, missing_space
 from training.checkpoint.state import LOSS, TrainState
-from training.checkpoint.storage import STATE_VALUES, save_checkpoint
 from training.config.rules import Interval, parse_interval
 from training.monitoring.background_writer import BackgroundWriter
 from training.monitoring.run_logger import RunLogger
+from training.relay import remove_newer, save_checkpoint
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy

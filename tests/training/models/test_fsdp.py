@@ -16,16 +16,16 @@ from torch import Tensor
 
 from hpc.core.errors import UserError
 from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
+from hpc.core.rundir import STATE_VALUES, RunDir
 from training.checkpoint.sharded import read_full
 from training.checkpoint.snapshot import save_newest_as_checkpoint
-from training.checkpoint.storage import STATE_VALUES, describe_file, list_checkpoints, step_of
 from training.config.train_config import Optimizer, TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.optim import OPTIMIZERS
 from training.models.factory import build_model
 from training.models.fsdp import blocks
 from training.profile import main as profile
+from training.relay import describe_file, list_checkpoints, step_of
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
