@@ -34,14 +34,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 if TYPE_CHECKING:
     import torch
@@ -57,17 +57,14 @@ _NAME, _REJECTED = re.compile(r"step-(\d{8,})"), "rejected-"
 _UNFINISHED, _REPLACED = "tmp", "old"
 # Errors of file systems that have no fsync of directories.
 _UNSUPPORTED = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-_KEPT_SNAPSHOTS = 2
-# The memory for the snapshots that are kept, and the one that is being written.
-_SNAPSHOTS_AT_ONCE = _KEPT_SNAPSHOTS + 1
+KEPT_SNAPSHOTS = 2
 # Snapshots may take a hundredth of the time.
 _SECONDS_PER_COST = 100.0
 # Preemption sends SIGTERM; Slurm's --signal, some time before the limit, SIGUSR2.
-_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
 # The file of a heartbeat keeps its size (padded with spaces), so a reader always finds one whole record.
 _HEARTBEAT_BYTES = 512
 
-_Item = TypeVar("_Item")
 WriteFiles = Callable[[Path], dict[str, Any] | None]
 Phase = Literal["start", "load", "step", "evaluate", "save", "end", "script"]
 
@@ -93,21 +90,27 @@ class _ThisRank:
     run_dir: Path | None
     """None: the script was not started by a run."""
     heartbeat: Path | None
+    checkpoints: Path | None
+    """Where this rank writes checkpoints; None: another one does."""
     snapshots: Path | None
+    """Where this rank writes snapshots; None: another one of its node does, or there are none."""
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Self:
         def path(name: str) -> Path | None:
             return Path(environment[name]) if name in environment else None
 
+        rank, local_rank = int(environment.get("RANK", "0")), int(environment.get("LOCAL_RANK", "0"))
+        run_dir = path("TORCHRELAY_RUN_DIR")
         return cls(
-            rank=int(environment.get("RANK", "0")),
-            local_rank=int(environment.get("LOCAL_RANK", "0")),
+            rank=rank,
+            local_rank=local_rank,
             world_size=int(environment.get("WORLD_SIZE", "1")),
             attempt=int(environment.get("TORCHRELAY_ATTEMPT", "0")),
-            run_dir=path("TORCHRELAY_RUN_DIR"),
+            run_dir=run_dir,
             heartbeat=path("TORCHRELAY_HEARTBEAT"),
-            snapshots=path("TORCHRELAY_SNAPSHOTS"),
+            checkpoints=run_dir / "checkpoints" if run_dir and rank == 0 else None,
+            snapshots=path("TORCHRELAY_SNAPSHOTS") if local_rank == 0 else None,
         )
 
 
@@ -126,17 +129,8 @@ class _StopSignals:
 
     def install(self, *others: signal.Signals) -> None:
         """Record the signals that ask to stop, from now on."""
-        for number in _STOP_SIGNALS.union(others):
+        for number in STOP_SIGNALS.union(others):
             signal.signal(number, self._record)
-
-    def ignore(self) -> None:
-        """Ignore the signals that ask to stop: the work is done.
-
-        Python removes its handlers while it shuts down, so a signal would kill this rank; torchrun would count that as
-        a failure and restart all ranks.
-        """
-        for number in _STOP_SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
 
     def _record(self, number: int, _frame: FrameType | None) -> None:
         self._received.append((number, time.monotonic()))
@@ -197,23 +191,11 @@ class Heartbeat:
         self._count += 1
         self._step = self._step if step is None else step
         record = {
-            "rank": self._rank,
-            "pid": os.getpid(),
-            "step": self._step,
-            "phase": phase,
-            "count": self._count,
-            "time": time.time(),
-            "step_seconds": self.step_seconds,
-            "busy_seconds": self.busy_seconds,
-        }
+            "rank": self._rank, "pid": os.getpid(), "step": self._step, "phase": phase, "count": self._count,
+            "time": time.time(), "step_seconds": self.step_seconds, "busy_seconds": self.busy_seconds,
+        }  # fmt: skip
         with suppress(OSError):
             os.pwrite(self._open(self._path), json.dumps(record).encode().ljust(_HEARTBEAT_BYTES), 0)
-
-    def beat_with_each(self, phase: Phase, items: Iterable[_Item]) -> Iterator[_Item]:
-        """Yield the items, each after a beat."""
-        for item in items:
-            self.beat(phase)
-            yield item
 
     def _open(self, path: Path) -> int:
         """Return the descriptor of the file, which is new, an earlier process's, or already open.
@@ -226,9 +208,6 @@ class Heartbeat:
         if self._descriptor is None:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         return self._descriptor
-
-
-NO_HEARTBEAT = Heartbeat(None, 0)
 
 
 class _Reports:
@@ -329,7 +308,7 @@ class PendingMaximum:
 
 
 def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
-    """Return the bytes of every rank, by rank. All ranks must call this.
+    """Return the bytes of every rank, by rank. All ranks must call this; without a group, this is the only one.
 
     torch's all_gather_object unpickles what it receives: a process that poses as a rank would run code on all. The
     connections between ranks are not authenticated.
@@ -337,6 +316,8 @@ def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
     import torch
     from torch import distributed
 
+    if group is None:
+        return [data]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size(group))]
     distributed.all_gather(sizes, torch.tensor([len(data)]), group=group)
     longest = max(1, *(int(size) for size in sizes))
@@ -353,6 +334,8 @@ def broadcast_bytes(data: bytes | None, source: int, group: "ProcessGroup | None
     import torch
     from torch import distributed
 
+    if group is None:
+        return data or b""
     size = torch.tensor([len(data) if data is not None else 0])
     distributed.broadcast(size, source, group=group)
     mine = bytearray(data) if distributed.get_rank() == source and data is not None else bytearray(int(size))
@@ -365,19 +348,20 @@ class _Ranks:
     """All ranks together: what one of them wants, all do at the same call."""
 
     def __init__(self) -> None:
-        self._group: Any = None
+        self.group: Any = None
+        """The ranks' process group on the CPUs; None: this is the only rank."""
         self._maximum: PendingMaximum | None = None
 
     def connect(self, call: str) -> None:
-        """Make a process group on the CPUs, once. Raises RuntimeError if the script has none yet."""
+        """Make the process group, once. Raises RuntimeError if the script has none yet."""
         from torch import distributed
 
-        if _this.world_size == 1 or self._group is not None:
+        if _this.world_size == 1 or self.group is not None:
             return
         if not distributed.is_initialized():
             raise RuntimeError(f"{call} needs the other ranks: call it after torch.distributed.init_process_group()")
-        self._group = distributed.new_group(backend="gloo")
-        self._maximum = PendingMaximum(self._group)
+        self.group = distributed.new_group(backend="gloo")
+        self._maximum = PendingMaximum(self.group)
 
     def agree(self, wanted: list[int]) -> list[int]:
         """Return the maximum of each number over the ranks, of the call before: so no rank waits for another one."""
@@ -393,17 +377,9 @@ class _Ranks:
         if self._maximum:
             self._maximum.wait()
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """Return the bytes of every rank, by rank."""
-        return all_gather_bytes(data, self._group) if self._group else [data]
-
-    def share(self, data: bytes, owner: int) -> bytes:
-        """Return the bytes of one rank, on all."""
-        return broadcast_bytes(data, owner, self._group) if self._group else data
-
     def close(self) -> None:
         """Let go of the process group. At exit, before Python takes itself apart: its threads would abort then."""
-        self._maximum = self._group = None
+        self._maximum = self.group = None
 
 
 _ranks = _Ranks()
@@ -476,7 +452,7 @@ class SavedState:
         self._cost_seconds = 0.0
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="relay")
         self._writing: Future[None] | None = None
-        self._takes_snapshots = bool(snapshot_seconds) and _this.snapshots is not None
+        self._snapshots = _this.snapshots if snapshot_seconds else None
         self._first_step: int | None = None
         self._unwritten: OSError | None = None
 
@@ -503,8 +479,8 @@ class SavedState:
         _reports.beat(self.step)
         _reports.event(
             "train_started",
-            step=self.step, world_size=_this.world_size, restored_from=source and source.path,
-            source=source and ("checkpoint" if source.durable else "snapshot"),
+            step=self.step, world_size=_this.world_size, restored_from=source and str(source.path),
+            source=source and source.source,
             restore_seconds=round(time.monotonic() - began, 3),
         )  # fmt: skip
         _active = self
@@ -537,7 +513,7 @@ class SavedState:
         checkpoint_seconds, snapshot_seconds = self._intervals
         waits = checkpoint_seconds, max(snapshot_seconds, _SECONDS_PER_COST * self._cost_seconds)
         late = [time.monotonic() - at >= wait for at, wait in zip(self._saved_at, waits, strict=True)]
-        return int(late[0]), int(late[1] and self._takes_snapshots)
+        return int(late[0]), int(late[1] and self._snapshots is not None)
 
     def save(self, *, durable: bool) -> None:
         """Save this step, unless it is saved already. All ranks call it together.
@@ -552,10 +528,8 @@ class SavedState:
         content = _capture(self._objects, self.step)
         copy_seconds = time.monotonic() - began
         self._cost_seconds = max(0.9 * self._cost_seconds, copy_seconds)
-        directory = _directory(durable=durable)
-        if directory is None or not (durable or self._takes_snapshots):
-            return
-        if durable or self._writing is None or self._writing.done():
+        directory = _this.checkpoints if durable else self._snapshots
+        if directory and (durable or self._writing is None or self._writing.done()):
             self._wait()
             write = partial(self._write, directory, self.step, content, copy_seconds, durable=durable)
             self._writing = self._writer.submit(write)
@@ -578,7 +552,7 @@ class SavedState:
                 _reports.event("checkpoint_failed", step=step, reason=str(error))
                 _warn(f"the checkpoint of step {step} could not be written, and is tried again later: {error}")
             else:
-                self._takes_snapshots = False
+                self._snapshots = None
                 _warn(f"no more snapshots: {error}; an interruption now costs the steps since the last checkpoint")
             return
         if durable:
@@ -593,11 +567,11 @@ def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -
     """Write a checkpoint or, if `keep` is None, a snapshot. Raises OSError."""
     check = _check_is_newest
     if keep is None:
-        keep, check = _KEPT_SNAPSHOTS, lambda: None
+        keep, check = KEPT_SNAPSHOTS, lambda: None
         directory.mkdir(parents=True, exist_ok=True)
-        missing = (_SNAPSHOTS_AT_ONCE - len(list_checkpoints(directory))) * len(data)
-        if shutil.disk_usage(directory).free < missing:
-            raise OSError(f"{directory} has no space for {_SNAPSHOTS_AT_ONCE} snapshots of {len(data) / 1e6:,.1f} MB")
+        count = KEPT_SNAPSHOTS + 1  # one is being written
+        if shutil.disk_usage(directory).free < (count - len(list_checkpoints(directory))) * len(data):
+            raise OSError(f"{directory} has no space for {count} snapshots of {len(data) / 1e6:,.1f} MB")
 
     def write_file(temporary: Path) -> None:
         (temporary / _STATE_FILE).write_bytes(data)
@@ -605,19 +579,12 @@ def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -
     save_checkpoint(directory, step, write_file, keep, 0o700, check=check)
 
 
-def _directory(*, durable: bool) -> Path | None:
-    """Where this rank saves states; None: another one does."""
-    if durable:
-        return _this.run_dir / "checkpoints" if _this.run_dir and _this.rank == 0 else None
-    return _this.snapshots if _this.local_rank == 0 else None
-
-
 def _capture(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]:
     """A copy of all states, in memory that the training does not touch. All ranks call it together."""
     writes = _this.local_rank == 0
     shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
     own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
-    every = _ranks.gather(_serialized({"objects": own, "random": _random_states()}))
+    every = all_gather_bytes(_serialized({"objects": own, "random": _random_states()}), _ranks.group)
     return {"step": step, "world_size": _this.world_size, "shared": shared, "own": every}
 
 
@@ -867,66 +834,52 @@ def read_checkpoint(path: Path) -> dict[str, bytes] | str:
     return {name: (path / name).read_bytes() for name in file_names(path)}
 
 
-# --- restoring ---
+# --- restoring: one rank reads, and gives the others what it has read ---
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class _Source:
-    """A saved state that a rank can read: the newest is tried first, and a checkpoint before a snapshot."""
+class Candidate:
+    """A saved state that a rank can read. Tried first: the newest, and a checkpoint before a snapshot."""
 
     step: int
     durable: bool
-    rank: int
-    path: str
+    rank: int = field(compare=False)
+    path: Path = field(compare=False)
+
+    @property
+    def source(self) -> str:
+        """The kind of state."""
+        return "checkpoint" if self.durable else "snapshot"
 
 
-def _sources() -> Iterator[_Source]:
-    """Those of this rank; the newest last."""
-    for durable in (True, False):
-        directory = _directory(durable=durable)
-        if directory is None:
-            continue
-        remove_unpublished(directory, "step-*")
-        for path in list_checkpoints(directory):
-            yield _Source(step=step_of(path), durable=durable, rank=_this.rank, path=str(path))
+def find_candidates(rank: int, checkpoints: Path | None, snapshots: Path | None) -> list[Candidate]:
+    """Return the states in the directories of a rank, the newest last. Removes what killed processes have left."""
+    found = list[Candidate]()
+    for durable, directory in ((True, checkpoints), (False, snapshots)):
+        if directory:
+            remove_unpublished(directory, "step-*")
+            paths = list_checkpoints(directory)
+            found += [Candidate(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
+    return sorted(found)
 
 
-def _restore(objects: Mapping[str, Saveable]) -> _Source | None:
-    """Load the newest state that is intact, and return where it was; None: there is none. All ranks call it together.
+def restore_newest(
+    mine: list[Candidate], load: Callable[[Candidate], bool], group: "ProcessGroup | None"
+) -> Candidate | None:
+    """Load the newest state that is usable, and return it; None: there is none. All ranks must call this.
 
-    One rank reads it and gives it to the others, so no node needs the memory of another one.
+    `mine` is what this rank can read, the newest last. `load`, on all ranks, loads a state of one of them; it returns
+    False on all of them if the state is not usable.
     """
-    mine, restored = sorted(_sources()), None
-    while restored is None:
-        newest = _ranks.gather(json.dumps(vars(mine[-1]) if mine else None).encode())
-        found = [_Source(**fields) for each in newest if (fields := json.loads(each))]
-        if not found:
-            return None
-        best, data = max(found), b""
-        if best.rank == _this.rank:
+    while True:
+        text = json.dumps(vars(mine[-1]) if mine else None, default=str)
+        newest = [json.loads(each) for each in all_gather_bytes(text.encode(), group)]
+        found = (Candidate(**{**each, "path": Path(each["path"])}) for each in newest if each)
+        best = max(found, default=None)
+        if best and mine and best.rank == mine[-1].rank:
             mine.pop()
-            data = _read(best)
-        data = _ranks.share(data, best.rank)
-        if data:
-            _load(objects, _deserialized(data))
-            restored = best
-    if snapshots := _directory(durable=False):
-        remove_newer(snapshots, restored.step)
-    return restored
-
-
-def _read(source: _Source) -> bytes:
-    """Return the file of a state; empty if that is damaged, and is not tried again."""
-    path = Path(source.path)
-    files = read_checkpoint(path)
-    if not isinstance(files, str):
-        return files[_STATE_FILE]
-    _warn(f"{path} is not used: {files}")
-    if source.durable:
-        reject(path)
-    else:
-        remove_published(path)
-    return b""
+        if best is None or load(best):
+            return best
 
 
 def remove_newer(directory: Path, step: int) -> None:
@@ -935,6 +888,34 @@ def remove_newer(directory: Path, step: int) -> None:
     for path in list_checkpoints(directory):
         if step_of(path) > step:
             remove_published(path)
+
+
+def _restore(objects: Mapping[str, Saveable]) -> Candidate | None:
+    """Load the newest state that is intact. All ranks call it together."""
+
+    def load(candidate: Candidate) -> bool:
+        data = _read(candidate.path, durable=candidate.durable) if candidate.rank == _this.rank else None
+        if data := broadcast_bytes(data, candidate.rank, _ranks.group):
+            _load(objects, _deserialized(data))
+        return bool(data)
+
+    restored = restore_newest(find_candidates(_this.rank, _this.checkpoints, _this.snapshots), load, _ranks.group)
+    if restored and _this.snapshots:
+        remove_newer(_this.snapshots, restored.step)
+    return restored
+
+
+def _read(path: Path, *, durable: bool) -> bytes:
+    """Return the file of a state; empty if that is damaged, and is not tried again."""
+    files = read_checkpoint(path)
+    if not isinstance(files, str):
+        return files[_STATE_FILE]
+    _warn(f"{path} is not used: {files}")
+    if durable:
+        reject(path)
+    else:
+        remove_published(path)
+    return b""
 
 
 def _load(objects: Mapping[str, Saveable], content: Mapping[str, Any]) -> None:

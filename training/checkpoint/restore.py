@@ -11,9 +11,8 @@ has are candidates.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -27,42 +26,19 @@ from training.checkpoint.state import TrainState
 from training.checkpoint.writer import shard_directory, snapshot_directory
 from training.monitoring.run_logger import RunLogger
 from training.relay import (
+    Candidate,
     checkpoint_path,
     file_names,
+    find_candidates,
     find_damage,
     list_checkpoints,
     reject,
     remove_newer,
     remove_published,
-    remove_unpublished,
-    step_of,
+    restore_newest,
 )
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class Candidate:
-    """A saved state that a rank can read. Tried first: the newest, and a checkpoint before a snapshot."""
-
-    step: int
-    durable: bool
-    rank: int = field(compare=False)
-    path: Path = field(compare=False)
-
-    @property
-    def source(self) -> str:
-        """The kind of state."""
-        return "checkpoint" if self.durable else "snapshot"
-
-    def to_json(self) -> dict[str, Any]:
-        """Its fields, for the other ranks."""
-        return {**asdict(self), "path": str(self.path)}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Candidate":
-        """Read one of another rank."""
-        return cls(**{**fields, "path": Path(fields["path"])})
 
 
 @dataclass(frozen=True)
@@ -85,16 +61,8 @@ class Restorer:
             SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
             TorchrelayError: the storage cannot be read.
         """
-        directory, candidates = snapshot_directory(self.context, self.group), self.candidates()
-        restored = None
-        while not restored:
-            newest = self.group.all_gather_json(candidates[-1].to_json() if candidates else None)
-            best = max(map(Candidate.from_json, filter(None, newest)), default=None)
-            if best is None:
-                break
-            if best.rank == self.group.rank:
-                candidates.pop()
-            restored = best if self.load(best) else None
+        directory = snapshot_directory(self.context, self.group)
+        restored = restore_newest(self.candidates(), self.load, self.group.control)
         if directory:
             remove_newer(directory, self.state.progress.step)
         node, rank_info = self.context.node_dir, self.group.rank_info
@@ -108,13 +76,8 @@ class Restorer:
 
     def candidates(self) -> list[Candidate]:
         """This rank's candidates, the newest last."""
-        rank, found = self.group.rank, list[Candidate]()
         checkpoints = self.context.run_dir.checkpoints if self.group.is_rank_zero else None
-        for durable, directory in ((True, checkpoints), (False, snapshot_directory(self.context, self.group))):
-            if directory:
-                remove_unpublished(directory, "step-*")
-                paths = list_checkpoints(directory)
-                found += [Candidate(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
+        found = find_candidates(self.group.rank, checkpoints, snapshot_directory(self.context, self.group))
         if self.state.sharded:
             # Combine only shards of one attempt: two attempts may have had different flags, and then their states of
             # the same step differ.
@@ -123,7 +86,7 @@ class Restorer:
             common = set.intersection(*({(step, attempt) for step, attempt in each} for each in gathered))
             usable = [candidate for candidate in found if candidate.durable or origins[candidate] in common]
             found = usable if self.group.is_rank_zero else []
-        return sorted(found)
+        return found
 
     def is_sharded_snapshot(self, candidate: Candidate) -> bool:
         """Whether each rank has its shards of the state in its own place."""
@@ -158,7 +121,7 @@ class Restorer:
         """The tensors that rank `source` has found, on every rank and where they belong."""
         allocate, tensors = self.state.allocator(), dict[str, Tensor]()
         received = self.group.broadcast_tensors(found, source)
-        for name, value in self.context.heartbeat.beat_with_each("start", received):
+        for name, value in self.context.beat_with_each("start", received):
             tensors[name] = allocate(name, value).copy_(value)
         return tensors
 

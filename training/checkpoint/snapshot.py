@@ -16,6 +16,7 @@ from hpc.core.kernel import available_memory_bytes
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import STATE_VALUES, RunDir
 from training.relay import (
+    KEPT_SNAPSHOTS,
     checkpoint_path,
     list_checkpoints,
     read_checkpoint,
@@ -23,8 +24,6 @@ from training.relay import (
     save_checkpoint,
     step_of,
 )
-
-KEPT = 2
 
 
 def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], None] | None = None) -> int | None:
@@ -96,7 +95,7 @@ def missing_space(directory: Path, size_bytes: int) -> str:
     Raises:
         OSError: the directory cannot be read.
     """
-    missing = size_bytes * (KEPT + 1 - min(KEPT, len(list_checkpoints(directory))))
+    missing = size_bytes * (KEPT_SNAPSHOTS + 1 - min(KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
     disk = os.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize
     if free < missing:

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from hpc.core.rundir import STATE_VALUES
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
-from training.checkpoint.snapshot import KEPT, missing_space
+from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
 from training.config.rules import Interval, parse_interval
 from training.monitoring.background_writer import BackgroundWriter
 from training.monitoring.run_logger import RunLogger
-from training.relay import remove_newer, save_checkpoint
+from training.relay import KEPT_SNAPSHOTS, remove_newer, save_checkpoint
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy
@@ -223,7 +223,7 @@ class SnapshotDestination:
         """Write a snapshot, and delete all but the newest."""
         self._logger.wait_for_metrics()
         if self.directory:
-            save_checkpoint(self.directory, step, copy.write, KEPT, _SNAPSHOT_MODE)
+            save_checkpoint(self.directory, step, copy.write, KEPT_SNAPSHOTS, _SNAPSHOT_MODE)
 
     def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
         """Warn of a failure."""
