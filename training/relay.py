@@ -16,7 +16,8 @@ This file imports nothing of torchrelay: a project that runs where that is not i
 of torchrelay has started the script, `should_stop` answers False, and the others do nothing. More is in
 docs/tutorials/own-script.md.
 
-Our own trainer is built on the same parts: stop signals, heartbeat, exchanges between ranks.
+Our own trainer stands on the public functions and classes below: stop signals, heartbeat, exchanges between ranks,
+checkpoints on the disk, and the choice of the newest one.
 """
 
 import atexit
@@ -504,7 +505,7 @@ class SavedState:
         self._writer.shutdown(wait=is_done)
 
     def due(self) -> tuple[int, int]:
-        """Whether a checkpoint, and a snapshot, are due: 1 or 0. The clock of rank 0 decides."""
+        """Return whether a checkpoint, and a snapshot, are due: 1 or 0. The clock of rank 0 decides."""
         if self._first_step is not None and self.step > self._first_step:
             _reports.event("first_step", step=self.step)
             self._first_step = None
@@ -580,7 +581,7 @@ def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -
 
 
 def _capture(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]:
-    """A copy of all states, in memory that the training does not touch. All ranks call it together."""
+    """Copy all states into memory that the training does not touch. All ranks call it together."""
     writes = _this.local_rank == 0
     shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
     own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
@@ -589,14 +590,14 @@ def _capture(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]:
 
 
 def _is_shared(one: Saveable) -> bool:
-    """Whether all ranks have the same state, or shards of one."""
+    """Return whether all ranks have the same state, or shards of one."""
     from torch import nn, optim
 
     return isinstance(one, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler)
 
 
 def _copied(value: Any, *, keep: bool) -> Any:
-    """The same with whole tensors in the host's memory; all ranks put the shards together, `keep` or not."""
+    """Copy the tensors in a state to the host's memory. All ranks put shards together, and only some `keep` them."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -638,7 +639,7 @@ def _serialized(content: Any) -> bytes:
 
 
 def _deserialized(data: bytes) -> Any:
-    """What was saved. Code in it is not run, but refused."""
+    """Return what `_serialized` was given. Code in it is not run, but refused."""
     import torch
 
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -934,7 +935,7 @@ def _load(objects: Mapping[str, Saveable], content: Mapping[str, Any]) -> None:
 
 
 def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
-    """The state with its tensors in shards where the module or the optimizer has its parameters in shards (FSDP2)."""
+    """Return the state with its tensors in shards where the object has its parameters in shards (FSDP2)."""
     from torch import nn, optim
 
     if isinstance(one, nn.Module):
@@ -951,7 +952,7 @@ def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(model: Any, value: Any) -> Any:
-    """A whole tensor in shards like another one of its shape, if that is in shards."""
+    """Return a whole tensor in shards like `model`, if that is in shards and of its shape."""
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 
