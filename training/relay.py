@@ -415,6 +415,40 @@ def should_stop() -> bool:
 # --- saved states ---
 
 
+class BackgroundWriter:
+    """Runs writes in a thread, one at a time and in order. The thread calls `prepare` when it begins."""
+
+    def __init__(self, prepare: Callable[[], None] | None = None) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer", initializer=prepare)
+        self._pending: Future[None] | None = None
+
+    def submit(self, write: Callable[[], None]) -> None:
+        """Start a write, once the previous one is done. Raises what that raised."""
+        self.wait()
+        self._pending = self._thread.submit(write)
+
+    def enqueue(self, write: Callable[[], None]) -> None:
+        """Start a write after the previous one, without waiting for that. If that fails, this one fails too."""
+        previous = self._pending
+
+        def run() -> None:
+            if previous:
+                previous.result()
+            write()
+
+        self._pending = self._thread.submit(run)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a write is running."""
+        return self._pending is not None and not self._pending.done()
+
+    def wait(self) -> None:
+        """Wait for all writes. Raises what the last one raised. Any thread may call this."""
+        if pending := self._pending:
+            pending.result()
+
+
 def state(
     *, checkpoint_seconds: float = 600.0, snapshot_seconds: float = 1.0, keep: int = 2, **objects: Saveable
 ) -> "SavedState":
@@ -451,8 +485,7 @@ class SavedState:
         self._saved_at = [time.monotonic()] * 2
         self._saved_steps = [-1, -1]
         self._cost_seconds = 0.0
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="relay")
-        self._writing: Future[None] | None = None
+        self._background = BackgroundWriter()
         self._snapshots = _this.snapshots if snapshot_seconds else None
         self._first_step: int | None = None
         self._unwritten: OSError | None = None
@@ -495,21 +528,20 @@ class SavedState:
         if _this.run_dir is not None and is_done:
             _ranks.settle()
             self.save(durable=True)
-            self._wait()
+            self._background.wait()
             if self._unwritten:
                 raise self._unwritten
             if _stopping:
                 number, at = _stopping
                 seconds = round(time.monotonic() - at, 3)
                 _reports.event("train_stopped", step=self.step, signal=signal.Signals(number).name, seconds=seconds)
-        self._writer.shutdown(wait=is_done)
 
     def due(self) -> tuple[int, int]:
         """Return whether a checkpoint, and a snapshot, are due: 1 or 0. The clock of rank 0 decides."""
         if self._first_step is not None and self.step > self._first_step:
             _reports.event("first_step", step=self.step)
             self._first_step = None
-        if _this.rank != 0 or (self._writing and not self._writing.done()):
+        if _this.rank != 0 or self._background.busy:
             return 0, 0
         checkpoint_seconds, snapshot_seconds = self._intervals
         waits = checkpoint_seconds, max(snapshot_seconds, _SECONDS_PER_COST * self._cost_seconds)
@@ -530,16 +562,9 @@ class SavedState:
         copy_seconds = time.monotonic() - began
         self._cost_seconds = max(0.9 * self._cost_seconds, copy_seconds)
         directory = _this.checkpoints if durable else self._snapshots
-        if directory and (durable or self._writing is None or self._writing.done()):
-            self._wait()
+        if directory and (durable or not self._background.busy):
             write = partial(self._write, directory, self.step, content, copy_seconds, durable=durable)
-            self._writing = self._writer.submit(write)
-
-    def _wait(self) -> None:
-        """Wait for the state that is being written."""
-        writing, self._writing = self._writing, None
-        if writing:
-            writing.result()
+            self._background.submit(write)
 
     def _write(
         self, directory: Path, step: int, content: Mapping[str, Any], copy_seconds: float, *, durable: bool

@@ -21,8 +21,7 @@ from hpc.core.files import DISK_FULL, append_json_line, json_line, read_json_lin
 from hpc.core.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
-from training.monitoring.background_writer import BackgroundWriter
-from training.relay import publish_directory, remove_unpublished
+from training.relay import BackgroundWriter, publish_directory, remove_unpublished
 from training.runtime.console import Console
 from training.runtime.train_progress import Progress
 
