@@ -21,7 +21,7 @@ from hpc import cli
 from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import link_files
-from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
+from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, STATE_VALUES, RunDir
 from hpc.core.text import few
 from hpc.flags import changed_flags, named_run, with_own_flags
 from hpc.spec import RunSpec
@@ -30,11 +30,11 @@ from hpc.submit.__main__ import show
 from hpc.submit.new_run import NewRun, start_run
 from hpc.submit.options import SubmitOptions, SubmitTraining, flag_names, with_defaults
 from hpc.submit.sbatch_flags import spelled_out
-from training.checkpoint.storage import STATE_VALUES, checkpoint_path, find_damage, list_checkpoints, step_of
 from training.config.command_line import check_names, typed_names
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
 from training.config.train_config import TrainConfig
+from training.relay import checkpoint_path, find_damage, list_checkpoints, step_of
 
 _EXPORTED = (".pt2", ".onnx")
 # Of the flags of the other run, those that say how to get a node; the number of nodes and the time are an evaluation's.

@@ -19,17 +19,17 @@ from hpc import cli
 from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import json_line, link_files, read_json_lines, write_atomic
-from hpc.core.rundir import RunDir
+from hpc.core.rundir import STATE_VALUES, RunDir
 from hpc.flags import flags_of, is_default_time, named_run, with_own_flags
 from hpc.spec import RunSpec, program_of
 from hpc.submit.__main__ import show
 from hpc.submit.new_run import NewRun, start_run
 from hpc.submit.options import SubmitTraining, flag_names
 from hpc.submit.sbatch_flags import spelled_out
-from training.checkpoint.storage import STATE_VALUES, find_damage, list_checkpoints, step_of
 from training.config.changes import refuse_on_fork
 from training.config.command_line import check_names, typed_names
 from training.config.train_config import TrainConfig
+from training.relay import find_damage, list_checkpoints, step_of
 
 _OF_NEW_TRAININGS = ("config", "recipe")
 _OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}

@@ -49,10 +49,10 @@ from hpc.submit import checks
 from hpc.submit.code_copy import copy_code, find_code, own_environment
 from hpc.submit.new_run import preemption_grace
 from hpc.submit.sbatch_flags import spelled_out
-from training.checkpoint.storage import list_checkpoints
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
 from training.config.command_line import flag_names, typed_names
 from training.config.train_config import Adjustable, TrainConfig, check_world
+from training.relay import list_checkpoints
 
 # Longer than most jobs take to save and end after hpc cancel.
 _ENDING_SECONDS = 60.0

@@ -7,7 +7,7 @@ import faulthandler
 import gc
 import time
 
-from training.runtime import signals
+from training.relay import STOP_SIGNALS, Heartbeat, signals
 
 # Before all other imports: importing torch takes seconds, and a signal in them must not end the rank unsaved. A rank
 # that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
@@ -20,6 +20,7 @@ if __name__ == "__main__":
     gc.disable()
 
 import os  # noqa: E402
+import signal  # noqa: E402
 import sys  # noqa: E402
 import traceback  # noqa: E402
 from typing import NoReturn  # noqa: E402
@@ -30,7 +31,6 @@ from hpc.core.rundir import RunDir  # noqa: E402
 from training.config.evaluation_task import EvaluationTask  # noqa: E402
 from training.config.train_config import RankOptions, is_from_spec, read_spec  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
-from training.runtime.heartbeat import Heartbeat  # noqa: E402
 from training.runtime.run_context import RankInfo, RunContext, rank_info_from  # noqa: E402
 
 
@@ -71,7 +71,10 @@ def main() -> int:
         _flush_output()
         leave(1)
     finally:
-        signals.ignore()
+        # Python removes its handlers while it shuts down. A signal would then kill this rank, whose work is done, and
+        # torchrun would count that as a failure and restart all ranks.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         _flush_output()
 
 

@@ -79,7 +79,7 @@ def train_ours(case: "Case", directory: Path, step_done: Callable[[], None]) -> 
     from hpc.core.rundir import RunDir  # noqa: PLC0415
     from training.engine.launch import launch  # noqa: PLC0415
     from training.engine.trainer import Trainer  # noqa: PLC0415
-    from training.runtime.heartbeat import Heartbeat  # noqa: PLC0415
+    from training.relay import Heartbeat  # noqa: PLC0415
     from training.runtime.run_context import RunContext, rank_info_from  # noqa: PLC0415
 
     make_steps = Trainer.steps
@@ -135,7 +135,7 @@ def main(loop: str, directory: str, core: str, fields: str) -> None:
     os.sched_setaffinity(0, {int(core)})
     pacer = Pacer()
     if loop == OURS:
-        from training.runtime import signals  # noqa: PLC0415  # as training/__main__.py begins
+        from training.relay import signals  # noqa: PLC0415  # as training/__main__.py begins
 
         signals.install()
         gc.disable()

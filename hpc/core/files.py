@@ -23,8 +23,8 @@ _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
 # A log may be larger than memory.
 _BLOCK_BYTES = 2**20
-# Endings of a directory that is being written or removed, and of one that is being replaced.
-_UNFINISHED, _REPLACED = "tmp", "old"
+# The ending of a file or directory that is being written or removed.
+_UNFINISHED = "tmp"
 MOST = 1e15
 """The largest number that is accepted from a file: sums of such numbers are still finite, and valid JSON."""
 UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
@@ -114,7 +114,7 @@ def can_write(directory: Path) -> bool:
 def _temporary_file(path: Path, data: str | bytes | Iterable[str], mode: int) -> Iterator[Path]:
     """Write durably to a unique name beside `path`, which is removed in the end unless the file has been renamed."""
     parts = (data,) if isinstance(data, str | bytes) else data
-    temporary = _temporary_name(path, _UNFINISHED)
+    temporary = _temporary_name(path)
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
         with os.fdopen(descriptor, "wb") as file:
@@ -148,43 +148,6 @@ def write_exclusive(path: Path, data: str) -> bool:
     return True
 
 
-def publish_directory(
-    path: Path, write_files: Callable[[Path], None], mode: int | None = None, *, check: Callable[[], None] | None = None
-) -> None:
-    """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
-
-    `write_files` receives the empty directory, and need not flush what it writes. The directory gets `mode`, its files
-    get it without the execute bits. None: the umask decides. `check` is called once everything is written,
-    which may take minutes; if it raises, nothing is published.
-
-    Raises:
-        OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_name(path, _UNFINISHED)
-    try:
-        temporary.mkdir(mode=0o777 if mode is None else mode)
-        write_files(temporary)
-        for file in temporary.iterdir():
-            if mode is not None:
-                file.chmod(mode & 0o666)
-            fsync_file(file)
-        fsync_directory(temporary)
-        if check:
-            check()
-        # A directory cannot be renamed onto one that has entries.
-        old = _temporary_name(path, _REPLACED) if path.exists() else None
-        if old:
-            path.rename(old)
-        temporary.rename(path)
-        fsync_directory(path.parent)
-        if old:
-            shutil.rmtree(old, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
     """Make a private directory under a temporary name, and rename it to its own name when the block ends.
@@ -195,7 +158,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: the name is taken when the block ends.
     """
-    temporary = _temporary_name(path, _UNFINISHED)
+    temporary = _temporary_name(path)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         # Another process that failed may just have removed the parent, which it had made.
@@ -229,32 +192,18 @@ def is_temporary(path: Path) -> bool:
     return bool(re.fullmatch(rf"\..+\.[0-9a-f]{{32}}\.{_UNFINISHED}", path.name))
 
 
-def _temporary_name(path: Path, ending: str) -> Path:
-    return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
+def _temporary_name(path: Path) -> Path:
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}.{_UNFINISHED}"
 
 
 def remove_directory(path: Path) -> None:
     """Remove a published directory. It is renamed first, so a kill leaves no incomplete directory under its name.
 
-    Ignores errors. After a kill, `remove_temporaries` removes the rest.
+    Ignores errors. A kill leaves it under a name that `is_temporary` recognizes.
     """
     with contextlib.suppress(OSError):
-        path = path.rename(_temporary_name(path, _UNFINISHED))
+        path = path.rename(_temporary_name(path))
     shutil.rmtree(path, ignore_errors=True)
-
-
-def remove_temporaries(parent: Path, pattern: str) -> None:
-    """Remove temporary directories of killed processes; restore a directory that was renamed but not replaced.
-
-    `pattern` matches the names that are published in `parent`, such as `step-*`. `parent` need not exist.
-    """
-    for old in sorted(parent.glob(f".{pattern}.*.{_REPLACED}")):
-        path = parent / old.name[1:].rsplit(".", 2)[0]
-        if path.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(path)
-    remove_abandoned(parent, f".{pattern}.*.{_UNFINISHED}")
 
 
 def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], bool] = lambda _: True) -> None:

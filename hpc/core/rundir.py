@@ -8,6 +8,8 @@ from typing import Any
 CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes.csv", "history.csv"
 # In `best/` too.
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
+# In a checkpoint of our trainer.
+STATE_TENSORS, STATE_VALUES = "state.safetensors", "state.json"
 
 
 @dataclass(frozen=True)

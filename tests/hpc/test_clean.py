@@ -23,7 +23,7 @@ from support.events import submitted, write_events
 from hpc.clean import remove
 from hpc.core.kernel import start_time
 from hpc.core.rundir import RunDir
-from training.checkpoint.storage import list_checkpoints
+from training.relay import list_checkpoints
 
 pytestmark = pytest.mark.timeout(400)
 

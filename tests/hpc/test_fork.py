@@ -10,7 +10,7 @@ from support.events import attempt_ended, claimed, recorded_run
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
-from training.checkpoint.storage import list_checkpoints
+from training.relay import list_checkpoints
 
 pytestmark = pytest.mark.timeout(400)
 

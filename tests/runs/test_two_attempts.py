@@ -12,7 +12,8 @@ import pytest
 from support.cluster import ROOT, SMALL_BATCH, Run, commands, need, ranks_of, site_without_slurm
 
 from hpc.core.kernel import children, is_alive, start_time
-from training.checkpoint.storage import STATE_VALUES, list_checkpoints
+from hpc.core.rundir import STATE_VALUES
+from training.relay import list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 FLAGS = ("--cluster=local", "--data=data", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", *SMALL_BATCH)

@@ -38,7 +38,7 @@ def load_initial_weights(context: RunContext, state: TrainState, group: ProcessG
         if group.is_rank_zero and config.weights:
             path = resolve_weights(config.model, config.weights)
             found, new = select_weights(read_weights(path), state.model, path)
-    weights = context.heartbeat.beat_with_each("start", group.broadcast_tensors(found))
+    weights = context.beat_with_each("start", group.broadcast_tensors(found))
     load_full_state_dict(state.model, weights, sharded=state.sharded, strict=False)
     if state.ema:
         state.ema.model.load_state_dict(state.model.state_dict())

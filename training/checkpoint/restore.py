@@ -11,9 +11,8 @@ has are candidates.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -21,49 +20,26 @@ from torch import Tensor
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.events.kinds import CheckpointRejected
-from hpc.core.files import remove_directory, remove_temporaries
+from hpc.core.rundir import STATE_TENSORS, STATE_VALUES
 from training.checkpoint.sharded import read_full, read_own_shards, read_shards
-from training.checkpoint.snapshot import missing_results, remove_newer, remove_others
+from training.checkpoint.snapshot import missing_results, remove_others
 from training.checkpoint.state import TrainState
-from training.checkpoint.storage import (
-    STATE_TENSORS,
-    STATE_VALUES,
-    checkpoint_path,
-    file_names,
-    find_damage,
-    list_checkpoints,
-    read_file,
-    reject,
-    step_of,
-)
 from training.checkpoint.writer import shard_directory, snapshot_directory
 from training.monitoring.run_logger import RunLogger
+from training.relay import (
+    Candidate,
+    checkpoint_path,
+    file_names,
+    find_candidates,
+    find_damage,
+    list_checkpoints,
+    reject,
+    remove_newer,
+    remove_published,
+    restore_newest,
+)
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class Candidate:
-    """A saved state that a rank can read. Tried first: the newest, and a checkpoint before a snapshot."""
-
-    step: int
-    durable: bool
-    rank: int = field(compare=False)
-    path: Path = field(compare=False)
-
-    @property
-    def source(self) -> str:
-        """The kind of state."""
-        return "checkpoint" if self.durable else "snapshot"
-
-    def to_json(self) -> dict[str, Any]:
-        """Its fields, for the other ranks."""
-        return {**asdict(self), "path": str(self.path)}
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Candidate":
-        """Read one of another rank."""
-        return cls(**{**fields, "path": Path(fields["path"])})
 
 
 @dataclass(frozen=True)
@@ -86,16 +62,8 @@ class Restorer:
             SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
             TorchrelayError: the storage cannot be read.
         """
-        directory, candidates = snapshot_directory(self.context, self.group), self.candidates()
-        restored = None
-        while not restored:
-            newest = self.group.all_gather_json(candidates[-1].to_json() if candidates else None)
-            best = max(map(Candidate.from_json, filter(None, newest)), default=None)
-            if best is None:
-                break
-            if best.rank == self.group.rank:
-                candidates.pop()
-            restored = best if self.load(best) else None
+        directory = snapshot_directory(self.context, self.group)
+        restored = restore_newest(self.candidates(), self.load, self.group.control)
         if directory:
             remove_newer(directory, self.state.progress.step)
         node, rank_info = self.context.node_dir, self.group.rank_info
@@ -109,13 +77,8 @@ class Restorer:
 
     def candidates(self) -> list[Candidate]:
         """This rank's candidates, the newest last."""
-        rank, found = self.group.rank, list[Candidate]()
         checkpoints = self.context.run_dir.checkpoints if self.group.is_rank_zero else None
-        for durable, directory in ((True, checkpoints), (False, snapshot_directory(self.context, self.group))):
-            if directory:
-                remove_temporaries(directory, "step-*")
-                paths = list_checkpoints(directory)
-                found += [Candidate(step=step_of(path), durable=durable, rank=rank, path=path) for path in paths]
+        found = find_candidates(self.group.rank, checkpoints, snapshot_directory(self.context, self.group))
         if self.state.sharded:
             # Combine only shards of one attempt: two attempts may have had different flags, and then their states of
             # the same step differ.
@@ -124,7 +87,7 @@ class Restorer:
             common = set.intersection(*({(step, attempt) for step, attempt in each} for each in gathered))
             usable = [candidate for candidate in found if candidate.durable or origins[candidate] in common]
             found = usable if self.group.is_rank_zero else []
-        return sorted(found)
+        return found
 
     def is_sharded_snapshot(self, candidate: Candidate) -> bool:
         """Whether each rank has its shards of the state in its own place."""
@@ -159,7 +122,7 @@ class Restorer:
         """The tensors that rank `source` has found, on every rank and where they belong."""
         allocate, tensors = self.state.allocator(), dict[str, Tensor]()
         received = self.group.broadcast_tensors(found, source)
-        for name, value in self.context.heartbeat.beat_with_each("start", received):
+        for name, value in self.context.beat_with_each("start", received):
             tensors[name] = allocate(name, value).copy_(value)
         return tensors
 
@@ -176,6 +139,8 @@ class Restorer:
             if is_own and not problem:
                 text, tensors = _read(path, with_tensors=not self.state.sharded)
                 self.state.check_compatible(json.loads(text), path.name)
+        except OSError as error:
+            raise TorchrelayError(str(error)) from error
         except TorchrelayError as error:
             # If the flags do not fit a checkpoint, stop and tell the user; if they do not fit a snapshot, skip it and
             # try the next state.
@@ -191,7 +156,7 @@ class Restorer:
         if candidate.durable and candidate.rank == self.group.rank:
             reject(path)
         elif not candidate.durable and (candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate)):
-            remove_directory(path)
+            remove_published(path)
 
 
 def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
@@ -209,13 +174,13 @@ def _read(path: Path, *, with_tensors: bool) -> tuple[bytes, dict[str, Tensor]]:
         UserError: another version of the trainer made it.
         TorchrelayError: the storage cannot be read.
     """
-    names = file_names(path)
-    if STATE_VALUES not in names:
-        raise UserError(
-            f"{path.name} has {', '.join(sorted(names))} instead of {STATE_TENSORS} and {STATE_VALUES}: "
-            "end the run with the version that began it, or use another --run-dir"
-        )
     try:
-        return read_file(path / STATE_VALUES), read_full(path) if with_tensors else {}
+        names = file_names(path)
+        if STATE_VALUES not in names:
+            raise UserError(
+                f"{path.name} has {', '.join(sorted(names))} instead of {STATE_TENSORS} and {STATE_VALUES}: "
+                "end the run with the version that began it, or use another --run-dir"
+            )
+        return (path / STATE_VALUES).read_bytes(), read_full(path) if with_tensors else {}
     except (OSError, SafetensorError) as error:
         raise TorchrelayError(f"{path} cannot be read ({error}): start the run again when it can") from error

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from hpc.core.errors import TorchrelayError
 from hpc.core.files import fsync_file
+from hpc.core.rundir import STATE_TENSORS
 from training.checkpoint.state import TrainState
-from training.checkpoint.storage import STATE_TENSORS, WriteFiles, describe_file, save_checkpoint
+from training.relay import WriteFiles, describe_file, save_checkpoint
 from training.runtime.process_group import ProcessGroup
 
 # torch.distributed.checkpoint.HuggingFaceStorageReader looks for these.

@@ -11,20 +11,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc.core.files import last_json_line, read_json_lines, remove_directory, remove_temporaries
+from hpc.core.files import last_json_line, read_json_lines
 from hpc.core.kernel import available_memory_bytes
 from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
-from training.checkpoint.storage import (
-    STATE_VALUES,
+from hpc.core.rundir import STATE_VALUES, RunDir
+from training.relay import (
+    KEPT_SNAPSHOTS,
     checkpoint_path,
     list_checkpoints,
     read_checkpoint,
+    remove_published,
     save_checkpoint,
     step_of,
 )
-
-KEPT = 2
 
 
 def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], None] | None = None) -> int | None:
@@ -35,8 +34,7 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
     there was nothing to save.
 
     Raises:
-        OSError: it could not be written, and nothing is left of it.
-        TorchrelayError: the snapshot cannot be read.
+        OSError: the snapshot cannot be read, or the checkpoint not be written, and nothing is left of it.
     """
     saved = list_checkpoints(run.checkpoints)
     newest = step_of(saved[0]) if saved else 0
@@ -97,7 +95,7 @@ def missing_space(directory: Path, size_bytes: int) -> str:
     Raises:
         OSError: the directory cannot be read.
     """
-    missing = size_bytes * (KEPT + 1 - min(KEPT, len(list_checkpoints(directory))))
+    missing = size_bytes * (KEPT_SNAPSHOTS + 1 - min(KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
     disk = os.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize
     if free < missing:
@@ -109,19 +107,11 @@ def missing_space(directory: Path, size_bytes: int) -> str:
     return ""
 
 
-def remove_newer(directory: Path, step: int) -> None:
-    """Remove the snapshots that are newer than the restored step, and all unfinished ones."""
-    remove_temporaries(directory, "step-*")
-    for path in list_checkpoints(directory):
-        if step_of(path) > step:
-            remove_directory(path)
-
-
 def remove_others(directory: Path, keep: Collection[str]) -> None:
     """Remove all snapshots but those of these names: no rank of this attempt on this node can use them."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name not in keep:
-            remove_directory(path)
+            remove_published(path)
 
 
 def _in_megabytes(size_bytes: int) -> str:

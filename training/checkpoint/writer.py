@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from hpc.core.events.kinds import CheckpointFailed, CheckpointSaved, SnapshotOff
+from hpc.core.rundir import STATE_VALUES
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
-from training.checkpoint.snapshot import KEPT, missing_space, remove_newer
+from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
-from training.checkpoint.storage import STATE_VALUES, save_checkpoint
 from training.config.rules import Interval, parse_interval
-from training.monitoring.background_writer import BackgroundWriter
 from training.monitoring.run_logger import RunLogger
+from training.relay import KEPT_SNAPSHOTS, BackgroundWriter, remove_newer, save_checkpoint
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy
@@ -225,7 +225,7 @@ class SnapshotDestination:
         """Write a snapshot, and delete all but the newest."""
         self._logger.wait_for_metrics()
         if self.directory:
-            save_checkpoint(self.directory, step, copy.write, KEPT, _SNAPSHOT_MODE)
+            save_checkpoint(self.directory, step, copy.write, KEPT_SNAPSHOTS, _SNAPSHOT_MODE)
 
     def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
         """Warn of a failure."""
@@ -270,7 +270,9 @@ class StateWriter:
         self, destination: CheckpointDestination | SnapshotDestination, state: TrainState, group: ProcessGroup
     ) -> None:
         self._destination, self._state, self._group = destination, state, group
-        self._copy, self._background = HostCopy(), BackgroundWriter(group.device)
+        # CUDA gives each new thread the node's first GPU. Every rank would take memory on that GPU.
+        choose_device = partial(torch.cuda.set_device, group.device) if group.device.type == "cuda" else None
+        self._copy, self._background = HostCopy(), BackgroundWriter(choose_device)
         self._unwritten_step: int | None = None
         self._stall_seconds = self._thread_seconds = 0.0
         self._device_copy: DeviceCopy | None = None

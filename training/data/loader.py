@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from hpc.core.kernel import open_files
 from training.data.batch_schedule import BatchRequest
-from training.runtime.signals import die_with_parent
+from training.runtime.worker_process import die_with_parent
 
 
 class Batch(NamedTuple):

@@ -107,7 +107,7 @@ class Validator:
         test = last
         if self.data.test is not None and best["step"] != progress.step:
             self.state.wait_for_copies()
-            received = self.context.heartbeat.beat_with_each("end", group.broadcast_tensors(weights))
+            received = self.context.beat_with_each("end", group.broadcast_tensors(weights))
             test = self.evaluator.evaluate_weights(received, self.data.test, before_batch)
         self.logger.add_best_test(numbers_of(test))
         return {**best, **numbers_of(test)}

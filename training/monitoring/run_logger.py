@@ -19,19 +19,10 @@ from hpc.core.causes import EXIT_NO_SPACE
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.events.kinds import Diverged, Event
 from hpc.core.events.ledger import EventWriter, attempt_prefix, check_is_newest
-from hpc.core.files import (
-    DISK_FULL,
-    append_json_line,
-    json_line,
-    publish_directory,
-    read_json_lines,
-    remove_temporaries,
-    write_atomic,
-    write_json,
-)
+from hpc.core.files import DISK_FULL, append_json_line, json_line, read_json_lines, write_atomic, write_json
 from hpc.core.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
-from training.monitoring.background_writer import BackgroundWriter
+from training.relay import BackgroundWriter, publish_directory, remove_unpublished
 from training.runtime.console import Console
 from training.runtime.train_progress import Progress
 
@@ -107,8 +98,8 @@ class RunLogger:
                 run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 run_dir.events.mkdir(exist_ok=True)
                 self.check_is_newest()
-                remove_temporaries(run_dir.path, run_dir.best.name)
-                remove_temporaries(run_dir.path, run_dir.final.name)
+                remove_unpublished(run_dir.path, run_dir.best.name)
+                remove_unpublished(run_dir.path, run_dir.final.name)
             except OSError as error:
                 reason = f"which cannot be made ({error})"
                 raise UserError(f"--run-dir is {run_dir.path}, {reason}: use another directory") from error

@@ -31,7 +31,7 @@ from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.data.file_index import build_index
 from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
-from training.runtime.signals import die_with_parent
+from training.runtime.worker_process import die_with_parent
 
 _LOCK = ".lock"
 _PLAN = ".plan.json"

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.distributed.rendezvous import rendezvous
-from torch.nn import functional
 
 from hpc.core.errors import UserError
 from hpc.core.kernel import resident_memory_bytes
+from training.relay import all_gather_bytes, broadcast_bytes
 from training.runtime.busy_gpu import occupy, wait_while_busy
 from training.runtime.cpu_affinity import bind_to_cores
 from training.runtime.rank_device import device_of_the_node, find_device
@@ -142,27 +142,11 @@ class ProcessGroup:
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
         """The bytes of rank `source`, on every rank; the argument of other ranks is ignored."""
-        size = torch.tensor([len(data) if data is not None else 0])
-        distributed.broadcast(size, source, group=self.control)
-        mine = bytearray(data) if self.rank == source and data is not None else bytearray(int(size))
-        if mine:
-            distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), source, group=self.control)
-        return bytes(mine)
+        return broadcast_bytes(data, source, self.control)
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank; for small values of which JSON is made. Tuples become lists.
-
-        torch's all_gather_object unpickles what it receives: a process that poses as a rank would run code on all. The
-        connections between ranks are not authenticated.
-        """
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        distributed.all_gather(sizes, torch.tensor([len(own)]), group=self.control)
-        longest = max(map(int, sizes))
-        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-        distributed.all_gather(texts, functional.pad(own, (0, longest - len(own))), group=self.control)
-        # Without numpy, which the environment of a user's script may lack (training.engine.preflight).
-        return [json.loads(bytes(text[:size].tolist())) for text, size in zip(texts, map(int, sizes), strict=True)]
+        """Return every rank's value, by rank; for small values that JSON can hold. Tuples become lists."""
+        return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), self.control)]
 
     def new_group(self) -> "ProcessGroup":
         """The same ranks with a control group of their own, for another thread. All ranks must call this."""

@@ -1,15 +1,17 @@
 """Which rank this process is, and which attempt at which run it belongs to. Runs on every rank; imports no torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
+from training.relay import Heartbeat, Phase
 from training.runtime.fault_injection import NO_FAULT, Fault
-from training.runtime.heartbeat import NO_HEARTBEAT, Heartbeat
 
+_Item = TypeVar("_Item")
 RESTARTS = "TORCHRELAY_RESTARTS"
 """In the environment: how often the ranks of all nodes have been restarted together."""
 
@@ -54,7 +56,13 @@ class RunContext:
     node_dir: NodeDir | None = None
     """Files of this node that outlive the processes; None: no snapshots."""
     fault: Fault = NO_FAULT
-    heartbeat: Heartbeat = NO_HEARTBEAT
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None, 0))
     recipe: str | None = None
     evaluation: EvaluationTask | None = None
     """What to evaluate instead of training."""
+
+    def beat_with_each(self, phase: Phase, items: Iterable[_Item]) -> Iterator[_Item]:
+        """Yield the items, each after a heartbeat."""
+        for item in items:
+            self.heartbeat.beat(phase)
+            yield item

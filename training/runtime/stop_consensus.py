@@ -1,6 +1,6 @@
 """How all ranks act on one rank's request at the same step: a stop signal, a save, a snapshot. Runs on every rank.
 
-`training.runtime.signals` receives the signal, `Trainer.save_and_stop` saves the step that the ranks agreed on.
+`training.relay` records the signal, `Trainer.save_and_stop` saves the step that the ranks agreed on.
 """
 
 import math
@@ -8,8 +8,9 @@ import time
 from signal import Signals
 from typing import NamedTuple
 
-import torch
-from torch import Tensor, distributed
+from torch import distributed
+
+from training.relay import PendingMaximum
 
 # The ranks exchange their flags about this often, but at least every so many boundaries: when storage stalls, steps of
 # milliseconds may take seconds, and a signal should still take effect within the grace period of a preemption. An
@@ -46,9 +47,8 @@ class StopConsensus:
     """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
-        self._group = group
         self._is_rank_zero = distributed.get_rank() == 0
-        self._pending: tuple[Tensor, distributed.Work] | None = None
+        self._maximum = PendingMaximum(group)
         self._began = time.monotonic()
         self._boundaries = 0
         """Since the last exchange."""
@@ -73,9 +73,7 @@ class StopConsensus:
         self.interval = agreed.interval or 1
         # What was agreed on happens now. A rank that still requests it means the same: it must not happen twice.
         wanted = StepFlags(*(0 if done else flag for done, flag in zip(agreed, flags, strict=True)))
-        maximum = torch.tensor(wanted._replace(interval=self._proposed_interval(max_interval)))
-        work = distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=self._group, async_op=True)
-        self._pending = (maximum, work)
+        self._maximum.start(wanted._replace(interval=self._proposed_interval(max_interval)))
         if agreed.signal:
             raise StopRequested(agreed.signal)
         return agreed
@@ -89,9 +87,4 @@ class StopConsensus:
 
     def wait(self) -> StepFlags:
         """Wait for the pending all-reduce, and return its flags."""
-        if self._pending is None:
-            return StepFlags()
-        maximum, work = self._pending
-        self._pending = None
-        work.wait()
-        return StepFlags(*maximum.tolist())
+        return StepFlags(*self._maximum.wait())

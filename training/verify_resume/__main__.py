@@ -23,11 +23,11 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.events.history import History
 from hpc.core.events.kinds import TrainStarted
 from hpc.core.files import read_json_lines, write_json
-from hpc.core.rundir import RunDir
-from training.checkpoint.storage import STATE_VALUES, list_checkpoints
+from hpc.core.rundir import STATE_VALUES, RunDir
 from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world, spec_argv
+from training.relay import list_checkpoints
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.determinism import describe_numerics
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hpc.core.files import read_json_lines
-from hpc.core.rundir import MODEL_WEIGHTS, RunDir
+from hpc.core.rundir import MODEL_WEIGHTS, STATE_VALUES, RunDir
 from training.checkpoint.sharded import read_full
-from training.checkpoint.storage import STATE_VALUES, list_checkpoints
+from training.relay import list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Fields that describe an attempt and its speed, not the training.

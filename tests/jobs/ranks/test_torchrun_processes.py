@@ -409,7 +409,7 @@ print(most)
 BEATING = """
 import itertools, sys, time
 from pathlib import Path
-from training.runtime.heartbeat import Heartbeat
+from training.relay import Heartbeat
 heartbeat = Heartbeat(Path(sys.argv[1]), 0)
 for step in itertools.count():
     heartbeat.beat("step", step)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from hpc.core.errors import UserError
 from hpc.submit.__main__ import main as submit
 from training.checkpoint.initial_weights import read_weights
-from training.checkpoint.storage import list_checkpoints
 from training.config import model_names
 from training.config.model_names import cache_directory, models_of, resolve_weights, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.models.factory import add_hidden_layer, build_model, head_name, last_layer_name
+from training.relay import list_checkpoints
 
 FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema-decay=0.5", "--val-split=0")
 # What no step changes, so that the weights at the end are those of the beginning.

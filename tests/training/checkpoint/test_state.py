@@ -16,14 +16,15 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from hpc.core.errors import TorchrelayError
 from hpc.core.rundir import RunDir
 from training.checkpoint import writer
 from training.checkpoint.restore import Restorer
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
+from training.relay import Heartbeat, Phase, list_checkpoints
 from training.runtime import process_group
-from training.runtime.heartbeat import Heartbeat, Phase
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
@@ -188,6 +189,20 @@ def test_a_state_is_read_tensor_by_tensor_into_the_memory_where_it_belongs(
     assert sum(read) < sum(value.nbytes for value in tensors.values()) / 10, "the tensors' file is mapped"
     for parameter, values in state.optimizer.state.items():
         assert values["exp_avg"].stride() == parameter.stride()
+
+
+def test_a_checkpoint_that_the_storage_cannot_read_is_kept(group: ProcessGroup, start: Starter) -> None:
+    trainer = trainer_with(group, start.data, start.directory / "run")
+    trainer.checkpoint_writer.restart_interval(due=True)
+    trainer.checkpoint_writer.save()
+    trainer.checkpoint_writer.wait()
+    [path] = list_checkpoints(trainer.context.run_dir.checkpoints)
+    unreadable = path / "state.json"
+    unreadable.unlink()
+    unreadable.symlink_to(unreadable)  # too many levels of symbolic links, for root too
+    with pytest.raises(TorchrelayError, match=rf"{path.name} cannot be read .*: start the run again when it can"):
+        Restorer(trainer.context, trainer.state, group, trainer.logger).restore()
+    assert path.exists()
 
 
 def test_a_tensor_of_another_shape_is_refused(group: ProcessGroup, start: Starter) -> None:

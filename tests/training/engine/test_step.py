@@ -14,13 +14,13 @@ from support.trainings import Starter, children, load, trainer_with
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
 from training.data.loader import Batch
 from training.data.transforms.mixup import draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
 from training.engine.shared_data import loader_workers
 from training.engine.trainer import Trainer
+from training.relay import list_checkpoints
 from training.runtime.process_group import ProcessGroup
 
 

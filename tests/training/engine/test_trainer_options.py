@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from hpc.core.rundir import RunDir
-from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.launch import make_trainer
 from training.engine.loss_meter import LossMeter
 from training.models.ema import Ema
 from training.models.factory import build_model
+from training.relay import list_checkpoints
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

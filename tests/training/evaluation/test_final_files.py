@@ -19,10 +19,9 @@ from safetensors.torch import load_file, save_file
 from support.trainings import Starter, events, lines, load
 
 from hpc.core.git import git_revision
-from hpc.core.rundir import RunDir
+from hpc.core.rundir import STATE_TENSORS, STATE_VALUES, RunDir
 from hpc.core.text import csv_text
 from hpc.submit.code_copy import copy_code, find_code
-from training.checkpoint.storage import STATE_TENSORS, STATE_VALUES, list_checkpoints
 from training.config.command_line import flag_names, with_config
 from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
@@ -33,6 +32,7 @@ from training.evaluation.validation import learned_nothing, tables_of
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.monitoring.run_logger import RunLogger
+from training.relay import list_checkpoints
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.train_progress import Progress
@@ -249,7 +249,7 @@ def accuracy_of(model: Path, data: Path) -> float:
 
 def unlearn_and_log_beats(directory: Path) -> None:
     """In a rank: log the phase of each heartbeat."""
-    from training.runtime.heartbeat import Heartbeat
+    from training.relay import Heartbeat
 
     unlearn_in_the_last_epoch()
 

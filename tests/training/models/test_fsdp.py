@@ -16,16 +16,16 @@ from torch import Tensor
 
 from hpc.core.errors import UserError
 from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
+from hpc.core.rundir import STATE_VALUES, RunDir
 from training.checkpoint.sharded import read_full
 from training.checkpoint.snapshot import save_newest_as_checkpoint
-from training.checkpoint.storage import STATE_VALUES, describe_file, list_checkpoints, step_of
 from training.config.train_config import Optimizer, TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.optim import OPTIMIZERS
 from training.models.factory import build_model
 from training.models.fsdp import blocks
 from training.profile import main as profile
+from training.relay import describe_file, list_checkpoints, step_of
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
@@ -173,7 +173,7 @@ def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(s
 def no_room_on_rank_1() -> None:
     """In a rank: another one's disk is full, until it is told to stop."""
     from training.checkpoint.writer import HostCopy
-    from training.runtime import signals
+    from training.relay import signals
 
     write = HostCopy.write
 

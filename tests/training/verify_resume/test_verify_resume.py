@@ -15,9 +15,9 @@ from support.trainings import Starter, Training, make_folder, make_idx, slow
 
 from hpc.core import program
 from hpc.core.rundir import RunDir
-from training.checkpoint.storage import list_checkpoints
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
+from training.relay import list_checkpoints
 from training.runtime.fault_injection import POINTS
 from training.verify_resume.__main__ import draw_faults, main, verify
 from training.verify_resume.compare import compare_runs, compare_samples_and_losses, samples_by_step

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.trainings import wait_for_the_end_of
 
-from training.runtime.signals import die_with_parent
+from training.runtime.worker_process import die_with_parent
 
 FORK = multiprocessing.get_context("fork")
 

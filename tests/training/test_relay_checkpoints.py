@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from hpc.core.errors import TorchrelayError
-from hpc.core.files import publish_directory, remove_temporaries
-from training.checkpoint.storage import (
-    STATE_TENSORS,
-    STATE_VALUES,
+from hpc.core.rundir import STATE_TENSORS, STATE_VALUES
+from training.relay import (
     file_names,
     find_damage,
     list_checkpoints,
+    publish_directory,
     read_checkpoint,
     reject,
+    remove_unpublished,
     save_checkpoint,
     step_of,
 )
@@ -51,7 +51,7 @@ def test_a_checkpoint_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_release_has_the_same_files(tmp_path: Path) -> None:
-    """Their names, and the form of the manifest, are a contract: `training.relay` writes them by itself."""
+    """Their names, and the form of the manifest, are a contract."""
     assert (STATE_TENSORS, STATE_VALUES) == ("state.safetensors", "state.json")
     path = save_checkpoint(tmp_path, 7, writing(FILES), keep=2)
     assert names(path) == ["manifest.json", "state.json", "state.safetensors"]
@@ -149,7 +149,7 @@ def test_unreadable_storage_is_an_error_and_not_damage(tmp_path: Path) -> None:
     unreadable = path / "state.json"
     unreadable.unlink()
     unreadable.symlink_to(unreadable)  # too many levels of symbolic links, for root too
-    with pytest.raises(TorchrelayError, match=r"step-00000020 cannot be read .*: start the run again when it can"):
+    with pytest.raises(OSError, match=r"step-00000020 cannot be read .*: start the run again when it can"):
         read_checkpoint(path)
 
 
@@ -174,8 +174,8 @@ def test_a_failed_write_leaves_the_old_checkpoints_and_nothing_else(tmp_path: Pa
 KILLED_IN_THE_MIDDLE = """
 import os, shutil, signal, sys
 from pathlib import Path
-from training.checkpoint.snapshot import remove_newer, remove_others
-from training.checkpoint.storage import save_checkpoint
+from training.checkpoint.snapshot import remove_others
+from training.relay import remove_newer, save_checkpoint
 
 def remove_a_file_and_die(path, **_):
     (path / "state.json").unlink()
@@ -204,21 +204,21 @@ def test_a_removal_that_is_killed_leaves_nothing_incomplete(tmp_path: Path, remo
     assert len(hidden) == 1, "the removal was not under way"
     assert visible
     assert all(isinstance(read_checkpoint(path), dict) for path in visible)
-    remove_temporaries(tmp_path, "step-*")
+    remove_unpublished(tmp_path, "step-*")
     assert names(tmp_path) == sorted(path.name for path in visible)
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, 10, writing(FILES), keep=2)
     shutil.copytree(tmp_path / "step-00000010", tmp_path / ".step-00000020.0123abcd.tmp")
-    remove_temporaries(tmp_path, "step-*")
+    remove_unpublished(tmp_path, "step-*")
     assert names(tmp_path) == ["step-00000010"]
 
 
 def test_a_directory_moved_aside_by_a_killed_writer_is_restored(tmp_path: Path) -> None:
     publish_directory(tmp_path / "best", writing({"result.json": b"{}"}))
     (tmp_path / "best").rename(tmp_path / ".best.0123abcd.old")
-    remove_temporaries(tmp_path, "best")
+    remove_unpublished(tmp_path, "best")
     assert json.loads((tmp_path / "best" / "result.json").read_text()) == {}
 
 
