@@ -95,12 +95,13 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
     )
     # After the checks of the flags: these imports take seconds.
     from training.engine.launch import launch  # noqa: PLC0415
+    from training.engine.loss_meter import DivergedError  # noqa: PLC0415
     from training.runtime.process_group import SharedError  # noqa: PLC0415
 
     try:
         launch(context, rank)
     except TorchrelayError as error:
-        if rank.is_rank_zero or not isinstance(error, SharedError):
+        if rank.is_rank_zero or not isinstance(error, SharedError | DivergedError):
             _print_error(error)
         return error.exit_code
     return 0
