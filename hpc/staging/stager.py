@@ -111,6 +111,11 @@ class Stager:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
+    def check(self) -> None:
+        """Raise, once, what has unexpectedly gone wrong in serving the peers (`Server.check`)."""
+        if self._server:
+            self._server.check()
+
     def stage(self, source: Path, *, read_all: bool = False) -> Staged:
         """Find, make or repair a copy.
 
