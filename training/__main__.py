@@ -27,6 +27,7 @@ from typing import NoReturn  # noqa: E402
 from hpc.core.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.core.nodedir import NodeDir  # noqa: E402
 from hpc.core.rundir import RunDir  # noqa: E402
+from hpc.environment import FAULT  # noqa: E402
 from training.config.evaluation_task import EvaluationTask  # noqa: E402
 from training.config.train_config import RankOptions, is_from_spec, read_spec  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
@@ -79,7 +80,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
     node_dir = NodeDir(options.node_dir.absolute()) if options.node_dir else None
     heartbeat = Heartbeat(node_dir.heartbeat(rank.local_rank) if node_dir else None, rank.rank)
     heartbeat.beat("start")
-    fault = parse_fault(options.fault or os.environ.get("TORCHRELAY_FAULT", ""))
+    fault = parse_fault(options.fault or os.environ.get(FAULT, ""))
     if rank.restarts and not fault.always:
         fault = NO_FAULT  # torchrun restarts the ranks with the same flags after it has struck
     context = RunContext(

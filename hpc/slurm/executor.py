@@ -24,6 +24,7 @@ from hpc.core.kernel import start_time
 from hpc.core.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.core.units import walltime_minutes
+from hpc.environment import PYTHONPATH
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
@@ -90,7 +91,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
         *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in resources.setup),
         "trap - EXIT", "set +eu",
         # For the user's script. The agents have an environment of their own, which other packages could break.
-        'export TORCHRELAY_PYTHONPATH="${PYTHONPATH-}"',
+        f'export {PYTHONPATH}="${{PYTHONPATH-}}"',
     ]  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.core.kernel import adopt_orphans, children, end_children, open_files, set_parent_death_signal
 from hpc.core.traceback_text import describe_exception
+from hpc.environment import HEARTBEAT
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
@@ -98,7 +99,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         with contextlib.suppress(OSError):
             _write_whole(exits, "not-forked", {"detail": reason})
         program = (sys.executable, "-P", os.path.abspath(__file__), "own", *program)
-    os.environ["TORCHRELAY_HEARTBEAT"] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
+    os.environ[HEARTBEAT] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     # By the clock that nobody sets, and that all processes of a node share.
     started, kills = time.monotonic(), _out_of_memory_kills()
     # If this process is killed, its file is all that tells the agent of the rank.

@@ -34,7 +34,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from hpc.core.transport import Connection, DecodeError, Limits, Server, connect, listen
 from hpc.core.units import port_range
-from training.runtime.run_context import RESTARTS
+from hpc.environment import RESTARTS
 
 BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.

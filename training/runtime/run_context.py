@@ -5,13 +5,11 @@ from dataclasses import dataclass
 
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
+from hpc.environment import RESTARTS
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.heartbeat import NO_HEARTBEAT, Heartbeat
-
-RESTARTS = "TORCHRELAY_RESTARTS"
-"""In the environment: how often the ranks of all nodes have been restarted together."""
 
 
 @dataclass(frozen=True, kw_only=True)

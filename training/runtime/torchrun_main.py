@@ -35,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import UserError
 from hpc.core.kernel import adopt_orphans, end_children
+from hpc.environment import PRELOAD, SECRET
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 from training.runtime.preload import LIBRARIES, MODULES
 
@@ -95,7 +96,7 @@ def launch() -> None:
 
 def run() -> int:
     """Run torchrun, and return its exit code."""
-    named = os.environ.pop("TORCHRELAY_PRELOAD", None)
+    named = os.environ.pop(PRELOAD, None)
     if named is not None:
         import_all([*LIBRARIES, *filter(None, named.split(","))])
     elif "--run-path" in sys.argv and "training" in sys.argv:
@@ -104,7 +105,7 @@ def run() -> int:
     gc.freeze()
     gc.enable()
     # The ranks, and what they run and log, need not know the secret.
-    secret = os.environ.pop("TORCHRELAY_SECRET")
+    secret = os.environ.pop(SECRET)
 
     def create(parameters: RendezvousParameters) -> NodeRendezvous:
         return NodeRendezvous(parameters, secret)

@@ -28,11 +28,11 @@ from torch.distributed.elastic.rendezvous import (
 
 from hpc.core.kernel import process_state
 from hpc.core.transport import Limits, TransportError, connect
+from hpc.environment import RESTARTS
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import Torchrun
 from training.runtime import node_rendezvous
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
-from training.runtime.run_context import RESTARTS
 
 SECRET = "the attempt's secret"
 
