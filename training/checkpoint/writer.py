@@ -24,6 +24,7 @@ from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
 from training.checkpoint.snapshot import KEPT, missing_space, remove_newer
 from training.checkpoint.state import LOSS, TrainState
 from training.checkpoint.storage import STATE_VALUES, save_checkpoint
+from training.compat import copy_each
 from training.config.rules import Interval, parse_interval
 from training.monitoring.background_writer import BackgroundWriter
 from training.monitoring.run_logger import RunLogger
@@ -115,7 +116,7 @@ class HostCopy:
             self._stream.wait_stream(torch.cuda.current_stream())
         hosts = [self._tensors[name] for name in tensors]
         with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            torch._foreach_copy_(hosts, self._captured, non_blocking=True)
+            copy_each(hosts, self._captured, non_blocking=True)
         self._device_copy = DeviceCopy(self._stream) if self._stream else None
         return self._device_copy
 
