@@ -8,6 +8,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from hpc.environment import CALLED
+
 # Only the verb's own module is imported: `hpc cancel` must not wait for what `hpc submit` needs.
 _START = {
     "submit": "submit a training run, or your own script",
@@ -103,7 +105,7 @@ def _run_program(verb: str, arguments: list[str]) -> NoReturn:
     """Become a program of the trainer, as `python -m` does, but never one of the current directory."""
     # -P also for the processes that it starts: multiprocessing's import by name, too.
     command = [sys.executable, "-P", "-m", PROGRAMS[verb][0], *arguments]
-    os.execve(sys.executable, command, {**os.environ, "TORCHRELAY_CALLED": f"hpc {verb}"})  # noqa: S606 - no shell
+    os.execve(sys.executable, command, {**os.environ, CALLED: f"hpc {verb}"})  # noqa: S606 - no shell
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     try:
         return _take_part(node, channel, stop)
     except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever
-        return _fail(node, channel, stop, _describe(error))
+        return _fail(node, channel, stop, error)
 
 
 def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
@@ -138,22 +138,29 @@ def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) ->
         held.close(remove=finished and not node.has_unsaved_snapshot.is_set())
 
 
+def _is_defect(error: Exception) -> bool:
+    """Whether an error is a defect of ours: no other node would do better."""
+    return not isinstance(error, TorchrelayError | OSError)
+
+
 def _describe(error: Exception) -> str:
-    """One line for people. Other errors than these are defects: their traceback is printed."""
-    if isinstance(error, TorchrelayError | OSError):
+    """Describe an error in one line for people, and print the traceback of a defect."""
+    if not _is_defect(error):
         return str(error)
     traceback.print_exception(error)
     return f"{type(error).__name__}: {error}"
 
 
-def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, detail: str) -> int:
+def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
     """End this node's part after an error; that of the head node ends the attempt. Returns the exit code."""
+    phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
+    detail = _describe(error)
     log(detail)
-    channel.report(phase=Phase.BAD_NODE, detail=detail)
-    node.record(NodeFailed(node=node.host, cause=Cause.BAD_NODE, detail=detail))
+    channel.report(phase=phase, detail=detail)
+    node.record(NodeFailed(node=node.host, cause=cause, detail=detail))
     if isinstance(channel, ControlServer):
         channel.directive = replace(channel.directive, over=True)
-        return conclude_failed_agent(node, Cause.BAD_NODE, detail, stop.name)
+        return conclude_failed_agent(node, cause, detail, stop.name)
     channel.close()
     return 0
 
@@ -166,6 +173,7 @@ class _Agent:
     ) -> None:
         self._node, self._channel, self._stop = node, channel, stop
         self._monitor = NodeMonitor(node, held, channel, stop)
+        self._monitor.callbacks.append(channel.check)
         self._staging = NodeStaging(node, channel, self._monitor, resources)
 
     def run(self) -> int:
@@ -213,6 +221,7 @@ class _Agent:
         node, channel, allocation = self._node, self._channel, self._node.allocation
         _addresses(node.spec, allocation)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
+            channel.check()
             tried = ", ".join(channel.hosts)
             raise TorchrelayError(
                 f"{node.host} cannot reach the agent on {allocation.head}, port {node.attempt.port}, at {tried}: is "

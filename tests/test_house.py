@@ -13,10 +13,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = [ROOT / "hpc", ROOT / "jobs", ROOT / "training"]
 MODULES = sorted(path for package in PACKAGES for path in package.rglob("*.py"))
 FOLDERS = [*PACKAGES, *(path for package in PACKAGES for path in package.rglob("*") if (path / "__init__.py").exists())]
-# Names that mean the same wherever they stand: a verb's entry point; a node's part in staging; flags.
-SAME_EVERYWHERE = {"__main__", "staging", "config"}
+# Names that mean the same wherever they stand: a verb's entry point; a node's part in staging; flags; private names
+# of other libraries.
+SAME_EVERYWHERE = {"__main__", "staging", "config", "compat"}
 # The verbs in hpc/ are not counted either: `hpc` lists them.
-MOST_ENTRIES, UNCOUNTED = 17, {"__init__.py", "__pycache__"}
+MOST_ENTRIES, UNCOUNTED = 17, {"__init__.py", "__pycache__", "py.typed"}
 HEAVY = {"torch", "torchvision", "pandas", "bokeh"}
 
 
@@ -71,6 +72,19 @@ def test_folders_show_few_entries() -> None:
 def test_modules_have_docstrings() -> None:
     helpers = (ROOT / "tests" / "support").glob("*.py")
     assert not [path for path in (*MODULES, *helpers) if not ast.get_docstring(tree(path))]
+
+
+def private_imports(path: Path) -> list[str]:
+    """Imports from private modules, and of private names."""
+    found = [node for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom)]
+    names = [f"{node.module}.{alias.name}" for node in found for alias in node.names if node.module != "__future__"]
+    return [name for name in names if "._" in name.replace("__main__", "main")]
+
+
+def test_private_names_of_other_libraries_are_in_compat_alone() -> None:
+    others = [path for path in MODULES if path.name != "compat.py" and path != ROOT / "hpc" / "staging" / "archive.py"]
+    assert not {path: found for path in others if (found := private_imports(path))}
+    assert not [path for path in others if "noqa: SLF001" in path.read_text()]
 
 
 def test_training_knows_nothing_of_slurm() -> None:

@@ -28,6 +28,7 @@ from typing import NoReturn  # noqa: E402
 from hpc.core.errors import TorchrelayError, UserError  # noqa: E402
 from hpc.core.nodedir import NodeDir  # noqa: E402
 from hpc.core.rundir import RunDir  # noqa: E402
+from hpc.environment import FAULT  # noqa: E402
 from training.config.evaluation_task import EvaluationTask  # noqa: E402
 from training.config.train_config import RankOptions, is_from_spec, read_spec  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
@@ -82,7 +83,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
     node_dir = NodeDir(options.node_dir.absolute()) if options.node_dir else None
     heartbeat = Heartbeat(node_dir.heartbeat(rank.local_rank) if node_dir else None, rank.rank)
     heartbeat.beat("start")
-    fault = parse_fault(options.fault or os.environ.get("TORCHRELAY_FAULT", ""))
+    fault = parse_fault(options.fault or os.environ.get(FAULT, ""))
     if rank.restarts and not fault.always:
         fault = NO_FAULT  # torchrun restarts the ranks with the same flags after it has struck
     context = RunContext(
@@ -98,12 +99,13 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
     )
     # After the checks of the flags: these imports take seconds.
     from training.engine.launch import launch  # noqa: PLC0415
+    from training.engine.loss_meter import DivergedError  # noqa: PLC0415
     from training.runtime.process_group import SharedError  # noqa: PLC0415
 
     try:
         launch(context, rank)
     except TorchrelayError as error:
-        if rank.is_rank_zero or not isinstance(error, SharedError):
+        if rank.is_rank_zero or not isinstance(error, SharedError | DivergedError):
             _print_error(error)
         return error.exit_code
     return 0

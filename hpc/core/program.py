@@ -26,10 +26,10 @@ import tyro
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.text import visible
+from hpc.environment import CALLED
 
 INTERRUPTED = 130
 _WIDEST = 100  # columns of a description: longer lines are hard to read
-CALLED = "TORCHRELAY_CALLED"
 SCHEMA = 1
 """Version of docs/json.schema.json: of a change that breaks readers."""
 Options = TypeVar("Options")

@@ -26,6 +26,7 @@ import random
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,8 +34,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 HANDSHAKE_SECONDS = 5.0
-MALFORMED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError)
-"""What a broken connection, or a message with unexpected fields, raises where it is read."""
 _CHALLENGE_BYTES = _MAC_BYTES = 32
 _LENGTH, _NUMBER, _TIMEVAL = struct.Struct("!I"), struct.Struct("!Q"), struct.Struct("@ll")
 _BACKLOG = 1024  # all agents of a large job connect at once
@@ -42,7 +41,11 @@ _RETRY_SECONDS = 0.1
 
 
 class TransportError(ConnectionError):
-    """The other end has left, does not have the secret, or sends what is no message."""
+    """The other end has left, or does not have the secret."""
+
+
+class DecodeError(TransportError):
+    """The bytes that came are not a message, or the message does not have the fields that its receiver expects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,22 +145,23 @@ class Connection:
         """The next message.
 
         Raises:
-            TransportError: the connection has ended, or what came is no message of the other end's.
+            DecodeError: what came is not a message of the other end.
+            TransportError: the connection has ended.
             TimeoutError: nothing came.
         """
         length = int(_LENGTH.unpack(self._read(_LENGTH.size))[0])
         if length > self._limits.max_message_bytes:
-            raise TransportError(f"a message has {length} bytes, and {self._limits.max_message_bytes} are allowed")
+            raise DecodeError(f"a message has {length} bytes, and {self._limits.max_message_bytes} are allowed")
         mac, text = self._read(_MAC_BYTES), self._read(length)
         if not hmac.compare_digest(mac, _mac(self._receive_key, _NUMBER.pack(self._received), text)):
-            raise TransportError("a message was altered, repeated or added on its way")
+            raise DecodeError("a message was altered, repeated or added on its way")
         self._received += 1
         try:
             message = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise TransportError(f"a message is not JSON: {type(error).__name__}") from error
+            raise DecodeError(f"a message is not JSON: {type(error).__name__}") from error
         if not isinstance(message, dict):
-            raise TransportError("a message is not a JSON object")
+            raise DecodeError("a message is not a JSON object")
         return message
 
     def send_bytes(self, content: bytes) -> None:
@@ -234,14 +238,22 @@ class Server:
     ) -> None:  # fmt: skip
         """Listen, on one of some ports, or on one that the kernel chooses.
 
-        If `serve` raises one of `MALFORMED`, only its own connection is closed.
+        If `serve` raises an OSError, such as DecodeError, this closes its own connection only. Any other exception is a
+        defect, which `check` raises.
         """
         self._secret, self._purpose, self._serve, self._limits = secret, purpose, serve, limits
+        self._defect: Exception | None = None
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._unauthenticated, self._authenticated = dict[Connection, None](), set[Connection]()
         self._listener = listen(ports)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, daemon=True, name=f"{purpose}-server").start()
+
+    def check(self) -> None:
+        """Raise, once, what a connection's thread has raised unexpectedly; for a thread that can end the process."""
+        defect, self._defect = self._defect, None
+        if defect:
+            raise defect
 
     def close(self) -> None:
         """Stop listening, and end all connections."""
@@ -282,8 +294,13 @@ class Server:
                     return
                 self._authenticated.add(connection)
             self._serve(connection)
-        except MALFORMED:
+        except DecodeError as error:
+            # Only who has the secret gets here: a defect of the other end, which must not pass for a lost node.
+            print(f"torchrelay: a connection for {self._purpose} ends: {error}", file=sys.stderr)
+        except OSError:
             pass
+        except Exception as error:  # noqa: BLE001 - `check` raises it again
+            self._defect = error
         finally:
             with self._lock:
                 self._unauthenticated.pop(connection, None)

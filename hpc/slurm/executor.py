@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import submitit
 from submitit.core.utils import FailedJobError
 
+from hpc.compat import SubmititLocal, SubmititSlurm
 from hpc.core.causes import JobState
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.events.kinds import Submitted
@@ -25,6 +25,7 @@ from hpc.core.files import write_atomic
 from hpc.core.kernel import start_time
 from hpc.core.rundir import RunDir
 from hpc.core.units import walltime_minutes
+from hpc.environment import PYTHONPATH
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
@@ -91,7 +92,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
         *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in resources.setup),
         "trap - EXIT", "set +eu",
         # For the user's script. The agents have an environment of their own, which other packages could break.
-        'export TORCHRELAY_PYTHONPATH="${PYTHONPATH-}"',
+        f'export {PYTHONPATH}="${{PYTHONPATH-}}"',
     ]  # fmt: skip
 
 
@@ -101,28 +102,20 @@ def last_resort(run: RunDir) -> list[str]:
             f"exec {agent_command(run, 'jobs.last_resort')} $exit_code", ""]  # fmt: skip
 
 
-class SlurmExecutor(submitit.SlurmExecutor):
+class SlurmExecutor(SubmititSlurm):
     """Submits `submit.sbatch` of a run directory."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
-        super().__init__(run.logs)
+        super().__init__(run.logs, agent_command(run), self._sbatch_command)
         self.run, self.spec, self.waits_for = run, spec, ""
         before, after = setup(run, spec.resources), last_resort(run)
         self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
 
-    @property
-    def _submitit_command_str(self) -> str:
-        return agent_command(self.run)
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+    def _sbatch_command(self, written: Path) -> list[str]:
         # submitit has written the script under a name of its own.
-        submission_file_path.replace(self.run.script)
-        submission_file_path.symlink_to(self.run.script)
+        written.replace(self.run.script)
+        written.symlink_to(self.run.script)
         return ["sbatch", *([f"--dependency={self.waits_for}"] if self.waits_for else []), str(self.run.script)]
-
-    def script(self) -> str:
-        """The text of the sbatch script."""
-        return self._make_submission_file_text(self._submitit_command_str, "")
 
     def prepare(self, directory: RunDir) -> None:
         """Find the jobs to wait for, and write what the job needs into a directory that is not yet named like the run.
@@ -146,7 +139,7 @@ class SlurmExecutor(submitit.SlurmExecutor):
         try:
             # submitit prints sbatch's error besides raising it.
             with contextlib.redirect_stderr(io.StringIO()):
-                job_id = str(self._submit_command(self._submitit_command_str).job_id)
+                job_id = self.submit_script()
         except FailedJobError as error:
             job_id = self._find_job(refusal(str(error), self.spec))
         for alias in self.run.logs.glob(".submission_file_*"):
@@ -227,12 +220,11 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-class LocalExecutor(submitit.LocalExecutor):
+class LocalExecutor(SubmititLocal):
     """Starts the same agents on this machine, one task per pretended node."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
-        super().__init__(run.logs)
-        self.run = run
+        super().__init__(run.logs, agent_command(run))
         nodes, minutes = spec.resources.max_nodes, walltime_minutes(spec.resources.time or "1d")
         self.update_parameters(
             tasks_per_node=nodes,
@@ -241,14 +233,6 @@ class LocalExecutor(submitit.LocalExecutor):
             signal_delay_s=spec.stop_lead_seconds,
             stderr_to_stdout=True,
         )
-
-    @property
-    def _submitit_command_str(self) -> str:
-        return agent_command(self.run)
-
-    def start(self) -> str:
-        """Start submitit's controller and return its process id, which is the job's id."""
-        return str(self._submit_command(self._submitit_command_str).job_id)
 
 
 def start_local(run: RunDir) -> str:

@@ -6,7 +6,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Address(NamedTuple):
@@ -54,13 +54,6 @@ class StagingPlan:
     """Nodes that read or already have the data: batch b belongs to owner b modulo their number. None: undecided."""
     done: bool = False
     """Whether no node copies any more."""
-
-
-def read_plan(fields: dict[str, Any]) -> StagingPlan:
-    """From JSON."""
-    owners = fields["owners"]
-    addresses = None if owners is None else tuple(Address(*owner) for owner in owners)
-    return StagingPlan(**{**fields, "owners": addresses})
 
 
 class StagingGroup:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
+from hpc.core.transport import Connection, DecodeError, Limits, Server, connect
 from hpc.staging.coordination import Address
 from hpc.staging.source import SourceListing
 from hpc.staging.store import checksum
@@ -25,6 +25,8 @@ _WAITING_SECONDS, _STALLED_SECONDS = 5.0, 60.0
 _SERVER_LIMITS = Limits(timeout_seconds=3600.0, max_message_bytes=2**12)
 # An answer has a checksum for every chunk of a batch.
 _CLIENT_LIMITS = Limits(timeout_seconds=20.0, max_message_bytes=2**26)
+_LARGEST_LISTING_BYTES = 2**32
+_LONGEST_QUOTE = 200
 _PURPOSE = "staging"
 
 
@@ -104,31 +106,35 @@ class PeerServer:
         self.chunk_stores: dict[str, ChunkStore] = {}
         """Both by version of the data set."""
         self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
-        self.port, self.close = self._server.port, self._server.close
+        self.port, self.close, self.check = self._server.port, self._server.close, self._server.check
 
     def _serve(self, connection: Connection) -> None:
-        # Whatever is wrong with a request or a connection ends it: the other node reads the batch itself.
+        # A request or a connection that fails ends the connection: the other node reads the batch itself.
         while True:
-            request = connection.receive()
-            if request["batch"] is None:
-                content = self.listings[request["version"]]
-                connection.send({"bytes": len(content), "checksum": checksum(content)})
-                connection.send_bytes(content)
-                continue
-            number, store = int(request["batch"]), self.chunk_stores.get(request["version"])
-            if store is None:
-                connection.send({"failed": "it has no copy"})
-                continue
-            try:
-                checksums = store.get(number)
-            except PeerError as error:
-                connection.send({"failed": str(error)})
-                continue
-            if checksums is None:
-                connection.send({"waiting": store.batches_read})
-            else:
-                connection.send({"checksums": checksums})
-                store.send(number, connection.socket)
+            match connection.receive():
+                case {"version": str(version), "batch": None} if version in self.listings:
+                    content = self.listings[version]
+                    connection.send({"bytes": len(content), "checksum": checksum(content)})
+                    connection.send_bytes(content)
+                case {"version": str(version), "batch": int(number)}:
+                    self._send_batch(self.chunk_stores.get(version), number, connection)
+                case request:
+                    raise _unexpected(request)
+
+    def _send_batch(self, store: ChunkStore | None, number: int, connection: Connection) -> None:
+        if store is None:
+            connection.send({"failed": "it has no copy"})
+            return
+        try:
+            checksums = store.get(number)
+        except PeerError as error:
+            connection.send({"failed": str(error)})
+            return
+        if checksums is None:
+            connection.send({"waiting": store.batches_read})
+        else:
+            connection.send({"checksums": checksums})
+            store.send(number, connection.socket)
 
 
 class Peer:
@@ -153,10 +159,13 @@ class Peer:
     def listing(self) -> SourceListing:
         """The listing of the source. Raises PeerError if it does not come."""
         try:
-            answer = self._ask(None)
-            content = bytearray(answer["bytes"])
-            return SourceListing.unpack(bytes(self.receive(memoryview(content), answer["checksum"])))
-        except MALFORMED as error:
+            match self._ask(None):
+                case {"bytes": int(size), "checksum": str(expected)} if 0 <= size < _LARGEST_LISTING_BYTES:
+                    content = self.receive(memoryview(bytearray(size)), expected)
+                    return SourceListing.unpack(bytes(content))
+                case answer:
+                    raise _unexpected(answer)
+        except (OSError, ValueError) as error:
             raise PeerError(f"{self._name} does not send the listing ({error!r})") from error
 
     def ask(self, number: int) -> tuple[str, ...]:
@@ -166,13 +175,18 @@ class Peer:
         """
         batches_read, deadline = -1, 0.0
         try:
-            while "checksums" not in (answer := self._ask(number)):
-                if answer["waiting"] != batches_read:
-                    batches_read, deadline = answer["waiting"], time.monotonic() + _STALLED_SECONDS
-                if time.monotonic() > deadline:
-                    raise PeerError(f"{self._name} has read nothing for {_STALLED_SECONDS:.0f} s")
-            return tuple(answer["checksums"])
-        except MALFORMED as error:
+            while True:
+                match self._ask(number):
+                    case {"checksums": [*checksums]}:
+                        return tuple(map(str, checksums))
+                    case {"waiting": int(read)}:
+                        if read != batches_read:
+                            batches_read, deadline = read, time.monotonic() + _STALLED_SECONDS
+                        if time.monotonic() > deadline:
+                            raise PeerError(f"{self._name} has read nothing for {_STALLED_SECONDS:.0f} s")
+                    case answer:
+                        raise _unexpected(answer)
+        except OSError as error:
             raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
 
     def receive(self, into: memoryview, expected: str) -> memoryview:
@@ -191,3 +205,7 @@ class Peer:
         if "failed" in answer:
             raise PeerError(f"{self._name}: {answer['failed']}")
         return answer
+
+
+def _unexpected(message: dict[str, Any]) -> DecodeError:
+    return DecodeError(f"another node of the job sent {str(message)[:_LONGEST_QUOTE]}")

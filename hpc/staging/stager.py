@@ -112,6 +112,11 @@ class Stager:
     def __exit__(self, *_: object) -> None:
         self._held.close()
 
+    def check(self) -> None:
+        """Raise, once, what has unexpectedly gone wrong in serving the peers (`Server.check`)."""
+        if self._server:
+            self._server.check()
+
     def stage(self, source: Path) -> Staged:
         """Find a copy of a directory or of the content of an archive, or make one.
 

@@ -24,6 +24,7 @@ from hpc.core.files import modified, storage_time
 from hpc.core.ownership import check_is_own
 from hpc.core.text import visible
 from hpc.core.units import duration_seconds
+from hpc.environment import REASON, RUN_DIR, STATE
 from hpc.notification.delivery import is_due, run_delivery
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -196,7 +197,7 @@ def _call_on_end(one: ObservedRun, state: str, reason: str, command: list[str]) 
     marker = run.events / f"notified-{state}-{one.known.attempt:03d}.jsonl"
     if (ended is not None and time.time() - ended > _NEWS_SECONDS) or marker.exists():
         return
-    variables = {"TORCHRELAY_RUN_DIR": str(run.path), "TORCHRELAY_STATE": state, "TORCHRELAY_REASON": reason}
+    variables = {RUN_DIR: str(run.path), STATE: state, REASON: reason}
     if record_once(marker, Notified(state=state)):
         try:
             subprocess.run(command, env={**os.environ, **variables}, check=True, timeout=_ON_END_TIMEOUT_SECONDS)

@@ -11,9 +11,10 @@ from contextlib import suppress
 import optuna
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
-from optuna.trial import FrozenTrial, Trial, TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 from hpc.cancel import cancel_run
+from hpc.compat import running_trial
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
 from hpc.group.members import Supervision, lacks_job, start_member
@@ -104,7 +105,7 @@ class SweepController:
             return
         state = summary.state
         values = self._values(run)
-        live = Trial(self.study, trial._trial_id)  # noqa: SLF001 - Optuna has no other way back to a trial
+        live = running_trial(self.study, trial)
         for step in sorted(values.keys() - trial.intermediate_values.keys()):
             live.report(values[step], step)
         if state in TERMINAL:
@@ -149,5 +150,5 @@ class SweepController:
     def _give_up(self, trial: FrozenTrial, state: TrialState, cause: str) -> None:
         """Tell Optuna that a trial has no result, and store the cause for the page."""
         with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another controller did so first
-            Trial(self.study, trial._trial_id).set_user_attr("cause", cause)  # noqa: SLF001 - as above
+            running_trial(self.study, trial).set_user_attr("cause", cause)
         self.study.tell(trial.number, state=state, skip_if_finished=True)

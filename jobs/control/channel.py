@@ -12,9 +12,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from hpc.core.kernel import steady_time
-from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect
+from hpc.core.transport import Connection, DecodeError, Limits, Server, connect
 from jobs.control.agent_clock import AgentClock
-from jobs.control.messages import Directive, NodeStatus, Phase
+from jobs.control.messages import Answer, Directive, NodeStatus, Phase, decode
+from jobs.node_attempt import log
 
 # Five seconds of silence are a dead node; a busy machine or a switch that reboots a port may be silent for two.
 LOST_SECONDS = 5.0
@@ -72,7 +73,7 @@ class ControlServer:
         self.own_address = ALONE
         """At which the other nodes reach this one."""
         self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
-        self.port = self._server.port
+        self.port, self.check = self._server.port, self._server.check
 
     def report(self, **changes: Any) -> None:
         """Change this node's own status."""
@@ -110,9 +111,9 @@ class ControlServer:
         node_rank = sent = None
         try:
             while True:
-                status = NodeStatus.from_json(connection.receive())
+                status = decode(connection.receive(), NodeStatus)
                 if status.node_rank not in range(1, self._num_nodes):
-                    raise ValueError(f"there is no other node {status.node_rank}")
+                    raise DecodeError(f"there is no other node {status.node_rank}")
                 self._addresses[status.node_rank], self.own_address = connection.peer_address, connection.local_address
                 self._take(status)
                 node_rank = status.node_rank
@@ -162,6 +163,7 @@ class ControlClient:
         """At which this node reaches the head, and the others reach this node."""
         self.clock, self._heard = AgentClock(), time.monotonic()
         self._changed, self._closed = threading.Event(), threading.Event()
+        self._defect: Exception | None = None
         self._thread = threading.Thread(target=self._keep_connected, daemon=True, name="control-client")
         self._thread.start()
 
@@ -172,6 +174,12 @@ class ControlClient:
         keys = ("phase", "round", "caches")
         if any(getattr(before, key) != getattr(self.status, key) for key in keys):
             self._changed.set()
+
+    def check(self) -> None:
+        """Raise, once, what the thread has raised unexpectedly (as `Server.check`)."""
+        defect, self._defect = self._defect, None
+        if defect:
+            raise defect
 
     @property
     def silent_seconds(self) -> float:
@@ -190,17 +198,25 @@ class ControlClient:
         self._thread.join(_ANSWER_SECONDS * 2)
 
     def _keep_connected(self) -> None:
-        while not self._closed.is_set():
+        closing = False
+        while not closing:
+            # After `close`, too, the last status is sent once: the connection may have just broken.
+            closing = self._closed.is_set()
             # Once met, a broken connection to the head must not be followed by attempts at addresses that lead nowhere.
             for host in [self.head_address] if self.met.is_set() else self.hosts:
                 try:
                     with connect((host, self._port), self._secret, _PURPOSE, _CLIENT_LIMITS) as connection:
                         self.head_address, self.own_address = connection.peer_address, connection.local_address
                         self._exchange(connection)
-                except ConnectionError:
+                        return
+                except ConnectionError as error:
+                    if isinstance(error, DecodeError):
+                        log(f"the connection to the head node's agent ends: {error}")
                     self._heard, self.head_has_ended = _after_break(self._heard), True
-                except MALFORMED:
+                except OSError:
                     pass  # no answer: the silence is counted
+                except Exception as error:  # noqa: BLE001 - `check` raises it, and this thread reports the agent's end
+                    self._defect = error
                 if self.met.is_set():
                     break
             self._closed.wait(_SEND_SECONDS)
@@ -214,12 +230,12 @@ class ControlClient:
                 raise TimeoutError
             sent_at = steady_time()
             connection.send(asdict(self.status))
-            answer = connection.receive()
+            answer = decode(connection.receive(), Answer)
             self._heard, self.head_has_ended = time.monotonic(), False
-            if "directive" in answer:
-                self.directive = Directive.from_json(answer["directive"])
+            if answer.directive:
+                self.directive = answer.directive
             if not self.met.is_set():
-                self.clock_skew_seconds = answer["time"] - (sent_at + steady_time()) / 2
+                self.clock_skew_seconds = answer.time - (sent_at + steady_time()) / 2
                 self.met.set()
             if closing:
                 return

@@ -6,9 +6,13 @@ Both are whole states: a new connection begins with them, and what a broken one 
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
-from hpc.staging.coordination import CacheStatus, NodeCache, StagingPlan, read_plan
+import msgspec
+
+from hpc.core.causes import Cause
+from hpc.core.transport import DecodeError
+from hpc.staging.coordination import NodeCache, StagingPlan
 
 
 class Phase(StrEnum):
@@ -60,7 +64,7 @@ class RankFailure:
     failed_at: float
     exit_code: int
     signal: str | None
-    cause: str
+    cause: Cause
     step: int | None
     """The last step that it had done; None if unknown."""
     detail: str
@@ -87,19 +91,6 @@ class NodeStatus:
     """The first signal that asked this node to stop."""
     caches: tuple[NodeCache, ...] = ()
     """What it has of each data set."""
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "NodeStatus":
-        """Read a status."""
-        return cls(**{
-            **fields,
-            "phase": Phase(fields["phase"]),
-            "heartbeats": tuple(RankHeartbeat(**heartbeat) for heartbeat in fields["heartbeats"]),
-            "failures": tuple(RankFailure(**failure) for failure in fields["failures"]),
-            "caches": tuple(
-                NodeCache(**{**cache, "status": CacheStatus(cache["status"])}) for cache in fields["caches"]
-            ),
-        })  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +122,23 @@ class Directive:
         """Its fields, for all nodes: a copy of a thousand members takes a millisecond."""
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> "Directive":
-        """Read a directive."""
-        plans = tuple(map(read_plan, fields["plans"]))
-        return cls(**{**fields, "members": tuple(fields["members"]), "plans": plans})
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The head node's answer to a status."""
+
+    time: float
+    """The clock of the head node, in seconds since the epoch."""
+    directive: Directive | None = None
+    """None: it has not changed since the last answer of this connection."""
+
+
+_Message = TypeVar("_Message", NodeStatus, Answer)
+
+
+def decode(message: dict[str, Any], kind: type[_Message]) -> _Message:
+    """Make a status or an answer of a message. Raises DecodeError if a field is missing or of another type."""
+    try:
+        return msgspec.convert(message, kind)
+    except msgspec.ValidationError as error:
+        raise DecodeError(f"a message is not of the kind {kind.__name__}: {error}") from error

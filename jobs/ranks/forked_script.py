@@ -5,25 +5,27 @@ and other modules that the script imports (training.runtime.torchrun_main), so t
 starts in a second.
 """
 
-import atexit
 import builtins
 import contextlib
 import io
-import multiprocessing
 import os
 import runpy
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
-from multiprocessing import popen_fork
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
 from hpc.core.kernel import in_signal_mask
+from jobs import compat
+from jobs.compat import (
+    end_threads_and_run_exit_functions,
+    leave_multiprocessing,
+    process_classes,
+    run_module_as_main,
+)
 
 _ROOT = str(Path(__file__).parents[2])
 _OURS = frozenset({"hpc", "jobs", "training"})
@@ -35,7 +37,7 @@ def run_script(program: Sequence[str]) -> None:
     code = 1
     try:
         if program[0] == "-m":
-            runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # noqa: SLF001  # as `python -m` does
+            run_module_as_main(program[1])
         else:
             _run_file(program[0])
         code = 0
@@ -45,8 +47,7 @@ def run_script(program: Sequence[str]) -> None:
         trace = _own_part(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
     # The interpreter would also take half a second to free torch's modules.
-    threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public function
-    atexit._run_exitfuncs()  # noqa: SLF001  # as above
+    end_threads_and_run_exit_functions()
     # Their reader may have gone.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
@@ -77,27 +78,14 @@ def _become_main_process(program: Sequence[str]) -> None:
         text.mode = mode
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
-    _leave_multiprocessing()
-    for kind in (popen_fork.Popen, subprocess.Popen):  # the other ways of multiprocessing inherit from the first
+    leave_multiprocessing()
+    for kind in process_classes():
         _make_terminable(kind)
     # Python reseeds its own generator after a fork. Those of numpy and torch would be the same on all ranks.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()
-
-
-def _leave_multiprocessing() -> None:
-    """Undo what multiprocessing, with which torchrun forked this process, changes in each child.
-
-    Programs check for the name of the main process to print once, and choose how their own processes start.
-    """
-    process: Any = multiprocessing.current_process()
-    process.name, process.authkey = "MainProcess", os.urandom(32)
-    process._identity, process._parent_pid = (), None  # noqa: SLF001  # there is no public function
-    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # noqa: SLF001  # as above
-    multiprocessing.set_start_method(None, force=True)
-    threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # noqa: SLF001  # it was the wrapper's
 
 
 def _make_terminable(kind: Any) -> None:
@@ -136,7 +124,7 @@ def _exit_code(code: object) -> int:
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without what runs the script."""
-    skipped = {__file__, runpy.__file__, "<frozen runpy>"}
+    skipped = {__file__, compat.__file__, runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in skipped:
         trace = trace.tb_next
     return trace

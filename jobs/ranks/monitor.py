@@ -168,7 +168,7 @@ class NodeMonitor:
         """The run's files on this node."""
         self.ranks = LocalRanks(self.node_dir, node.spec.resources.ranks_per_node, node.host, channel.clock)
         self.callbacks = list[Callable[[], None]]()
-        """Called at every poll, on the head node."""
+        """Called at every poll."""
         self._patience = Patience(node)
         self._is_not_forked = False
         self.last_step = 0

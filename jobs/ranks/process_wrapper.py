@@ -28,12 +28,13 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from typing import Any
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.core.kernel import adopt_orphans, children, end_children, open_files, set_parent_death_signal
 from hpc.core.traceback_text import describe_exception
+from hpc.environment import HEARTBEAT
+from jobs.compat import has_queried_gpus_before_the_fork
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
@@ -98,7 +99,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         with contextlib.suppress(OSError):
             _write_whole(exits, "not-forked", {"detail": reason})
         program = (sys.executable, "-P", os.path.abspath(__file__), "own", *program)
-    os.environ["TORCHRELAY_HEARTBEAT"] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
+    os.environ[HEARTBEAT] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     # By the clock that nobody sets, and that all processes of a node share.
     started, kills = time.monotonic(), _out_of_memory_kills()
     # If this process is killed, its file is all that tells the agent of the rank.
@@ -190,9 +191,8 @@ def _why_no_gpus() -> str:
 
     torch's own flag misses some ways to start the driver, but the driver's files are open then.
     """
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and torch.cuda._is_in_bad_fork():  # noqa: SLF001  # there is no public function
-        return f"torch {torch.__version__} had queried the GPUs before the ranks were forked"
+    if has_queried_gpus_before_the_fork():
+        return f"torch {sys.modules['torch'].__version__} had queried the GPUs before the ranks were forked"
     file = next(iter(open_files(_GPU_FILES).values()), None)
     return f"{file} was open before the ranks were forked" if file else ""
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.environment import SECRET
+
 # Ports below this belong to system services, those of the ephemeral range to outgoing connections.
 LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -73,7 +75,7 @@ def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[
     return {
         **ranks,
         # Only this user may read it, unlike the arguments.
-        "TORCHRELAY_SECRET": rendezvous.secret,
+        SECRET: rendezvous.secret,
         # All nodes have the same number of ranks: torchrun need not ask the others for theirs.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }

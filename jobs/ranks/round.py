@@ -20,6 +20,7 @@ from hpc.core.events.history import History
 from hpc.core.events.resumption import current_spec
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
+from hpc.environment import ATTEMPT, DATA, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
 from hpc.spec import RunSpec
 from hpc.staging import container
 from hpc.tracking.tracker import rank_variables
@@ -151,7 +152,7 @@ def _command(
     environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
     environment |= RANK_VARIABLES[spec.device]
     # The modules of the user's environment, also those of --setup, without ours.
-    given = environment.pop("TORCHRELAY_PYTHONPATH", environment.get("PYTHONPATH", ""))
+    given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
     path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
     code = spec.code_directory(run)
     wrapper = [str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
@@ -167,7 +168,7 @@ def _command(
             program = [python, "-S", *wrapper, python, "-P", str(PROCESS_WRAPPER), "own", "script", *argv]
         else:
             program = [*wrapper, "script", *argv]
-            variables["TORCHRELAY_PRELOAD"] = ",".join(top_level.imports)
+            variables[PRELOAD] = ",".join(top_level.imports)
         environment |= {"PYTHONPATH": ":".join([*import_path(spec, code), *path]), **variables}
         environment = {**rank_variables(run, spec), **environment}
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, program)
@@ -183,11 +184,11 @@ def _command(
 def _script_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> dict[str, str]:
     """What a user's script finds in its environment, beside torchrun's variables and those of trackers."""
     return {
-        "TORCHRELAY_RUN_DIR": str(node.run.path),
-        "TORCHRELAY_ATTEMPT": str(node.attempt.attempt),
-        "TORCHRELAY_SNAPSHOTS": str(node_dir.snapshots),
-        **({"TORCHRELAY_DATA": str(data)} if data else {}),
-        **({"TORCHRELAY_STOP_SIGNAL": node.spec.stop_signal} if node.spec.stop_signal else {}),
+        RUN_DIR: str(node.run.path),
+        ATTEMPT: str(node.attempt.attempt),
+        SNAPSHOTS: str(node_dir.snapshots),
+        **({DATA: str(data)} if data else {}),
+        **({STOP_SIGNAL: node.spec.stop_signal} if node.spec.stop_signal else {}),
     }
 
 

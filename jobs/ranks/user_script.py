@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from hpc.environment import ATTEMPT, DATA, RUN_DIR
 from hpc.spec import RunSpec
 
 # Packages that neither start threads nor query GPUs when they are imported; a fork would survive neither.
 _SAFE_TO_FORK = frozenset({"PIL", "numpy", "timm", "torch", "torchvision"})
 # Their modules that do query GPUs.
 _NOT_SAFE = re.compile(r"torch\.(testing\._internal|utils\.(benchmark|cpp_extension|jit))\b")
-_PLACEHOLDER = re.compile(r"\{(data|run_dir|attempt)\}")
+_PLACEHOLDERS = {"{data}": DATA, "{run_dir}": RUN_DIR, "{attempt}": ATTEMPT}
+_PLACEHOLDER = re.compile("|".join(map(re.escape, _PLACEHOLDERS)))
 
 
 def script_argv(spec: RunSpec, code: Path, variables: Mapping[str, str]) -> list[str]:
@@ -28,7 +30,7 @@ def script_argv(spec: RunSpec, code: Path, variables: Mapping[str, str]) -> list
     program = ["-m", spec.script[1]] if own == 2 else [os.path.normpath(code / spec.working_directory / spec.script[0])]
 
     def value(match: re.Match[str]) -> str:
-        return variables.get(f"TORCHRELAY_{match[1].upper()}", match[0])
+        return variables.get(_PLACEHOLDERS[match[0]], match[0])
 
     return [*program, *(_PLACEHOLDER.sub(value, word) for word in spec.script[own:])]
 

@@ -161,6 +161,7 @@ class NodeStaging:
             timeout_seconds=node.spec.stage_timeout_seconds,
         )
         self._resources.enter_context(stager)
+        self.monitor.callbacks.append(stager.check)
         try:
             staged = stager.stage(source)
         except (TorchrelayError, OSError):

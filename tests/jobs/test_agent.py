@@ -124,6 +124,15 @@ mount -t tmpfs -o mode=1777,nr_inodes=2 none /dev/shm
 mount -t tmpfs -o mode=1777,nr_inodes=2 none /tmp
 """
 DEFECT = "import jobs.agent as agent; agent.NodeMonitor.poll = lambda _: [][0]; raise SystemExit(agent.main({argv}))"
+# It shows in the thread of a connection, once the agents have met.
+DEFECT_IN_THE_CHANNEL = """
+import sys
+from jobs import agent
+from jobs.control import channel
+decode, first = channel.decode, [1, 2, 3]
+channel.decode = lambda message, kind: decode(message, kind) if first and first.pop() else message["no such field"]
+sys.exit(agent.main({argv}))
+"""
 
 
 def start_agent(run: RunDir, mounts: str = "", code: str = "", rank: int = 0) -> "subprocess.Popen[str]":
@@ -137,18 +146,21 @@ def start_agent(run: RunDir, mounts: str = "", code: str = "", rank: int = 0) ->
 
 
 @pytest.mark.parametrize(
-    ("broken", "reason"),
-    [({"mounts": NO_MEMORY}, "No space left on device"), ({"code": DEFECT}, "IndexError: list index out of range")],
+    ("broken", "cause", "reason"),
+    [
+        ({"mounts": NO_MEMORY}, "bad_node", "No space left on device"),
+        ({"code": DEFECT}, "crashed", "IndexError: list index out of range"),
+    ],
     ids=["no memory", "defect"],
 )
 def test_agent_that_fails_after_its_claim_ends_the_attempt_and_has_the_run_continue(
-    shared: Path, broken: dict[str, str], reason: str
+    shared: Path, broken: dict[str, str], cause: str, reason: str
 ) -> None:
     run = recorded_run(shared / "r", cluster="local")
     with start_agent(run, **broken) as agent:
         output, _ = agent.communicate(timeout=120)
     [attempt] = attempts_of(ledger.read(run.events))
-    assert attempt.cause == "bad_node", output
+    assert attempt.cause == cause, output
     assert reason in (attempt.detail or "")
     assert agent.returncode == LOCAL_REQUEUE_RETURN_CODE
     [requeued] = [event for event in records_in(run.events) if event["event"] == "requeued"]
@@ -165,3 +177,21 @@ def test_agent_of_another_node_that_fails_marks_its_node_as_bad(shared: Path, mo
     assert attempt.cause == "bad_node", output
     assert "No space left on device" in (attempt.detail or "")
     assert (head.returncode, other.returncode) == (LOCAL_REQUEUE_RETURN_CODE, 0)
+
+
+@pytest.mark.parametrize("broken_rank", [0, 1])
+def test_defect_in_the_control_channel_ends_its_agent_with_a_traceback_and_the_attempt_as_crashed(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, broken_rank: int
+) -> None:
+    monkeypatch.setitem(LOCAL_JOB, "SUBMITIT_LOCAL_NTASKS", "2")
+    run = recorded_run(shared / "r", cluster="local", resources=Resources(nodes="2"))
+    codes = ["", ""]
+    codes[broken_rank] = DEFECT_IN_THE_CHANNEL
+    with start_agent(run, code=codes[0]) as head, start_agent(run, code=codes[1], rank=1) as other:
+        outputs = [agent.communicate(timeout=120)[0] for agent in (head, other)]
+    assert "Traceback" in outputs[broken_rank]
+    [attempt] = attempts_of(ledger.read(run.events))
+    assert attempt.cause == "crashed", outputs
+    assert "KeyError: 'no such field'" in (attempt.detail or "")
+    if broken_rank:  # a head node's agent that understands nobody also answers nobody
+        assert not [event for event in ledger.read(run.events) if event["event"] == "node_lost"]

@@ -23,6 +23,7 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import fsync_file
 from hpc.core.rundir import STATE_TENSORS
 from training.checkpoint.state import TrainState
+from training.compat import shard_offsets
 from training.relay import WriteFiles, describe_file, save_checkpoint
 from training.runtime.process_group import ProcessGroup
 
@@ -66,8 +67,7 @@ def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[di
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, and DDP does without
 
     sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
-    # DCP itself finds the offsets in this way.
-    offsets = {name: tuple(value.__create_chunk_list__()[0].offsets) for name, value in sharded.items()}
+    offsets = {name: shard_offsets(value) for name, value in sharded.items()}
     # The last dimension of the mesh shards; the one before it, if there is one, replicates.
     is_copy = any(any(value.device_mesh.get_coordinate()[:-1]) for value in sharded.values())
     shards = {name: _local(value) for name, value in tensors.items()}

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hpc.core.errors import UserError
+from training.compat import scaler_tensors
 from training.config.changes import IDENTIFYING
 from training.config.rules import flag
 from training.config.train_config import TrainConfig
@@ -165,7 +166,7 @@ class _ScalerState:
         if not scaler.is_enabled():
             return {}
         # Before its first step it has none of both.
-        scale, tracker = scaler._scale, scaler._growth_tracker  # noqa: SLF001  # there is no public way
+        scale, tracker = scaler_tensors(scaler)
         if scale is None or tracker is None:
             return {"scale": torch.tensor(scaler.get_scale()), "growth_tracker": torch.tensor(0, dtype=torch.int32)}
         return {"scale": scale, "growth_tracker": tracker}

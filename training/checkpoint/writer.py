@@ -25,6 +25,7 @@ from hpc.core.rundir import STATE_VALUES
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
 from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
+from training.compat import copy_each
 from training.config.rules import Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.relay import KEPT_SNAPSHOTS, BackgroundWriter, remove_newer, save_checkpoint
@@ -116,7 +117,7 @@ class HostCopy:
             self._stream.wait_stream(torch.cuda.current_stream())
         hosts = [self._tensors[name] for name in tensors]
         with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            torch._foreach_copy_(hosts, self._captured, non_blocking=True)
+            copy_each(hosts, self._captured, non_blocking=True)
         self._device_copy = DeviceCopy(self._stream) if self._stream else None
         return self._device_copy
 

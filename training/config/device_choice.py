@@ -3,16 +3,17 @@
 from collections.abc import Mapping
 from typing import Literal
 
+from hpc.environment import DEVICE
+
 DeviceChoice = Literal["auto", "cuda", "cpu"]
 """`auto`: GPUs if torch can use some, else CPUs."""
-_NAME = "TORCHRELAY_DEVICE"
 # torch sees no GPU if none is visible.
 RANK_VARIABLES: Mapping[DeviceChoice, Mapping[str, str]] = {
-    "auto": {}, "cuda": {_NAME: "cuda"}, "cpu": {_NAME: "cpu", "CUDA_VISIBLE_DEVICES": ""},
+    "auto": {}, "cuda": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu", "CUDA_VISIBLE_DEVICES": ""},
 }  # fmt: skip
 """The environment variables of the ranks."""
 
 
 def must_use_gpu(environment: Mapping[str, str]) -> bool:
     """Whether a rank without a GPU has to end instead of using the CPU."""
-    return environment.get(_NAME) == "cuda"
+    return environment.get(DEVICE) == "cuda"

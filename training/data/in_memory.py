@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy._core.multiarray import _reconstruct  # pickled arrays refer to it
 from torch import Tensor
 
 from hpc.core.errors import UserError
 from training.config.dataset_layout import CIFAR, DIGITS_FILE, IDX_STEMS, DataLayout, Kind, find_idx
 
 _ROLES = ("images", "labels")
+# A pickled array names this function, by a private name.
+_RECONSTRUCT = np.empty(0).__reduce__()[0]
 # Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017. The format has no field for names, so the data set is recognized by the
 # CRC of its training labels.
 _FASHION_MNIST_CRC = 0x2ED6E46A
@@ -123,8 +124,8 @@ def read_digits(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 _SIDE = 32
 # numpy 1 pickled the old module name, numpy 2 pickles the new one.
 _ALLOWED = {
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
+    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hpc.core.kernel import open_files
+from training.compat import stop_workers
 from training.data.batch_schedule import BatchRequest
 from training.runtime.worker_process import die_with_parent
 
@@ -95,8 +96,7 @@ def load_batches(
     batches = _fork_workers(loader, started) if workers else iter(loader)
     yield batches
     if workers:
-        # The iterator's destructor calls the same, but at no certain time.
-        batches._shutdown_workers()  # type: ignore[attr-defined]  # noqa: SLF001  # there is no public way
+        stop_workers(batches)
 
 
 class _Requests:
@@ -125,8 +125,7 @@ def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any
         # Before Python 3.12 a child can hang in the fork for ever, if another thread, such as one of gloo's, begins to
         # call Python at that moment (python/cpython#112275; seen with 3.11.2 in a worker of ours and of Lightning's).
         print(f"loader workers did not start within {_START_SECONDS:.0f} s: starting others", flush=True)
-        batches._shutdown_workers()  # noqa: SLF001  # there is no public way
-        for worker in batches._workers:  # noqa: SLF001
+        for worker in stop_workers(batches):
             worker.kill()
             worker.join(_START_SECONDS)
         while started.acquire(block=False):

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from hpc.core.causes import EXIT_DIVERGED
-from training.runtime.process_group import ProcessGroup, SharedError
+from hpc.core.errors import TorchrelayError
+from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import HostValues
 
 
-class DivergedError(SharedError):
-    """The loss is not finite. Another attempt would diverge too."""
+class DivergedError(TorchrelayError):
+    """The loss is not finite, on every rank. Another attempt would diverge too."""
 
     exit_code = EXIT_DIVERGED
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from training.compat import BatchNorm
 from training.models.blocks import blocks_in_order
 
 
@@ -49,7 +49,7 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 @contextmanager
 def _keep_statistics(block: nn.Module) -> Iterator[None]:
     """Let the second forward pass change copies of the batch statistics."""
-    norms = [module for module in block.modules() if isinstance(module, _BatchNorm)]
+    norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
     kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
     for norm, name, buffer in kept:
         setattr(norm, name, buffer.clone())

@@ -5,6 +5,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from training.compat import average_each, copy_each
+
 
 class Ema:
     """A copy of a model whose weights are the exponential moving average of the model's.
@@ -26,9 +28,9 @@ class Ema:
         """Add the model after `step` steps to the average; with more weight at first, to forget the random weights."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
         with torch.no_grad():
-            torch._foreach_lerp_(*_unzip(self._averaged), weight)
+            average_each(*_unzip(self._averaged), weight)
             if self._copied:
-                torch._foreach_copy_(*_unzip(self._copied))
+                copy_each(*_unzip(self._copied))
 
 
 def _unzip(pairs: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from training.compat import BatchNorm
 from training.config.train_config import TrainConfig
 from training.models.blocks import is_row, row_members
 from training.runtime.process_group import ProcessGroup, SharedError
@@ -38,7 +38,7 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
         # autocast would keep its copies of the weights, those of the whole model, until the backward pass.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         # Batch normalization stays in float32, as with autocast. All such layers are one message.
-        norms: list[nn.Module] = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+        norms: list[nn.Module] = [module for module in model.modules() if isinstance(module, BatchNorm)]
         if norms:
             fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
     for block in blocks(model):

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from training.compat import BatchNorm, configure_compiler, is_compiler_error, measure_allreduce, measured_allreduce
 from training.config.train_config import TrainConfig
 from training.models.activations import checkpoint_activations
 from training.runtime.process_group import ProcessGroup, SharedError
@@ -58,7 +58,7 @@ def wrap_for_training(
     ddp.broadcast_buffers = has_other_buffers(model)
     # To measure a step, the host waits for the events of the GPU's step before.
     rate = config.log_every if group.device.type == "cpu" else max(config.log_every, _MEASURED_EVERY)
-    ddp._set_ddp_runtime_logging_sample_rate(rate)  # type: ignore[no-untyped-call]  # noqa: SLF001
+    measure_allreduce(ddp, rate)
     if config.compress_gradients == "bf16":
         ddp.register_comm_hook(None, bf16_compress_hook)
     return ddp
@@ -69,7 +69,7 @@ def has_other_buffers(model: nn.Module) -> bool:
 
     In training, a forward pass reads only the batch statistics of frozen layers, which are the same on all ranks.
     """
-    norms = {buffer for module in model.modules() if isinstance(module, _BatchNorm) for buffer in module.buffers()}
+    norms = {buffer for module in model.modules() if isinstance(module, BatchNorm) for buffer in module.buffers()}
     return not norms.issuperset(model.buffers())
 
 
@@ -81,7 +81,7 @@ def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[f
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return None
-    measured = wrapped._get_ddp_logging_data()  # type: ignore[no-untyped-call]  # noqa: SLF001  # there is no public way
+    measured = measured_allreduce(wrapped)
     total = measured.get("backward_comm_time", 0) / 1e9
     return (total, total - measured["backward_compute_comm_overlap_time"] / 1e9) if total else None
 
@@ -138,11 +138,7 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
     shapes that a process has seen before, nor on timing: every shape gets its own code and, with `repeatable`,
     `deterministic` turns off autotuning.
     """
-    from torch._inductor import config as inductor  # noqa: PLC0415  # takes a second, and only --compile needs it
-
-    # The default is the number of the machine's cores, up to 32.
-    inductor.compile_threads = max(1, min(cores, inductor.compile_threads or cores))
-    torch._dynamo.config.recompile_limit = _MAX_SHAPES  # noqa: SLF001  # there is no public way
+    configure_compiler(cores, _MAX_SHAPES)
     eager = model.forward
     compiled = torch.compile(eager, dynamic=False, options={"deterministic": repeatable})
 
@@ -155,9 +151,6 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
 
 def compiler_error(error: RuntimeError) -> str:
     """The first line of a failing compiler's message; empty if the error has another cause."""
-    from torch._dynamo.exc import ShortenTraceback  # noqa: PLC0415  # takes a second, and only --compile needs it
-
-    # The base class of errors of failing and of missing compilers.
-    if not isinstance(error, ShortenTraceback):
+    if not is_compiler_error(error):
         return ""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))

@@ -10,19 +10,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from training.compat import BatchNorm
 
 
 def convert_sync_batch_norm(model: nn.Module) -> nn.Module:
     """Replace the model's batch normalization by one over the global batch."""
     for module in model.modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, BatchNorm):
             # The same parameters, buffers and settings, with another forward.
             module.__class__ = SyncBatchNorm
     return model
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Ioffe and Szegedy, "Batch normalization" (2015), with mean and variance over all ranks' images.
 
     Ranks may have different numbers of images, but not none. Gradients flow through the statistics of all ranks.

@@ -32,9 +32,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from hpc.core.transport import MALFORMED, Connection, Limits, Server, connect, listen
+from hpc.core.transport import Connection, DecodeError, Limits, Server, connect, listen
 from hpc.core.units import port_range
-from training.runtime.run_context import RESTARTS
+from hpc.environment import RESTARTS
 
 BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.
@@ -59,13 +59,17 @@ class _Members:
         self._generations, self._ended, self._master = [0] * number, set[int](), ("", 0)
 
     def take(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Take a member's report, and return the answer to it."""
-        node, generation = int(report["node"]), int(report["generation"])
+        """Take a member's report, and return the answer to it. Raises DecodeError if it is not one."""
+        match report:
+            case {"node": int(node), "generation": int(generation), "ended": bool(ended), "master": [str(), int()]}:
+                pass
+            case _:
+                raise DecodeError(f"another node of the round sent {report}")
         if node not in range(len(self._generations)):
-            raise ValueError(f"node {node} is not a member")
+            raise DecodeError(f"node {node} is not a member")
         with self._lock:
             self._generations[node] = generation
-            if report["ended"]:
+            if ended:
                 self._ended.add(node)
             if node == 0:
                 self._master = report["master"]
@@ -175,13 +179,14 @@ class NodeRendezvous(RendezvousHandler):
             "node": self._node, "generation": self._generation, "ended": self._ended, "master": self._master
         }  # fmt: skip
         if self._members:
+            self._server.check()
             return self._members.take(report)
         try:
             self._connection = self._connection or connect(self._endpoint, self._secret, self._run_id, _LIMITS)
             self._connection.send(report)
             answer = self._connection.receive()
             self._met = True
-        except MALFORMED as error:
+        except OSError as error:
             # It listens until it ends. Of other errors the network may recover.
             self._host_has_left = self._met and isinstance(error, ConnectionRefusedError)
             if self._connection:

@@ -6,15 +6,13 @@ from typing import TypeVar
 
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
+from hpc.environment import RESTARTS
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
 from training.relay import Heartbeat, Phase
 from training.runtime.fault_injection import NO_FAULT, Fault
 
 _Item = TypeVar("_Item")
-RESTARTS = "TORCHRELAY_RESTARTS"
-"""In the environment: how often the ranks of all nodes have been restarted together."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:

@@ -13,17 +13,14 @@ import gc
 if __name__ == "__main__":
     gc.disable()
 
-import atexit
 import contextlib
 import importlib
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
@@ -35,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.core.causes import EXIT_BAD_NODE
 from hpc.core.errors import UserError
 from hpc.core.kernel import adopt_orphans, end_children
+from hpc.environment import PRELOAD, SECRET
+from training.compat import replace_end_of_ranks, run_exit_functions
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 from training.runtime.preload import LIBRARIES, MODULES
 
@@ -44,16 +43,15 @@ del sys.path[0]
 # Where one rank has died, the others hang in a collective and do not end on SIGTERM: torchrun gives them 30 s. Those
 # that can save are asked by the agent.
 _END_SECONDS = 1
-_close = PContext.close
 
 
-def end_ranks(ranks: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:  # noqa: ARG001
-    """Replace torchrun's `PContext.close`: ask the ranks to end, kill those that do not, and wait.
+def end_ranks(close: Callable[[int], None]) -> None:
+    """Ask the ranks to end by torchrun's own `close`, which kills those that do not, and wait.
 
     torchrun waits only for the wrappers. A rank exists, and keeps its GPU, until the kernel has freed its memory.
     Return when the ranks and the processes that they left behind have ended.
     """
-    _close(ranks, death_sig, _END_SECONDS)
+    close(_END_SECONDS)
     if left := end_children():
         with contextlib.suppress(OSError):  # a full disk
             print(f"processes {left} of ranks could not be killed", flush=True)
@@ -95,7 +93,7 @@ def launch() -> None:
 
 def run() -> int:
     """Run torchrun, and return its exit code."""
-    named = os.environ.pop("TORCHRELAY_PRELOAD", None)
+    named = os.environ.pop(PRELOAD, None)
     if named is not None:
         import_all([*LIBRARIES, *filter(None, named.split(","))])
     elif "--run-path" in sys.argv and "training" in sys.argv:
@@ -104,14 +102,14 @@ def run() -> int:
     gc.freeze()
     gc.enable()
     # The ranks, and what they run and log, need not know the secret.
-    secret = os.environ.pop("TORCHRELAY_SECRET")
+    secret = os.environ.pop(SECRET)
 
     def create(parameters: RendezvousParameters) -> NodeRendezvous:
         return NodeRendezvous(parameters, secret)
 
     rendezvous_handler_registry.register(BACKEND, create)
     adopt_orphans()
-    PContext.close = end_ranks  # type: ignore[assignment]
+    replace_end_of_ranks(end_ranks)
     try:
         launch()
     except SystemExit as end:
@@ -125,7 +123,7 @@ def run() -> int:
 if __name__ == "__main__":
     code = run()
     # The clean-up that os._exit would skip, such as of temporary directories.
-    atexit._run_exitfuncs()  # noqa: SLF001  # there is no public function
+    run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -264,3 +264,22 @@ def test_closed_server_ends_its_connections(server: Server) -> None:
             connection.receive()
     with pytest.raises(OSError, match="refused"):
         client(server.port)
+
+
+def test_defect_in_what_serves_a_connection_is_raised_once_and_ends_that_connection_alone() -> None:
+    def serve(connection: Connection) -> None:
+        connection.send({"answer": connection.receive()["question"]})
+
+    server = Server(SECRET, PURPOSE, serve, LIMITS)
+    server.check()
+    with client(server.port) as connection:
+        connection.send({})
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    with pytest.raises(KeyError, match="question"):
+        server.check()
+    server.check()
+    with client(server.port) as connection:
+        connection.send({"question": 1})
+        assert connection.receive() == {"answer": 1}
+    server.close()

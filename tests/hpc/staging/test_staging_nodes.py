@@ -16,6 +16,7 @@ from support.staging_nodes import disk, end_nodes, stage, start_nodes
 from support.waiting import wait_for
 
 from hpc.core.events import ledger
+from hpc.core.transport import Connection, Limits, Server, TransportError, connect
 from hpc.staging.coordination import Address, CacheStatus, choose_owners
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from hpc.staging.source import list_source
@@ -222,6 +223,31 @@ def test_impostor_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Pa
         version = list_source(source).version
         with pytest.raises(PeerError), Peer(Address("gpu01", *impostor.getsockname()[:2]), "secret", version) as peer:
             peer.ask(0)
+
+
+@pytest.mark.parametrize("asked", [{}, {"version": 1, "batch": 0}, {"version": "x", "batch": None}, {"batch": "0"}])
+def test_malformed_request_ends_its_connection_alone(server: PeerServer, asked: dict[str, object]) -> None:
+    limits = Limits(timeout_seconds=10, max_message_bytes=2**12)
+    with connect(("127.0.0.1", server.port), "secret", "staging", limits) as connection:
+        connection.send(asked)
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    server.check()
+
+
+@pytest.mark.parametrize("answer", [{}, {"bytes": -1, "checksum": ""}, {"bytes": 2**80, "checksum": ""}])
+def test_malformed_answer_is_no_listing_and_no_batch(source: Path, answer: dict[str, object]) -> None:
+    def serve(connection: Connection) -> None:
+        while connection.receive():
+            connection.send(answer)
+
+    other = Server("secret", "staging", serve, Limits(timeout_seconds=10, max_message_bytes=2**12))
+    with Peer(Address("gpu01", "127.0.0.1", other.port), "secret", list_source(source).version) as peer:
+        with pytest.raises(PeerError, match="does not send the listing"):
+            peer.listing()
+        with pytest.raises(PeerError, match="another node of the job sent"):
+            peer.ask(0)
+    other.close()
 
 
 def test_owners_have_the_data_or_are_about_to_read_them() -> None:

@@ -12,9 +12,10 @@ import pytest
 from support.cluster import ROOT
 from support.waiting import wait_for
 
-from hpc.core.transport import Limits, TransportError, connect
+from hpc.core.causes import Cause
+from hpc.core.transport import Connection, Limits, Server, TransportError, connect
 from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
-from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
+from jobs.control.messages import Answer, Directive, NodeStatus, Phase, RankFailure, RankHeartbeat, decode
 
 LIMITS = Limits(timeout_seconds=10, max_message_bytes=2**20)
 
@@ -37,7 +38,7 @@ FAILURE = RankFailure(
     failed_at=2.5,
     exit_code=-9,
     signal="SIGKILL",
-    cause="crashed",
+    cause=Cause.CRASHED,
     step=7,
     detail="x",
 )
@@ -82,8 +83,7 @@ def test_directive_is_sent_when_it_has_changed_and_on_each_new_connection(server
             for _ in expected:
                 server.directive = directives[1] if len(answered) == 2 else server.directive
                 connection.send(asdict(NodeStatus(node_rank=1)))
-                answer = connection.receive()
-                answered.append(Directive.from_json(answer["directive"]) if "directive" in answer else None)
+                answered.append(decode(connection.receive(), Answer).directive)
         assert answered == expected
 
 
@@ -117,6 +117,39 @@ def test_node_that_is_not_in_the_job_is_not_heard(server: ControlServer, node_ra
         with pytest.raises(TransportError, match="closed the connection"):
             connection.receive()
     assert not server.statuses()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"phase": "asleep"}, {"heartbeats": None}, {"heartbeats": [{}]}, {"failures": [[1]]}, {"caches": {"a": 1}},
+     {"round": True}, {"exit_code": "0"}, {"port": 2.5}],
+)  # fmt: skip
+def test_malformed_status_ends_its_connection_alone(
+    server: ControlServer, wrong: dict[str, object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with connect(("127.0.0.1", server.port), "secret", "control", LIMITS) as connection:
+        connection.send({**asdict(NodeStatus(node_rank=1)), **wrong})
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    server.check()
+    assert not server.statuses()
+    assert "a message is not of the kind NodeStatus: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("answer", [{}, {"time": "now"}, {"time": 1.0, "directive": {"members": [None]}}])
+def test_malformed_answer_directs_nobody(answer: dict[str, object], capfd: pytest.CaptureFixture[str]) -> None:
+    def serve(connection: Connection) -> None:
+        connection.receive()
+        connection.send(answer)
+
+    impostor = Server("secret", "control", serve, LIMITS)
+    client = ControlClient(["127.0.0.1"], impostor.port, "secret", NodeStatus(node_rank=1))
+    wait_for(lambda: "a message is not of the kind Answer: " in capfd.readouterr().out)
+    client.check()
+    assert not client.met.is_set()
+    assert client.directive == Directive()
+    client.close()
+    impostor.close()
 
 
 def test_agent_that_has_left_falls_silent(server: ControlServer) -> None:

@@ -27,11 +27,12 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from hpc.core.kernel import process_state
+from hpc.core.transport import Limits, TransportError, connect
+from hpc.environment import RESTARTS
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import Torchrun
 from training.runtime import node_rendezvous
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
-from training.runtime.run_context import RESTARTS
 
 SECRET = "the attempt's secret"
 
@@ -240,6 +241,20 @@ def test_torchrun_whose_first_member_has_ended_goes_on_until_its_ranks_need_it(m
     with pytest.raises(RendezvousConnectionError, match="first node has ended"):
         second.next_rendezvous()
     second.wait_for_end()
+
+
+@pytest.mark.parametrize("wrong", [{"node": "1"}, {"generation": None}, {"ended": 1}, {"master": "a"}, {"node": -1}])
+def test_malformed_report_ends_its_connection_alone(make: Make, wrong: dict[str, object]) -> None:
+    first, limits = make(0), Limits(timeout_seconds=10, max_message_bytes=2**12)
+    port = first._server.port  # noqa: SLF001
+    report = {"node": 1, "generation": 1, "ended": False, "master": ["", 0]}
+    with connect(("127.0.0.1", port), SECRET, "r-1-1", limits) as connection:
+        connection.send(report)
+        assert connection.receive()["arrived"] == 1
+        connection.send({**report, **wrong})
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    assert first.num_nodes_waiting() == 1
 
 
 @pytest.mark.parametrize(("node", "secret"), [(1, "guess"), (1, ""), (2, SECRET)])
