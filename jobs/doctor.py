@@ -22,7 +22,6 @@ from hpc.core.errors import TorchrelayError
 from hpc.core.files import write_json
 from hpc.core.node_info import NodeInfoInJob, inspect_node
 from hpc.core.nodedir import stage_dir_on_node
-from hpc.core.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.spec import Network
 from jobs.control.addresses import head_hosts, interface_of, own_addresses
@@ -30,7 +29,7 @@ from jobs.control.channel import ALONE, ControlChannel, ControlClient, ControlSe
 from jobs.control.messages import NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
-from jobs.ranks.round import preflight_module, rank_environment
+from jobs.ranks.round import rank_environment
 
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 # Enough for a slow import of torch from shared storage.
@@ -150,7 +149,7 @@ def preflight(
     allocation: NodeAllocation, network: Network, meeting: Meeting, own: Path, num_gpus: int
 ) -> tuple[bool, str]:
     """Run the preflight on this node's ranks. Returns whether it passed, and its message."""
-    done = run_ranks(allocation, network, meeting, num_gpus, preflight_module(RunDir(own), 1))
+    done = run_ranks(allocation, network, meeting, num_gpus, ["-m", "training.engine.preflight", str(own), "1"])
     return done.returncode == 0, summarize(done.stdout, done.returncode)[:_LONGEST_MESSAGE]
 
 

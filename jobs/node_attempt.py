@@ -146,9 +146,9 @@ class NodeAttempt:
             log(f"{event} could not be recorded: {error}")
 
     @property
-    def knows_steps(self) -> bool:
-        """Whether the steps of a failure tell what it costs: our trainer counts them, and a script that is restored."""
-        return self.spec.train is not None or bool(self.events("train_started"))
+    def reports_steps(self) -> bool:
+        """Whether the steps of a failure tell what it costs: a program without such a promise may report them, too."""
+        return self.spec.program.reports_steps or bool(self.events("train_started"))
 
     def run_events(self) -> list[ledger.Event]:
         """All events of the run, of all attempts and nodes."""

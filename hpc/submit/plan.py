@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from hpc import cli
@@ -20,6 +21,7 @@ from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.spec import Cluster, RunSpec, check_run_name, program_of
+from hpc.spec_file import Program, script_program
 from hpc.submit import checks, user_environment
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
 from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
@@ -28,7 +30,8 @@ from hpc.submit.options import SubmitOptions, SubmitScript, SubmitTraining
 from hpc.tracking.submission import check_ready
 from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect
-from training.config.train_config import TrainConfig, check_world
+from training.config.train_config import check_world
+from training.config.training_spec import Training, trainer_program
 
 # Deleting old copies and moving files may keep an agent busy for a moment.
 _MIN_STAGE_SECONDS = 10
@@ -38,25 +41,22 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     """Check everything, and resolve the flags to a run. Raises UserError at the first mistake."""
     if options.name is not None:
         check_run_name(options.name)
-    train, data = _resolve_work(options, script)
-    pack = None
-    if isinstance(options, SubmitTraining) and train is not None:
-        pack = checks.pack_size(options.pack, options.pack_size, train)
-        checks.check_data_on_device(train)
+    work = _training_work(options) if isinstance(options, SubmitTraining) else _script_work(options, script)
+    train = work.training.train if work.training else None
     in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
-        checks.check_is_shared("--data", data)
+        checks.check_is_shared("--data", work.data)
         checks.check_is_shared("--weights", Path(train.weights) if train and train.weights else None)
     else:
         resources = checks.local_resources(options.resources)
-    if train is not None:
+    if train:
         check_world(train, resources.max_nodes * resources.ranks_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
-        user_environment.check_use(flag, value, trains=train is not None, stages=options.stage_env)
+        user_environment.check_use(flag, value, trains=bool(train), stages=options.stage_env)
     image, python = user_environment.resolve(
         options.container, options.python, resources.setup, on_cluster=cluster == "slurm"
     )
@@ -70,12 +70,12 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, has_default_time=options.resources.time is None,
-        data=str(data) if data else None, train=train,
-        script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
+        data=str(work.data) if work.data else None, program=work.program, training=work.training, pack=work.pack,
+        stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, notification=with_known_names(options.notification),
         tracker=tuple(dict.fromkeys(options.tracker)), id=secrets.token_hex(4),
-        recipe=getattr(options, "recipe", None), python=python, container=image, device=device,
+        python=python, container=image, device=device,
         include=getattr(options, "include", ()), after=_directories("--after", options.after, options, cluster),
         after_ok=_directories("--after-ok", options.after_ok, options, cluster),
     )  # fmt: skip
@@ -114,17 +114,34 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 
 
-def _resolve_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[TrainConfig | None, Path | None]:
-    """The trainer's flags, None for a user's script, and the data to stage."""
-    if isinstance(options, SubmitTraining):
-        check_model(options.train.model)
-        data = checks.training_data(options.train)
-        # The path of the weights: the nodes may have another cache than this machine.
-        weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
-        return dataclasses.replace(options.train, data=str(data or ""), weights=weights), data
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a run is to do, checked."""
+
+    program: Program
+    training: Training | None = None
+    data: Path | None
+    """What to stage."""
+    pack: int | None = None
+    """As in RunSpec."""
+
+
+def _training_work(options: SubmitTraining) -> _Work:
+    check_model(options.train.model)
+    data = checks.training_data(options.train)
+    # The path of the weights: the nodes may have another cache than this machine.
+    weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
+    train = dataclasses.replace(options.train, data=str(data or ""), weights=weights)
+    pack = checks.pack_size(options.pack, options.pack_size, train)
+    checks.check_data_on_device(train)
+    program = trainer_program(has_data=data is not None)
+    return _Work(program=program, training=Training(train=train, recipe=options.recipe), data=data, pack=pack)
+
+
+def _script_work(options: SubmitOptions, script: tuple[str, ...]) -> _Work:
     given = options.data if isinstance(options, SubmitScript) else None
     checks.check_script(script, has_data=given is not None)
-    return None, checks.script_data(given) if given else None
+    return _Work(program=script_program(script), data=checks.script_data(given) if given else None)
 
 
 def _name_of(script: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.cluster import Command
+from support.events import of_training, script_spec
 
 from hpc.core import ledger
 from hpc.core.attempts import Attempt
@@ -44,9 +45,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def spec_of(script: tuple[str, ...] = ("a.py",), cluster: str = "slurm", **resources: Any) -> RunSpec:
-    return RunSpec(
-        name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=Resources(**resources), script=script
-    )
+    return script_spec(*script, cluster=cluster, resources=Resources(**resources))
 
 
 def attempt(**changes: Any) -> Attempt:
@@ -299,7 +298,7 @@ def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, 
 
 def test_training_that_logged_nothing_ended_at_its_start(run: RunDir, slurm_command: Command) -> None:
     slurm_command("sinfo", "echo 'gpu01|idle'")
-    replace(spec_of(), script=(), train=TrainConfig(synthetic=True)).save(run)
+    replace(spec_of(), **of_training(TrainConfig(synthetic=True))).save(run)
     assert resubmit.record_missing_end(run, attempt(), "gone")
     [ended] = ledger.read(run.events)
     assert ended["step"] == 0
