@@ -46,8 +46,8 @@ def main() -> int:
     rank = rank_info_from(os.environ)
     try:
         if is_from_spec(sys.argv[1:]):
-            options = rank_options(sys.argv[1:])
-            return _train(options, rank, options.evaluation)
+            options, evaluation = rank_options(sys.argv[1:])
+            return _train(options, rank, evaluation)
         # Only here, for it imports tyro and YAML.
         from hpc.core import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415

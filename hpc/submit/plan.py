@@ -7,7 +7,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hpc import cli
@@ -21,7 +20,7 @@ from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.spec import Cluster, RunSpec, check_run_name, program_of
-from hpc.spec_file import Program, script_program
+from hpc.spec_file import script_program
 from hpc.submit import checks, user_environment
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
 from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
@@ -41,14 +40,20 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     """Check everything, and resolve the flags to a run. Raises UserError at the first mistake."""
     if options.name is not None:
         check_run_name(options.name)
-    work = _training_work(options) if isinstance(options, SubmitTraining) else _script_work(options, script)
-    train = work.training.train if work.training else None
+    train = training = pack = None
+    if isinstance(options, SubmitTraining):
+        training, data = _training_of(options)
+        train, program = training.train, trainer_program(has_data=data is not None)
+        pack = checks.pack_size(options.pack, options.pack_size, train)
+        checks.check_data_on_device(train)
+    else:
+        data, program = _script_data(options, script), script_program(script)
     in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
         resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
-        checks.check_is_shared("--data", work.data)
+        checks.check_is_shared("--data", data)
         checks.check_is_shared("--weights", Path(train.weights) if train and train.weights else None)
     else:
         resources = checks.local_resources(options.resources)
@@ -70,7 +75,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, has_default_time=options.resources.time is None,
-        data=str(work.data) if work.data else None, program=work.program, training=work.training, pack=work.pack,
+        data=str(data) if data else None, program=program, training=training, pack=pack,
         stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, notification=with_known_names(options.notification),
@@ -114,34 +119,21 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """What a run is to do, checked."""
-
-    program: Program
-    training: Training | None = None
-    data: Path | None
-    """What to stage."""
-    pack: int | None = None
-    """As in RunSpec."""
-
-
-def _training_work(options: SubmitTraining) -> _Work:
+def _training_of(options: SubmitTraining) -> tuple[Training, Path | None]:
+    """What the trainer reads, and the data to stage."""
     check_model(options.train.model)
     data = checks.training_data(options.train)
     # The path of the weights: the nodes may have another cache than this machine.
     weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
     train = dataclasses.replace(options.train, data=str(data or ""), weights=weights)
-    pack = checks.pack_size(options.pack, options.pack_size, train)
-    checks.check_data_on_device(train)
-    program = trainer_program(has_data=data is not None)
-    return _Work(program=program, training=Training(train=train, recipe=options.recipe), data=data, pack=pack)
+    return Training(train=train, recipe=options.recipe), data
 
 
-def _script_work(options: SubmitOptions, script: tuple[str, ...]) -> _Work:
+def _script_data(options: SubmitOptions, script: tuple[str, ...]) -> Path | None:
+    """The data to stage for a script, which is checked."""
     given = options.data if isinstance(options, SubmitScript) else None
     checks.check_script(script, has_data=given is not None)
-    return _Work(program=script_program(script), data=checks.script_data(given) if given else None)
+    return checks.script_data(given) if given else None
 
 
 def _name_of(script: tuple[str, ...]) -> str:

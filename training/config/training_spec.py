@@ -45,14 +45,6 @@ class Training:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SpecOptions(RankOptions):
-    """What a rank runs that a node agent has started."""
-
-    evaluation: EvaluationTask | None = None
-    """The evaluation that it makes; None: it trains."""
-
-
 def trainer_program(*, has_data: bool) -> Program:
     """Return the program of a training or an evaluation, whose nodes stage data, or generate them."""
     arguments = spec_argv(
@@ -90,8 +82,8 @@ def is_from_spec(argv: Sequence[str]) -> bool:
     return bool(argv) and argv[0].startswith("--spec=")
 
 
-def rank_options(argv: Sequence[str]) -> SpecOptions:
-    """Return the options of a rank that a node agent starts, from the arguments that `spec_argv` made.
+def rank_options(argv: Sequence[str]) -> tuple[RankOptions, EvaluationTask | None]:
+    """Return the options and the evaluation, if any, of a rank whose arguments `spec_argv` made.
 
     Raises:
         OSError: the storage does not answer: another start may find it well.
@@ -100,8 +92,7 @@ def rank_options(argv: Sequence[str]) -> SpecOptions:
     given = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
     training = read_spec(Path(given["spec"]), lambda fields: Training.from_json(fields["training"]))
     train = training.train
-    return SpecOptions(
-        evaluation=training.evaluation,
+    options = RankOptions(
         train=replace(train, data=str(find_data(Path(given["data"])))) if "data" in given else train,
         recipe=training.recipe,
         run_dir=Path(given["run-dir"]),
@@ -109,3 +100,4 @@ def rank_options(argv: Sequence[str]) -> SpecOptions:
         node_dir=Path(given["node-dir"]),
         fault=given.get("fault", ""),
     )
+    return options, training.evaluation

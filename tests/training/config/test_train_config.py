@@ -222,10 +222,11 @@ def test_a_rank_reads_the_flags_that_its_run_was_submitted_with(config: TrainCon
     write_json(run / "spec.json", {"training": asdict(Training(train=config, recipe="cifar"))})
     argv = spec_argv(run / "spec.json", run, 3, memory, data=data)
     assert is_from_spec(argv)
-    options = rank_options(argv)
+    options, evaluation = rank_options(argv)
+    assert evaluation is None
     assert options.train == replace(config, data=str(data))
     assert (options.recipe, options.run_dir, options.attempt, options.node_dir) == ("cifar", run, 3, memory)
-    assert rank_options(spec_argv(run / "spec.json", run, 3, memory)).train == config
+    assert rank_options(spec_argv(run / "spec.json", run, 3, memory))[0].train == config
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"training": null}', '{"training": {"train": {"no-flag": 1}}}'])
