@@ -76,7 +76,8 @@ def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(local_site: S
     assert json.loads((copy / "final-001" / "result.json").read_text())["step"] == 8, "the result before"
     submitted, now = (json.loads(path.read_text()) for path in (run.directory.spec, current_spec(run.directory)))
     assert [each["training"]["train"]["epochs"] for each in (submitted, now)] == [2, 4]
-    assert json.loads((run.directory.final / "model.json").read_text())["made_from"]["spec"]["train"]["epochs"] == 4
+    card = json.loads((run.directory.final / "model.json").read_text())
+    assert card["made_from"]["spec"]["training"]["train"]["epochs"] == 4
 
 
 FAILING = "raise SystemExit('no luck')\n"
