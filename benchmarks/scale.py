@@ -36,6 +36,7 @@ from hpc.core.events.ledger import EventWriter
 from hpc.core.rundir import RunDir
 from hpc.core.transport import Connection, Limits, connect
 from hpc.spec import Resources, RunSpec
+from hpc.spec_file import script_program
 from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import NodeStatus, Phase, RankHeartbeat
@@ -114,7 +115,7 @@ class Head:
         run = RunDir(directory)
         names = tuple(f"node{number:04d}" for number in range(nodes))
         spec = RunSpec(
-            name="scale", cluster="local", data=None, script=("train.py",), stage_dir=str(directory),
+            name="scale", cluster="local", data=None, program=script_program(("train.py",)), stage_dir=str(directory),
             resources=Resources(nodes=str(nodes), gpus_per_node=str(RANKS_PER_NODE)),
         )  # fmt: skip
         self.server = ControlServer(self.secret, nodes)

@@ -281,7 +281,7 @@ def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSp
     if subject.spec is None:
         run.model.mkdir()
         shutil.copyfile(subject.path, run.model / subject.path.name)
-        return replace(spec, evaluation=task)
+        return spec.with_training(evaluation=task)
     source = RunDir(subject.path)
     for _ in range(_TRIES):
         # The other run, which may train, may replace or delete it meanwhile: then it has a newer one.
@@ -289,7 +289,7 @@ def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSp
             with suppress(FileNotFoundError):
                 link_files(directory, run.model)
                 if _is_whole(source, run):
-                    return replace(spec, evaluation=replace(task, **_progress(run.model)))
+                    return spec.with_training(evaluation=replace(task, **_progress(run.model)))
             shutil.rmtree(run.model, ignore_errors=True)
     raise UserError(f"the model {task.checkpoint} of run {source.name} is damaged: use another --checkpoint")
 

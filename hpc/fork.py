@@ -9,7 +9,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
@@ -122,7 +122,7 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
             f"use --epochs {epochs_done + 1} or more"
         )
     _give_results(source, run, step_of(path))
-    return replace(spec, forked_from=str(path))
+    return spec.with_training(forked_from=str(path))
 
 
 def _give_results(source: RunDir, run: RunDir, step: int) -> None:

@@ -43,7 +43,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
-from hpc.spec import Network, Notification, Recovery, Resources, RunSpec, program_of
+from hpc.spec import Network, Notification, Recovery, Resources, RunSpec, is_flat, program_of
 from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.submit import checks
 from hpc.submit.code_copy import copy_code, find_code, own_environment
@@ -203,7 +203,8 @@ def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -
             f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
             f"{typed} --name NEW"
         )
-    saved = spec.forked_from or any(isinstance(event, CheckpointSaved | SnapshotSaved) for event in history.events)
+    forked = spec.training is not None and spec.training.forked_from is not None
+    saved = forked or any(isinstance(event, CheckpointSaved | SnapshotSaved) for event in history.events)
     if spec.train and saved and not list_checkpoints(run.checkpoints):
         raise UserError(
             f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would start from the beginning: type "
@@ -213,14 +214,13 @@ def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -
 
 def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: History) -> RunSpec:
     """The spec with the flags of the command line, checked as by hpc submit where something has changed."""
-    train = before.train and dataclasses.replace(
-        before.train, **{name: getattr(options.train, name) for name in ADJUSTABLE}
-    )
+    adjusted = {name: getattr(options.train, name) for name in ADJUSTABLE}
+    train = dataclasses.replace(before.train, **adjusted) if before.train else None
     resources, has_default_time = options.resources, options.resources.time is None
     if has_default_time and resources.partition == before.resources.partition:
         resources = dataclasses.replace(resources, time=before.resources.time)
     after = dataclasses.replace(
-        before, resources=resources, recovery=options.recovery, network=options.network, train=train,
+        before.with_training(train=train), resources=resources, recovery=options.recovery, network=options.network,
         notification=_adjusted_notification(before, options), has_default_time=has_default_time,
     )  # fmt: skip
     complete = history.outcome == "completed"
@@ -277,9 +277,9 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
         if not resubmit.claim_next_job(run, attempt, history):
             raise TorchrelayError(f"another process submits the next job of run {run.name}: see hpc status {run.name}")
         if copy:
-            after = dataclasses.replace(after, script=copy.script)
+            after = after.with_script(copy.script)
             _replace_code(run, copy.run, undo)
-        after.save(run, number)
+        after.save(run, number, flat=not new_code and is_flat(run))
         if after.cluster == "slurm" and (new_code or after != before):
             undo.callback(write_atomic, run.script, run.script.read_bytes())
             write_atomic(run.script, SlurmExecutor(run, after).script())

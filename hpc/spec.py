@@ -1,9 +1,8 @@
 """RunSpec: one run with everything resolved, as its spec in force holds it; the flags of its resources and recovery."""
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,9 +13,11 @@ from hpc.core.events.resumption import current_spec
 from hpc.core.files import write_json
 from hpc.core.rundir import RunDir
 from hpc.core.units import REQUEUE_SECONDS, duration_seconds, port_range, stop_lead_seconds, walltime_minutes
+from hpc.spec_file import Program, read_spec, script_program
 from training.config.device_choice import DeviceChoice
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
+from training.config.training_spec import Training, trainer_program
 
 Cluster = Literal["slurm", "local"]
 Service = Literal["wandb", "mlflow"]
@@ -246,12 +247,12 @@ class RunSpec:
     """Whether nobody has given --time: the time limit is then the partition's, also of another one (hpc resume)."""
     data: str | None
     """The directory or archive that every node stages; None: no data."""
-    train: TrainConfig | None = None
-    """The trainer's flags; None for a user's script."""
-    script: tuple[str, ...] = ()
-    """The user's torchrun script: its path from the working directory, or `-m` and its module; then its arguments."""
+    program: Program
+    """What the ranks run, as the node agents see it."""
+    training: Training | None = None
+    """What the trainer reads; None: the program is a user's script."""
     working_directory: str = "."
-    """The directory, relative to the top of the user's code, in which the script was submitted and starts."""
+    """The directory, relative to the top of the user's code, in which a script was submitted; the ranks start in it."""
     stage_dir: str
     """A directory on each node's own disk; variables in it are the node's."""
     stage_keep: str = "7d"
@@ -286,12 +287,29 @@ class RunSpec:
     """What no other run of the same name has."""
     mlflow_run: str | None = None
     """The id that MLflow has given to the run at its submission; None: it was not asked."""
-    recipe: str | None = None
-    """The recipe behind the trainer's flags."""
-    forked_from: str | None = None
-    """The checkpoint of another run with which it began; None: it began with the first step."""
-    evaluation: EvaluationTask | None = None
-    """What it evaluates (`hpc evaluate`), with the trainer's flags that concern an evaluation; None: it trains."""
+
+    @property
+    def train(self) -> TrainConfig | None:
+        """The trainer's flags; None: the program is a user's script."""
+        return self.training.train if self.training else None
+
+    @property
+    def evaluation(self) -> EvaluationTask | None:
+        """What the run evaluates; None: it does not evaluate another run's model."""
+        return self.training.evaluation if self.training else None
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """The user's torchrun script, from the working directory, with its arguments; empty for the trainer."""
+        return () if self.training else self.program.argv
+
+    def with_script(self, script: tuple[str, ...]) -> "RunSpec":
+        """Return the spec with another path to the same script; the trainer has none."""
+        return replace(self, program=replace(self.program, argv=script)) if script else self
+
+    def with_training(self, **changes: Any) -> "RunSpec":
+        """Return the spec with these changes in what the trainer reads; a script's stays as it is."""
+        return replace(self, training=replace(self.training, **changes)) if self.training else self
 
     @property
     def min_nodes(self) -> int:
@@ -339,34 +357,64 @@ class RunSpec:
         """`stage_timeout` in seconds."""
         return duration_seconds("--stage-timeout", self.stage_timeout)
 
-    def save(self, run: RunDir, resumption: int = 0) -> None:
-        """Write `spec.json`, or the spec that a resumption, by its number, is about to put into force."""
-        write_json(run.revised_spec(resumption) if resumption else run.spec, asdict(self))
+    def save(self, run: RunDir, resumption: int = 0, *, flat: bool = False) -> None:
+        """Write `spec.json`, or the spec that a resumption, by its number, is about to put into force.
+
+        `flat`: in the form that the run's own copy of our packages reads (`is_flat`).
+        """
+        fields = asdict(self)
+        write_json(run.revised_spec(resumption) if resumption else run.spec, _flattened(fields) if flat else fields)
 
     @classmethod
     def load(cls, run: RunDir) -> "RunSpec":
         """Read back the spec in force; a UserError if the directory is no run."""
         path = current_spec(run)
         try:
-            fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            return read_spec(path, cls._from_json)
+        except OSError as error:
             raise UserError(f"{path} cannot be read ({error}): {run.path} is damaged or not a run directory") from error
-        try:
-            for name in ("sbatch", "setup"):
-                fields["resources"][name] = tuple(fields["resources"].get(name, ()))
-            fields["resources"] = Resources(**fields["resources"])
-            fields["recovery"] = Recovery(**fields.get("recovery", {}))
-            fields["network"] = Network(**fields.get("network", {}))
-            told = fields.get("notification", {})
-            fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
-            fields["train"] = TrainConfig(**fields["train"]) if fields["train"] else None
-            fields["evaluation"] = EvaluationTask(**fields["evaluation"]) if fields.get("evaluation") else None
-            fields["script"] = tuple(fields["script"])
-            for name in ("include", "tracker", "after", "after_ok"):
-                fields[name] = tuple(fields.get(name, ()))
-            return cls(**fields)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged, or of another version: {error!r}") from error
+
+    @classmethod
+    def _from_json(cls, fields: dict[str, Any]) -> "RunSpec":
+        fields = dict(fields if "program" in fields else _unflattened(fields))
+        for name in ("sbatch", "setup"):
+            fields["resources"][name] = tuple(fields["resources"].get(name, ()))
+        fields["resources"] = Resources(**fields["resources"])
+        fields["recovery"] = Recovery(**fields.get("recovery", {}))
+        fields["network"] = Network(**fields.get("network", {}))
+        told = fields.get("notification", {})
+        fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
+        fields["program"] = Program.from_json(fields["program"])
+        fields["training"] = Training.from_json(fields["training"]) if fields["training"] else None
+        for name in ("include", "tracker", "after", "after_ok"):
+            fields[name] = tuple(fields.get(name, ()))
+        return cls(**fields)
+
+
+# Before there were programs, a spec had what the trainer reads among its other fields, and `script`. Runs of that time
+# have our packages of that time, too, and those read nothing else.
+_FLAT = {"train": None, "recipe": None, "forked_from": None, "evaluation": None}
+
+
+def is_flat(run: RunDir) -> bool:
+    """Whether the spec in force has no program: it was submitted by a version that knew none."""
+    return read_spec(current_spec(run), lambda fields: "program" not in fields)
+
+
+def _unflattened(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a flat spec in the present form."""
+    training = {name: fields.get(name) for name in _FLAT}
+    others = {name: value for name, value in fields.items() if name not in {*_FLAT, "script"}}
+    if training["train"] is None:
+        return {**others, "program": asdict(script_program(tuple(fields["script"]))), "training": None}
+    return {**others, "program": asdict(trainer_program(has_data=fields["data"] is not None)), "training": training}
+
+
+def _flattened(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec in the flat form."""
+    others = {name: value for name, value in fields.items() if name not in {"program", "training"}}
+    script = () if fields["training"] else fields["program"]["argv"]
+    return {**others, **(fields["training"] or _FLAT), "script": script}
 
 
 def _check_units(time: str | None, mem: str | None) -> None:

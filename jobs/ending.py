@@ -75,7 +75,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if cause is not Cause.COMPLETED:
         save_snapshot(node, monitor.node_dir)
     last_step = None
-    if node.knows_steps:
+    if node.reports_steps:
         # The last step that any rank had done: the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
         last_step = max(failed_step or 0, coordinator.last_step, resubmit.last_step(node.run) or 0)
@@ -104,7 +104,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     """
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
-    step = (resubmit.last_step(node.run) or 0) if node.knows_steps else None
+    step = (resubmit.last_step(node.run) or 0) if node.reports_steps else None
     # Agents that recorded nothing may have ended of anything, such as a node that died while srun started them.
     signature = None if failure is Cause.LOST else signature_of(detail)
     blamed = None if failure is Cause.LOST and _follows_a_dead_start(node) else node.host
@@ -180,7 +180,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
     except TorchrelayError as error:
         log(f"Slurm does not report the state of this job: {error}")
     return Ending(
-        finished=node.run.final_result.exists() if node.spec.train else done and not signal,
+        finished=node.run.final_result.exists() if node.spec.program.writes_result else done and not signal,
         cancelled=is_cancelled_now(node.run),
         signal=signal,
         job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
@@ -206,7 +206,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
         time.sleep(_SPARE_SECONDS)
     if not _confirm_head_is_lost(node) or not _is_running(node):
         return 0
-    step = monitor.last_step if node.knows_steps else None
+    step = monitor.last_step if node.reports_steps else None
     cause = Cause.CANCELLED if is_cancelled_now(node.run) else Cause.NODE_FAILURE
     number = node.attempt.attempt
     ended = AttemptEnded(attempt=number, cause=cause, step=step, detail=detail, failed_at=failed_at, node=head)
@@ -236,7 +236,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
     attempt = claim.claim_next(run, allocation, port=0, secret="")
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
-    step = (resubmit.last_step(run) or 0) if spec.train else None
+    step = (resubmit.last_step(run) or 0) if spec.program.reports_steps else None
     number = attempt.attempt
     ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head)
     if record_end(node, ended):

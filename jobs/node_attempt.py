@@ -148,9 +148,9 @@ class NodeAttempt:
             log(f"{event.kind} could not be recorded: {error}")
 
     @property
-    def knows_steps(self) -> bool:
-        """Whether the steps of a failure tell what it costs: our trainer counts them, and a script that is restored."""
-        return self.spec.train is not None or self.history().during(self.attempt.attempt).knows_steps
+    def reports_steps(self) -> bool:
+        """Whether the steps of a failure tell what it costs: a program without such a promise may report them, too."""
+        return self.spec.program.reports_steps or self.history().during(self.attempt.attempt).knows_steps
 
     def history(self) -> History:
         """Read the history of the run, with all attempts and nodes."""

@@ -30,7 +30,8 @@ from hpc.core.nodedir import NodeDir  # noqa: E402
 from hpc.core.rundir import RunDir  # noqa: E402
 from hpc.environment import FAULT  # noqa: E402
 from training.config.evaluation_task import EvaluationTask  # noqa: E402
-from training.config.train_config import RankOptions, is_from_spec, read_spec  # noqa: E402
+from training.config.train_config import RankOptions  # noqa: E402
+from training.config.training_spec import is_from_spec, rank_options  # noqa: E402
 from training.runtime.fault_injection import NO_FAULT, parse_fault  # noqa: E402
 from training.runtime.run_context import RankInfo, RunContext, rank_info_from  # noqa: E402
 
@@ -46,8 +47,8 @@ def main() -> int:
     rank = rank_info_from(os.environ)
     try:
         if is_from_spec(sys.argv[1:]):
-            options = read_spec(sys.argv[1:])
-            return _train(options, rank, options.evaluation)
+            options, evaluation = rank_options(sys.argv[1:])
+            return _train(options, rank, evaluation)
         # Only here, for it imports tyro and YAML.
         from hpc.core import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415

@@ -25,10 +25,10 @@ from hpc.core.events.kinds import TrainStarted
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import RunDir
 from training.config.train_config import TrainConfig
+from training.config.training_spec import MODULES
 from training.engine.launch import make_trainer
 from training.runtime.determinism import configure
 from training.runtime.fault_injection import NO_FAULT, parse_fault
-from training.runtime.preload import MODULES
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext, rank_info_from
 from training.verify_resume.compare import compare_runs

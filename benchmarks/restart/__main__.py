@@ -40,7 +40,8 @@ from hpc.core.nodedir import NodeDir
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
-from training.config.train_config import TrainConfig, spec_argv
+from training.config.train_config import TrainConfig
+from training.config.training_spec import Training, spec_argv, trainer_program
 
 HERE = Path(__file__).parent
 Kind = Literal["forked", "started", "plain", "plain-new-store"]
@@ -100,6 +101,8 @@ class Case:
             "training",
             *spec_argv(directory / "spec.json", directory, 1, memory.path, data=FASHION_MNIST_DIRECTORY),
         ]
+        if self.kind == "forked":
+            environment["TORCHRELAY_PRELOAD"] = ",".join(trainer_program(has_data=True).preload)
         wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory.path)]
         program = [*wrapped, *rank] if self.kind == "forked" else [python, "-S", *wrapped, python, *rank]
         argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", python, program)
@@ -127,7 +130,7 @@ def prepared(case: Case) -> Iterator[Path]:
         for name in ("marks", "logs", "FashionMNIST"):
             (directory / name).mkdir()
         (directory / "FashionMNIST" / "raw").symlink_to(unpacked(directory))
-        (directory / "spec.json").write_text(json.dumps({"train": asdict(config)}))
+        (directory / "spec.json").write_text(json.dumps({"training": asdict(Training(train=config))}))
         yield directory
 
 

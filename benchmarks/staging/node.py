@@ -22,6 +22,7 @@ from hpc.core.events.ledger import EventWriter
 from hpc.core.nodedir import HeldNodeDir
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
+from hpc.spec_file import script_program
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import NodeStatus, Phase
 from jobs.node_attempt import NodeAllocation, NodeAttempt
@@ -109,7 +110,7 @@ def make_node(options: Options) -> Node:
         run=run,
         spec=RunSpec(
             name=run.name, cluster="slurm", resources=Resources(nodes=str(options.nodes)), data=str(options.source),
-            stage_dir=str(options.stage_dir), stage_keep=options.keep,
+            program=script_program(("train.py",)), stage_dir=str(options.stage_dir), stage_keep=options.keep,
             stage_env=str(options.source) if options.env else None,
         ),
         allocation=NodeAllocation(

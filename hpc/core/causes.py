@@ -4,7 +4,7 @@ docs/explanation/recovery.md has the budgets as a table for users.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -97,12 +97,13 @@ def cause_of(ending: Ending) -> Cause:
     return next((cause for holds, cause in rules if holds), ending.failure)
 
 
-_CAUSE_OF_EXIT = {
+EXIT_CODES = {
     EXIT_BAD_INPUT: Cause.BAD_INPUT,
     EXIT_BAD_NODE: Cause.BAD_NODE,
     EXIT_NO_SPACE: Cause.NO_SPACE,
     EXIT_DIVERGED: Cause.DIVERGED,
 }
+"""The causes that the exit codes of our own programs stand for."""
 # Messages of Python, torch and the kernel; torch's CPU allocator writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
 # NCCL reports that an InfiniBand function "cannot allocate memory" if a process may lock too little (ulimit -l).
@@ -133,14 +134,16 @@ def is_device_failure(detail: str) -> bool:
     return _DEAD_DEVICE.search(detail) is not None and not is_consequence(detail)
 
 
-def cause_of_exit(exit_code: int, signal: str | None, out_of_memory: bool, detail: str, *, ours: bool = True) -> Cause:
+def cause_of_exit(
+    exit_code: int, signal: str | None, out_of_memory: bool, detail: str, exit_codes: Mapping[int, Cause]
+) -> Cause:
     """Why a rank failed, from its exit code or the name of the signal that killed it, and the last line of its log.
 
-    `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory. `ours`: it ran our
-    trainer; the exit codes of a user's script may mean anything.
+    `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory. `exit_codes`: what those
+    of its program stand for; the others may mean anything.
     """
-    if ours and signal is None and exit_code in _CAUSE_OF_EXIT:
-        return _CAUSE_OF_EXIT[exit_code]
+    if signal is None and exit_code in exit_codes:
+        return exit_codes[exit_code]
     killed = signal == "SIGKILL" or _KILLED_WORKER in detail
     if (out_of_memory and killed) or (_NO_MEMORY.search(detail) and _INFINIBAND not in detail):
         return Cause.OUT_OF_MEMORY

@@ -1,7 +1,7 @@
 """A run's settings, and the command that submits it once more. Pure; runs on the login node."""
 
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ from hpc.flags import changed_flags, flags_of
 from hpc.spec import RunSpec
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import base_learning_rate
+from training.config.training_spec import Training
 
 _OF_ONE_RUN = frozenset({"name", "id", "mlflow-run", "has-default-time"})
 
@@ -41,10 +42,13 @@ def shell_text(command: list[str]) -> str:
 
 def flat_settings(spec: RunSpec) -> dict[str, str]:
     """Every setting of a run by its flag's name."""
-    settings = asdict(spec)
-    nested = dict[str, Any]()
-    for group in ("resources", "recovery", "network", "train"):
-        nested |= settings.pop(group) or {}
+    settings = {"script" if name == "program" else name: value for name, value in asdict(spec).items()}
+    settings["script"] = spec.script
+    training = settings.pop("training") or dict.fromkeys(field.name for field in fields(Training))
+    nested, train = dict[str, Any](), training.pop("train") or {}
+    for group in ("resources", "recovery", "network"):
+        nested |= settings.pop(group)
+    settings, nested = settings | training, nested | train
     merged = {**settings, **nested, "data": nested.get("data") or settings["data"]}
     found = dict[str, str]()
     for name, value in merged.items():
@@ -56,8 +60,9 @@ def flat_settings(spec: RunSpec) -> dict[str, str]:
 def settings_with_defaults(spec: RunSpec) -> dict[str, str]:
     """Return every setting of a run that another run may share, and a word or number for each that was not set."""
     settings = {name: value for name, value in flat_settings(spec).items() if name not in _OF_ONE_RUN}
-    if spec.train is not None:
-        settings["lr"] = f"{base_learning_rate(spec.train):.4g}"
-    checkpoint = Path(spec.forked_from or "")
-    settings["forked-from"] = f"{checkpoint.parents[1].name}, {checkpoint.name}" if spec.forked_from else "none"
+    training = spec.training
+    if training:
+        settings["lr"] = f"{base_learning_rate(training.train):.4g}"
+    checkpoint = Path(training.forked_from) if training and training.forked_from else None
+    settings["forked-from"] = f"{checkpoint.parents[1].name}, {checkpoint.name}" if checkpoint else "none"
     return {name: value or "default" for name, value in settings.items()}

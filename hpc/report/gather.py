@@ -112,7 +112,8 @@ class RunRecord:
 
     def is_fork_of(self, other: "RunRecord") -> bool:
         """Return whether the run began with a checkpoint of `other`, whose metrics until then are its attempt 0."""
-        return self.spec is not None and Path(self.spec.forked_from or "").is_relative_to(other.run.checkpoints)
+        begin = self.spec.training.forked_from if self.spec and self.spec.training else None
+        return begin is not None and Path(begin).is_relative_to(other.run.checkpoints)
 
     def periods(self, now: float) -> list[Period]:
         """What the run did when."""
@@ -241,7 +242,7 @@ def _table(rows: Sequence[dict[str, Any]] | pd.DataFrame, columns: Sequence[str]
 
 def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_test: bool, samples: int) -> list[str]:
     """What a page cannot show, and why, in sentences."""
-    script, complete = spec is not None and spec.train is None, summary.state == "completed"
+    script, complete = spec is not None and bool(spec.script), summary.state == "completed"
     over = summary.state in TERMINAL
     evaluates = spec is not None and spec.evaluation is not None
     notes = (

@@ -25,7 +25,7 @@ def provenance(record: RunRecord) -> list[tuple[str, str]]:
     nodes = [node for each in attempts for node in each.nodes]
     found = {
         "Code": short + (f"+{dirty}" if dirty else ""),
-        "Recipe": record.spec and record.spec.recipe,
+        "Recipe": _recipe(record),
         "torch": newest.torch,
         "CUDA": newest.cuda,
         "Driver": newest.driver,
@@ -36,10 +36,16 @@ def provenance(record: RunRecord) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in found.items() if value]
 
 
+def _recipe(record: RunRecord) -> str | None:
+    """Return the name of the recipe that the flags of a training are based on."""
+    return record.spec.training.recipe if record.spec and record.spec.training else None
+
+
 def how_to_get_the_code(record: RunRecord) -> str:
     """From which commit and recipe the command makes the same run, in a sentence."""
     commit, _, dirty = (record.revision or "").partition("+")
-    recipe = f"its flags are based on recipe {record.spec.recipe}" if record.spec and record.spec.recipe else ""
+    named = _recipe(record)
+    recipe = f"its flags are based on recipe {named}" if named else ""
     code = f"check out commit {commit} first" if commit else "its code was in no git repository"
     changed = ", with changes that were not committed" if dirty else ""
     below = record.spec.working_directory if record.spec else "."

@@ -111,9 +111,9 @@ def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
     gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
     gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if on_cpu else gpus
     where = f"{nodes} node{'s' * (nodes != '1')}" + (f" × {gpus}" if resources.num_gpus else " without GPUs")  # noqa: RUF001 - times
-    if spec.train is None:
+    if spec.training is None:
         return [" ".join(spec.script), where]
-    train = spec.train
+    train = spec.training.train
     if spec.evaluation is not None:
         return [evaluated(spec.evaluation), f"on {train.data}", where]
     sizes = f"{train.epochs} epochs, batch size {train.batch_size:,}"

@@ -87,7 +87,7 @@ def record_missing_end(
     heartbeat = modified(run.alive) or 0.0
     ended = AttemptEnded(
         attempt=last.attempt, cause=cause, detail=detail, node=suspect,
-        step=last_step(run) or (0 if spec.train else None),
+        step=last_step(run) or (0 if spec.program.reports_steps else None),
         # The file `alive` may be older than the attempt; its storage may have another clock.
         last_heard=max(last.started, heartbeat + time.time() - storage_time(run.path)),
     )  # fmt: skip

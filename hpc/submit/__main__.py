@@ -44,9 +44,9 @@ def show(new: NewRun, options: SubmitOptions) -> int:
 
 
 def _data_line(spec: RunSpec) -> list[str]:
-    if spec.train is None or spec.data is None or (title := title_of(Path(spec.data))) is None:
+    if spec.training is None or spec.data is None or (title := title_of(Path(spec.data))) is None:
         return []
-    return [f"training {spec.train.model} on {title}; use --data PATH for your own images"]
+    return [f"training {spec.training.train.model} on {title}; use --data PATH for your own images"]
 
 
 def _first_line(new: NewRun) -> str:

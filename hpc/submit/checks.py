@@ -136,7 +136,7 @@ def check_recovery(spec: RunSpec) -> None:
         raise UserError(
             f"--interface is {spec.network.interface}, but --cluster local has no network between nodes: leave it out"
         )
-    if spec.stop_signal and spec.train:
+    if spec.stop_signal and spec.training:
         given = spec.recovery.stop_signal
         raise UserError(f"--stop-signal is {given}, but it applies only to your own script: leave it out")
     limit = 60 * walltime_minutes(spec.resources.time or "1d")

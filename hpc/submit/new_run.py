@@ -64,7 +64,7 @@ def start_run(
     run, spec = plan(options, script)
     code = code or find_user_code(options, spec)
     spec = dataclasses.replace(
-        spec, script=code.script, working_directory=code.working_directory,
+        spec.with_script(code.script), working_directory=code.working_directory,
         in_place=str(code.root) if code.in_place else None,
     )  # fmt: skip
     check_place(run, spec)

@@ -20,6 +20,7 @@ from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.spec import Cluster, RunSpec, check_run_name, program_of
+from hpc.spec_file import script_program
 from hpc.submit import checks, user_environment
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
 from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
@@ -28,7 +29,8 @@ from hpc.submit.options import SubmitOptions, SubmitScript, SubmitTraining
 from hpc.tracking.submission import check_ready
 from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect
-from training.config.train_config import TrainConfig, check_world
+from training.config.train_config import check_world
+from training.config.training_spec import Training, trainer_program
 
 # Deleting old copies and moving files may keep an agent busy for a moment.
 _MIN_STAGE_SECONDS = 10
@@ -38,11 +40,14 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     """Check everything, and resolve the flags to a run. Raises UserError at the first mistake."""
     if options.name is not None:
         check_run_name(options.name)
-    train, data = _resolve_work(options, script)
-    pack = None
-    if isinstance(options, SubmitTraining) and train is not None:
+    train = training = pack = None
+    if isinstance(options, SubmitTraining):
+        training, data = _training_of(options)
+        train, program = training.train, trainer_program(has_data=data is not None)
         pack = checks.pack_size(options.pack, options.pack_size, train)
         checks.check_data_on_device(train)
+    else:
+        data, program = _script_data(options, script), script_program(script)
     in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
@@ -52,11 +57,11 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         checks.check_is_shared("--weights", Path(train.weights) if train and train.weights else None)
     else:
         resources = checks.local_resources(options.resources)
-    if train is not None:
+    if train:
         check_world(train, resources.max_nodes * resources.ranks_per_node)
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
-        user_environment.check_use(flag, value, trains=train is not None, stages=options.stage_env)
+        user_environment.check_use(flag, value, trains=bool(train), stages=options.stage_env)
     image, python = user_environment.resolve(
         options.container, options.python, resources.setup, on_cluster=cluster == "slurm"
     )
@@ -70,12 +75,12 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
         name=run.name, cluster=cluster, resources=resources, has_default_time=options.resources.time is None,
-        data=str(data) if data else None, train=train,
-        script=script, pack=pack, stage_dir=check_stage_dir(str(options.stage_dir)),
+        data=str(data) if data else None, program=program, training=training, pack=pack,
+        stage_dir=check_stage_dir(str(options.stage_dir)),
         stage_keep=options.stage_keep, stage_timeout=options.stage_timeout, recovery=options.recovery,
         network=options.network, notification=with_known_names(options.notification),
         tracker=tuple(dict.fromkeys(options.tracker)), id=secrets.token_hex(4),
-        recipe=getattr(options, "recipe", None), python=python, container=image, device=device,
+        python=python, container=image, device=device,
         include=getattr(options, "include", ()), after=_directories("--after", options.after, options, cluster),
         after_ok=_directories("--after-ok", options.after_ok, options, cluster),
     )  # fmt: skip
@@ -114,17 +119,21 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
         raise UserError(f"run {run.name} would never begin: {error}") from error
 
 
-def _resolve_work(options: SubmitOptions, script: tuple[str, ...]) -> tuple[TrainConfig | None, Path | None]:
-    """The trainer's flags, None for a user's script, and the data to stage."""
-    if isinstance(options, SubmitTraining):
-        check_model(options.train.model)
-        data = checks.training_data(options.train)
-        # The path of the weights: the nodes may have another cache than this machine.
-        weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
-        return dataclasses.replace(options.train, data=str(data or ""), weights=weights), data
+def _training_of(options: SubmitTraining) -> tuple[Training, Path | None]:
+    """What the trainer reads, and the data to stage."""
+    check_model(options.train.model)
+    data = checks.training_data(options.train)
+    # The path of the weights: the nodes may have another cache than this machine.
+    weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
+    train = dataclasses.replace(options.train, data=str(data or ""), weights=weights)
+    return Training(train=train, recipe=options.recipe), data
+
+
+def _script_data(options: SubmitOptions, script: tuple[str, ...]) -> Path | None:
+    """The data to stage for a script, which is checked."""
     given = options.data if isinstance(options, SubmitScript) else None
     checks.check_script(script, has_data=given is not None)
-    return None, checks.script_data(given) if given else None
+    return checks.script_data(given) if given else None
 
 
 def _name_of(script: tuple[str, ...]) -> str:

@@ -78,10 +78,13 @@ def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
 
 def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
     """What the run was submitted with, by name: the flags of the trainer, or the command line of a script."""
-    given: dict[str, Any] = {"script": shlex.join(spec.script)} if spec.train is None else asdict(spec.train)
-    resources = spec.resources
+    training, resources, given = spec.training, spec.resources, dict[str, Any]()
+    if training:
+        given |= asdict(training.train) | {"recipe": training.recipe, "forked_from": training.forked_from}
+    else:
+        given["script"] = shlex.join(spec.script)
     given |= {
-        "data": spec.data, "recipe": spec.recipe, "forked_from": spec.forked_from, "run_dir": str(run.path),
+        "data": spec.data, "run_dir": str(run.path),
         "nodes": resources.nodes, "gpus_per_node": resources.gpus_per_node,
         "commit": run.revision.read_text().strip() if run.revision.exists() else None,
     }  # fmt: skip

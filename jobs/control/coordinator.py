@@ -174,15 +174,15 @@ class Coordinator:
         self.bad_nodes |= stuck
         self._direct(abort_count=self._server.directive.abort_count + 1)
         cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
-        # The same hang is at the same step; the heartbeats alone have that of a user's script.
-        signature = None if stuck else "" if self._node.spec.train else f"after step {self.last_step}"
+        # The same hang is at the same step; without a promise to report steps, the heartbeats alone may have it.
+        signature = None if stuck else "" if self._node.spec.program.reports_steps else f"after step {self.last_step}"
         since = steady_time() - hang.seconds
         self._handle(self._failure(cause, since, hang.detail, rank=hang.rank, node=name, signature=signature))
         # Every rank that was started until now is killed.
         self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
-        step = self.last_step if self._node.knows_steps else None
+        step = self.last_step if self._node.reports_steps else None
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
@@ -303,8 +303,8 @@ class Coordinator:
         short = time.monotonic() - self._announced < _SHORT_SECONDS
         self._failed_rounds = self._failed_rounds + 1 if failed and short else 0
         self._announced = time.monotonic()
-        # Our trainer checks its nodes itself, at every start: a round for it would import torch a second time.
-        preflight = not self._node.spec.train and not self._preflight_passed.issuperset(map(self._name, members))
+        checked = self._preflight_passed.issuperset(map(self._name, members))
+        preflight = self._node.spec.program.preflight is not None and not checked
         number, port = before.round + 1, statuses[members[0]].port
         self._node.record(RoundStarted(round=number, port=port, members=members))
         host = self._server.address(members[0])

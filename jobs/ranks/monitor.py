@@ -3,13 +3,13 @@
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from hpc.core.causes import cause_of_exit
+from hpc.core.causes import Cause, cause_of_exit
 from hpc.core.events.kinds import MemoryEmptied, NotForked, RankFailed
 from hpc.core.kernel import process_state, steady_time
 from hpc.core.nodedir import HeldNodeDir, NodeDir
@@ -49,7 +49,7 @@ class LocalRanks:
     def __init__(self, node_dir: NodeDir, num_ranks: int, host: str, clock: AgentClock) -> None:
         self._node_dir, self._num_ranks, self._host, self._clock = node_dir, num_ranks, host, clock
         self._last_signs: dict[int, tuple[Any, float]] = {}
-        self._round, self._ours = 0, True
+        self._round, self._exit_codes = 0, dict[int, Cause]()
         self._looked_at = 0.0
         self._mentioned = set[tuple[int, str]]()
         self.failures: tuple[RankFailure, ...] = ()
@@ -57,9 +57,9 @@ class LocalRanks:
         # An agent that was killed has left what its ranks wrote: those belong to an earlier attempt.
         self._remove_files()
 
-    def begin(self, number: int, *, ours: bool) -> None:
-        """Begin a round: remove what the ranks of the last one left. `ours`: they run our code, with its exit codes."""
-        self._round, self._ours, self._last_signs = number, ours, {}
+    def begin(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
+        """Begin a round, whose ranks have these exit codes: remove what the ranks of the last one left."""
+        self._round, self._exit_codes, self._last_signs = number, dict(exit_codes), {}
         self._remove_files()
 
     def _remove_files(self) -> None:
@@ -121,7 +121,7 @@ class LocalRanks:
             for key in ("started_at", "failed_at"):
                 fields[key] = steady_time(fields[key]) + clock_skew_seconds
             memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
-            cause = cause_of_exit(fields["exit_code"], signal, memory, detail, ours=self._ours)
+            cause = cause_of_exit(fields["exit_code"], signal, memory, detail, self._exit_codes)
             found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
         self.failures = (*self.failures, *found)[-_KEPT_FAILURES:]
         self._looked_at = time.monotonic()
@@ -188,10 +188,10 @@ class NodeMonitor:
         head = self._node.allocation.head
         return channel.head_has_ended or channel.silent_seconds > self._patience.seconds([head])
 
-    def begin_round(self, number: int, *, ours: bool) -> None:
+    def begin_round(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
         """As `LocalRanks.begin`."""
         self._restore_node_dir()
-        self.ranks.begin(number, ours=ours)
+        self.ranks.begin(number, exit_codes)
 
     def _restore_node_dir(self) -> None:
         """Without it a rank could not report how it failed, nor that it hangs."""

@@ -1,8 +1,7 @@
 """One round on one node: torchrun and what it runs, from its start to its end or the next directive.
 
-Runs on compute nodes. The ranks run our trainer, or the user's own torchrun script or module. That finds in its
-environment TORCHRELAY_RUN_DIR, TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA; on SIGUSR2 or SIGTERM it should
-save and exit with 0.
+Runs on compute nodes. The ranks run the program in the run's spec. It finds in its environment TORCHRELAY_RUN_DIR,
+TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA; on SIGUSR2 or SIGTERM it should save and exit with 0.
 """
 
 import os
@@ -14,14 +13,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.core.errors import TorchrelayError, UserError
+from hpc.core.errors import TorchrelayError
 from hpc.core.events import ledger
 from hpc.core.events.history import History
 from hpc.core.events.resumption import current_spec
 from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
 from hpc.environment import ATTEMPT, DATA, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
 from hpc.spec import RunSpec
+from hpc.spec_file import Program
 from hpc.staging import container
 from hpc.tracking.tracker import rank_variables
 from jobs.control.addresses import interface_of
@@ -29,13 +28,11 @@ from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
+from jobs.ranks.rank_program import TopLevel, program_argv
 from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
-from jobs.ranks.user_script import TopLevel, import_path, script_argv
 from jobs.stop_request import StopRequest
-from training.config.dataset_layout import check_data
 from training.config.device_choice import RANK_VARIABLES
-from training.config.train_config import spec_argv
 
 _POLL_SECONDS = 0.1
 # What the host has in them is not in a container.
@@ -66,12 +63,12 @@ def run_round(
     setup: RankSetup,
 ) -> int | None:  # fmt: skip
     """Take part in a round. Returns torchrun's exit code; None if it was ended because of another directive."""
-    monitor.begin_round(directive.round, ours=directive.preflight or node.spec.train is not None)
+    program = _program(node, directive)
+    monitor.begin_round(directive.round, program.exit_codes)
     started = _start(node, channel, monitor, directive, setup)
     if started is None:
         return None
     abort_count, timeout_seconds = directive.abort_count, 0.0
-    own_script = node.spec.train is None and not directive.preflight
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
         torchrun = stack.enter_context(started)
@@ -89,7 +86,7 @@ def run_round(
                     torchrun.kill(_LEAVE_SECONDS)
                 return None
             if stop.signal:
-                if own_script:
+                if not program.exit_codes:
                     monitor.node_dir.stopping.touch()
                 torchrun.forward(stop_signals(node.spec, stop.signal))
                 ranks_seen = time.monotonic() if torchrun.ranks() else ranks_seen
@@ -110,8 +107,13 @@ def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals
         return [signal.Signals[spec.stop_signal]]
     # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
     first = signal.SIGTERM if received is signal.SIGINT else received
-    others = (signal.SIGTERM, signal.SIGUSR2) if spec.train is None else ()
-    return list(dict.fromkeys((first, *others)))
+    return list(dict.fromkeys((first, signal.SIGTERM, signal.SIGUSR2)))
+
+
+def _program(node: NodeAttempt, directive: Directive) -> Program:
+    """Return the program of a round: that of the run, or its check of the nodes."""
+    program = node.spec.program
+    return program.preflight if directive.preflight and program.preflight else program
 
 
 def _start(
@@ -151,27 +153,27 @@ def _command(
     interface, base = spec.network.interface, _base_environment(spec, python)
     environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
     environment |= RANK_VARIABLES[spec.device]
+    environment |= _rank_variables(node, setup.data, node_dir)
     # The modules of the user's environment, also those of --setup, without ours.
     given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
     path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
-    code = spec.code_directory(run)
+    program, code = _program(node, directive), spec.code_directory(run)
+    first = [entry.format(code=code, packages=run.packages) for entry in program.import_path]
+    if first:
+        environment["PYTHONPATH"] = ":".join([*first, *path])
     wrapper = [str(PROCESS_WRAPPER), "rank", str(logs), str(node_dir.path)]
-    if spec.train is not None:
-        program = [*wrapper, *trainer_module(run, number, setup.data, node_dir)]
-    elif directive.preflight:
-        program = [*wrapper, *preflight_module(run, number)]
-        environment["PYTHONPATH"] = ":".join([str(run.packages), *path])
-    else:
-        variables = _script_variables(node, setup.data, node_dir)
-        argv, top_level = script_argv(spec, code, variables), TopLevel.read(spec, code)
+    places = {
+        "run_dir": run.path, "attempt": number, "torchrelay_spec": current_spec(run),
+        "torchrelay_node_dir": node_dir.path, **({"data": setup.data} if setup.data else {}),
+    }  # fmt: skip
+    words, preload = program_argv(program, spec.start_directory(run), places), program.preload
+    if program.isolated:
+        words, top_level = ["script", *words], TopLevel.read(program, spec.start_directory(run), first)
+        preload += top_level.imports
         if top_level.prepares_imports:
-            program = [python, "-S", *wrapper, python, "-P", str(PROCESS_WRAPPER), "own", "script", *argv]
-        else:
-            program = [*wrapper, "script", *argv]
-            variables[PRELOAD] = ",".join(top_level.imports)
-        environment |= {"PYTHONPATH": ":".join([*import_path(spec, code), *path]), **variables}
-        environment = {**rank_variables(run, spec), **environment}
-    argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, program)
+            wrapper, preload = [python, "-S", *wrapper, python, "-P", str(PROCESS_WRAPPER), "own"], ()
+    environment = {**rank_variables(run, spec), **environment, PRELOAD: ",".join(preload)}
+    argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, [*wrapper, *words])
     if spec.container is not None:
         # Our own code is in the run's directory, too.
         mounts = [run.path, *([code] if spec.in_place else []), node_dir.path, *([setup.data] if setup.data else [])]
@@ -181,8 +183,8 @@ def _command(
     return argv, torchrun_environment(rendezvous, environment)
 
 
-def _script_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> dict[str, str]:
-    """What a user's script finds in its environment, beside torchrun's variables and those of trackers."""
+def _rank_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> dict[str, str]:
+    """What a program finds in its environment, beside torchrun's variables and those of trackers."""
     return {
         RUN_DIR: str(node.run.path),
         ATTEMPT: str(node.attempt.attempt),
@@ -209,31 +211,6 @@ def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:
     if spec.python and not is_environment(python):
         return dict(os.environ)
     return activated_environment(os.environ, python)
-
-
-def trainer_module(run: RunDir, attempt: int, data: Path | None, memory: NodeDir) -> list[str]:
-    """Our trainer, with this node's copy of the data, unless they are generated."""
-    return [
-        "-m",
-        "training",
-        *spec_argv(current_spec(run), run.path, attempt, memory.path, data=find_data(data) if data else None),
-    ]
-
-
-def find_data(staged: Path) -> Path:
-    """Where the data are in what was staged: archives often hold one directory with everything in it."""
-    inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
-    if len(inside) != 1 or not inside[0].is_dir():
-        return staged
-    try:
-        return check_data(staged).path
-    except UserError:
-        return inside[0]
-
-
-def preflight_module(run: RunDir, attempt: int) -> list[str]:
-    """Checks that the nodes can train, before a user's script runs on them for the first time."""
-    return ["-m", "training.engine.preflight", str(run.path), str(attempt)]
 
 
 def rank_environment(

@@ -29,7 +29,7 @@ from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.round import find_data
+from training.config.dataset_layout import find_data
 from training.config.packed_index import INDEX, read_index
 
 # A copy of 100 GB must not look like a hang; one of a second needs no progress events.

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,8 @@ from support.cluster import (
     submit_and_wait,
     tiny_data,
 )
-from support.reported_runs import pending_run, spec_of
+from support.events import script_spec
+from support.reported_runs import pending_run
 from support.trainings import make_folder
 
 from hpc.core.files import read_json_lines
@@ -188,5 +188,5 @@ def test_evaluations_and_own_scripts_are_not_evaluated_forked_or_resumed(site: S
     assert f"run once is itself an evaluation: evaluate {source.directory.path}" in refused(site, "evaluate", "once")
     assert "run once is an evaluation" in refused(site, "fork", "once", "--name=again")
     assert "run once is a complete evaluation" in refused(site, "resume", "once")
-    pending_run(site.path / "runs" / "mine", replace(spec_of("mine"), train=None, script=("mine.py",)))
+    pending_run(site.path / "runs" / "mine", script_spec("mine.py", name="mine"))
     assert "run mine runs mine.py, and only that script knows its model" in refused(site, "evaluate", "mine")

@@ -69,8 +69,9 @@ def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(local_site: Site
     assert done.returncode == 0, done.stdout + done.stderr
     path = local_site.path / "runs" / "low"
     spec = json.loads((path / "spec.json").read_text())
-    assert spec["forked_from"] == str(before_it)
-    assert (spec["train"]["batch_size"], spec["train"]["lr"]) == (64, 0.01), "what was not typed is the other run's"
+    assert spec["training"]["forked_from"] == str(before_it)
+    train = spec["training"]["train"]
+    assert (train["batch_size"], train["lr"]) == (64, 0.01), "what was not typed is the other run's"
     lines = {line["step"]: line for line in read_json_lines(path / "metrics" / "train.jsonl")}
     assert sorted(lines) == list(range(1, 13))
     assert [lines[step]["attempt"] for step in (7, 8)] == [0, 1]

@@ -52,7 +52,7 @@ def test_run_that_is_not_named_or_not_there_is_refused(local_site: Site) -> None
 def test_epochs_that_change_earlier_learning_rates_are_refused(local_site: Site, complete: Run) -> None:
     run = RunDir(shutil.copytree(complete.directory.path, local_site.path / "runs" / "cosine"))
     spec = json.loads(run.spec.read_text())
-    spec["train"]["lr_scheduler"] = "cosine"
+    spec["training"]["train"]["lr_scheduler"] = "cosine"
     run.spec.write_text(json.dumps(spec))
     says = refused(local_site, "resume", "cosine", "--epochs=4")
     assert "with --lr-scheduler cosine the learning rate of every step depends on it" in says
@@ -75,8 +75,9 @@ def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(local_site: S
     assert_equal(whole.directory, run.directory)
     assert json.loads((copy / "final-001" / "result.json").read_text())["step"] == 8, "the result before"
     submitted, now = (json.loads(path.read_text()) for path in (run.directory.spec, current_spec(run.directory)))
-    assert (submitted["train"]["epochs"], now["train"]["epochs"]) == (2, 4)
-    assert json.loads((run.directory.final / "model.json").read_text())["made_from"]["spec"]["train"]["epochs"] == 4
+    assert [each["training"]["train"]["epochs"] for each in (submitted, now)] == [2, 4]
+    card = json.loads((run.directory.final / "model.json").read_text())
+    assert card["made_from"]["spec"]["training"]["train"]["epochs"] == 4
 
 
 FAILING = "raise SystemExit('no luck')\n"

@@ -3,11 +3,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.events import of_training, script_spec
 
 from hpc.core.errors import UserError
 from hpc.core.rundir import RunDir
-from hpc.spec import Recovery, Resources, RunSpec, check_run_name
+from hpc.spec import Recovery, Resources, RunSpec, check_run_name, is_flat
+from hpc.spec_file import script_program
+from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
+from training.config.training_spec import Training, trainer_program
+
+EARLIER = Path(__file__).with_name("earlier_specs")
+TRAINER_PART = ("train", "recipe", "forked_from", "evaluation")
 
 
 def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
@@ -15,26 +22,47 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     spec = RunSpec(
         name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
         resources=Resources(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
-        train=TrainConfig(data="/d", lr=0.3),
+        **of_training(TrainConfig(data="/d", lr=0.3), evaluation=EvaluationTask(source="/r")),
         recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", signal_before="2m"),
     )  # fmt: skip
     spec.save(run)
     assert RunSpec.load(run) == spec
-    script = RunSpec(
-        name="s", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py", "x")
-    )
+    script = script_spec("a.py", "x")
     script.save(run)
     assert RunSpec.load(run) == script
 
 
 def test_spec_without_recovery_has_the_defaults(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    spec = RunSpec(name="s", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",))
+    spec = script_spec()
     spec.save(run)
     fields = json.loads(run.spec.read_text())
     del fields["recovery"]
     run.spec.write_text(json.dumps(fields))
     assert RunSpec.load(run) == spec
+
+
+@pytest.mark.parametrize("name", ["training", "evaluation", "script"])
+def test_flat_spec_of_an_earlier_version_is_read_and_written(name: str, tmp_path: Path) -> None:
+    earlier, run = EARLIER / f"{name}.json", RunDir(tmp_path)
+    run.spec.write_bytes(earlier.read_bytes())
+    run.events.mkdir()
+    spec, flat = RunSpec.load(run), json.loads(earlier.read_text())
+    assert is_flat(run)
+    assert (spec.pack, spec.python, spec.working_directory) == tuple(
+        flat[each] for each in ("pack", "python", "working_directory")
+    )
+    if name == "script":
+        assert spec.program == script_program(("train.py", "--data", "{data}", "--lr", "0.1"))
+        assert spec.training is None
+    else:
+        assert spec.program == trainer_program(has_data=flat["data"] is not None)
+        assert spec.training == Training.from_json({each: flat[each] for each in TRAINER_PART})
+    spec.save(run, 1, flat=True)
+    assert json.loads(run.revised_spec(1).read_text()) == flat
+    spec.save(run)
+    assert RunSpec.load(run) == spec
+    assert not is_flat(run)
 
 
 @pytest.mark.parametrize("gpus", ["", "a100", "a100:", ":2", "a100:0", "-1", "1.5", "gpu:a100:2", "a b:2"])
@@ -150,7 +178,7 @@ def test_bad_recovery(recovery: dict[str, Any], message: str) -> None:
 
 def spec(recovery: Recovery, time: str | None = None, nodes: str = "2") -> RunSpec:
     resources = Resources(nodes=nodes, time=time)
-    return RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
+    return script_spec(resources=resources, recovery=recovery)
 
 
 def test_spares_are_additional_nodes() -> None:

@@ -72,7 +72,9 @@ def test_fork_of_a_running_run_is_evaluated_over_a_preemption(ordinary_user: Sit
         os.kill(pid, signal.SIGCONT)
     source.wait_for_steps(len(source.steps()) + 5)
     source.cancel()
-    begin = int(Path(str(RunSpec.load(fork.directory).forked_from)).name.removeprefix("step-"))
+    training = RunSpec.load(fork.directory).training
+    assert training
+    begin = int(Path(str(training.forked_from)).name.removeprefix("step-"))
     assert begin >= saved
     assert_continues(fork, begin, epochs * EPOCH)
     assert_counts_every_image_once(fork, site)

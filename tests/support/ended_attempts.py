@@ -20,12 +20,12 @@ from jobs.control.messages import Phase
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from jobs.stop_request import StopRequest
 from support.cluster import Command
-from support.events import claimed, record_of, write_events
+from support.events import claimed, of_training, record_of, script_spec, write_events
 from support.reported_nodes import ReportedNodes
 from training.config.train_config import TrainConfig
 
 HOSTS = ("gpu01", "gpu02", "gpu03")
-TRAINING: dict[str, Any] = {"train": TrainConfig(synthetic=True), "script": ()}
+TRAINING = of_training(TrainConfig(synthetic=True))
 RUNNING = "JobState=RUNNING Restarts=0 Reason=None"
 
 
@@ -63,11 +63,11 @@ class EndedAttempt:
     """An attempt on three nodes that has just ended, as its head node's agent sees it."""
 
     def __init__(self, path: Path, *events: Event, local: bool = False, node_rank: int = 0, **spec: Any) -> None:
-        settings = {"script": ("a.py",), "data": None, "stage_dir": "/tmp", "resources": Resources(nodes="2:3"), **spec}
+        settings = {"resources": Resources(nodes="2:3"), **spec}
         cluster = "local" if local else "slurm"
         self.run = RunDir(path / "r")
         write_events(self.run, claimed(time.time() - 900, nodes=HOSTS), *events, file="attempt-001-node-00.jsonl")
-        RunSpec(**{"name": "r", "cluster": cluster, **settings}).save(self.run)
+        script_spec(cluster=cluster, **settings).save(self.run)
         self.run.script.write_text("#!/bin/sh\n")
         names = HOSTS if not local else ("localhost",) * 3
         self.node = NodeAttempt(

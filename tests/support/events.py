@@ -15,7 +15,10 @@ from hpc.core.events.kinds import Event
 from hpc.core.files import append_line, json_line
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources, RunSpec
+from hpc.spec_file import script_program
 from jobs.node_attempt import NodeAttempt
+from training.config.train_config import TrainConfig
+from training.config.training_spec import Training, trainer_program
 
 
 def event(kind: str, at: float | None = None, **fields: Any) -> Event:
@@ -179,15 +182,20 @@ def write_events(run: RunDir, *events: Event, file: str = "x.jsonl") -> None:
     assert not damaged
 
 
-def script_spec(**settings: Any) -> RunSpec:
+def script_spec(*script: str, **settings: Any) -> RunSpec:
     """Return the spec of a user's script on a cluster, with these settings."""
-    usual = {"name": "r", "cluster": "slurm", "data": None, "stage_dir": "/tmp", "script": ("a.py",)}
-    return RunSpec(**{**usual, "resources": Resources(), **settings})
+    usual = {"name": "r", "cluster": "slurm", "data": None, "stage_dir": "/tmp", "resources": Resources()}
+    return RunSpec(**{**usual, "program": script_program(script or ("a.py",)), **settings})
+
+
+def of_training(train: TrainConfig, **more: Any) -> dict[str, Any]:
+    """Return the settings of a spec that make it a training's."""
+    return {"program": trainer_program(has_data=not train.synthetic), "training": Training(train=train, **more)}
 
 
 def recorded_run(path: Path, *events: Event, **settings: Any) -> RunDir:
     """Make the directory of a user's script whose ledger has these events; the settings are those of its spec."""
     run = RunDir(path)
     write_events(run, *events)
-    script_spec(**{"name": run.name, **settings}).save(run)
+    script_spec(*settings.pop("script", ()), **{"name": run.name, **settings}).save(run)
     return run

@@ -13,7 +13,7 @@ from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import StopRequest
-from support.events import claimed, record_of, write_events
+from support.events import claimed, of_training, record_of, write_events
 from training.config.train_config import TrainConfig
 
 HOSTS = ("gpu01", "gpu02", "gpu03")
@@ -87,7 +87,7 @@ class CoordinatedAttempt:
         self, node: NodeAttempt, clock: Clock, *events: Event, hosts: Sequence[str] = HOSTS, **spec: Any
     ) -> None:
         usual = {
-            "train": TrainConfig(data="x"),
+            **of_training(TrainConfig(data="x")),
             "resources": Resources(nodes="2:3"),
             "recovery": Recovery(hang_timeout="60s"),
         }

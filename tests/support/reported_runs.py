@@ -21,6 +21,7 @@ from support.events import (
     event,
     first_step,
     interruption,
+    of_training,
     submitted,
     train_started,
     write_events,
@@ -61,8 +62,9 @@ def spec_of(name: str, **settings: Any) -> RunSpec:
     train = TrainConfig(**{"data": "/data/pets", "epochs": 4, "batch_size": 64, **settings})
     resources = Resources(nodes="2", gpus_per_node="1", cpus_per_gpu=4, time="1d", partition="gpu")
     return RunSpec(
-        name=name, cluster="slurm", resources=resources, data=train.data, train=train, stage_dir="/tmp", recipe="cifar"
-    )
+        name=name, cluster="slurm", resources=resources, data=train.data, stage_dir="/tmp",
+        **of_training(train, recipe="cifar"),
+    )  # fmt: skip
 
 
 def pending_run(path: Path, spec: RunSpec | None = None) -> RunDir:

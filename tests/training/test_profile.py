@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.cluster import checked_json
+from support.events import of_training, script_spec
 from support.trainings import Starter, lines
 
 from hpc.report.command import submit_command
-from hpc.spec import Resources, RunSpec
 from hpc.submit.checks import training_data
 from training import profile
 from training.config.train_config import TrainConfig
@@ -48,7 +48,7 @@ def test_generated_images_are_of_the_models_size_and_as_many_as_asked_for() -> N
 def test_a_submission_of_generated_images_stages_nothing() -> None:
     train = TrainConfig(synthetic=True)
     assert training_data(train) is None
-    spec = RunSpec(name="run", cluster="local", resources=Resources(), data=None, train=train, stage_dir="/tmp")
+    spec = script_spec(cluster="local", **of_training(train))
     command = submit_command(spec)
     assert "--synthetic" in command
     assert not [word for word in command if word.startswith("--data")]

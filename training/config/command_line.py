@@ -1,7 +1,7 @@
 """The command line of `python -m training` and of the programs that take the same flags. Runs where they run.
 
 Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`).
-Ranks that a node agent starts read `spec.json` instead (`training.config.train_config`): this module imports tyro and
+Ranks that a node agent starts read `spec.json` instead (`training.config.training_spec`): this module imports tyro and
 YAML, which takes a quarter of a second.
 """
 

@@ -142,6 +142,17 @@ def check_data(path: Path) -> DataLayout:
         ) from error
 
 
+def find_data(staged: Path) -> Path:
+    """Return where the data are in what was staged: archives often hold one directory with everything in it."""
+    inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
+    if len(inside) != 1 or not inside[0].is_dir():
+        return staged
+    try:
+        return check_data(staged).path
+    except UserError:
+        return inside[0]
+
+
 def _packed_layout(path: Path) -> DataLayout | None:
     if not (path / INDEX).exists():
         return None

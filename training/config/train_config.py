@@ -2,19 +2,18 @@
 
 Runs on the login node (before anything is queued) and on every rank. Imports neither torch nor torchvision, which take
 seconds and may not be installed on a login node; nor tyro, so that ranks start quickly. Ranks that a node agent starts
-read `spec.json`; a rank that was started by hand parses its command line (`training.config.command_line`).
+read the run's spec (`training.config.training_spec`); a rank that was started by hand parses its command line
+(`training.config.command_line`).
 """
 
-import json
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from hpc.core.errors import UserError
 from training.config import rules
-from training.config.evaluation_task import EvaluationTask
 from training.config.model_names import SMALL_CNN
 
 Optimizer = Literal["sgd", "adamw", "adam"]
@@ -288,52 +287,3 @@ class RankOptions:
     """Directory in this node's memory for snapshots and heartbeats, which outlive the ranks."""
     fault: str = ""
     """For tests: the fault to inject, POINT@STEP:RANK (training.runtime.fault_injection). Also TORCHRELAY_FAULT."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SpecOptions(RankOptions):
-    """What a rank runs that a node agent has started."""
-
-    evaluation: EvaluationTask | None = None
-    """The evaluation that it makes; None: it trains."""
-
-
-def spec_argv(
-    spec: Path, run_dir: Path, attempt: int, node_dir: Path, *, data: Path | None = None, fault: str = ""
-) -> list[str]:
-    """The arguments of `python -m training` for a rank that reads its flags from a file."""
-    optional = {"data": data or "", "fault": fault}
-    argv = [f"--spec={spec}", f"--run-dir={run_dir}", f"--attempt={attempt}", f"--node-dir={node_dir}"]
-    return argv + [f"--{name}={value}" for name, value in optional.items() if value]
-
-
-def is_from_spec(argv: Sequence[str]) -> bool:
-    """Whether these are arguments as `spec_argv` makes them."""
-    return bool(argv) and argv[0].startswith("--spec=")
-
-
-def read_spec(argv: Sequence[str]) -> SpecOptions:
-    """The options of a rank that a node agent starts, from the arguments that `spec_argv` made.
-
-    Raises:
-        OSError: the storage does not answer: another start may find it well.
-        UserError: the file is no JSON, or has flags of another version.
-    """
-    given = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
-    try:
-        spec = json.loads(Path(given["spec"]).read_bytes())
-        train = TrainConfig(**spec["train"])
-        evaluation = EvaluationTask(**spec["evaluation"]) if spec.get("evaluation") else None
-    except ValueError as error:
-        raise UserError(f"{given['spec']} cannot be read: {error}") from error
-    except (KeyError, TypeError) as error:
-        raise UserError(f"{given['spec']} is damaged or from another version: {error!r}") from error
-    return SpecOptions(
-        evaluation=evaluation,
-        train=replace(train, data=given["data"]) if "data" in given else train,
-        recipe=spec.get("recipe"),
-        run_dir=Path(given["run-dir"]),
-        attempt=int(given["attempt"]),
-        node_dir=Path(given["node-dir"]),
-        fault=given.get("fault", ""),
-    )

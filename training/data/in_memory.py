@@ -5,6 +5,7 @@ Runs on every rank; needs no torchvision.
 
 import gzip
 import pickle
+import sys
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hpc.core.errors import UserError
-from training.config.dataset_layout import CIFAR, DIGITS_FILE, IDX_STEMS, DataLayout, Kind, find_idx
+from training.config.dataset_layout import CIFAR, DIGITS_FILE, IDX_STEMS, Kind, check_data, find_data, find_idx
 
 _ROLES = ("images", "labels")
 # A pickled array names this function, by a private name.
@@ -27,14 +28,19 @@ _FASHION_MNIST = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,B
 _kept = dict[Path, Tensor]()
 
 
-def keep(layout: DataLayout) -> None:
-    """Read IDX files for the forks of this process, so that a rank that replaces another one need not.
+def keep_data() -> None:
+    """Read the IDX files of this process's `--data` for its forks: a rank that replaces another one need not.
 
     Starts no threads, unlike the rest of `read_idx_pair`, of which this is the slow part.
 
     Raises:
-        UserError: a file is torn.
+        OSError: the directory cannot be read.
+        UserError: it has no known layout, or a file is torn.
     """
+    argument = next((word for word in sys.argv if word.startswith("--data=")), None)
+    if argument is None:
+        return
+    layout = check_data(find_data(Path(argument.removeprefix("--data="))))
     if layout.kind == "idx":
         places = {"train": layout.train, **({"test": layout.test} if layout.test else {})}
         files = [find_idx(place, IDX_STEMS[f"{part}_{role}"]) for part, place in places.items() for role in _ROLES]

@@ -26,7 +26,7 @@ def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str,
     splits = {"train": data.train, "val": data.val, "test": data.test}
     return {
         "run": run.name,
-        "recipe": spec.get("recipe") or context.recipe,
+        "recipe": context.recipe,
         "config": asdict(context.config),
         "spec": spec or None,
         "data": {

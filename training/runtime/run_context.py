@@ -14,6 +14,7 @@ from training.runtime.fault_injection import NO_FAULT, Fault
 
 _Item = TypeVar("_Item")
 
+
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
     """This rank among all ranks. A process without torchrun is the only rank."""

@@ -1,8 +1,7 @@
 """torchrun with our rendezvous, and a faster start and exit: a script in place of `python -m torch.distributed.run`.
 
 Runs once per node and round. With `--run-path`, the ranks are forks of this process, and find imported what they need:
-once per node instead of once per rank, and not again by a rank that replaces a failed one. Those of our trainer find
-small data sets read.
+once per node instead of once per rank, and not again by a rank that replaces a failed one.
 
 Garbage collection takes a quarter of a second of the imports' 1.5 s and finds nothing. At exit Python would spend half
 a second, of the grace period if there is one, on freeing torch's modules.
@@ -30,12 +29,10 @@ from torch.numa.binding import AffinityMode
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.core.causes import EXIT_BAD_NODE
-from hpc.core.errors import UserError
 from hpc.core.kernel import adopt_orphans, end_children
 from hpc.environment import PRELOAD, SECRET
 from training.compat import replace_end_of_ranks, run_exit_functions
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
-from training.runtime.preload import LIBRARIES, MODULES
 
 # A user's script, in a fork, finds its own packages.
 del sys.path[0]
@@ -58,23 +55,18 @@ def end_ranks(close: Callable[[int], None]) -> None:
         os._exit(EXIT_BAD_NODE)
 
 
-def import_all(modules: Iterable[str]) -> None:
-    """Import what a rank needs: modules that start no threads and do not touch the GPUs, because ranks fork."""
-    for module in modules:
+def preload(names: Iterable[str]) -> None:
+    """Import what a rank needs, `MODULE`, and call `MODULE:FUNCTION`; ranks fork.
+
+    So neither may start threads or touch the GPUs.
+    """
+    for name in names:
+        module, _, function = name.partition(":")
         # A rank that needs what is missing or broken says so.
         with contextlib.suppress(Exception):
-            importlib.import_module(module)
-
-
-def keep_data() -> None:
-    """Read what a rank of our trainer would decompress, once per node. Starts no threads, either."""
-    argument = next((word for word in sys.argv if word.startswith("--data=")), None)
-    if argument is not None:
-        # A rank that cannot read it says so.
-        with contextlib.suppress(UserError, OSError):
-            layout = importlib.import_module("training.config.dataset_layout")
-            in_memory = importlib.import_module("training.data.in_memory")
-            in_memory.keep(layout.check_data(Path(argument.removeprefix("--data="))))
+            imported = importlib.import_module(module)
+            if function:
+                getattr(imported, function)()
 
 
 @record
@@ -93,12 +85,7 @@ def launch() -> None:
 
 def run() -> int:
     """Run torchrun, and return its exit code."""
-    named = os.environ.pop(PRELOAD, None)
-    if named is not None:
-        import_all([*LIBRARIES, *filter(None, named.split(","))])
-    elif "--run-path" in sys.argv and "training" in sys.argv:
-        import_all(MODULES)
-        keep_data()
+    preload(filter(None, os.environ.pop(PRELOAD, "").split(",")))
     gc.freeze()
     gc.enable()
     # The ranks, and what they run and log, need not know the secret.

@@ -26,7 +26,8 @@ from hpc.core.files import read_json_lines, write_json
 from hpc.core.rundir import STATE_VALUES, RunDir
 from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
-from training.config.train_config import TrainConfig, check_world, spec_argv
+from training.config.train_config import TrainConfig, check_world
+from training.config.training_spec import Training, spec_argv
 from training.relay import list_checkpoints
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.determinism import describe_numerics
@@ -165,7 +166,7 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
     node = run.path.with_name(f"{run.name}-node")
     node.mkdir(mode=0o700, exist_ok=True)
     spec = run.path.with_name(f"{run.name}.json")
-    write_json(spec, {"train": asdict(config)})
+    write_json(spec, {"training": asdict(Training(train=config))})
     argv = spec_argv(spec, run.path, attempt, node, fault="" if fault == NO_FAULT else str(fault))
     codes = wait_for_ranks(start_ranks([argv] * size, log), _GRACE_SECONDS)
     if -signal.SIGKILL in codes:

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from signal import SIGKILL
 
-from training.runtime.preload import MODULES
+from training.config.training_spec import MODULES
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from hpc.core.causes import (
+    EXIT_CODES,
     Cause,
     Ending,
     JobState,
@@ -119,7 +120,7 @@ def test_budget_that_is_used_up_ends_the_run() -> None:
 def test_cause_of_a_ranks_exit(
     exit_code: int, signal: str | None, out_of_memory: bool, detail: str, cause: Cause
 ) -> None:
-    assert cause_of_exit(exit_code, signal, out_of_memory, detail) is cause
+    assert cause_of_exit(exit_code, signal, out_of_memory, detail, EXIT_CODES) is cause
 
 
 @pytest.mark.parametrize(
@@ -145,5 +146,5 @@ def test_message_about_the_death_of_another_rank_is_a_consequence(detail: str, c
 
 
 def test_exit_codes_of_a_user_script_have_no_meaning() -> None:
-    assert {cause_of_exit(code, None, False, "", ours=False) for code in range(1, 256)} == {Cause.CRASHED}
-    assert cause_of_exit(2, None, False, "MemoryError", ours=False) is Cause.OUT_OF_MEMORY
+    assert {cause_of_exit(code, None, False, "", {}) for code in range(1, 256)} == {Cause.CRASHED}
+    assert cause_of_exit(2, None, False, "MemoryError", {}) is Cause.OUT_OF_MEMORY

@@ -135,7 +135,7 @@ def printed(function: Callable[[], None], prefix: str = "") -> list[str]:
 def test_message_and_cause(function: Callable[[], None], message: str, cause: str, prefix: str) -> None:
     lines = ["epoch 1", *printed(local), *["epoch 2"] * 5, *printed(function, prefix), "a destructor complains"]
     assert describe_exception(lines) == message
-    assert cause_of_exit(1, None, False, describe_exception(lines), ours=False) == cause
+    assert cause_of_exit(1, None, False, describe_exception(lines), {}) == cause
     shown = exception_lines(lines)
     assert shown[0].endswith("Traceback (most recent call last):")
     assert function.__name__ in "".join(shown)

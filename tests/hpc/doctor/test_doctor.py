@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import Site, hpc
+from support.events import script_spec
 from support.fake_slurm import write_programs
 from support.forked_hpc import run_forked
 from test_findings import CONFIG, NODE, PARTITIONS
@@ -18,7 +19,7 @@ from hpc.core.files import append_json_line
 from hpc.core.rundir import RunDir
 from hpc.doctor.__main__ import DoctorOptions, find_run, measurements_of
 from hpc.doctor.node_job import NodeJob, read_reports, srun_argv
-from hpc.spec import Network, Resources, RunSpec
+from hpc.spec import Network, Resources
 
 ROOT = Path(__file__).parents[3]
 ANSWERS = {
@@ -55,7 +56,7 @@ def findings(done: "subprocess.CompletedProcess[str]") -> dict[str, dict[str, st
 def new_run(runs: Path, name: str, save_seconds: float | None = None) -> RunDir:
     run = RunDir(runs / name)
     run.events.mkdir(parents=True)
-    RunSpec(name=name, cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("a.py",)).save(run)
+    script_spec(name=name).save(run)
     age = len(list(runs.iterdir()))
     os.utime(run.spec, (age, age))
     stopped = {"event": "train_stopped", "attempt": 1, "step": 5, "signal": "SIGTERM", "seconds": save_seconds}

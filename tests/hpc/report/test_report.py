@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 import torch
 from msgspec import structs
-from support.events import attempt_ended, claimed, interruption, submitted, write_events
+from support.events import attempt_ended, claimed, interruption, of_training, script_spec, submitted, write_events
 from support.reported_runs import (
     BEGAN,
     CLASSES,
@@ -217,7 +217,7 @@ def test_a_comparison_shows_defaults_and_many_settings_in_a_table_of_their_own(t
 
 def test_a_fork_leaves_the_line_of_its_parent_visible(tmp_path: Path) -> None:
     parent = running_run(tmp_path / "parent")
-    spec = replace(spec_of("fork", lr=0.3), forked_from=str(parent.checkpoints / "step-00000200"))
+    spec = spec_of("fork", lr=0.3).with_training(forked_from=str(parent.checkpoints / "step-00000200"))
     fork = running_run(tmp_path / "fork", spec=spec)
     lines = [json.loads(line) for line in fork.train_metrics.read_text().splitlines()]
     fork.train_metrics.write_text(
@@ -293,7 +293,7 @@ def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Path, capsys: Capture) -> None:
-    spec = RunSpec(name="own", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py",))
+    spec = script_spec("my.py", name="own")
     run = pending_run(tmp_path / "own", spec)
     (example,) = re.findall(r"```python\n(.*?)```", Path("docs/reference/metrics.md").read_text(), re.DOTALL)
     environment = {**os.environ, "TORCHRELAY_RUN_DIR": str(run.path)}
@@ -370,9 +370,7 @@ def test_failed_run_shows_its_last_message(tmp_path: Path) -> None:
 
 
 def test_custom_script_has_attempts_and_its_command(tmp_path: Path) -> None:
-    spec = RunSpec(
-        name="own", cluster="local", data=None, stage_dir="/tmp", resources=Resources(), script=("my.py", "a b", "--x")
-    )
+    spec = script_spec("my.py", "a b", "--x", name="own", cluster="local")
     html = report(pending_run(tmp_path / "own", spec).path).html
     assert "For curves, log metrics to $TORCHRELAY_RUN_DIR/metrics/train.jsonl" in html
     assert "No test result" not in html
@@ -495,8 +493,8 @@ def test_command_submits_the_same_run_again() -> None:
         resources=resources,
         recovery=recovery,
         data="/d a",
-        train=train,
         stage_dir="/scratch",
+        **of_training(train),
     )
     words = submit_command(spec)
     assert words[:3] == ["python", "-m", "hpc.submit"]

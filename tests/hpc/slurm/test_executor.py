@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.events import script_spec
 from support.fake_slurm import write_programs
 
 from hpc.core.errors import UserError
@@ -27,7 +28,7 @@ def told(nodes: str, **recovery: Any) -> dict[str, Any]:
 
 
 def spec(resources: Resources, recovery: Recovery = Recovery()) -> RunSpec:  # noqa: B008 - frozen
-    return RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
+    return script_spec(resources=resources, recovery=recovery)
 
 
 def script(tmp_path: Path, **resources: Any) -> list[str]:
@@ -123,7 +124,7 @@ def test_path_of_python_modules_from_setup_is_for_the_ranks_of_a_script() -> Non
 
 def test_script_survives_signals_before_setup_begins(tmp_path: Path) -> None:
     resources = Resources(time="2h", setup=("module load cuda/12.4", "source it's.sh"))
-    spec = RunSpec(name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=resources)
+    spec = script_spec(resources=resources)
     lines = SlurmExecutor(RunDir(tmp_path), spec).script().splitlines()
     places = ["trap : TERM USR2", "torchrelay_setup='module load cuda/12.4'", 'eval "$torchrelay_setup" || exit']
     numbers = [lines.index(line) for line in places]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 from support.cluster import Command
-from support.events import claimed, event, joined, records_in, resubmitted, submitted
+from support.events import claimed, event, joined, of_training, records_in, resubmitted, script_spec, submitted
 
 from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError
@@ -48,9 +48,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def spec_of(script: tuple[str, ...] = ("a.py",), cluster: str = "slurm", **resources: Any) -> RunSpec:
-    return RunSpec(
-        name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=Resources(**resources), script=script
-    )
+    return script_spec(*script, cluster=cluster, resources=Resources(**resources))
 
 
 def attempt(**changes: Any) -> Attempt:
@@ -315,7 +313,7 @@ def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, 
 
 def test_training_that_logged_nothing_ended_at_its_start(run: RunDir, slurm_command: Command) -> None:
     slurm_command("sinfo", "echo 'gpu01|idle'")
-    replace(spec_of(), script=(), train=TrainConfig(synthetic=True)).save(run)
+    replace(spec_of(), **of_training(TrainConfig(synthetic=True))).save(run)
     assert resubmit.record_missing_end(run, attempt(), "gone")
     [ended] = records_in(run.events)
     assert ended["step"] == 0

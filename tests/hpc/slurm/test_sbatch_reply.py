@@ -1,14 +1,12 @@
 """What sbatch 22.05 printed."""
 
 import pytest
+from support.events import script_spec
 
 from hpc.slurm.sbatch_reply import StartEstimate, parse_estimate, refusal
-from hpc.spec import Resources, RunSpec
+from hpc.spec import Resources
 
-SPEC = RunSpec(
-    name="r", cluster="slurm", data=None, stage_dir="/tmp",
-    resources=Resources(partition="gpu", mem="640G", sbatch=("exclusive",)),
-)  # fmt: skip
+SPEC = script_spec(resources=Resources(partition="gpu", mem="640G", sbatch=("exclusive",)))
 
 
 MESSAGE = """\

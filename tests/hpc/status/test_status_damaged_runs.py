@@ -169,7 +169,9 @@ def test_row_says_what_is_damaged_in_which_file_and_line(runs: tuple[RunDir, Run
 
 
 @pytest.mark.parametrize("value", [float("nan"), 5, [], {}, "x", None], ids=repr)
-@pytest.mark.parametrize("name", ["resources", "train", "name", "script", "tracker", "after", "cluster", "recovery"])
+@pytest.mark.parametrize(
+    "name", ["resources", "training", "name", "program", "tracker", "after", "cluster", "recovery"]
+)
 def test_damaged_spec_hides_no_other_run(name: str, value: object, runs: tuple[RunDir, RunDir]) -> None:
     damaged, sound = runs
     fields = json.loads(damaged.spec.read_text())

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.events import claimed, event, interruption, submitted, write_events
-from support.reported_runs import pending_run, report, spec_of
+from support.events import claimed, event, interruption, script_spec, submitted, write_events
+from support.reported_runs import pending_run, report
 
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources
@@ -20,7 +20,7 @@ from hpc.status.run_view import summarize
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     """A script that failed twice and runs for the third time."""
-    spec = replace(spec_of("r"), cluster="local", train=None, recipe=None, script=("a.py",), data=None)
+    spec = script_spec(name="r", cluster="local")
     found = pending_run(tmp_path / "r", replace(spec, resources=Resources(nodes="1", gpus_per_node="2")))
     (found.events / "agent.jsonl").unlink()
     now = time.time()

@@ -1,7 +1,9 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.events import of_training, script_spec
 
 from hpc.core.errors import UserError
 from hpc.slurm.client import Partition, parse_partitions
@@ -123,7 +125,7 @@ def test_spares_are_nodes_too(nodes: str, spares: int, message: str, partitions:
 
 def spec(recovery: Recovery, cluster: Cluster = "slurm") -> RunSpec:
     resources = Resources(time="00:10:00")
-    return RunSpec(name="r", cluster=cluster, data=None, stage_dir="/tmp", resources=resources, recovery=recovery)
+    return script_spec(cluster=cluster, resources=resources, recovery=recovery)
 
 
 def test_impossible_recovery_is_refused() -> None:
@@ -196,9 +198,4 @@ def test_script_that_could_not_start_is_refused(script: tuple[str, ...], message
 
 def test_stop_signal_is_not_for_our_trainer() -> None:
     with pytest.raises(UserError, match="--stop-signal is USR1, but it applies only to your own script: leave it out"):
-        check_recovery(
-            RunSpec(
-                name="r", cluster="slurm", data=None, stage_dir="/tmp", resources=Resources(),
-                train=TrainConfig(data="/d"), recovery=Recovery(stop_signal="USR1"),
-            )
-        )  # fmt: skip
+        check_recovery(replace(spec(Recovery(stop_signal="USR1")), **of_training(TrainConfig(data="/d"))))

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from support.cluster import mounted_volume, tiny_data
 from support.environments import BASE, ROOT, SITE, described, make_venv, pack, set_version
+from support.events import script_spec
 from support.staging_nodes import stage
 
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.rundir import RunDir
 from hpc.report.command import submit_command
-from hpc.spec import Resources, RunSpec
+from hpc.spec import RunSpec
 from hpc.submit.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
 from jobs.ranks.rendezvous import Rendezvous, torchrun_argv
 from jobs.ranks.round import activated_environment
@@ -209,10 +210,7 @@ def save(runs_dir: Path, name: str, archive: Path) -> RunDir:
 
 
 def spec(name: str, archive: Path | None) -> RunSpec:
-    return RunSpec(
-        name=name, cluster="local", resources=Resources(), data=None, script=("s.py",), stage_dir="/tmp",
-        stage_env=str(archive) if archive else None,
-    )  # fmt: skip
+    return script_spec(name=name, cluster="local", stage_env=str(archive) if archive else None)
 
 
 def test_old_archives_that_no_run_needs_are_removed(venv: Path, tmp_path: Path) -> None:

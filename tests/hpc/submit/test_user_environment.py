@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from support.cluster import Site
 from support.environments import BASE, ROOT, SITE
+from support.events import script_spec
 
 from hpc.core.errors import UserError
 from hpc.report.command import submit_command
-from hpc.spec import Resources, RunSpec
 from hpc.submit import user_environment
 from hpc.submit.user_environment import check, resolve
 from jobs.ranks.round import activated_environment, is_environment
@@ -170,15 +170,7 @@ def test_it_is_shown_before_the_submission(venv: Path) -> None:
 
 
 def test_it_is_a_part_of_the_command_that_submits_again() -> None:
-    spec = RunSpec(
-        name="r",
-        cluster="slurm",
-        resources=Resources(),
-        data=None,
-        stage_dir="/tmp",
-        python="/env/bin/python",
-        container="/images/a.sif",
-    )
+    spec = script_spec(python="/env/bin/python", container="/images/a.sif")
     assert {"--python=/env/bin/python", "--container=/images/a.sif"} <= set(submit_command(spec))
 
 

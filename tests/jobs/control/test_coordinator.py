@@ -6,12 +6,22 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from support.events import attempt_ended, cancelled, claimed, interruption, recorded, train_started, write_events
+from support.events import (
+    attempt_ended,
+    cancelled,
+    claimed,
+    interruption,
+    of_training,
+    recorded,
+    train_started,
+    write_events,
+)  # fmt: skip
 from support.reported_nodes import AttemptMaker
 from support.waiting import wait_for
 
 from hpc.core.kernel import steady_time
 from hpc.spec import Recovery, Resources
+from hpc.spec_file import script_program
 from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, Phase, RankFailure, RankHeartbeat
@@ -166,7 +176,7 @@ def test_failed_rank_is_an_interruption(
 def test_steps_of_a_script_are_unknown_until_it_has_told_where_it_started(
     attempt: AttemptMaker,
 ) -> None:
-    script = attempt(train=None)
+    script = attempt(program=script_program(("a.py",)))
     script.beat(0, step=20)
     script.fail(1)
     assert [event["step"] for event in script.events("interruption")] == [None]
@@ -321,7 +331,7 @@ def test_hung_ranks_are_aborted(attempt: AttemptMaker) -> None:
 
 
 def test_hang_of_a_script_is_known_by_its_step(attempt: AttemptMaker) -> None:
-    hung = attempt(train=None)
+    hung = attempt(program=script_program(("a.py",)))
     for rank in range(3):
         hung.beat(rank, still_seconds=61.0)
     hung.poll()
@@ -394,7 +404,7 @@ def test_straggler_is_recorded(attempt: AttemptMaker, capsys: pytest.CaptureFixt
 def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: pytest.MonkeyPatch) -> None:
     server, hosts = ControlServer("secret", 1), ("gpu01",)
     write_events(node.run, claimed(nodes=hosts), file="attempt-001-node-00.jsonl")
-    spec = replace(node.spec, train=TrainConfig(data="x"), recovery=Recovery(hang_timeout="1s"))
+    spec = replace(node.spec, **of_training(TrainConfig(data="x")), recovery=Recovery(hang_timeout="1s"))
     coordinator = Coordinator(replace(node, spec=spec), server, StopRequest())
     server.directive = Directive(round=1, members=(0,), port=1)
     failure = RankFailure(

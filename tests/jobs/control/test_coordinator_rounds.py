@@ -7,6 +7,7 @@ import pytest
 from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 
 from hpc.spec import Resources
+from hpc.spec_file import script_program
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS
@@ -46,7 +47,7 @@ def test_nodes_that_are_ready_start_without_a_late_one_after_a_minute(
 
 
 def test_script_starts_after_a_round_that_checks_the_nodes(attempt: AttemptMaker) -> None:
-    script = attempt(train=None)
+    script = attempt(program=script_program(("a.py",)))
     ready(script)
     script.poll()
     assert (script.nodes.directive.round, script.nodes.directive.preflight) == (1, True)

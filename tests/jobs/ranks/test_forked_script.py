@@ -12,13 +12,13 @@ import pytest
 from support.cluster import ROOT
 
 from hpc.core.nodedir import NodeDir
+from jobs.ranks.rank_program import TopLevel
 from jobs.ranks.torchrun import PROCESS_WRAPPER
-from jobs.ranks.user_script import TopLevel
 
 # As torchrun does it: modules of ours are imported, multiprocessing forks the wrapper, which forks the rank.
 TORCHRUN = """
 import importlib, multiprocessing, os, runpy, signal, sys
-import numpy, hpc.core.files, training.runtime.preload
+import numpy, hpc.core.files, training.config.training_spec
 for name in filter(None, os.environ["PRELOAD"].split(",")):
     importlib.import_module(name)
 sys.path.remove({root!r})

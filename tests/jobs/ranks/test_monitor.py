@@ -23,7 +23,7 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     node.run.events.mkdir()
     channel = ControlServer("secret", 1)
     ranks = NodeMonitor(node, held, channel, StopRequest())
-    ranks.begin_round(1, ours=True)
+    ranks.begin_round(1, {})
     # What systemd does at the user's logout (RemoveIPC=yes), and some clusters' epilogs; here for this run alone.
     subprocess.run(["find", str(held.files.path), "-user", str(os.getuid()), "-delete"], check=True)
     ranks.poll()

@@ -105,7 +105,7 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> list[RankFailure]:
     argv = torchrun_argv(alone, 2, "127.0.0.1", sys.executable, program)
     environment = {**os.environ, "PYTHONFAULTHANDLER": "1", "OMP_NUM_THREADS": "1", "TORCHRELAY_PRELOAD": ""}
     ranks, judge = LocalRanks(NodeDir(directory), 2, "gpu01", AgentClock()), RootFailure()
-    ranks.begin(1, ours=False)
+    ranks.begin(1, {})
     found, reported, deadline = list[RankFailure](), set[RankFailure](), time.monotonic() + 250
     with Torchrun(argv, torchrun_environment(alone, environment), ROOT) as torchrun:
         while torchrun.exit_code is None:

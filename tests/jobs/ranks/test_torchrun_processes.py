@@ -358,7 +358,7 @@ def test_heartbeats_of_living_ranks_only(tmp_path: Path, ranks: LocalRanks) -> N
 
     # A clock that ticks meanwhile may round up.
     wait_for(seen_at_once)
-    ranks.begin(2, ours=True)
+    ranks.begin(2, {})
     assert ranks.heartbeats() == ()
 
 

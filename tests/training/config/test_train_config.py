@@ -23,10 +23,8 @@ from training.config.train_config import (
     Optimizer,
     TrainConfig,
     check_world,
-    is_from_spec,
-    read_spec,
-    spec_argv,
 )
+from training.config.training_spec import Training, is_from_spec, rank_options, spec_argv
 
 
 @pytest.mark.parametrize(
@@ -219,25 +217,28 @@ def test_snapshots_alone_may_be_automatic_or_off() -> None:
 def test_a_rank_reads_the_flags_that_its_run_was_submitted_with(config: TrainConfig, tmp_path: Path) -> None:
     run, memory = tmp_path / "it's a $run", tmp_path / "memory"
     run.mkdir()
-    write_json(run / "spec.json", {"train": asdict(config), "recipe": "cifar"})
-    argv = spec_argv(run / "spec.json", run, 3, memory, data=Path("/tmp/a=b --c"))
+    data = tmp_path / "a=b --c"
+    data.mkdir()
+    write_json(run / "spec.json", {"training": asdict(Training(train=config, recipe="cifar"))})
+    argv = spec_argv(run / "spec.json", run, 3, memory, data=data)
     assert is_from_spec(argv)
-    options = read_spec(argv)
-    assert options.train == replace(config, data="/tmp/a=b --c")
+    options, evaluation = rank_options(argv)
+    assert evaluation is None
+    assert options.train == replace(config, data=str(data))
     assert (options.recipe, options.run_dir, options.attempt, options.node_dir) == ("cifar", run, 3, memory)
-    assert read_spec(spec_argv(run / "spec.json", run, 3, memory)).train == config
+    assert rank_options(spec_argv(run / "spec.json", run, 3, memory))[0].train == config
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"train": null}', '{"train": {"data": "x", "no-flag": 1}}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"training": null}', '{"training": {"train": {"no-flag": 1}}}'])
 def test_a_damaged_spec_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "spec.json").write_text(text)
-    with pytest.raises(UserError, match=r"spec.json (cannot be read|is damaged or from another version)") as raised:
-        read_spec(spec_argv(tmp_path / "spec.json", tmp_path, 1, tmp_path))
+    with pytest.raises(UserError, match=r"spec.json (cannot be read|is damaged, or of another version)") as raised:
+        rank_options(spec_argv(tmp_path / "spec.json", tmp_path, 1, tmp_path))
     assert "\n" not in str(raised.value)
 
 
 def test_a_rank_that_an_agent_starts_imports_no_parser(tmp_path: Path) -> None:
-    write_json(tmp_path / "spec.json", {"train": asdict(TrainConfig(data="nowhere"))})
+    write_json(tmp_path / "spec.json", {"training": asdict(Training(train=TrainConfig(data="nowhere")))})
     code = "import sys; from training import __main__ as rank; code = rank.main(); "
     code += "print(code, sorted({'tyro', 'yaml', 'rich'} & set(sys.modules)))"
     argv = spec_argv(tmp_path / "spec.json", tmp_path, 1, tmp_path, fault="none")

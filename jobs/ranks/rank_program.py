@@ -1,43 +1,35 @@
-"""What the ranks execute of a user's script or module, and what they find in its arguments. Runs on compute nodes."""
+"""What the ranks execute of a program, and what they find in its arguments. Runs on compute nodes."""
 
 import ast
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from hpc.environment import ATTEMPT, DATA, RUN_DIR
-from hpc.spec import RunSpec
+from hpc.spec_file import Program
 
 # Packages that neither start threads nor query GPUs when they are imported; a fork would survive neither.
 _SAFE_TO_FORK = frozenset({"PIL", "numpy", "timm", "torch", "torchvision"})
 # Their modules that do query GPUs.
 _NOT_SAFE = re.compile(r"torch\.(testing\._internal|utils\.(benchmark|cpp_extension|jit))\b")
-_PLACEHOLDERS = {"{data}": DATA, "{run_dir}": RUN_DIR, "{attempt}": ATTEMPT}
-_PLACEHOLDER = re.compile("|".join(map(re.escape, _PLACEHOLDERS)))
 
 
-def script_argv(spec: RunSpec, code: Path, variables: Mapping[str, str]) -> list[str]:
-    """The arguments of Python: the script, or `-m` and the module, and its own arguments.
+def program_argv(program: Program, start: Path, places: Mapping[str, object]) -> list[str]:
+    """Return the arguments of Python: the file, or `-m` and the module, and the program's own arguments.
 
-    In these `{data}`, `{run_dir}` and `{attempt}` stand for the values in TORCHRELAY_DATA, TORCHRELAY_RUN_DIR and
-    TORCHRELAY_ATTEMPT; all other braces stay.
+    `start` is the directory that it starts in. In its own arguments, the names of `places` in braces stand for what
+    these have; all other braces stay.
     """
-    own = 2 if spec.script[0] == "-m" else 1
+    first, *others = program.argv
     # The path is normalized, as in `../train.py`, because the script's directory becomes the first of sys.path.
-    program = ["-m", spec.script[1]] if own == 2 else [os.path.normpath(code / spec.working_directory / spec.script[0])]
+    named = [first, others.pop(0)] if first == "-m" else [os.path.normpath(start / first)]
 
     def value(match: re.Match[str]) -> str:
-        return variables.get(_PLACEHOLDERS[match[0]], match[0])
+        return str(places.get(match[1], match[0]))
 
-    return [*program, *(_PLACEHOLDER.sub(value, word) for word in spec.script[own:])]
-
-
-def import_path(spec: RunSpec, code: Path) -> list[str]:
-    """The directories of the user's code from which the script imports; those of a module as `hpc submit` found it."""
-    return [str(code), *([str(code / "src")] if spec.script[0] == "-m" else [])]
+    return [*named, *(re.sub(r"\{(\w+)\}", value, word) for word in others)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +42,13 @@ class TopLevel:
     """It uses os.environ before an import: variables such as OMP_NUM_THREADS are read when torch is imported."""
 
     @classmethod
-    def read(cls, spec: RunSpec, code: Path) -> Self:
-        """That of the run's script; of a module elsewhere than in the user's code, nothing is known."""
-        start = code / spec.working_directory
-        places, names = [start], [spec.script[0]]
-        if spec.script[0] == "-m":
-            module = spec.script[1].replace(".", "/")
+    def read(cls, program: Program, start: Path, import_path: Sequence[str]) -> Self:
+        """Read a program's source; nothing is known of a module that is neither at the start nor on the import path."""
+        places, names = [start], [program.argv[0]]
+        if program.argv[0] == "-m":
+            module = program.argv[1].replace(".", "/")
             # Python searches its working directory first.
-            places, names = [start, *map(Path, import_path(spec, code))], [f"{module}.py", f"{module}/__main__.py"]
+            places, names = [start, *map(Path, import_path)], [f"{module}.py", f"{module}/__main__.py"]
         paths = (place / name for place in places for name in names)
         path = next((path for path in paths if path.is_file()), None)
         try:

@@ -18,10 +18,9 @@ looked = []
 for name in ("_cuda_init", "_cuda_getDeviceCount"):
     setattr(torch._C, name, lambda *_: looked.append(1) or 0)
 from training.data import in_memory
-from training.runtime.torchrun_main import import_all, keep_data
-from training.runtime.preload import MODULES
-import_all([*MODULES, 'timm'])
-keep_data()
+from training.config.training_spec import MODULES, trainer_program
+from training.runtime.torchrun_main import preload
+preload([*trainer_program(has_data=True).preload, 'timm'])
 record = {"missing": [name for name in MODULES if name not in sys.modules], "looked": len(looked)}
 record["read"] = sorted(path.name for path in in_memory._kept)
 record["threads"] = len(os.listdir("/proc/self/task"))

@@ -1,0 +1,103 @@
+"""The part of a run's spec that its trainer reads, and the program that the node agents run for it.
+
+Runs on the login node and on every rank. Imports neither torch nor tyro.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc.core.causes import EXIT_CODES
+from hpc.spec_file import LIBRARIES, Program, read_spec
+from training.config.dataset_layout import find_data
+from training.config.evaluation_task import EvaluationTask
+from training.config.train_config import RankOptions, TrainConfig
+
+MODULES = (
+    "training.engine.launch",
+    *LIBRARIES,
+    "torch.utils.tensorboard",
+    "torchvision.models",
+    "torchvision.transforms.v2",
+)
+"""Modules that every rank of the trainer needs, for the processes that ranks are forks of to import."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a run trains or evaluates."""
+
+    train: TrainConfig
+    recipe: str | None = None
+    """The recipe behind the flags."""
+    forked_from: str | None = None
+    """The checkpoint of another run with which the training began; None: it began with the first step."""
+    evaluation: EvaluationTask | None = None
+    """What `hpc evaluate` evaluates, with the flags that concern an evaluation; None: the run trains."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Training":
+        """Return the training with these fields. Raises LookupError, TypeError or ValueError if one is wrong."""
+        task = fields.get("evaluation")
+        return cls(
+            **{**fields, "train": TrainConfig(**fields["train"])} | {"evaluation": task and EvaluationTask(**task)}
+        )
+
+
+def trainer_program(*, has_data: bool) -> Program:
+    """Return the program of a training or an evaluation, whose nodes stage data, or generate them."""
+    arguments = spec_argv(
+        "{torchrelay_spec}", "{run_dir}", "{attempt}", "{torchrelay_node_dir}", data="{data}" if has_data else None
+    )
+    return Program(
+        argv=("-m", "training", *arguments),
+        preload=(*MODULES, "training.data.in_memory:keep_data"),
+        exit_codes=EXIT_CODES,
+        reports_steps=True,
+        writes_result=True,
+    )
+
+
+def spec_argv(
+    spec: Path | str,
+    run_dir: Path | str,
+    attempt: int | str,
+    node_dir: Path | str,
+    *,
+    data: Path | str | None = None,
+    fault: str = "",
+) -> list[str]:
+    """Return the arguments of `python -m training` for a rank that reads its flags from a spec.
+
+    `data` is the directory that the node has staged.
+    """
+    optional = {"data": data or "", "fault": fault}
+    argv = [f"--spec={spec}", f"--run-dir={run_dir}", f"--attempt={attempt}", f"--node-dir={node_dir}"]
+    return argv + [f"--{name}={value}" for name, value in optional.items() if value]
+
+
+def is_from_spec(argv: Sequence[str]) -> bool:
+    """Whether these are arguments as `spec_argv` makes them."""
+    return bool(argv) and argv[0].startswith("--spec=")
+
+
+def rank_options(argv: Sequence[str]) -> tuple[RankOptions, EvaluationTask | None]:
+    """Return the options and the evaluation, if any, of a rank whose arguments `spec_argv` made.
+
+    Raises:
+        OSError: the storage does not answer: another start may find it well.
+        UserError: the spec is no JSON, or has flags of another version.
+    """
+    given = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
+    training = read_spec(Path(given["spec"]), lambda fields: Training.from_json(fields["training"]))
+    train = training.train
+    options = RankOptions(
+        train=replace(train, data=str(find_data(Path(given["data"])))) if "data" in given else train,
+        recipe=training.recipe,
+        run_dir=Path(given["run-dir"]),
+        attempt=int(given["attempt"]),
+        node_dir=Path(given["node-dir"]),
+        fault=given.get("fault", ""),
+    )
+    return options, training.evaluation
