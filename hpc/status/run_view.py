@@ -49,7 +49,7 @@ from hpc.status.summary import (
     AttemptSummary,
     AwaitedRun,
     Budgets,
-    Recovery,
+    RecoveryCost,
     StagingProgress,
     Summary,
     TrackerState,
@@ -158,7 +158,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         **_allocation(attempts, records.spec),
         **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),
         interruptions=tuple(interruptions),
-        recovery=convert(recovery_by_cause(interruptions), dict[str, Recovery]),
+        recovery=convert(recovery_by_cause(interruptions), dict[str, RecoveryCost]),
         budget=Budgets(used=convert(budget.used, tuple[UsedBudget, ...]), same_failure_twice=budget.is_repeated),
         warnings=[
             *warnings_of(history, completed=state == "completed"),

@@ -29,7 +29,7 @@ class AttemptSummary(Struct, frozen=True, kw_only=True):
     detail: str | None
 
 
-class Recovery(Struct, frozen=True, kw_only=True):
+class RecoveryCost(Struct, frozen=True, kw_only=True):
     """What the interruptions of one cause cost."""
 
     count: int
@@ -129,7 +129,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     goodput: float | None
     """The productive share of the time."""
     interruptions: tuple[Interruption, ...]
-    recovery: Mapping[str, Recovery]
+    recovery: Mapping[str, RecoveryCost]
     """By cause."""
     budget: Budgets
     warnings: Sequence[str]
