@@ -1,4 +1,7 @@
-"""A program from its command line to its exit code: parse flags, call, print errors in one line. Runs everywhere.
+"""A program from its command line to its exit code: read flags, call, print errors in one line. Runs everywhere.
+
+Words become texts by the names of flags (`read`), and texts become the values of a dataclass (`build`), whoever gives
+them: a person, a file, or a program that has values already. tyro makes the help and the completion of the shells.
 
 Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
 """
@@ -6,7 +9,6 @@ Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
 import ast
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import io
@@ -19,13 +21,16 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
 
 from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.text import visible
+from hpc.core.text import did_you_mean, visible
 
 INTERRUPTED = 130
 _WIDEST = 100  # columns of a description: longer lines are hard to read
@@ -33,6 +38,8 @@ CALLED = "TORCHRELAY_CALLED"
 SCHEMA = 1
 """Version of docs/json.schema.json: of a change that breaks readers."""
 Options = TypeVar("Options")
+Explanation = Callable[[Sequence[str], int], str | None]
+"""What to type instead of the word at a place of a command line; None: nothing special is known of it."""
 _TYRO = (
     tyro.conf.FlagCreatePairsOff,
     tyro.conf.DisallowNone,  # help with STR instead of {None}|STR
@@ -45,9 +52,9 @@ class Help:
     """What `--help` shows of flags, by the names of their fields."""
 
     hidden: Collection[str] = ()
-    """Those that it leaves out."""
+    """Flags that it leaves out."""
     inherited: Collection[str] = ()
-    """Those whose default is what a run has: the help of the command says so once, and shows no default for them."""
+    """Flags whose default is what a run has: the help of the command says so once, and shows no default for them."""
 
 
 ALL_FLAGS = Help()
@@ -65,50 +72,225 @@ def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
         yield from flags(group) if group else [field]
 
 
-def parse(
-    options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True, shown: Help = ALL_FLAGS
-) -> Options:
-    """Parse flags into a dataclass. `--help` shows `shown` of them, and without `prints` it prints nothing.
+def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
+    """Make a dataclass of a command line; without `prints`, as on the ranks but 0, a help is not printed.
 
     Raises:
-        UserError: one line that names the wrong flag and the reason. (tyro draws a box of several lines.)
+        UserError: names the wrong flag and the reason.
     """
-    subcommands = get_args(options)
-    if not subcommands:
-        _check_flags(options, argv, prog)
-    if not {"-h", "--help"}.isdisjoint(argv):
-        views = (_for_help(each, shown) for each in subcommands or (options,))
-        options = functools.reduce(operator.or_, views)
-    box, text = io.StringIO(), _HelpText()
-    try:
-        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(text):
-            return tyro.cli(options, args=list(argv), prog=prog, config=_TYRO, console_outputs=prints)
-    except SystemExit as stop:
-        if stop.code in {0, None}:
-            print(_wrapped(text.read_all()), end="")
-            raise
-        raise UserError(f"{_one_line(box.getvalue())} (see {prog} --help)") from None
+    print_help(options, argv, prog, prints=prints)
+    return build(options, read((options,), argv, prog))
 
 
-# tyro's sentences about a command line, and ours.
-_SENTENCES = {
-    r"Unrecognized options: (.*)": r"unexpected argument: \1",
-    r"Missing value for argument '(.*?)'.*": r"\1 has no value",
-    r"invalid choice '(.*?)' for argument '(.*?)'\. Expected one of \((.*?),?\)\.": r"\2 is '\1': use one of \3",
-    r"Error parsing (\S+): could not convert string to float: ('.*')": r"\1 is \2: expected a number",
-    r"Error parsing (\S+): invalid literal for int\(\) with base 10: ('.*')": r"\1 is \2: expected a whole number",
-    r"Error parsing (\S+): no type matching (\S+) could be instantiated from \[(.*?)\]\..*": r"\1 is \3: expected \2",
-    r"Missing from [^:]*: (\S+) (.*) \(required\)": r"missing argument \1: \2",
+# --- from words to values ---
+
+
+def flag_name(field: dataclasses.Field[Any]) -> str:
+    """Return the name of a field's flag without dashes: `batch-size`."""
+    return field.name.replace("_", "-")
+
+
+def read(
+    options: Sequence[type[Any]], argv: Sequence[str], prog: str, explain: Explanation = lambda _argv, _at: None
+) -> dict[str, Any]:
+    """Read a command line into texts by the names of flags, without dashes, and of positional arguments.
+
+    The program has the flags of the first dataclass. Those of the others are read too, for a caller that refuses them
+    with a reason. `explain` may say what to type instead of the word at a place of `argv` that cannot be read.
+
+    Raises:
+        UserError: a flag does not exist or has no value, or a word belongs to no flag.
+    """
+    known = {
+        flag_name(field): field for kind in reversed(options) for field in flags(kind) if not _is_positional(field)
+    }
+    letters = {letter: name for name, field in known.items() for letter in _letters(field)}
+    places = [field for field in flags(options[0]) if _is_positional(field)]
+    values: dict[str, Any] = {flag_name(place): [] for place in places if _is_tuple(place)}
+    rest = deque(argv)
+    while rest:
+        at = len(argv) - len(rest)
+        word = rest.popleft()
+        typed, given = _split(word)
+        if not typed and places:
+            place = places[0] if _is_tuple(places[0]) else places.pop(0)
+            values[flag_name(place)] = [*values.get(flag_name(place), []), word] if _is_tuple(place) else word
+            continue
+        name = letters.get(typed, typed[2:].replace("_", "-"))
+        field = known.get(name) or known.get(name.removeprefix("no-"))
+        if field is None or (name not in known and field.type is not bool):
+            raise UserError(
+                explain(argv, at)
+                or _no_such_flag(typed, known, prog)
+                or f"unexpected argument: {word} (see {prog} --help)"
+            )
+        if field.type is bool:
+            values[flag_name(field)] = name in known if given is None else given
+        elif _is_tuple(field) and tyro.conf.UseAppendAction not in _marks(field):
+            following = itertools.takewhile(lambda one: not _begins_flag(one, letters), list(rest))
+            values[name] = [given] if given is not None else [rest.popleft() for _ in following]
+        else:
+            if given is None:
+                if not rest or _begins_flag(rest[0], letters):
+                    raise UserError(f"--{name} has no value (see {prog} --help)")
+                given = rest.popleft()
+            values[name] = [*values.get(name, []), given] if _is_tuple(field) else given
+    return values
+
+
+def build(options: type[Options], values: Mapping[str, Any]) -> Options:
+    """Make a dataclass, with its groups, of values by the names of flags: of texts that were typed, or typed values.
+
+    Raises:
+        UserError: a value cannot be what its flag takes, a flag does not exist, or an argument is missing.
+    """
+    fields = {flag_name(field): field for field in flags(options)}
+    for name in values.keys() - fields.keys():
+        raise UserError(_no_such_flag(f"--{name}", fields, "hpc submit"))
+    for name, field in fields.items():
+        is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if is_required and name not in values:
+            raise UserError(f"missing argument {field.name.upper()}: {flag_texts(options)[field.name]}")
+    return _built(options, values)
+
+
+def _built(options: type[Options], values: Mapping[str, Any]) -> Options:
+    found = dict[str, Any]()
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        if group := _group(field):
+            found[field.name] = _built(group, values)
+        elif (name := flag_name(field)) in values:
+            found[field.name] = taken(field.name if _is_positional(field) else f"--{name}", field.type, values[name])
+    return options(**found)
+
+
+def values_of(*settings: Any) -> dict[str, Any]:
+    """Return the values of dataclasses and of their groups, by the names of flags."""
+    found = dict[str, Any]()
+    for one in settings:
+        for field in dataclasses.fields(one):
+            value = getattr(one, field.name)
+            found |= values_of(value) if _group(field) else {flag_name(field): value}
+    return found
+
+
+def default_values(options: type[Any]) -> dict[str, Any]:
+    """Return the defaults of a dataclass and of its groups, by the names of flags."""
+    return {flag_name(field): field.default for field in flags(options)}
+
+
+def taken(label: str, kind: Any, value: Any) -> Any:
+    """Return a value as a field of this type holds it: a text is read, and a number may be given for a text.
+
+    Raises:
+        UserError: says which value `label` has, and what it takes.
+    """
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if types.NoneType in get_args(kind):
+        if value is None:
+            return None
+        kind = get_args(kind)[0]
+    if get_origin(kind) is tuple:
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        return tuple(taken(label, get_args(kind)[0], item) for item in (value if several else (value,)))
+    if get_origin(kind) is Literal:
+        if value not in (choices := get_args(kind)):
+            raise UserError(f"{label} is {value!r}: use one of {', '.join(map(repr, choices))}")
+        return value
+    from_text, accepted, expected = _KINDS[kind]
+    with contextlib.suppress(ValueError, KeyError):
+        if isinstance(value, accepted) and isinstance(value, bool) <= (kind is bool):
+            return from_text(value)
+    raise UserError(f"{label} is {str(value)!r}: expected {expected}")
+
+
+# How a value of each type is made; from what; and what a user calls it.
+_KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
+    bool: (lambda value: {"true": True, "false": False}[str(value).lower()], (bool, str), "true or false"),
+    int: (int, (int, str), "a whole number"),
+    float: (float, (float, int, str), "a number"),
+    str: (str, (str, int, float, os.PathLike), "text"),
+    Path: (Path, (str, os.PathLike), "a path"),
 }
 
 
-def _one_line(box: str) -> str:
-    """What tyro says in a box about a command line, in one line."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    sections = [section.strip() for section in re.split(r"─{3,}", " ".join(line for line in lines if line))]
-    about_help = ("Argument helptext", "For full helptext")
-    text = re.sub(r"\s+", " ", "; ".join(one for one in sections if one and not one.startswith(about_help)))
-    return next((re.sub(theirs, ours, text) for theirs, ours in _SENTENCES.items() if re.fullmatch(theirs, text)), text)
+def _split(word: str) -> tuple[str, str | None]:
+    """Return the flag that a word begins with, and the value that follows it in the same word."""
+    if match := re.fullmatch(r"(--[A-Za-z][\w-]*)(?:=(.*))?", word, re.DOTALL):
+        return match[1], match[2]
+    if match := re.fullmatch(r"(-[A-Za-z])=?(.*)", word, re.DOTALL):
+        return match[1], match[2] or None
+    return "", None
+
+
+def _begins_flag(word: str, letters: Collection[str]) -> bool:
+    typed, _ = _split(word)
+    return typed.startswith("--") or typed in letters
+
+
+def _no_such_flag(typed: str, known: Iterable[str], prog: str) -> str:
+    """Say that there is no such flag, and name the one that is most like it; empty if nothing was typed."""
+    hint = did_you_mean(typed.replace("_", "-"), [f"--{name}" for name in known], f"{prog} --help lists the flags", 1)
+    return typed and f"there is no flag {typed}: {hint}"
+
+
+def _marks(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """Return what a field tells tyro."""
+    return getattr(field.type, "__metadata__", ())
+
+
+def _letters(field: dataclasses.Field[Any]) -> Iterator[str]:
+    return itertools.chain.from_iterable(getattr(mark, "aliases", None) or () for mark in _marks(field))
+
+
+def _is_positional(field: dataclasses.Field[Any]) -> bool:
+    return tyro.conf.Positional in _marks(field)
+
+
+def _is_tuple(field: dataclasses.Field[Any]) -> bool:
+    kind = get_args(field.type)[0] if _marks(field) else field.type
+    return get_origin(kind) is tuple or any(get_origin(each) is tuple for each in get_args(kind))
+
+
+def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
+    """The dataclass of a field that is a group of flags."""
+    kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+    return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+
+
+# --- help ---
+
+
+def print_help(
+    options: type[Any], argv: Sequence[str], prog: str, shown: Help = ALL_FLAGS, *, prints: bool = True
+) -> None:
+    """Print the help, and exit, if the command line asks for it; `options` may be a union of subcommands."""
+    if {"-h", "--help"}.isdisjoint(argv):
+        return
+    views = (_for_help(each, shown) for each in get_args(options) or (options,))
+    text = _HelpText()
+    try:
+        with contextlib.redirect_stdout(text):
+            union = functools.reduce(operator.or_, views)
+            tyro.cli(union, args=["--help"], prog=prog, config=_TYRO, console_outputs=prints)
+    finally:
+        print(_wrapped(text.read_all()), end="")
+
+
+def subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any], Sequence[str], str]:
+    """Return the class that the first word names, of a union of subcommands, the other words, and the program's name.
+
+    Raises:
+        UserError: the first word names none.
+    """
+    kinds = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(options)}
+    word = next(iter(argv), "")
+    if not kinds or word in {"-h", "--help"}:
+        return options, argv, prog
+    if word not in kinds:
+        raise UserError(f"{f'there is no command {word!r}' if word else 'no command'}: use one of {', '.join(kinds)}")
+    return kinds[word], argv[1:], f"{prog} {word}"
 
 
 class _HelpText(io.TextIOWrapper):
@@ -136,23 +318,6 @@ def _wrapped(text: str) -> str:
         if line[:1].strip():  # not an example
             lines[at] = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join([usage, *lines]) + box + flags_of_command
-
-
-def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
-    """The dataclass of a field that is a group of flags."""
-    kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
-    return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
-
-
-def _check_flags(options: type[Any], argv: Sequence[str], prog: str) -> None:
-    """Refuse the first flag that does not exist, and name the one that is most like it; tyro lists several."""
-    known = {f"--{field.name.replace('_', '-')}" for field in flags(options)}
-    for argument in argv:
-        typed = argument.partition("=")[0]
-        if re.match(r"--[A-Za-z]", typed) and typed.replace("_", "-") not in {*known, "--help"}:
-            close = difflib.get_close_matches(typed, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"{prog} --help lists the flags"
-            raise UserError(f"there is no flag {typed}: {hint}")
 
 
 def _for_help(options: type[Any], shown: Help) -> type[Any]:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
@@ -15,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpc import cli
-from hpc.core import ledger, node_info
+from hpc.core import ledger, node_info, program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import automounted_at, file_system_type
 from hpc.core.node_info import NodeInfo
@@ -191,12 +192,15 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     print(f"{passed} of {len(found)} checks passed{rest}")
 
 
-def _expand(arguments: list[str]) -> list[str]:
-    given = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-    return command_line.with_config(arguments, command_line.flag_names(DoctorOptions), given)
+def _with_defaults(typed: dict[str, Any]) -> DoctorOptions:
+    given, known = (
+        sbatch_variables.merged(flag_names(SubmitTraining), os.environ),
+        command_line.flag_names(DoctorOptions),
+    )
+    return program.build(DoctorOptions, command_line.with_files(typed, known, given))
 
 
-main = partial(cli.run, doctor, DoctorOptions, "doctor", expand=_expand)
+main = partial(cli.run, doctor, DoctorOptions, "doctor", reading=cli.Reading(complete=_with_defaults))
 
 if __name__ == "__main__":
     sys.exit(main())

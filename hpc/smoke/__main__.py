@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tyro
 from rich.console import Console
 
 from hpc import cli
+from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
 from hpc.core.node_info import node_speed
@@ -112,12 +114,15 @@ def _print(
     print("kept:", *files, sep="\n  ")
 
 
-def _expand(arguments: list[str]) -> list[str]:
-    given = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-    return command_line.with_config(arguments, command_line.flag_names(SmokeOptions), given)
+def _with_defaults(typed: dict[str, Any]) -> SmokeOptions:
+    given, known = (
+        sbatch_variables.merged(flag_names(SubmitTraining), os.environ),
+        command_line.flag_names(SmokeOptions),
+    )
+    return program.build(SmokeOptions, command_line.with_files(typed, known, given))
 
 
-main = partial(cli.run, smoke, SmokeOptions, "smoke", expand=_expand)
+main = partial(cli.run, smoke, SmokeOptions, "smoke", reading=cli.Reading(complete=_with_defaults))
 
 if __name__ == "__main__":
     sys.exit(main())

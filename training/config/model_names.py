@@ -5,7 +5,6 @@ torchvision's source, because importing it takes 4 seconds and a login node may 
 """
 
 import ast
-import difflib
 import importlib.util
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from hpc.core.errors import UserError, need_package
 from hpc.core.files import sha256_of
+from hpc.core.text import did_you_mean
 
 SMALL_CNN = "small-cnn"
 OWN_MODELS = {
@@ -63,8 +63,8 @@ def check_model(name: str) -> None:
         return
     if len(known) == len(OWN_MODELS):
         raise UserError(f"--model is {name!r}, and torchvision is not installed here: pip install torchvision")
-    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [SMALL_CNN, "resnet50"]
-    raise UserError(f"--model is {name!r}, which is not known: did you mean {', '.join(close)}?")
+    hint = did_you_mean(name, known, f"use {SMALL_CNN} or resnet50")
+    raise UserError(f"--model is {name!r}, which is not known: {hint}")
 
 
 def resolve_weights(model: str, weights: str) -> Path:
