@@ -1,13 +1,14 @@
 """What all verbs share: common flags, exit codes, JSON output, finding runs. Runs on the login node."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tyro
 
@@ -33,7 +34,7 @@ class Reading:
     refused: tuple[type[Any], ...] = ()
     """Dataclasses of flags that the verb does not have, and for which `complete` gives a reason."""
     explain: program.Explanation = lambda _argv, _at: None
-    """See `program.read`."""
+    """Says what to type instead of a word that cannot be read (`program.read`)."""
     shown: program.Help = program.ALL_FLAGS
     """Flags that the help shows."""
 
@@ -78,7 +79,7 @@ def run(
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        kind, words, prog = program.subcommand(options, arguments, f"hpc {name}")
+        kind, words, prog = _subcommand(options, arguments, f"hpc {name}")
         program.print_help(kind, words, prog, reading.shown)
         values = program.read((kind, *reading.refused), words, prog, reading.explain)
         if issubclass(kind, RunsOptions):
@@ -88,6 +89,21 @@ def run(
         return verb(made)
 
     return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=program.json_report(arguments))
+
+
+def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any], Sequence[str], str]:
+    """Return the class that the first word names, of a union of subcommands, the other words, and the program's name.
+
+    Raises:
+        UserError: the first word names none.
+    """
+    kinds = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(options)}
+    word = next(iter(argv), "")
+    if not kinds or word in {"-h", "--help"}:
+        return options, argv, prog
+    if word not in kinds:
+        raise UserError(f"{f'there is no command {word!r}' if word else 'no command'}: use one of {', '.join(kinds)}")
+    return kinds[word], argv[1:], f"{prog} {word}"
 
 
 def runs_dir(given: Mapping[str, Any]) -> Path:

@@ -49,14 +49,13 @@ from hpc.submit import checks
 from hpc.submit.code_copy import copy_code, find_code, own_environment
 from hpc.submit.new_run import preemption_grace
 from hpc.submit.sbatch_flags import explain
-from hpc.submit.settings import adaptable_settings_of
+from hpc.submit.settings import adaptable_settings_of, plain, settings_of
 from training.checkpoint.storage import list_checkpoints
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
 from training.config.train_config import Adjustable, TrainConfig, check_world
 
 # Longer than most jobs take to save and end after hpc cancel.
 _ENDING_SECONDS = 60.0
-_GROUPS = ("resources", "recovery", "network", "notification", "train")
 _OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}
 
 
@@ -249,15 +248,9 @@ def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notificat
 
 
 def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
-    """The flags that differ between two specs, with their new values. Pure."""
-    found = dict[str, Any]()
-    for group in _GROUPS:
-        old, new = getattr(before, group), getattr(after, group)
-        for each in dataclasses.fields(new) if new else ():
-            value = getattr(new, each.name)
-            if value != getattr(old, each.name):
-                found[f"--{each.name.replace('_', '-')}"] = list(value) if isinstance(value, tuple) else value
-    return found
+    """Return the flags that differ between two specs, with their new values. Pure."""
+    old, new = plain(settings_of(before)), plain(settings_of(after))
+    return {f"--{name}": value for name, value in new.items() if value != old[name]}
 
 
 # --- what is done ---

@@ -21,10 +21,10 @@ import shutil
 import sys
 import textwrap
 import traceback
-import types
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tyro
@@ -40,7 +40,7 @@ SCHEMA = 1
 Options = TypeVar("Options")
 Explanation = Callable[[Sequence[str], int], str | None]
 """What to type instead of the word at a place of a command line; None: nothing special is known of it."""
-_TYRO = (
+TYRO = (
     tyro.conf.FlagCreatePairsOff,
     tyro.conf.DisallowNone,  # help with STR instead of {None}|STR
     tyro.conf.PositionalMetavarFromFieldName,
@@ -61,12 +61,12 @@ ALL_FLAGS = Help()
 
 
 def called(module: str) -> str:
-    """What the user typed for this program: `hpc NAME`, or `python -m MODULE`."""
+    """Return what the user typed for this program: `hpc NAME`, or `python -m MODULE`."""
     return os.environ.get(CALLED, f"python -m {module}")
 
 
 def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
-    """The fields that are flags, those of groups of flags included."""
+    """Yield the fields that are flags, those of groups of flags included."""
     for field in dataclasses.fields(options):
         group = _group(field)
         yield from flags(group) if group else [field]
@@ -119,11 +119,8 @@ def read(
         name = letters.get(typed, typed[2:].replace("_", "-"))
         field = known.get(name) or known.get(name.removeprefix("no-"))
         if field is None or (name not in known and field.type is not bool):
-            raise UserError(
-                explain(argv, at)
-                or _no_such_flag(typed, known, prog)
-                or f"unexpected argument: {word} (see {prog} --help)"
-            )
+            ours = _no_such_flag(typed, known, prog) or f"unexpected argument: {word} (see {prog} --help)"
+            raise UserError(explain(argv, at) or ours)
         if field.type is bool:
             values[flag_name(field)] = name in known if given is None else given
         elif _is_tuple(field) and tyro.conf.UseAppendAction not in _marks(field):
@@ -187,7 +184,7 @@ def taken(label: str, kind: Any, value: Any) -> Any:
     """
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
-    if types.NoneType in get_args(kind):
+    if NoneType in get_args(kind):
         if value is None:
             return None
         kind = get_args(kind)[0]
@@ -205,7 +202,7 @@ def taken(label: str, kind: Any, value: Any) -> Any:
     raise UserError(f"{label} is {str(value)!r}: expected {expected}")
 
 
-# How a value of each type is made; from what; and what a user calls it.
+# For each type: how a value is made, from which types, and what an error calls it.
 _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
     bool: (lambda value: {"true": True, "false": False}[str(value).lower()], (bool, str), "true or false"),
     int: (int, (int, str), "a whole number"),
@@ -254,7 +251,7 @@ def _is_tuple(field: dataclasses.Field[Any]) -> bool:
 
 
 def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
-    """The dataclass of a field that is a group of flags."""
+    """Return the dataclass of a field that is a group of flags."""
     kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
     return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
 
@@ -268,33 +265,18 @@ def print_help(
     """Print the help, and exit, if the command line asks for it; `options` may be a union of subcommands."""
     if {"-h", "--help"}.isdisjoint(argv):
         return
-    views = (_for_help(each, shown) for each in get_args(options) or (options,))
-    text = _HelpText()
+    views, text = (_for_help(each, shown) for each in get_args(options) or (options,)), _HelpText()
     try:
         with contextlib.redirect_stdout(text):
-            union = functools.reduce(operator.or_, views)
-            tyro.cli(union, args=["--help"], prog=prog, config=_TYRO, console_outputs=prints)
+            view = functools.reduce(operator.or_, views)
+            tyro.cli(view, args=["--help"], prog=prog, config=TYRO, console_outputs=prints)
     finally:
-        print(_wrapped(text.read_all()), end="")
-
-
-def subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any], Sequence[str], str]:
-    """Return the class that the first word names, of a union of subcommands, the other words, and the program's name.
-
-    Raises:
-        UserError: the first word names none.
-    """
-    kinds = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(options)}
-    word = next(iter(argv), "")
-    if not kinds or word in {"-h", "--help"}:
-        return options, argv, prog
-    if word not in kinds:
-        raise UserError(f"{f'there is no command {word!r}' if word else 'no command'}: use one of {', '.join(kinds)}")
-    return kinds[word], argv[1:], f"{prog} {word}"
+        text.seek(0)
+        print(_wrapped(text.read()), end="")
 
 
 class _HelpText(io.TextIOWrapper):
-    """What tyro prints for stdout: with its colors if that is a terminal, and with the characters that it has."""
+    """Collects what tyro prints, with the colors and the characters that stdout can show."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding=sys.stdout.encoding, errors=sys.stdout.errors, newline="\n")
@@ -303,14 +285,9 @@ class _HelpText(io.TextIOWrapper):
     def isatty(self) -> bool:
         return self._is_terminal
 
-    def read_all(self) -> str:
-        """All that was printed."""
-        self.seek(0)
-        return self.read()
-
 
 def _wrapped(text: str) -> str:
-    """A help with its description, above the first box, as wide as the boxes at most: tyro does not wrap it."""
+    """Wrap the description above the first box of a help, which tyro leaves as it is, to the width of the boxes."""
     description, box, flags_of_command = text.partition("╭")
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     usage, *lines = description.split("\n")
@@ -321,7 +298,7 @@ def _wrapped(text: str) -> str:
 
 
 def _for_help(options: type[Any], shown: Help) -> type[Any]:
-    """The dataclass without hidden fields, and without the defaults that tell nothing: None, False and ''."""
+    """Hide fields, and the defaults that tell nothing: None, False and ''."""
     texts = flag_texts(options) if shown.inherited else {}
 
     def mark(name: str) -> Any:
@@ -332,11 +309,11 @@ def _for_help(options: type[Any], shown: Help) -> type[Any]:
             return tyro.conf.arg(help=text, help_behavior_hint="")
         return tyro.conf.arg(help_behavior_hint=_default_hint)
 
-    return _annotated(options, mark)
+    return annotated(options, mark)
 
 
 def flag_texts(options: type[Any]) -> dict[str, str]:
-    """The docstrings of the fields of a dataclass, by name, those of groups included."""
+    """Return the docstrings of the fields of a dataclass, by name, those of groups included."""
     found = dict[str, str]()
     for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -350,13 +327,13 @@ def flag_texts(options: type[Any]) -> dict[str, str]:
     return found
 
 
-def _annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
-    """The dataclass with what tyro should know of each flag, by its name, those of groups included."""
+def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
+    """Return a dataclass that tells tyro what `mark` says of each flag, by its name, those of groups included."""
     types, values = dict[str, Any](), dict[str, Any]()
     for field in dataclasses.fields(options):
         kind: Any = field.type
         if group := _group(field):
-            view = _annotated(group, mark)
+            view = annotated(group, mark)
             types[field.name] = Annotated[(view, *kind.__metadata__)]
             if field.default_factory is not dataclasses.MISSING:
                 values[field.name] = dataclasses.field(default_factory=view)
@@ -370,35 +347,20 @@ def _default_hint(default: str) -> str:
     return "" if default in {"None", "False", "", "''", "()"} else f"(default: {default})"
 
 
-def without_texts(options: type[Any]) -> type[Any]:
-    """The dataclass without the help of its flags: tyro's scripts would offer the second line of a text as a word.
-
-    Without defaults too: fish passes all flags of all verbs to Python in one argument, which Linux limits to 128 KiB.
-    """
-    nothing = tyro.conf.arg(help="", help_behavior_hint="")
-    return _annotated(options, lambda _: nothing) if dataclasses.is_dataclass(options) else options
-
-
-def print_completion(options: Any, prog: str, shell: str) -> None:
-    """Print a script with which bash, zsh or fish completes the flags of a dataclass, or of a union of subcommands."""
-    with contextlib.suppress(SystemExit):  # with 0
-        tyro.cli(options, args=["--tyro-write-completion", shell, "-"], prog=prog, config=_TYRO)
-
-
 def print_json(document: Any) -> None:
     """Print one JSON document, as docs/json.schema.json describes that of each verb."""
     print(json.dumps(versioned(document), indent=2))
 
 
 def versioned(document: Any) -> Any:
-    """A document, or each one of a list, with the version of the schema."""
+    """Add the version of the schema to a document, or to each one of a list."""
     if isinstance(document, list):
         return [versioned(one) for one in document]
     return {"schema": SCHEMA, **document}
 
 
 def json_report(arguments: Sequence[str]) -> Callable[[str, int], None]:
-    """What prints an error with its exit code as a JSON document, if the arguments ask for one: for `run`."""
+    """Return a function for `run` that prints an error as a JSON document, if the arguments ask for one."""
 
     def report(message: str, exit_code: int) -> None:
         if "--json" in arguments:

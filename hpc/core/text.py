@@ -35,7 +35,7 @@ def csv_text(cell: str) -> str:
 def similar(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return the known words that are most like a word that somebody has typed, the most similar one first."""
     # A single suggestion must be right; of several, one may be.
-    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.7 if count == 1 else 0.6)
+    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.7 if count == 1 else 0.5)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, count: int = 3) -> str:

@@ -179,7 +179,7 @@ def is_everyday(flag: str) -> bool:
 def reading_of(
     options: type[SubmitOptions], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
 ) -> cli.Reading:
-    """How the flags of a submission are read: after the defaults and files of the user.
+    """Have the flags of a submission read after the defaults and files of the user.
 
     The help shows the flags of every day, or `all_flags`, but never those of `hidden` fields.
     """

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from hpc.spec import MANAGED_SBATCH
 
-# sbatch has a letter for them, and we have none.
+# Options for which sbatch has a letter, and we have none.
 _LETTERS = {
     "-a": "array", "-C": "constraint", "-c": "cpus-per-task", "-D": "chdir", "-d": "dependency", "-e": "error",
     "-G": "gpus", "-n": "ntasks", "-o": "output", "-q": "qos", "-w": "nodelist", "-x": "exclude",
 }  # fmt: skip
-# Of sbatch's other options, those that take a value: our own list, for `sbatch --help` fails without a configuration.
+# Other options of sbatch with a value, and without one. The lists are ours: `sbatch --help` needs a configuration.
 _WITH_VALUE = {
     "acctg-freq", "batch", "begin", "bb", "bbf", "clusters", "cluster-constraint", "comment", "core-spec",
     "cores-per-socket", "cpu-freq", "deadline", "delay-boot", "dependency", "distribution", "extra-node-info",
@@ -22,16 +22,8 @@ _WITH_VALUE = {
     "wait-all-nodes", "wckey",
 }  # fmt: skip
 _ALONE = {
-    "contiguous",
-    "exclusive",
-    "hold",
-    "overcommit",
-    "oversubscribe",
-    "reboot",
-    "spread-job",
-    "use-min-nodes",
-    "x11",
-}
+    "contiguous", "exclusive", "hold", "overcommit", "oversubscribe", "reboot", "spread-job", "use-min-nodes", "x11",
+}  # fmt: skip
 
 
 def explain(arguments: Sequence[str], at: int) -> str | None:

@@ -31,14 +31,18 @@ def adaptable_settings_of(spec: RunSpec) -> dict[str, Any]:
     return settings_of(spec) | ({"time": None} if spec.has_default_time else {})
 
 
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as JSON and YAML hold them."""
+    return {
+        name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+        for name, value in settings.items()
+    }
+
+
 def changed(settings: Mapping[str, Any], options: type[SubmitOptions] = SubmitTraining) -> dict[str, Any]:
     """Return the settings that are not the defaults of `options`, as JSON and YAML hold them."""
-    defaults = {name: _plain(value) for name, value in program.default_values(options).items()}
-    return {name: _plain(value) for name, value in settings.items() if _plain(value) != defaults[name]}
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    defaults = plain(program.default_values(options))
+    return {name: value for name, value in plain(settings).items() if value != defaults[name]}
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:

@@ -30,12 +30,12 @@ _RECIPES = Path(__file__).with_name("recipes")
 
 @cache
 def recipes() -> tuple[str, ...]:
-    """Their names."""
+    """Return the names of all recipes."""
     return tuple(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe.
+    """Return the file of a recipe.
 
     Raises:
         UserError: no recipe has this name.
@@ -83,7 +83,7 @@ def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, 
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of both: those of `over` win, and repeatable flags have those of both."""
+    """Merge settings: those of `over` win, and a list follows the values that `base` has for its flag."""
     both = base.keys() & {name for name, value in over.items() if isinstance(value, list)}
     return {**base, **over, **{name: [*_listed(base[name]), *over[name]] for name in both}}
 
@@ -93,14 +93,14 @@ def _listed(value: Any) -> list[Any]:
 
 
 def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> dict[str, Any]:
-    """The settings of a file, by the names of flags: `batch_size: 256` is that of `--batch-size`.
+    """Read the settings of a file, by the names of flags: `batch_size: 256` sets `--batch-size`.
 
     Raises:
         UserError: the file cannot be read, or has a flag that is not `known`, if that is given.
     """
     where = f"{flag} {path}"
     try:
-        # As text, which tyro parses as it does a command line's: YAML itself would make 43200 of a time of 12:00:00.
+        # As text, which is read as a command line's is: YAML itself would make 43200 of a time of 12:00:00.
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506 - text alone
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where} cannot be read: {error}") from error
