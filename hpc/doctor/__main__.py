@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import tyro
 from rich.console import Console
@@ -16,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpc import cli
-from hpc.core import ledger, node_info, program
+from hpc.core import ledger, node_info
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.kernel import automounted_at, file_system_type
 from hpc.core.node_info import NodeInfo
@@ -43,10 +42,8 @@ from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
 from hpc.spec import Network, Resources, RunSpec
 from hpc.status.warnings import save_seconds
-from hpc.submit import sbatch_variables
-from hpc.submit.options import SubmitTraining, flag_names
+from hpc.submit.options import reading_of
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
-from training.config import command_line
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
@@ -192,15 +189,7 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
     print(f"{passed} of {len(found)} checks passed{rest}")
 
 
-def _with_defaults(typed: dict[str, Any]) -> DoctorOptions:
-    given, known = (
-        sbatch_variables.merged(flag_names(SubmitTraining), os.environ),
-        command_line.flag_names(DoctorOptions),
-    )
-    return program.build(DoctorOptions, command_line.with_files(typed, known, given))
-
-
-main = partial(cli.run, doctor, DoctorOptions, "doctor", reading=cli.Reading(complete=_with_defaults))
+main = partial(cli.run, doctor, DoctorOptions, "doctor", reading=reading_of(DoctorOptions, all_flags=True))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import tyro
 from rich.console import Console
 
 from hpc import cli
-from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import write_atomic
 from hpc.core.node_info import node_speed
@@ -23,10 +21,8 @@ from hpc.smoke.judgement import Change, Slowness, changes, judge
 from hpc.smoke.measurements import SmokeResult, document_of, keep, newest, result_of
 from hpc.smoke.tables import show
 from hpc.spec import Network, Resources
-from hpc.submit import sbatch_variables
 from hpc.submit.checks import check_runs_dir
-from hpc.submit.options import SubmitTraining, flag_names
-from training.config import command_line
+from hpc.submit.options import reading_of
 
 _WIDTH = 140
 # What every node stages: files of a megabyte, as many as nodes have memory for.
@@ -114,15 +110,7 @@ def _print(
     print("kept:", *files, sep="\n  ")
 
 
-def _with_defaults(typed: dict[str, Any]) -> SmokeOptions:
-    given, known = (
-        sbatch_variables.merged(flag_names(SubmitTraining), os.environ),
-        command_line.flag_names(SmokeOptions),
-    )
-    return program.build(SmokeOptions, command_line.with_files(typed, known, given))
-
-
-main = partial(cli.run, smoke, SmokeOptions, "smoke", reading=cli.Reading(complete=_with_defaults))
+main = partial(cli.run, smoke, SmokeOptions, "smoke", reading=reading_of(SmokeOptions, all_flags=True))
 
 if __name__ == "__main__":
     sys.exit(main())

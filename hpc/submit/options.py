@@ -165,7 +165,7 @@ def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[Subm
     return _SubmitHelp if asked and not script else options_for(script)
 
 
-def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
+def flag_names(options: type[Any]) -> dict[str, bool]:
     """The flags that a --config file may set; True for switches."""
     not_in_files = {"config", "recipe", "help-all"}
     return {name: switch for name, switch in command_line.flag_names(options).items() if name not in not_in_files}
@@ -177,16 +177,17 @@ def is_everyday(flag: str) -> bool:
 
 
 def reading_of(
-    options: type[SubmitOptions], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
+    options: type[Any], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
 ) -> cli.Reading:
-    """Have the flags of a submission read after the defaults and files of the user.
+    """Have the flags of a submission, or of another verb that submits, read after the defaults and files of the user.
 
     The help shows the flags of every day, or `all_flags`, but never those of `hidden` fields.
     """
     rare = {field.name for field in program.flags(options) if not is_everyday(field.name)}
+    of_script = (SubmitScript,) if issubclass(options, SubmitTraining) else ()
     return cli.Reading(
         complete=lambda typed: program.build(options, with_defaults(typed, options)),
-        refused=(SubmitTraining,) if script else (SubmitScript,),
+        refused=(SubmitTraining,) if script else of_script,
         explain=sbatch_flags.explain,
         shown=program.Help(hidden={*hidden, *(() if all_flags else rare)}),
     )
@@ -206,7 +207,7 @@ def run_verb(
     return cli.run(work, options, name, ["--help"] if all_flags else arguments, reading)
 
 
-def with_defaults(given: Mapping[str, Any], options: type[SubmitOptions]) -> dict[str, Any]:
+def with_defaults(given: Mapping[str, Any], options: type[Any]) -> dict[str, Any]:
     """Complete flags with the defaults and files of the user, and with a training's data.
 
     Raises:
