@@ -1,11 +1,13 @@
 """A program from its command line to its exit code: read flags, call, print errors in one line. Runs everywhere.
 
 Words become texts by the names of flags (`read`), and texts become the values of a dataclass (`build`), whoever gives
-them: a person, a file, or a program that has values already. tyro makes the help and the completion of the shells.
+them: a person, a file, or a program that has values already. argparse reads the words; tyro makes the help and the
+completion of the shells.
 
 Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
 """
 
+import argparse
 import ast
 import contextlib
 import dataclasses
@@ -21,7 +23,6 @@ import shutil
 import sys
 import textwrap
 import traceback
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -99,40 +100,40 @@ def read(
     with a reason. `explain` may say what to type instead of the word at a place of `argv` that cannot be read.
 
     Raises:
-        UserError: a flag does not exist or has no value, or a word belongs to no flag.
+        UserError: a flag does not exist or has no value, a switch has one, or a word belongs to no flag.
     """
-    known = {
-        flag_name(field): field for kind in reversed(options) for field in flags(kind) if not _is_positional(field)
-    }
-    letters = {letter: name for name, field in known.items() for letter in _letters(field)}
-    places = [field for field in flags(options[0]) if _is_positional(field)]
-    values: dict[str, Any] = {flag_name(place): [] for place in places if _is_tuple(place)}
-    rest = deque(argv)
-    while rest:
-        at = len(argv) - len(rest)
-        word = rest.popleft()
-        typed, given = _split(word)
-        if not typed and places:
-            place = places[0] if _is_tuple(places[0]) else places.pop(0)
-            values[flag_name(place)] = [*values.get(flag_name(place), []), word] if _is_tuple(place) else word
-            continue
-        name = letters.get(typed, typed[2:].replace("_", "-"))
-        field = known.get(name) or known.get(name.removeprefix("no-"))
-        if field is None or (name not in known and field.type is not bool):
-            ours = _no_such_flag(typed, known, prog) or f"unexpected argument: {word} (see {prog} --help)"
-            raise UserError(explain(argv, at) or ours)
-        if field.type is bool:
-            values[flag_name(field)] = name in known if given is None else given
-        elif _is_tuple(field) and tyro.conf.UseAppendAction not in _marks(field):
-            following = itertools.takewhile(lambda one: not _begins_flag(one, letters), list(rest))
-            values[name] = [given] if given is not None else [rest.popleft() for _ in following]
+    known = {flag_name(field): field for kind in reversed(options) for field in flags(kind)}
+    try:
+        typed, others = _parser(known).parse_known_intermixed_args(argv)
+    except argparse.ArgumentError as error:  # Only a switch can be wrong to a parser that takes a missing value.
+        switch, _, _ = str(error.argument_name).partition("/")
+        raise UserError(f"{switch} takes no value (see {prog} --help)") from error
+    for word in others:
+        raise UserError(explain(argv, argv.index(word)) or _not_known(word, known, prog))
+    for name, value in vars(typed).items():
+        if None in (value if isinstance(value, list) else [value]):
+            raise UserError(f"--{name} has no value (see {prog} --help)")
+    return vars(typed)
+
+
+def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentParser:
+    """Return a parser that collects the texts of these flags and positional arguments, if they are typed."""
+    parser = argparse.ArgumentParser(
+        usage="", add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    for name, field in known.items():
+        marks = _marks(field)
+        letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
+        words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
+        # A missing value is None: argparse would complain of it, but an unknown word in front of it says more.
+        nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
+        if _is_positional(field):
+            parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
+        elif field.type is bool:
+            parser.add_argument(*words, dest=name, action=argparse.BooleanOptionalAction)
         else:
-            if given is None:
-                if not rest or _begins_flag(rest[0], letters):
-                    raise UserError(f"--{name} has no value (see {prog} --help)")
-                given = rest.popleft()
-            values[name] = [*values.get(name, []), given] if _is_tuple(field) else given
-    return values
+            parser.add_argument(*words, dest=name, nargs=nargs, action="append" if is_repeatable else "store")
+    return parser
 
 
 def build(options: type[Options], values: Mapping[str, Any]) -> Options:
@@ -143,7 +144,7 @@ def build(options: type[Options], values: Mapping[str, Any]) -> Options:
     """
     fields = {flag_name(field): field for field in flags(options)}
     for name in values.keys() - fields.keys():
-        raise UserError(_no_such_flag(f"--{name}", fields, "hpc submit"))
+        raise UserError(_not_known(f"--{name}", fields, "hpc submit"))
     for name, field in fields.items():
         is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if is_required and name not in values:
@@ -212,33 +213,18 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
 }
 
 
-def _split(word: str) -> tuple[str, str | None]:
-    """Return the flag that a word begins with, and the value that follows it in the same word."""
-    if match := re.fullmatch(r"(--[A-Za-z][\w-]*)(?:=(.*))?", word, re.DOTALL):
-        return match[1], match[2]
-    if match := re.fullmatch(r"(-[A-Za-z])=?(.*)", word, re.DOTALL):
-        return match[1], match[2] or None
-    return "", None
-
-
-def _begins_flag(word: str, letters: Collection[str]) -> bool:
-    typed, _ = _split(word)
-    return typed.startswith("--") or typed in letters
-
-
-def _no_such_flag(typed: str, known: Iterable[str], prog: str) -> str:
-    """Say that there is no such flag, and name the one that is most like it; empty if nothing was typed."""
-    hint = did_you_mean(typed.replace("_", "-"), [f"--{name}" for name in known], f"{prog} --help lists the flags", 1)
-    return typed and f"there is no flag {typed}: {hint}"
+def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str) -> str:
+    """Say that a word is no flag, and name the flag that is most like it, or that it belongs to none."""
+    flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
+    if not flag.startswith("-"):
+        return f"unexpected argument: {word} (see {prog} --help)"
+    names = [f"--{name}" for name, field in known.items() if not _is_positional(field)]
+    return f"there is no flag {flag}: {did_you_mean(flag.replace('_', '-'), names, otherwise, 1)}"
 
 
 def _marks(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
     """Return what a field tells tyro."""
     return getattr(field.type, "__metadata__", ())
-
-
-def _letters(field: dataclasses.Field[Any]) -> Iterator[str]:
-    return itertools.chain.from_iterable(getattr(mark, "aliases", None) or () for mark in _marks(field))
 
 
 def _is_positional(field: dataclasses.Field[Any]) -> bool:
