@@ -1,6 +1,5 @@
 """`hpc VERB ...`, the same as `python -m hpc.VERB ...`. Runs on the login node."""
 
-import difflib
 import importlib
 import os
 import sys
@@ -8,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
+from hpc.core.text import did_you_mean
 from hpc.environment import CALLED
 
 # Only the verb's own module is imported: `hpc cancel` must not wait for what `hpc submit` needs.
@@ -82,8 +82,7 @@ def main() -> int:
     if verb in PROGRAMS:
         _run_program(verb, arguments[1:])
     if verb not in VERBS:
-        close = difflib.get_close_matches(verb, ["help", *VERBS, *PROGRAMS], n=1)
-        hint = f"did you mean {close[0]}?" if close else "hpc help lists the commands"
+        hint = did_you_mean(verb, ["help", *VERBS, *PROGRAMS], "hpc help lists the commands", 1)
         print(f"hpc: there is no command {verb!r}: {hint}", file=sys.stderr)
         return 2
     module = importlib.import_module(f"hpc.{verb}" if verb in _FILES else f"hpc.{verb}.__main__")

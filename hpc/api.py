@@ -7,12 +7,12 @@
 Each call does what the verb of its name does, with the same flags, defaults and errors: `lr=0.1` is `--lr 0.1`.
 """
 
+import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Any, Self
 import hpc.submit
 from hpc import cli, fork, resume
 from hpc.cancel import cancel_run
+from hpc.core import program
 from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.rundir import RunDir
 from hpc.logs.reader import LogReader
+from hpc.slurm import client as slurm
 from hpc.spec import Network, Notification, Recovery, Resources
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL
@@ -31,7 +33,6 @@ from hpc.submit.options import (
     RunFlags,
     ScriptFlags,
     TrainingFlags,
-    flag_names,
     options_for,
     with_defaults,
 )
@@ -143,8 +144,8 @@ class Run:
         Raises:
             UserError: the run has not ended, or a flag cannot change (use `fork`).
         """
-        arguments = [*as_arguments(flags), str(self.directory)]
-        options = cli.parse(resume.ResumeOptions, "resume", arguments, resume.with_flags_of_the_run)
+        options = resume.options_of(self._with(flags))
+        slurm.adopt_environment(os.environ)
         resume.resume_run(options)
 
     def fork(self, name: str, **flags: Any) -> "Run":
@@ -153,8 +154,12 @@ class Run:
         Raises:
             UserError, TorchrelayError: as `submit`.
         """
-        arguments = [*as_arguments({"name": name, **flags}), str(self.directory)]
-        return Run(fork.fork(cli.parse(fork.ForkOptions, "fork", arguments, fork.with_flags_of_the_run)).run.path)
+        options = fork.options_of(self._with({"name": name, **flags}))
+        slurm.adopt_environment(os.environ)
+        return Run(fork.fork(options).run.path)
+
+    def _with(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        return {"run": str(self.directory), **_given(flags)}
 
     def report(self) -> Path:
         """Write the HTML page and the CSV tables of the run; returns the path of the page."""
@@ -189,9 +194,10 @@ def submit(request: TrainingRun | ScriptRun) -> Run:
     if isinstance(request, ScriptRun):
         command = flags.pop("command")
         script = tuple(shlex.split(command) if isinstance(command, str) else map(str, command))
-    options = options_for(script)
-    expand = partial(with_defaults, known=flag_names(options))
-    return Run(start_run(cli.parse(options, "submit", as_arguments(flags), expand), script).run.path)
+    kind = options_for(script)
+    options = program.build(kind, with_defaults(_given(flags), kind))
+    slurm.adopt_environment(os.environ)
+    return Run(start_run(options, script).run.path)
 
 
 def runs(runs_dir: str | Path | None = None) -> Runs:
@@ -205,20 +211,13 @@ def find_run(name: str, runs_dir: str | Path | None = None) -> Run:
 
 
 def _runs_dir(given: str | Path | None) -> Path:
-    return cli.runs_dir([]) if given is None else Path(given)
+    return cli.runs_dir({}) if given is None else Path(given)
 
 
-def as_arguments(flags: Mapping[str, Any]) -> list[str]:
-    """Flags with their values, as they are typed; None is the default."""
-    words = list[str]()
-    for name, value in flags.items():
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        elif value is not None:
-            several = isinstance(value, Iterable) and not isinstance(value, str)
-            words += [f"--{flag}={item}" for item in (value if several else (value,))]
-    return words
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that have a value, by the names that are typed; several values are a list."""
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
+    return {name.replace("_", "-"): value for name, value in listed.items() if value is not None}
 
 
 def _html(shown: Sequence[Run]) -> str:

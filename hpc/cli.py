@@ -1,14 +1,14 @@
 """What all verbs share: common flags, exit codes, JSON output, finding runs. Runs on the login node."""
 
-import difflib
 import os
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, get_args
 
 import tyro
 
@@ -16,13 +16,30 @@ from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.ownership import check_is_own
 from hpc.core.rundir import RunDir
+from hpc.core.text import similar
 from hpc.slurm import client as slurm
-from training.config import command_line, defaults
+from training.config import defaults
 
-Options = TypeVar("Options")
 GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
 """Directories of runs that belong together (hpc.group) have a file KIND.json; `hpc cancel` puts the other there."""
 print_json, versioned = program.print_json, program.versioned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the command line of a verb is read, where that is more than its own flags."""
+
+    complete: Callable[[dict[str, Any]], Any] | None = None
+    """Makes the options of what was typed (`program.read`), with the defaults that depend on it."""
+    refused: tuple[type[Any], ...] = ()
+    """Dataclasses of flags that the verb does not have, and for which `complete` gives a reason."""
+    explain: program.Explanation = lambda _argv, _at: None
+    """Says what to type instead of a word that cannot be read (`program.read`)."""
+    shown: program.Help = program.ALL_FLAGS
+    """Flags that the help shows."""
+
+
+PLAIN = Reading()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,41 +73,42 @@ def run(
     options: type[Any],
     name: str,
     argv: Sequence[str] | None = None,
-    expand: Callable[[list[str]], list[str]] | None = None,
-    shown: program.Help = program.ALL_FLAGS,
+    reading: Reading = PLAIN,
 ) -> int:
-    """Run a verb from its command line to its exit code.
-
-    `expand` adds defaults before the arguments are parsed. `shown` is what the help shows.
-    """
+    """Run a verb from its command line to its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
-        return verb(parse(options, name, arguments, expand, shown))
+        kind, words, prog = _subcommand(options, arguments, f"hpc {name}")
+        program.print_help(kind, words, prog, reading.shown)
+        values = program.read((kind, *reading.refused), words, prog, reading.explain)
+        if issubclass(kind, RunsOptions):
+            values["runs-dir"] = runs_dir(values)
+        made = reading.complete(values) if reading.complete else program.build(kind, values)
+        slurm.adopt_environment(os.environ)  # only now: the defaults of flags may be variables of sbatch
+        return verb(made)
 
     return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=program.json_report(arguments))
 
 
-def parse(
-    options: type[Options],
-    name: str,
-    arguments: list[str],
-    expand: Callable[[list[str]], list[str]] | None = None,
-    shown: program.Help = program.ALL_FLAGS,
-) -> Options:
-    """The flags of a verb, with defaults as in `run`. Raises UserError if one is wrong."""
-    given = arguments
-    if isinstance(options, type) and issubclass(options, RunsOptions):
-        given = [f"--runs-dir={runs_dir(arguments)}", *arguments]
-    given = expand(given) if expand else given  # it may read variables of sbatch
-    slurm.adopt_environment(os.environ)
-    return program.parse(options, given, f"hpc {name}", shown=shown)
+def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any], Sequence[str], str]:
+    """Return the class that the first word names, of a union of subcommands, the other words, and the program's name.
+
+    Raises:
+        UserError: the first word names none.
+    """
+    kinds = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(options)}
+    word = next(iter(argv), "")
+    if not kinds or word in {"-h", "--help"}:
+        return options, argv, prog
+    if word not in kinds:
+        raise UserError(f"{f'there is no command {word!r}' if word else 'no command'}: use one of {', '.join(kinds)}")
+    return kinds[word], argv[1:], f"{prog} {word}"
 
 
-def runs_dir(arguments: list[str]) -> Path:
-    """The directory of the runs, before the arguments are parsed: of the last --runs-dir, or the user's default."""
-    typed = command_line.last_value(arguments, "--runs-dir")
-    return Path(typed or defaults.merge(defaults.read()).get("runs-dir", "runs"))
+def runs_dir(given: Mapping[str, Any]) -> Path:
+    """Return the directory of the runs that is given, or the user's default."""
+    return Path(given.get("runs-dir") or defaults.merge(defaults.read()).get("runs-dir", "runs"))
 
 
 def own_command() -> str:
@@ -117,7 +135,7 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
     if run in known:
         return known[run]
     names = list(known)
-    close = difflib.get_close_matches(run, names, n=3, cutoff=0.5) or sorted(names)[-3:]
+    close = similar(run, names) or sorted(names)[-3:]
     hint = f"existing runs: {', '.join(close)}" if close else f"{runs_dir} contains no runs (see --runs-dir)"
     raise UserError(f"there is no run {run!r}: {hint}")
 

@@ -2,9 +2,10 @@
 
 import importlib
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, get_args
 
 import tyro
 
@@ -47,12 +48,23 @@ class CompletionOptions(cli.Common):
 
 def completion(options: CompletionOptions) -> int:
     """Print the script of tyro's generator."""
-    verbs = tuple(
-        Annotated[program.without_texts(options_of(verb)), tyro.conf.subcommand(name=verb, prefix_name=False)]
+    verbs: Any = tuple(
+        Annotated[_without_texts(options_of(verb)), tyro.conf.subcommand(name=verb, prefix_name=False)]
         for verb in OPTIONS
     )
-    program.print_completion(Union[verbs], "hpc", options.shell)  # noqa: UP007 - of a tuple
+    union: Any = Union[verbs]  # noqa: UP007 - of a tuple
+    with suppress(SystemExit):  # with 0
+        tyro.cli(union, args=["--tyro-write-completion", options.shell, "-"], prog="hpc", config=program.TYRO)
     return 0
+
+
+def _without_texts(options: Any) -> Any:
+    """Leave out the help of flags: tyro's scripts would offer the second line of a text as a word.
+
+    Leave out defaults too: fish passes all flags of all verbs to Python in one argument, which Linux limits to 128 KiB.
+    """
+    nothing = tyro.conf.arg(help="", help_behavior_hint="")
+    return options if get_args(options) else program.annotated(options, lambda _: nothing)
 
 
 def options_of(command: str) -> Any:

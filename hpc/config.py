@@ -56,12 +56,11 @@ def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
 
 
 def _built_in() -> dict[str, Any]:
-    fields = {field.name.replace("_", "-"): field for field in program.flags(SubmitTraining)}
-    values = {name: fields[name].default for name in flag_names(SubmitTraining)}
+    known = flag_names(SubmitTraining)
     return {
         name: list(value) if isinstance(value, tuple) else str(value)
-        for name, value in values.items()
-        if value is not None
+        for name, value in program.default_values(SubmitTraining).items()
+        if name in known and value is not None
     }
 
 

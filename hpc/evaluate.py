@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -23,25 +23,25 @@ from hpc.core.errors import UserError
 from hpc.core.files import link_files
 from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, STATE_VALUES, RunDir
 from hpc.core.text import few
-from hpc.flags import changed_flags, named_run, with_own_flags
 from hpc.spec import RunSpec
 from hpc.staging.source import is_archive
 from hpc.submit.__main__ import show
 from hpc.submit.new_run import NewRun, start_run
-from hpc.submit.options import SubmitOptions, SubmitTraining, flag_names, with_defaults
-from hpc.submit.sbatch_flags import spelled_out
-from training.config.command_line import check_names, typed_names
+from hpc.submit.options import SubmitOptions, SubmitTraining, with_defaults
+from hpc.submit.sbatch_flags import explain
+from hpc.submit.settings import settings_of
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
 from training.config.train_config import TrainConfig
 from training.relay import checkpoint_path, find_damage, list_checkpoints, step_of
 
 _EXPORTED = (".pt2", ".onnx")
-# Of the flags of the other run, those that say how to get a node; the number of nodes and the time are an evaluation's.
-_SAME_RESOURCES = (
-    "gpus_per_node", "cpus_per_gpu", "mem", "partition", "account", "qos", "constraint", "exclude", "sbatch", "setup",
+# The flags of the other run that say how to get a node. The number of nodes and the time are an evaluation's.
+_SAME_SETTINGS = (
+    "cluster", "gpus-per-node", "cpus-per-gpu", "mem", "partition", "account", "qos", "constraint", "exclude", "sbatch",
+    "setup", "interface", "port-range", "stage-dir", "stage-keep", "device", "stage-env",
 )  # fmt: skip
-# Those of its trainer that concern an evaluation.
+# The flags of its trainer that concern an evaluation.
 _SAME_TRAINING = (
     "model",
     "seed",
@@ -103,39 +103,23 @@ class Subject:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    return cli.run(
-        lambda parsed: show(evaluate(parsed), parsed),
-        EvaluateOptions,
-        "evaluate",
-        argv,
-        expand=with_flags_of_the_run,
-        shown=program.Help(hidden=_NOT_FOR_EVALUATIONS),
-    )
+    reading = cli.Reading(complete=options_of, explain=explain, shown=program.Help(hidden=_NOT_FOR_EVALUATIONS))
+    return cli.run(lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, reading)
 
 
-def with_flags_of_the_run(arguments: list[str]) -> list[str]:
-    """Put the flags of the other run in front of those that the user types."""
-    if {"-h", "--help"}.intersection(arguments):
-        return arguments
-    known = flag_names(EvaluateOptions)
-    arguments = spelled_out(arguments, known)
-    check_names(arguments, known)
-    name = named_run(arguments, known)
+def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
+    """Complete the flags that are given with settings of the other run. Raises UserError if one is wrong."""
+    name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc evaluate NAME; hpc status lists the runs")
-    if "config" in typed_names(arguments):
+    if "config" in given:
         raise UserError("--config is only for new trainings: give the flags instead")
-    subject = find_subject(name, cli.runs_dir(arguments))
+    subject = find_subject(name, cli.runs_dir(given))
     if subject.spec is None:
-        return with_defaults(arguments, known)
-    own = [f"--runs-dir={subject.path.parent}", *_flags_of(subject.spec)]
-    return with_own_flags(own, arguments, known)
-
-
-def _flags_of(spec: RunSpec) -> list[str]:
-    flags = [f"--cluster={spec.cluster}", f"--stage-dir={spec.stage_dir}", f"--stage-keep={spec.stage_keep}"]
-    flags += [*changed_flags(spec.resources, _SAME_RESOURCES), *changed_flags(spec.network)]
-    return flags + (["--device=cpu"] if spec.device == "cpu" else []) + (["--stage-env"] if spec.stage_env else [])
+        return program.build(EvaluateOptions, with_defaults(given, EvaluateOptions))
+    settings = settings_of(subject.spec)
+    own = {name: settings[name] for name in _SAME_SETTINGS}
+    return program.build(EvaluateOptions, {"runs-dir": subject.path.parent, **own, **given})
 
 
 def find_subject(name: str, runs_dir: Path) -> Subject:

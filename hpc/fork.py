@@ -1,17 +1,17 @@
 """`hpc fork`: a new run that goes on from the newest checkpoint of another one, with other flags. Login node.
 
-The new run is submitted as by `hpc submit`, with the flags of the other one before those of the command line. It gets
-the checkpoint and the best model by hard links: neither is ever written to, and the other run may delete its own.
+The new run is submitted as by `hpc submit`, with the settings of the other one where the command line gives none. It
+gets the checkpoint and the best model by hard links: neither is ever written to, and the other run may delete its own.
 """
 
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -20,14 +20,13 @@ from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import json_line, link_files, read_json_lines, write_atomic
 from hpc.core.rundir import STATE_VALUES, RunDir
-from hpc.flags import flags_of, is_default_time, named_run, with_own_flags
 from hpc.spec import RunSpec, program_of
 from hpc.submit.__main__ import show
 from hpc.submit.new_run import NewRun, start_run
-from hpc.submit.options import SubmitTraining, flag_names
-from hpc.submit.sbatch_flags import spelled_out
+from hpc.submit.options import SubmitTraining
+from hpc.submit.sbatch_flags import explain
+from hpc.submit.settings import adaptable_settings_of
 from training.config.changes import refuse_on_fork
-from training.config.command_line import check_names, typed_names
 from training.config.train_config import TrainConfig
 from training.relay import find_damage, list_checkpoints, step_of
 
@@ -53,25 +52,25 @@ class ForkOptions(SubmitTraining):
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     inherited = {field.name for field in program.flags(ForkOptions)} - _OF_THE_FORK
-    shown = program.Help(hidden=(*_OF_NEW_TRAININGS, "help_all"), inherited=inherited)
-    return cli.run(lambda parsed: show(fork(parsed), parsed), ForkOptions, "fork", argv, with_flags_of_the_run, shown)
+    reading = cli.Reading(
+        complete=options_of,
+        explain=explain,
+        shown=program.Help(hidden=(*_OF_NEW_TRAININGS, "help_all"), inherited=inherited),
+    )
+    return cli.run(lambda options: show(fork(options), options), ForkOptions, "fork", argv, reading)
 
 
-def with_flags_of_the_run(arguments: list[str]) -> list[str]:
-    """Put the flags of the other run in front of those that the user types."""
-    if {"-h", "--help"}.intersection(arguments):
-        return arguments
-    known = flag_names(SubmitTraining)
-    arguments = spelled_out(arguments, known)
-    check_names(arguments, known)
-    name, typed = named_run(arguments, known), typed_names(arguments)
+def options_of(given: Mapping[str, Any]) -> ForkOptions:
+    """Complete the flags that are given with the settings of the other run. Raises UserError if one is wrong."""
+    name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc fork NAME --name NEW; hpc status lists the runs")
-    if "name" not in typed:
+    if "name" not in given:
         raise UserError(f"the new run has no name: type hpc fork {name} --name NEW")
-    for flag in typed.intersection(_OF_NEW_TRAININGS):
-        raise UserError(f"--{flag} is only for new trainings: give the flags that change instead")
-    source = cli.find_own_run(name, cli.runs_dir(arguments))
+    for flag in _OF_NEW_TRAININGS:
+        if flag in given:
+            raise UserError(f"--{flag} is only for new trainings: give the flags that change instead")
+    source = cli.find_own_run(name, cli.runs_dir(given))
     spec = RunSpec.load(source)
     if spec.evaluation is not None:
         raise UserError(f"run {name} is an evaluation: fork the run that it evaluated, {spec.evaluation.source}")
@@ -80,9 +79,8 @@ def with_flags_of_the_run(arguments: list[str]) -> list[str]:
             f"run {name} runs {program_of(spec.script)}, which keeps its own checkpoints: submit it under a new "
             "name, with its own argument for resuming from a checkpoint"
         )
-    refuse_on_fork([field.name for field in fields(TrainConfig) if field.name.replace("_", "-") in typed], source.best)
-    own = [word for word in flags_of(spec) if not is_default_time(spec, word)]
-    return [f"--runs-dir={source.path.parent}", *with_own_flags(own, arguments, known)]
+    refuse_on_fork([field.name for field in fields(TrainConfig) if program.flag_name(field) in given], source.best)
+    return program.build(ForkOptions, {"runs-dir": source.path.parent, **adaptable_settings_of(spec), **given})
 
 
 def fork(options: ForkOptions) -> NewRun:

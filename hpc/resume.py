@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,6 @@ from hpc.core.files import last_json_line, write_atomic
 from hpc.core.git import git_revision, repository
 from hpc.core.rundir import RunDir
 from hpc.core.text import visible
-from hpc.flags import changed_flags, is_default_time, named_run, with_own_flags
 from hpc.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
@@ -48,15 +47,15 @@ from hpc.status.alive import local_jobs, slurm_jobs
 from hpc.submit import checks
 from hpc.submit.code_copy import copy_code, find_code, own_environment
 from hpc.submit.new_run import preemption_grace
-from hpc.submit.sbatch_flags import spelled_out
+from hpc.submit.sbatch_flags import explain
+from hpc.submit.settings import adaptable_settings_of, plain, settings_of
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
-from training.config.command_line import flag_names, typed_names
 from training.config.train_config import Adjustable, TrainConfig, check_world
 from training.relay import list_checkpoints
 
 # Longer than most jobs take to save and end after hpc cancel.
 _ENDING_SECONDS = 60.0
-_GROUPS = ("resources", "recovery", "network", "notification", "train")
+_OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,37 +79,31 @@ class ResumeOptions(cli.RunOptions):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
-    of_the_run = {
-        each.name
-        for group in (Resources, Recovery, Network, Notification, Adjustable)
-        for each in dataclasses.fields(group)
-    }
-    shown = program.Help(inherited=of_the_run)
-    return cli.run(resume, ResumeOptions, "resume", argv, with_flags_of_the_run, shown)
+    of_the_run = {field.name for field in program.flags(ResumeOptions)} - _OF_THE_RESUMPTION
+    reading = cli.Reading(
+        complete=options_of, refused=(TrainConfig,), explain=explain, shown=program.Help(inherited=of_the_run)
+    )
+    return cli.run(resume, ResumeOptions, "resume", argv, reading)
 
 
-def with_flags_of_the_run(arguments: list[str]) -> list[str]:
-    """Put what the run has in front of what its user types."""
-    if {"-h", "--help"}.intersection(arguments):
-        return arguments
-    switches = flag_names(ResumeOptions) | flag_names(TrainConfig)
-    arguments = spelled_out(arguments, switches)
-    name = named_run(arguments, switches)
+def options_of(given: Mapping[str, Any]) -> ResumeOptions:
+    """Complete the flags that are given with the settings of the run. Raises UserError if one is wrong."""
+    name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc resume NAME; hpc status lists the runs")
-    run = cli.find_own_run(name, cli.runs_dir(arguments))
-    spec, typed = RunSpec.load(run), typed_names(arguments)
-    of_training = {field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)}
-    if spec.train is None and (unknown := sorted(typed & of_training)):
+    runs_dir = cli.runs_dir(given)
+    run = cli.find_own_run(name, runs_dir)
+    spec = RunSpec.load(run)
+    of_training = {program.flag_name(field) for field in program.flags(TrainConfig)}
+    if spec.train is None and (unknown := sorted(given.keys() & of_training)):
         raise UserError(
             f"--{unknown[0]} is a flag of the image classifier, but run {run.name} runs {program_of(spec.script)}, "
             "whose arguments hpc resume cannot change: leave it out"
         )
-    refuse_on_resume(typed, name, run.best)
-    groups = (spec.resources, spec.recovery, spec.network, spec.notification)
-    own = [word for part in groups for word in changed_flags(part) if not is_default_time(spec, word)]
-    own += changed_flags(spec.train, ADJUSTABLE) if spec.train else []
-    return with_own_flags(own, arguments, switches)
+    refuse_on_resume(given.keys(), name, run.best)
+    adjustable = program.default_values(ResumeOptions)
+    own = {name: value for name, value in adaptable_settings_of(spec).items() if name in adjustable}
+    return program.build(ResumeOptions, {**own, **given, "runs-dir": runs_dir})
 
 
 def resume(options: ResumeOptions) -> int:
@@ -254,15 +247,9 @@ def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notificat
 
 
 def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
-    """The flags that differ between two specs, with their new values. Pure."""
-    found = dict[str, Any]()
-    for group in _GROUPS:
-        old, new = getattr(before, group), getattr(after, group)
-        for each in dataclasses.fields(new) if new else ():
-            value = getattr(new, each.name)
-            if value != getattr(old, each.name):
-                found[f"--{each.name.replace('_', '-')}"] = list(value) if isinstance(value, tuple) else value
-    return found
+    """Return the flags that differ between two specs, with their new values. Pure."""
+    old, new = plain(settings_of(before)), plain(settings_of(after))
+    return {f"--{name}": value for name, value in new.items() if value != old[name]}
 
 
 # --- what is done ---

@@ -1,7 +1,8 @@
 """Text for terminals and spreadsheets, such as the last words of a rank. Pure; runs everywhere."""
 
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 _NAMES_SHOWN = 4
 # Also those of C1, which some terminals obey; those that reverse the direction of text; and parts of surrogate pairs,
@@ -29,3 +30,20 @@ def csv_cell(value: object) -> object:
 def csv_text(cell: str) -> str:
     """The text from which `csv_cell` made a cell."""
     return cell[1:] if _ESCAPED.match(cell) else cell
+
+
+def similar(word: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Return the known words that are most like a word that somebody has typed, the most similar one first."""
+    # A single suggestion must be right; of several, one may be.
+    return difflib.get_close_matches(word, list(known), n=count, cutoff=0.7 if count == 1 else 0.5)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str, count: int = 3) -> str:
+    """Name the known words that are most like a typed one in a question; `otherwise` is said if none is."""
+    close = similar(word, known, count)
+    return f"did you mean {', '.join(close)}?" if close else otherwise
+
+
+def flag(field: str) -> str:
+    """Return the flag of a field: `--batch-size` of `batch_size`."""
+    return "--" + field.replace("_", "-")

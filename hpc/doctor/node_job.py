@@ -21,9 +21,8 @@ from hpc.core.units import walltime_minutes
 from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
 from hpc.spec import Network, Resources
-from hpc.submit import checks, sbatch_variables
-from hpc.submit.options import SubmitTraining, flag_names
-from training.config import command_line
+from hpc.submit import checks
+from hpc.submit.options import reading_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,7 @@ class NodeOptions(cli.RunsOptions):
 
 def node_verb(verb: Callable[[Any], int], options: type[NodeOptions], name: str) -> Callable[..., int]:
     """Make the entry point of a verb, whose defaults are those of `hpc submit`."""
-
-    def expand(arguments: list[str]) -> list[str]:
-        given = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-        return command_line.with_config(arguments, command_line.flag_names(options), given)
-
-    return partial(cli.run, verb, options, name, expand=expand)
+    return partial(cli.run, verb, options, name, reading=reading_of(options, all_flags=True))
 
 
 @dataclass(frozen=True, kw_only=True)

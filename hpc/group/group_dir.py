@@ -4,12 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from hpc import cli
+from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.files import write_json
 from hpc.core.rundir import RunDir
+from hpc.submit.options import options_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +20,8 @@ class GroupSpec:
 
     parallel: int
     """Runs at the same time."""
-    arguments: tuple[str, ...]
-    """Flags, with the user's defaults as they were."""
+    settings: Mapping[str, Any]
+    """Flags without dashes and their values, with the user's defaults as they were."""
     script: tuple[str, ...]
     """The user's script; its arguments have `{NAME}` in the place of what differs between the runs."""
     working_directory: str = "."
@@ -76,7 +78,10 @@ class GroupDir(Generic[Spec]):
     def load(self) -> Spec:
         """Read it back. Raises UserError if it is damaged."""
         try:
-            found: Mapping[str, object] = json.loads(self.spec_file.read_bytes())
+            found: dict[str, Any] = json.loads(self.spec_file.read_bytes())
+            if "settings" not in found:  # up to version 0.1, a group kept the words of its command line
+                kind = options_for(tuple(found["script"]))
+                found["settings"] = program.read((kind,), found["arguments"], f"hpc {self.KIND}")
             # JSON has no tuples.
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             return self.SPEC(**{field.name: values[field.name] for field in fields(self.SPEC) if field.name in values})  # type: ignore[arg-type, return-value]

@@ -8,23 +8,24 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc import cli
+from hpc.core import program
 from hpc.core.errors import UserError
 from hpc.core.events.history import History
 from hpc.core.git import git_revision
 from hpc.core.rundir import RunDir
-from hpc.flags import changed_flags
 from hpc.group.group_dir import GroupDir, GroupSpec
-from hpc.resume import ResumeOptions, resume_run, with_flags_of_the_run
+from hpc.resume import options_of, resume_run
 from hpc.spec import program_of
 from hpc.status.summary import Summary
 from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.new_run import start_run
-from hpc.submit.options import RunFlags, ScriptFlags, SubmitScript, SubmitTraining, TrainingFlags, options_for
+from hpc.submit.options import SubmitScript, SubmitTraining, options_for
+from hpc.submit.settings import changed
 from hpc.supervise.__main__ import SuperviseOptions, check_runs
 
 _SUPERVISE_SECONDS = 60.0
 # What a run has of its own, or not at all.
-_NOT_COMMON = {"name", "runs_dir", "config"}
+_NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "json", "debug"}
 
 
 def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode:
@@ -40,7 +41,7 @@ def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -
 class CommonPart(TypedDict):
     """The fields of a GroupSpec but `parallel`."""
 
-    arguments: tuple[str, ...]
+    settings: dict[str, Any]
     script: tuple[str, ...]
     working_directory: str
     names: tuple[str, ...] | None
@@ -48,19 +49,18 @@ class CommonPart(TypedDict):
 
 
 def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart:
-    """What all runs have, with the defaults and files of the user as they are now."""
+    """Return what all runs have, with the defaults and files of the user as they are now."""
     # The runs look for others in the directory of the group.
     after, after_ok = (
         tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
         for names in (options.after, options.after_ok)
     )
     options = dataclasses.replace(options, after=after, after_ok=after_ok)
-    groups = [options.resources, options.recovery, options.network, options.notification]
-    own: list[type] = [RunFlags, ScriptFlags if isinstance(options, SubmitScript) else TrainingFlags]
-    names = {field.name for kind in own for field in dataclasses.fields(kind)} - _NOT_COMMON
-    groups += [] if isinstance(options, SubmitScript) else [options.train]
+    kind = options_for(code.script)
+    asked = program.values_of(options)
+    own = {name: asked[name] for name in program.default_values(kind) if name not in _NOT_COMMON}
     return {
-        "arguments": (*changed_flags(options, names), *(word for group in groups for word in changed_flags(group))),
+        "settings": changed(own, kind),
         "script": code.script,
         "working_directory": str(code.root / code.working_directory) if code.in_place else code.working_directory,
         "names": None if code.in_place else code.names,
@@ -69,9 +69,9 @@ def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart
 
 
 def start_member(
-    group: GroupDir[Any], spec: GroupSpec, run: RunDir, flags: Sequence[str], values: Mapping[str, str]
+    group: GroupDir[Any], spec: GroupSpec, run: RunDir, settings: Mapping[str, Any], values: Mapping[str, str]
 ) -> bool:
-    """Submit a run of a group with its own flags, and the values for its script.
+    """Submit a run of a group with its own settings, and the values for its script.
 
     If an earlier submission was killed, submits that run as it is. Returns False if another process has just done so.
 
@@ -82,9 +82,9 @@ def start_member(
     is_made = run.spec.exists()
     try:
         if is_made:
-            resume_run(cli.parse(ResumeOptions, "resume", [str(run.path)], with_flags_of_the_run))
+            resume_run(options_of({"run": str(run.path)}))
         else:
-            _submit_member(group, spec, run, flags, values)
+            _submit_member(group, spec, run, settings, values)
     except UserError:
         # A run that Slurm refused was removed, or stays without a job.
         if History.load(run).last_job_id if is_made else run.spec.exists():
@@ -99,7 +99,7 @@ def lacks_job(summary: Summary) -> bool:
 
 
 def _submit_member(
-    group: GroupDir[Any], spec: GroupSpec, run: RunDir, flags: Sequence[str], values: Mapping[str, str]
+    group: GroupDir[Any], spec: GroupSpec, run: RunDir, settings: Mapping[str, Any], values: Mapping[str, str]
 ) -> None:
     script = tuple(filled(word, values) for word in spec.script)
     place, is_file = spec.working_directory, script[:1] not in {(), ("-m",)}
@@ -112,8 +112,8 @@ def _submit_member(
         )  # fmt: skip
     # An absolute path: it can be checked from any current directory.
     typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script
-    arguments = [*spec.arguments, f"--name={run.name}", f"--runs-dir={group.path}", *flags]
-    start_run(cli.parse(options_for(typed), "submit", arguments), typed, code=code)
+    own = {"name": run.name, "runs-dir": group.path, **settings}
+    start_run(program.build(options_for(typed), {**spec.settings, **own}), typed, code=code)
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,11 @@ class GroupController(Protocol):
     def write_result(self) -> None:
         """Write what is known so far."""
         ...
+
+
+def typed_flags(words: Sequence[str]) -> set[str]:
+    """Return the flags of a command line, without their dashes and values."""
+    return {word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
 
 
 def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:

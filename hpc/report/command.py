@@ -5,8 +5,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from hpc.flags import changed_flags, flags_of
+from hpc.core.program import values_of
 from hpc.spec import RunSpec
+from hpc.submit.options import SubmitScript, SubmitTraining
+from hpc.submit.settings import changed, settings_of, words_of
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import base_learning_rate
 from training.config.training_spec import Training
@@ -19,7 +21,8 @@ def submit_command(spec: RunSpec) -> list[str]:
     if spec.evaluation is not None:
         return _evaluate_command(spec, spec.evaluation)
     script = ["--", *spec.script] if spec.script else []
-    return ["python", "-m", "hpc.submit", *flags_of(spec), *script]
+    settings = changed(settings_of(spec), SubmitTraining if spec.train else SubmitScript)
+    return ["python", "-m", "hpc.submit", *words_of(settings), *script]
 
 
 def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
@@ -28,7 +31,8 @@ def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
     # A run's own data are not named: nothing of other data is held out.
     flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
     flags += [] if task.split == "auto" else [f"--split={task.split}"]
-    return ["python", "-m", "hpc.evaluate", *flags, f"--cluster={spec.cluster}", *changed_flags(spec.resources)]
+    flags += [f"--cluster={spec.cluster}", *words_of(changed(values_of(spec.resources)))]
+    return ["python", "-m", "hpc.evaluate", *flags]
 
 
 def shell_text(command: list[str]) -> str:

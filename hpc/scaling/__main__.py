@@ -12,11 +12,10 @@ import tyro
 from hpc import cli
 from hpc.core.errors import UserError
 from hpc.group.members import common, user_code
-from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on
+from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
 from hpc.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
 from hpc.spec import Resources
 from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
-from training.config.command_line import typed_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
     own = {field.name.replace("_", "-") for field in dataclasses.fields(StudyOptions)}
-    typed = typed_names(flags)
+    typed = typed_flags(flags)
     if not script and "name" in typed and typed <= own and "-h" not in flags:
         return cli.run(partial(study, _continued), StudyOptions, "scaling", flags)
     nodes, gpus, others = split_sizes(flags)

@@ -79,7 +79,7 @@ class ScalingController:
         """Submit the run of a size; of the first one, an error is the user's."""
         run = self._study.run(size.name)
         try:
-            if start_member(self._study, self._spec, run, self._spec.flags(size), script_values(size)):
+            if start_member(self._study, self._spec, run, self._spec.settings_of(size), script_values(size)):
                 self._tell(f"{run.name} is submitted")
         except UserError as error:
             if size == self._spec.sizes[0]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from hpc.core.errors import UserError
 from hpc.group.group_dir import GroupDir, GroupSpec
@@ -50,14 +50,14 @@ class ScalingSpec(GroupSpec):
         sizes = [Size(nodes=nodes, gpus=gpus) for nodes, gpus in product(self.nodes, self.gpus)]
         return sorted(sizes, key=lambda size: (size.ranks, size.nodes))
 
-    def flags(self, size: Size) -> list[str]:
-        """The flags by which the run of a size differs from the others."""
-        gpus = f"{self.gpu_type}:{size.gpus}" if self.gpu_type else str(size.gpus)
-        flags = [f"--nodes={size.nodes}", f"--gpus-per-node={gpus}"]
+    def settings_of(self, size: Size) -> dict[str, Any]:
+        """Return the settings by which the run of a size differs from the others."""
+        gpus = f"{self.gpu_type}:{size.gpus}" if self.gpu_type else size.gpus
+        settings: dict[str, Any] = {"nodes": size.nodes, "gpus-per-node": gpus}
         if self.batch_size is not None:
             growth = size.ranks / self.sizes[0].ranks if self.mode == "weak" else 1.0
-            flags += [f"--batch-size={round(self.batch_size * growth)}", f"--max-hours={self.minutes / 60:.6g}"]
-        return flags
+            settings |= {"batch-size": round(self.batch_size * growth), "max-hours": float(f"{self.minutes / 60:.6g}")}
+        return settings
 
 
 class ScalingDir(GroupDir[ScalingSpec]):

@@ -4,7 +4,6 @@ All raise UserError with the flag, its value, and what to type. `resolve_resourc
 """
 
 import dataclasses
-import difflib
 import math
 import os
 import shutil
@@ -17,6 +16,7 @@ from hpc.core.errors import TorchrelayError, UserError
 from hpc.core.files import nearest_existing
 from hpc.core.kernel import automounted_at, file_system_type
 from hpc.core.ownership import who_may_rename
+from hpc.core.text import did_you_mean
 from hpc.core.units import format_minutes, walltime_minutes
 from hpc.slurm.client import Partition
 from hpc.spec import Cluster, Resources, RunSpec
@@ -276,8 +276,8 @@ def check_script(script: tuple[str, ...], *, has_data: bool) -> None:
     if path.suffix == ".sh" or (not path.exists() and shutil.which(script[0])):
         raise UserError(f"{script[0]!r} is not a Python file: after --, give the file that it runs on each rank")
     if not path.is_file():
-        close = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], n=3, cutoff=0.5)
-        hint = f"did you mean {', '.join(close)}?" if close else "give the path of a Python file after --"
+        files = [file.name for file in path.parent.glob("*.py")]
+        hint = did_you_mean(path.name, files, "give the path of a Python file after --")
         raise UserError(f"script {script[0]!r} does not exist: {hint}")
 
 

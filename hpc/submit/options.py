@@ -2,11 +2,8 @@
 
 import dataclasses
 import os
-import re
-import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -36,7 +33,7 @@ _RARE = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunFlags:
-    """Those of every run, but for its resources and recovery."""
+    """Flags of every run, except its resources and recovery."""
 
     tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
     """Send the metrics to Weights & Biases or MLflow (docs/how-to/tracking.md). Repeatable."""
@@ -73,7 +70,7 @@ class RunFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFlags:
-    """Those of a training, but for the trainer's own."""
+    """Flags of a training, except the trainer's own."""
 
     pack: Literal["off", "on", "auto"] = "off"
     """Decode an image folder once on every node and train from the pixels (docs/how-to/pack-images.md).
@@ -98,7 +95,7 @@ class _OwnScript:
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptFlags(_OwnScript):
-    """Those of a user's script."""
+    """Flags of a user's script."""
 
     data: Path | None = None
     """Directory or archive to stage on every node; the script finds it, unpacked, in $TORCHRELAY_DATA."""
@@ -154,7 +151,7 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return arguments, ()
     split = arguments.index("--")
     flags, script = arguments[:split], tuple(arguments[split + 1 :])
-    return (flags if script else [*flags, "--"]), script  # with_defaults refuses a `--` with nothing behind it
+    return (flags if script else [*flags, "--"]), script  # explain() refuses a `--` with nothing behind it
 
 
 def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
@@ -168,7 +165,7 @@ def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[Subm
     return _SubmitHelp if asked and not script else options_for(script)
 
 
-def flag_names(options: type[SubmitOptions]) -> dict[str, bool]:
+def flag_names(options: type[Any]) -> dict[str, bool]:
     """The flags that a --config file may set; True for switches."""
     not_in_files = {"config", "recipe", "help-all"}
     return {name: switch for name, switch in command_line.flag_names(options).items() if name not in not_in_files}
@@ -179,6 +176,23 @@ def is_everyday(flag: str) -> bool:
     return flag not in _RARE and (flag in _EVERYDAY or flag not in _TRAINING)
 
 
+def reading_of(
+    options: type[Any], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
+) -> cli.Reading:
+    """Have the flags of a submission, or of another verb that submits, read after the defaults and files of the user.
+
+    The help shows the flags of every day, or `all_flags`, but never those of `hidden` fields.
+    """
+    rare = {field.name for field in program.flags(options) if not is_everyday(field.name)}
+    of_script = (SubmitScript,) if issubclass(options, SubmitTraining) else ()
+    return cli.Reading(
+        complete=lambda typed: program.build(options, with_defaults(typed, options)),
+        refused=(SubmitTraining,) if script else of_script,
+        explain=sbatch_flags.explain,
+        shown=program.Help(hidden={*hidden, *(() if all_flags else rare)}),
+    )
+
+
 def run_verb(
     name: str,
     work: Callable[[Any], int],
@@ -187,54 +201,28 @@ def run_verb(
     script: tuple[str, ...],
     hidden: Collection[str] = (),
 ) -> int:
-    """Run a verb with the flags of a submission: `--help` shows those of every day, `--help-all` all of them.
+    """Run a verb with the flags of a submission: `--help` shows those of every day, `--help-all` all of them."""
+    all_flags = "--help-all" in arguments
+    reading = reading_of(options, script, all_flags=all_flags, hidden=hidden)
+    return cli.run(work, options, name, ["--help"] if all_flags else arguments, reading)
 
-    The defaults and files of the user come first. No help shows the flags of `hidden` fields.
+
+def with_defaults(given: Mapping[str, Any], options: type[Any]) -> dict[str, Any]:
+    """Complete flags with the defaults and files of the user, and with a training's data.
+
+    Raises:
+        UserError: a flag is for another kind of program, or a file is wrong.
     """
-    shows_all = "--help-all" in arguments
-    rare = {field.name for field in program.flags(options) if not is_everyday(field.name)}
-    return cli.run(
-        work,
-        options,
-        name,
-        ["--help"] if shows_all else arguments,
-        expand=lambda given: with_defaults(given, flag_names(options_for(script))),
-        shown=program.Help(hidden={*hidden, *(() if shows_all else rare)}),
-    )
-
-
-def _check_program(typed: list[str], known: Mapping[str, bool]) -> None:
-    """Refuse the flags of a script without one, and those of the image classifier with a script."""
-    script, training = flag_names(SubmitScript), flag_names(SubmitTraining)
-    if known.keys() not in (script.keys(), training.keys()):
-        return
-    for name in sorted(command_line.typed_names(typed) - known.keys()):
-        if name in script:
-            raise UserError(f"--{name} applies to your own script: add -- script.py ARGS, or leave it out")
-        if name in training:
-            raise UserError(
-                f"--{name} is a flag of the image classifier: leave it out, or pass it to your script: "
-                f"-- script.py --{name} ..."
-            )
-
-
-def _check_separator(typed: list[str], known: Mapping[str, bool]) -> None:
-    """Refuse a script among the flags: a word that is the value of none of them."""
-    for at, (before, word) in enumerate(pairwise(["", *typed])):
-        is_value = before.startswith("-") and "=" not in before and not known.get(before.lstrip("-"), False)
-        if re.fullmatch(r"[^-].*\.py", word) and not is_value:
-            raise UserError(f"put -- before {word}: {shlex.join([*typed[:at], '--', *typed[at:]])}")
-
-
-def with_defaults(arguments: list[str], known: Mapping[str, bool]) -> list[str]:
-    """The arguments with the defaults, the flags of files and a training's data. Raises UserError if one is wrong."""
-    typed = sbatch_flags.spelled_out(arguments, known)
-    if typed[-1:] == ["--"]:
-        raise UserError("nothing follows --: give your script and its arguments, -- script.py ARGS")
-    _check_separator(typed, known)
-    _check_program(typed, known)
+    known = flag_names(options)
+    for name in sorted(given.keys() - program.default_values(options).keys()):
+        raise UserError(
+            f"--{name} applies to your own script: add -- script.py ARGS, or leave it out"
+            if "synthetic" in known
+            else f"--{name} is a flag of the image classifier: leave it out, or pass it to your script: "
+            f"-- script.py --{name} ..."
+        )
     values = sbatch_variables.merged(flag_names(SubmitTraining), os.environ)
-    if command_line.last_value(typed, "--cluster") == "local":
+    if given.get("cluster") == "local":
         values = {name: value for name, value in values.items() if name not in SLURM_FLAGS}
-    given = command_line.with_config(typed, known, values)
-    return command_line.with_data(given, known) if "synthetic" in known else given
+    found = command_line.with_files(given, known, values)
+    return command_line.with_data(found, known) if "synthetic" in known else found

@@ -1,20 +1,17 @@
-"""The flags that people know from sbatch: its letters, and what to type for one that we do not have. Login node."""
+"""Options that people know from sbatch, and what to type for one that we do not have. Runs on the login node."""
 
 import re
-from collections.abc import Collection, Sequence
+import shlex
+from collections.abc import Sequence
 
-from hpc.core.errors import UserError
 from hpc.spec import MANAGED_SBATCH
 
-# Theirs and ours, as `hpc submit --help` shows them.
-_OURS = {"-N": "nodes", "-p": "partition", "-A": "account", "-t": "time", "-J": "name"}
-
-# sbatch has a letter for them, and we have none.
+# Options for which sbatch has a letter, and we have none.
 _LETTERS = {
     "-a": "array", "-C": "constraint", "-c": "cpus-per-task", "-D": "chdir", "-d": "dependency", "-e": "error",
     "-G": "gpus", "-n": "ntasks", "-o": "output", "-q": "qos", "-w": "nodelist", "-x": "exclude",
 }  # fmt: skip
-# Of sbatch's other options, those that take a value: our own list, for `sbatch --help` fails without a configuration.
+# Other options of sbatch with a value, and without one. The lists are ours: `sbatch --help` needs a configuration.
 _WITH_VALUE = {
     "acctg-freq", "batch", "begin", "bb", "bbf", "clusters", "cluster-constraint", "comment", "core-spec",
     "cores-per-socket", "cpu-freq", "deadline", "delay-boot", "dependency", "distribution", "extra-node-info",
@@ -25,40 +22,25 @@ _WITH_VALUE = {
     "wait-all-nodes", "wckey",
 }  # fmt: skip
 _ALONE = {
-    "contiguous",
-    "exclusive",
-    "hold",
-    "overcommit",
-    "oversubscribe",
-    "reboot",
-    "spread-job",
-    "use-min-nodes",
-    "x11",
-}
+    "contiguous", "exclusive", "hold", "overcommit", "oversubscribe", "reboot", "spread-job", "use-min-nodes", "x11",
+}  # fmt: skip
 
 
-def spelled_out(arguments: Sequence[str], known: Collection[str]) -> list[str]:
-    """The arguments with long flags instead of letters: `--nodes=2` for `-N2`.
-
-    Raises:
-        UserError: a flag is sbatch's, and none of `known`, which are without dashes: says what to type.
-    """
-    words = list[str]()
-    for argument in arguments:
-        flag = argument.partition("=")[0]
-        if flag.startswith("-") and (text := advice(flag, known)):
-            raise UserError(f"there is no flag {flag}: {text}")
-        letter, value = argument[:2], argument[2:].removeprefix("=")
-        ours = _OURS.get(letter) if re.match(r"-\w", argument) else None
-        words.append(f"--{ours}{'=' + value if value else ''}" if ours else argument)
-    return words
+def explain(arguments: Sequence[str], at: int) -> str | None:
+    """Say what to type instead of an option of sbatch, or of a script among the flags (`program.Explanation`)."""
+    word = arguments[at]
+    if word == "--":
+        return "nothing follows --: give your script and its arguments, -- script.py ARGS"
+    if re.fullmatch(r"[^-].*\.py", word):
+        return f"put -- before {word}: {shlex.join([*arguments[:at], '--', *arguments[at:]])}"
+    flag = word.partition("=")[0] if word.startswith("--") else word[:2]
+    text = advice(flag) if flag.startswith("-") else None
+    return text and f"there is no flag {flag}: {text}"
 
 
-def advice(flag: str, known: Collection[str]) -> str | None:
-    """What to type instead of a flag that is none of `known`, which are without dashes; None: it is not sbatch's."""
+def advice(flag: str) -> str | None:
+    """Say what to type instead of an option of sbatch that is no flag of ours; None: it is not sbatch's either."""
     name = _LETTERS.get(flag, flag.removeprefix("--").replace("_", "-"))
-    if name in known:
-        return f"use --{name}" if flag in _LETTERS else None
     if name == "gres":
         return "use --gpus-per-node 4 or a100:4 for GPUs, --sbatch gres=NAME:COUNT for others"
     if name in MANAGED_SBATCH:

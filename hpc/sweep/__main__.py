@@ -12,11 +12,10 @@ import tyro
 from hpc import cli
 from hpc.core.errors import UserError, need_package
 from hpc.group.members import check_placeholders, common, user_code
-from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on
+from hpc.group.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
 from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
 from hpc.sweep.space import grid_of, read_space
 from hpc.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
-from training.config.command_line import typed_names
 from training.config.train_config import TrainConfig
 
 _TRIALS, _PARALLEL = 20, 4
@@ -84,7 +83,7 @@ Options = SweepTraining | SweepScript | ContinueOptions
 def main(argv: Sequence[str] | None = None) -> int:
     """The verb."""
     flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
-    if not script and not {"param", "help", "help-all"} & typed_names(flags) and "-h" not in flags:
+    if not script and not {"param", "help", "help-all"} & typed_flags(flags) and "-h" not in flags:
         return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags)
     options: type[SweepTraining | SweepScript] = SweepScript if script else SweepTraining
     started = partial(sweep, partial(_started, script=script))

@@ -137,9 +137,8 @@ class SweepController:
         """Submit the run of a trial; of the first one, an error is the user's."""
         spec, run = self._spec, self._sweep.trial(trial.number)
         values = {name: shown(value) for name, value in trial.params.items()}
-        flags = [] if spec.script else [f"--{name}={value}" for name, value in values.items()]
         try:
-            if start_member(self._sweep, spec, run, flags, values):
+            if start_member(self._sweep, spec, run, {} if spec.script else values, values):
                 self._tell(f"{run.name} is submitted with {settings_text(trial.params)}")
         except UserError as error:
             self._give_up(trial, TrialState.FAIL, str(error))

@@ -38,8 +38,7 @@ def _best_flags(directory: SweepDir, spec: SweepSpec, best: FrozenTrial) -> str:
     comment = f"# {run.name} of sweep {directory.path.name}: {spec.metric} {best.value:.6g}\n"
     if spec.script:
         return f"{comment}# {shlex.join(filled(word, values) for word in spec.script)}\n"
-    flags = dict(word[2:].partition("=")[::2] for word in spec.arguments) | values
-    return comment + yaml.safe_dump({name: value or "true" for name, value in flags.items()}, sort_keys=False)
+    return comment + yaml.safe_dump({**spec.settings, **values}, sort_keys=False)
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:

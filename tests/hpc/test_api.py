@@ -93,7 +93,13 @@ def test_script_is_submitted_and_cancelled(site: Site) -> None:
 
 def test_wrong_flags_are_refused_as_by_the_verb_and_leave_nothing() -> None:
     before = sorted(Path().glob("runs/*"))
-    for wrong, says in (({"nodes": 0}, "--nodes is '0'"), ({"model": "resnet"}, "resnet"), ({"mem": "64"}, "64G")):
+    for wrong, says in (
+        ({"nodes": 0}, "--nodes is '0'"),
+        ({"model": "resnet"}, "resnet"),
+        ({"mem": "64"}, "64G"),
+        ({"epochs": "many"}, "--epochs is 'many': expected a whole number"),
+        ({"optimizer": "adan"}, "--optimizer is 'adan': use one of 'sgd', 'adamw', 'adam'"),
+    ):
         with pytest.raises(hpc.UserError, match=says):
             hpc.submit(hpc.TrainingRun(**{"data": "data", **LOCAL, **wrong}))
     with pytest.raises(TypeError, match="epoch"):

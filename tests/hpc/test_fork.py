@@ -39,7 +39,7 @@ def files_of(run: RunDir) -> dict[str, bytes]:
         (("parent", "--name=x", "--batch-size=8"), "--batch-size cannot change in a training that has begun"),
         (("parent", "--name=x", "--weights=a.pth"), "--weights cannot change in a training that has begun"),
         (("parent", "--name=x", "--recipe=cifar"), "--recipe is only for new trainings"),
-        (("parent", "--name=x", "--learning-rate=1"), "there is no flag --learning-rate: use --lr"),
+        (("parent", "--name=x", "--epoch=1"), "there is no flag --epoch: did you mean --epochs?"),
         (("parent", "--name=x", "--lr=much"), "much"),
         (("parent", "--name=parent", "--epochs=3"), "exists already"),
     ],

@@ -12,7 +12,8 @@ from support.events import cancelled, write_events
 
 from hpc.core.events.resumption import current_spec, is_cancelled, is_cancelled_now, record_resumption
 from hpc.core.rundir import RunDir
-from hpc.flags import named_run, with_own_flags
+from hpc.resume import options_of
+from hpc.spec import RunSpec
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -135,14 +136,15 @@ def test_only_cancellations_that_the_resumption_has_seen_are_taken_back(tmp_path
     assert is_cancelled_now(run), "whatever the clocks say"
 
 
-def test_flags_of_the_run_are_kept_unless_they_are_typed() -> None:
-    own = ["--elastic", "--time=1:00:00", "--setup=a", "--setup=b", "--nodes=2"]
-    switches = {"elastic": True, "time": False}
-    typed = ["r", "--time", "2h", "--setup=c", "--no-elastic", "--no-such"]
-    assert with_own_flags(own, typed, switches) == ["--nodes=2", "r", "--time", "2h", "--setup=c", "--no-such"]
-    assert named_run(["--elastic", "--time", "2h", "--runs-dir=x", "r"], switches) == "r"
-    assert named_run(["--no-elastic", "r", "--time"], switches) == "r"
-    assert named_run(["--time", "r"], switches) is None
+def test_settings_of_the_run_are_kept_unless_others_are_given(complete: Run) -> None:
+    run, spec = {"run": str(complete.directory.path)}, RunSpec.load(complete.directory)
+    kept, time = options_of(run), None if spec.has_default_time else spec.resources.time
+    assert (kept.recovery, kept.network, kept.resources) == (
+        spec.recovery, spec.network, replace(spec.resources, time=time),
+    )  # fmt: skip
+    other = options_of({**run, "setup": ["c"], "elastic": True, "time": "2h", "epochs": 30})
+    assert other.resources == replace(spec.resources, setup=("c",), time="2h")
+    assert (other.recovery.elastic, other.train.epochs) == (True, 30)
 
 
 @pytest.mark.parametrize("flag", ["--after", "--after-ok"])

@@ -26,14 +26,12 @@ MISTAKES = {
     f"{TWO} --partition gpus": "--partition 'gpus' does not exist: use --partition with one of gpu, urgent",
     f"{TWO} --time 5days": "--time is '5days': use a duration such as 90m, 12h or 2d",
     f"{TWO} --runs-dir /tmp/runs": "--runs-dir /tmp/runs is on this node's own disk: use a directory that all",
-    # Of sbatch, torchrun, accelerate and Lightning.
+    # Of sbatch and torchrun.
     f"{TWO} --gres=gpu:4": "use --gpus-per-node 4 or a100:4 for GPUs",
     "submit --nodes 2 --ntasks-per-node 4": "use --gpus-per-node instead",
     "submit -p gpu --job-name x": "there is no flag --job-name: use --name instead",
-    "submit --nnodes 2 --nproc-per-node 4 -- train.py": "there is no flag --nnodes: use --nodes",
-    "submit --nodes 2 --nproc-per-node 4 -- train.py": "there is no flag --nproc-per-node: use --gpus-per-node",
-    "submit --num_machines 2 -- train.py": "there is no flag --num_machines: use --nodes",
-    "submit --nodes 2 --devices 4 -- train.py": "there is no flag --devices: use --gpus-per-node",
+    "submit --nnodes 2 --nproc-per-node 4 -- train.py": "there is no flag --nnodes: did you mean --nodes?",
+    "submit --nodes 2 --nproc-per-node 4 -- train.py": "did you mean --gpus-per-node?",
     # A script.
     f"{TWO} train.py --lr 0.1": "put -- before train.py: --nodes 2 --gpus-per-node 4 -- train.py --lr 0.1",
     f"{TWO} --include=a.py train.py": "put -- before train.py: .* --include=a.py -- train.py",
@@ -52,7 +50,7 @@ MISTAKES = {
     f"{TWO} --recipe imagenet": "--recipe is 'imagenet', which is not known: use imagenet-resnet50",
     f"{TWO} --optimizer adan": "--optimizer is 'adan': use one of 'sgd', 'adamw', 'adam'",
     f"{TWO} --epochs 1.5": "--epochs is '1.5': expected a whole number",
-    f"{TWO} --lr high": "--lr is 'high': expected FLOAT",
+    f"{TWO} --lr high": "--lr is 'high': expected a number",
     f"{TWO} --config no.yaml": "--config no.yaml cannot be read: .*No such file",
     # After the first run.
     "status nope": "there is no run 'nope'",

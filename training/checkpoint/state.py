@@ -15,9 +15,9 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hpc.core.errors import UserError
+from hpc.core.text import flag
 from training.compat import scaler_tensors
 from training.config.changes import IDENTIFYING
-from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from hpc.core.errors import UserError
 from hpc.core.rundir import MODEL_WEIGHTS
-from training.config.rules import flag
+from hpc.core.text import flag
 from training.config.train_config import Adjustable, TrainConfig
 
 IDENTIFYING = (

@@ -1,11 +1,10 @@
 """The names of models and of their pretrained weights, and the files of these in torch's cache.
 
-Runs on the login node, which may have internet access where the compute nodes have none, and on every rank. Reads
-torchvision's source, because importing it takes 4 seconds and a login node may lack torch.
+Runs on the login node, which may have internet access where the compute nodes have none, and on every rank. It reads
+torchvision's source: importing it takes 4 seconds, a login node may lack torch, and a list of ours would be that of one
+version.
 """
 
-import ast
-import difflib
 import importlib.util
 import os
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from hpc.core.errors import UserError, need_package
 from hpc.core.files import sha256_of
+from hpc.core.text import did_you_mean
 
 SMALL_CNN = "small-cnn"
 OWN_MODELS = {
@@ -63,8 +63,8 @@ def check_model(name: str) -> None:
         return
     if len(known) == len(OWN_MODELS):
         raise UserError(f"--model is {name!r}, and torchvision is not installed here: pip install torchvision")
-    close = difflib.get_close_matches(name, known, n=4, cutoff=0.5) or [SMALL_CNN, "resnet50"]
-    raise UserError(f"--model is {name!r}, which is not known: did you mean {', '.join(close)}?")
+    hint = did_you_mean(name, known, f"use {SMALL_CNN} or resnet50")
+    raise UserError(f"--model is {name!r}, which is not known: {hint}")
 
 
 def resolve_weights(model: str, weights: str) -> Path:
@@ -110,24 +110,13 @@ def cache_directory() -> Path:
 
 @cache
 def torchvision_weights(model: str) -> dict[str, str]:
-    """The names of a model's weights with their URLs; none where torchvision is not installed."""
+    """Return the names of a model's weights with their URLs; none where torchvision is not installed."""
     for source in _sources("torchvision"):
         text = source.read_text(encoding="utf-8")
-        if f"def {model}(" in text:
-            return _weights(ast.parse(text), model)
+        if function := re.search(rf"^def {model}\(.*?weights: Optional\[(\w+)\]", text, re.MULTILINE | re.DOTALL):
+            names = re.search(rf"^class {function[1]}\(WeightsEnum\):\n(.*?)^\S", text, re.MULTILINE | re.DOTALL)
+            members = names[1] if names else ""
+            urls = dict(re.findall(r'^    (\w+) = Weights\(.*?url="([^"]+)"', members, re.MULTILINE | re.DOTALL))
+            default = re.search(r"^    DEFAULT = (\w+)", members, re.MULTILINE)
+            return urls | ({"DEFAULT": urls[default[1]]} if default else {})
     return {}
-
-
-def _weights(tree: ast.Module, model: str) -> dict[str, str]:
-    """The members of the enumeration in the signature of a model's function, with their URLs."""
-    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == model)
-    hint = "".join(ast.dump(each) for each in function.args.kwonlyargs if each.arg == "weights")
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and f"id='{node.name}'" in hint]
-    found: dict[str, str] = {}
-    for member in (item for node in classes for item in node.body if isinstance(item, ast.Assign)):
-        name, value = ast.unparse(member.targets[0]), member.value
-        if isinstance(value, ast.Call):
-            found[name] = next(str(ast.literal_eval(word.value)) for word in value.keywords if word.arg == "url")
-        elif name == "DEFAULT":
-            found[name] = found[ast.unparse(value)]
-    return found

@@ -14,15 +14,11 @@ from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from hpc.core.errors import UserError
+from hpc.core.text import flag
 from training.config.dataset_layout import NAMED_DATA
 from training.config.model_names import SMALL_CNN, TIMM
 
 Test = Callable[[Any], bool]
-
-
-def flag(field: str) -> str:
-    """The flag of a field: `--batch-size` of `batch_size`."""
-    return "--" + field.replace("_", "-")
 
 
 def check(config: Any) -> None:

@@ -27,24 +27,17 @@ def test_wrong_sizes_are_refused() -> None:
 def study(**changes: object) -> ScalingSpec:
     values = {
         "nodes": (2, 1), "gpus": (1, 4), "gpu_type": None, "minutes": 3.0, "mode": "weak", "batch_size": 64,
-        "parallel": 1, "arguments": (), "script": (), "names": None, "revision": None,
+        "parallel": 1, "settings": {}, "script": (), "names": None, "revision": None,
     }  # fmt: skip
     return ScalingSpec(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_batch_grows_with_the_ranks_or_stays() -> None:
     assert [size.name for size in study().sizes] == ["1x1", "2x1", "1x4", "2x4"]
-    weak, strong = ([spec.flags(size) for size in spec.sizes] for spec in (study(), study(mode="strong")))
-    assert [flags[2] for flags in weak] == [
-        "--batch-size=64",
-        "--batch-size=128",
-        "--batch-size=256",
-        "--batch-size=512",
-    ]
-    assert weak[3] == ["--nodes=2", "--gpus-per-node=4", "--batch-size=512", "--max-hours=0.05"]
-    assert {flags[2] for flags in strong} == {"--batch-size=64"}
-    script = study(batch_size=None, gpu_type="a100")
-    assert script.flags(Size(nodes=2, gpus=4)) == ["--nodes=2", "--gpus-per-node=a100:4"]
+    weak, strong = ([spec.settings_of(size) for size in spec.sizes] for spec in (study(), study(mode="strong")))
+    assert [settings["batch-size"] for settings in weak] == [64, 128, 256, 512]
+    assert weak[3] == {"nodes": 2, "gpus-per-node": 4, "batch-size": 512, "max-hours": 0.05}
+    assert {settings["batch-size"] for settings in strong} == {64}
 
 
 def measured(nodes: int, gpus: int, speed: float | None, **more: float) -> Measures:

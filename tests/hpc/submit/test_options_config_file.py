@@ -4,17 +4,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hpc.core import program
 from hpc.core.errors import UserError
-from hpc.core.program import parse
 from hpc.core.rundir import RunDir
 from hpc.spec import Recovery
 from hpc.submit.code_copy import copy_code, find_code
 from hpc.submit.options import SubmitScript, SubmitTraining, flag_names
 from training.config import command_line
-from training.config.command_line import recipe_path, recipes, with_config, with_data
+from training.config.command_line import recipe_path, recipes, with_data, with_files
 from training.config.model_names import check_model, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.engine.optim import highest_learning_rate
@@ -22,33 +23,41 @@ from training.engine.optim import highest_learning_rate
 KNOWN = flag_names(SubmitTraining)
 
 
+def settings(*words: str) -> dict[str, Any]:
+    """The settings of a command line and of the files that it names, by flag."""
+    return with_files(program.read((SubmitTraining,), words, "hpc submit"), KNOWN)
+
+
+def training(*words: str) -> TrainConfig:
+    return program.build(SubmitTraining, settings(*words)).train
+
+
 def test_values_are_taken_as_they_are_written(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("time: 12:00:00\nnodes: 2:4\nconstraint: 0123\nname: on\nlr: 1e-3\nsbatch: [a=1, b=2]\naccount:\n")
-    flags = with_config(["--config", str(path), "--lr=2"], KNOWN)
-    assert flags[:-3] == [
-        "--time=12:00:00", "--nodes=2:4", "--constraint=0123", "--name=on", "--lr=1e-3", "--sbatch=a=1", "--sbatch=b=2",
-    ]  # fmt: skip
-    assert flags[-3:] == ["--config", str(path), "--lr=2"]
+    assert settings("--config", str(path), "--lr=2", "--sbatch=c=3") == {
+        "time": "12:00:00", "nodes": "2:4", "constraint": "0123", "name": "on", "lr": "2",
+        "sbatch": ["a=1", "b=2", "c=3"], "config": str(path),
+    }  # fmt: skip
 
 
-def flags_of(directory: Path, text: str, *arguments: str) -> list[str]:
-    """The flags that a file's text stands for, and these arguments."""
+def in_file(directory: Path, text: str, *words: str) -> list[str]:
+    """A command line with a file of this text."""
     path = directory / "c.yaml"
     path.write_text(text)
-    return [flag for flag in with_config([f"--config={path}", *arguments], KNOWN) if flag != f"--config={path}"]
+    return [f"--config={path}", *words]
 
 
 def test_switches_are_true_or_false(tmp_path: Path) -> None:
-    assert flags_of(tmp_path, "wait: true\ndry-run: false") == ["--wait"]
+    options = program.build(SubmitScript, settings(*in_file(tmp_path, "wait: true\ndry-run: false")))
+    assert (options.wait, options.dry_run) == (True, False)
     with pytest.raises(UserError, match="wait is 'yes': write true or false"):
-        flags_of(tmp_path, "wait: yes")
+        settings(*in_file(tmp_path, "wait: yes"))
 
 
 def test_recovery_may_be_chosen_in_the_file(tmp_path: Path) -> None:
-    flags = flags_of(tmp_path, "elastic: true\nspares: 1\nhang_timeout: 90s\nsignal-before: 2m")
-    assert flags == ["--elastic", "--spares=1", "--hang-timeout=90s", "--signal-before=2m"]
-    parsed = parse(SubmitScript, flags, "hpc submit")
+    text = "elastic: true\nspares: 1\nhang_timeout: 90s\nsignal-before: 2m"
+    parsed = program.build(SubmitScript, settings(*in_file(tmp_path, text)))
     assert parsed.recovery == Recovery(elastic=True, spares=1, hang_timeout="90s", signal_before="2m")
 
 
@@ -67,14 +76,14 @@ def test_lists_that_repeat_each_other_are_refused_before_they_are_a_text(name: s
     levels = [f"  - &l{n} [{', '.join([f'*l{n - 1}'] * 10)}]\n" for n in range(1, 10)]
     text = f"{name}:\n  - &l0 [x, x]\n{''.join(levels)}"
     with pytest.raises(UserError, match=f"{name} is nested: give one value"):
-        flags_of(tmp_path, text)
+        settings(*in_file(tmp_path, text))
     with pytest.raises(UserError, match="cannot be read"):
-        flags_of(tmp_path, f"{name}: {'[' * 100_000}")
+        settings(*in_file(tmp_path, f"{name}: {'[' * 100_000}"))
 
 
 def test_every_recipe_is_a_training_that_could_begin() -> None:
     for name in recipes():
-        train = parse(SubmitTraining, with_config([f"--recipe={name}", "--data=/photos"], KNOWN), "hpc submit").train
+        train = training(f"--recipe={name}", "--data=/photos")
         check_model(train.model)
         assert train.weights is None or train.weights in torchvision_weights(train.model)
         assert train != TrainConfig(data="/photos")
@@ -82,42 +91,40 @@ def test_every_recipe_is_a_training_that_could_begin() -> None:
 
 def test_a_file_overrides_its_recipe_and_the_command_line_both(tmp_path: Path) -> None:
     text = "recipe: vgg19-20class\nepochs: 3\nfreeze-backbone: false\nlr: 0.5"
-    train = parse(SubmitTraining, flags_of(tmp_path, text, "--lr=0.7", "--data=/photos"), "hpc submit").train
+    train = training(*in_file(tmp_path, text, "--lr=0.7", "--data=/photos"))
     assert (train.model, train.epochs, train.freeze_backbone, train.lr) == ("vgg19", 3, False, 0.7)
-    other = parse(SubmitTraining, flags_of(tmp_path, text, "--recipe=cifar", "--data=/cifar"), "hpc submit").train
+    other = training(*in_file(tmp_path, text, "--recipe=cifar", "--data=/cifar"))
     assert (other.model, other.epochs) == ("resnet20", 3)
 
 
 def test_the_command_line_can_switch_a_flag_off() -> None:
-    flags = with_config(["--recipe", "vgg19-20class", "--data=/photos", "--no-freeze-backbone"], KNOWN)
-    train = parse(SubmitTraining, flags, "hpc submit").train
-    assert not train.freeze_backbone
-    assert parse(
-        SubmitTraining, with_config(["--recipe=vgg19-20class", "--data=x"], KNOWN), "hpc submit"
-    ).train.freeze_backbone
+    flags = ("--recipe", "vgg19-20class", "--data=/photos")
+    assert training(*flags).freeze_backbone
+    assert not training(*flags, "--no-freeze-backbone").freeze_backbone
 
 
 def test_the_rate_of_the_vgg19_recipe_grows_with_the_square_root_of_the_ranks() -> None:
     for world_size in (1, 4, 8):
-        flags = ["--recipe=vgg19-20class", "--data=/photos", f"--batch-size={64 * world_size}"]
-        train = parse(SubmitTraining, with_config(flags, KNOWN), "hpc submit").train
+        train = training("--recipe=vgg19-20class", "--data=/photos", f"--batch-size={64 * world_size}")
         assert highest_learning_rate(train) == pytest.approx(1e-4 * world_size**0.5)
 
 
 def test_a_copy_of_a_recipe_can_be_given_as_a_file(tmp_path: Path) -> None:
     for name in recipes():
         text = recipe_path(name).read_text()
-        expected = with_config([f"--recipe={name}"], KNOWN)
-        assert flags_of(tmp_path, text) == expected[:-1]
+        copied = settings(*in_file(tmp_path, text))
+        assert copied.items() - {"config": copied["config"]}.items() == (
+            settings(f"--recipe={name}").items() - {"recipe": name}.items()
+        )
 
 
 def test_training_that_names_no_data_gets_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_line, "FASHION_MNIST_DIRECTORY", tmp_path)
-    assert with_data(["--epochs=3"], KNOWN) == ["--data=fashion-mnist", "--epochs=3"]
+    assert with_data({"epochs": "3"}, KNOWN) == {"data": "fashion-mnist", "epochs": "3"}
     monkeypatch.setattr(command_line, "FASHION_MNIST_DIRECTORY", tmp_path / "none")
-    train = parse(SubmitTraining, with_data(["--epochs=3"], KNOWN), "hpc submit").train
+    train = program.build(SubmitTraining, with_data({"epochs": "3"}, KNOWN)).train
     assert (train.data, train.epochs, train.batch_size) == ("digits", 3, 64)
-    for named in (["--data", "x"], ["--synthetic"], ["--recipe=imagenet-resnet50"]):
+    for named in ({"data": "x"}, {"synthetic": True}, {"recipe": "imagenet-resnet50"}):
         assert with_data(named, KNOWN) == named
 
 
@@ -129,7 +136,7 @@ def test_training_that_names_no_data_gets_some(tmp_path: Path, monkeypatch: pyte
             ["--recipe=zzz"],
             "--recipe is 'zzz', which is not known: use cifar, digits, fashion-mnist, fashion-mnist-gpu, finetune,",
         ),
-        (["--config=c.yaml"], "--config c.yaml: there is no flag 'epoch': did you mean epochs, "),
+        (["--config=c.yaml"], "--config c.yaml: there is no flag 'epoch': did you mean epochs"),
     ],
 )
 def test_the_trainer_and_the_submission_refuse_what_they_do_not_know(

@@ -129,7 +129,7 @@ def test_bad_defaults_are_refused_and_the_nearest_place_wins(
         (["-N", "2", "-p", "gpux"], r"--partition 'gpux' does not exist"),
         (["-t2d"], r"--time is 2d, but partition gpu allows"),
         (["-n", "8"], r"there is no flag -n: use --nodes and --gpus-per-node instead"),
-        (["-x", "gpu01"], r"there is no flag -x: use --exclude$"),
+        (["-x", "gpu01"], r"there is no flag -x: use --exclude instead$"),
         (["--gres=gpu:4"], r"there is no flag --gres: use --gpus-per-node 4 or a100:4 for GPUs"),
         (["--mail-type", "END"], r"there is no flag --mail-type: use --sbatch mail-type=VALUE"),
         (["--mem-per-gpu=8G"], r"there is no flag --mem-per-gpu: use --sbatch mem-per-gpu=VALUE"),

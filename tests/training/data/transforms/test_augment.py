@@ -17,8 +17,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from hpc.core.errors import UserError
+from hpc.core.text import flag
 from training.config.dataset_layout import Kind
-from training.config.rules import flag
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import MemoryImages
