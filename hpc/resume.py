@@ -216,7 +216,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
         before.with_training(train=train), resources=resources, recovery=options.recovery, network=options.network,
         notification=_adjusted_notification(before, options), has_default_time=has_default_time,
     )  # fmt: skip
-    complete = history.outcome == "completed"
+    complete = history.is_complete
     if before.evaluation and complete:
         raise UserError(f"run {run.name} is a complete evaluation: type hpc evaluate {before.evaluation.source} again")
     if before.train and train:

@@ -153,7 +153,7 @@ def join(
     deadline, look_at, latest = began + timeout_seconds, began + _LOOK_SECONDS, began + STORAGE_SECONDS
     while not stopped():
         history = History(await_storage(run, stopped, partial(ledger.read_without_other_nodes, run.events)))
-        if reason := why_nothing_started(history, allocation):
+        if (reason := why_nothing_started(history, allocation)) is not None:
             raise TorchrelayError(reason)
         newest = history.last_attempt
         # submitit's local executor restarts a job without counting: an attempt that this node has joined is older.

@@ -73,7 +73,7 @@ def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
     """
     refresh_nfs_cache(run.events)
     history = History.load(run)
-    if history.complete or claim.why_nothing_started(history, allocation):
+    if history.complete or claim.why_nothing_started(history, allocation) is not None:
         return None
     for attempt in history.attempts:
         if (attempt.job_id, attempt.restart) == allocation.job_start:

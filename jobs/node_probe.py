@@ -161,7 +161,7 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
     try:
         claimed = claim.join(probe.run, allocation, lambda: False, _MEET_SECONDS)
     except TorchrelayError as error:
-        raise TorchrelayError(f"{allocation.head} wrote nothing to the runs directory") from error
+        raise TorchrelayError(f"{allocation.head} wrote nothing to the runs directory ({error})") from error
     assert claimed is not None  # noqa: S101  # nothing stops this node
     hosts = head_hosts(allocation.head, claimed.addresses, network.interface)
     client = ControlClient(hosts, claimed.port, claimed.secret, NodeStatus(node_rank=allocation.node_rank))

@@ -101,13 +101,17 @@ class _ThisRank:
         def path(name: str) -> Path | None:
             return Path(environment[name]) if name in environment else None
 
-        rank, local_rank = int(environment.get("RANK", "0")), int(environment.get("LOCAL_RANK", "0"))
+        def number(name: str, usual: int) -> int:
+            # Other programs that import this module may find anything in such a variable.
+            return int(environment[name]) if environment.get(name, "").isdecimal() else usual
+
+        rank, local_rank = number("RANK", 0), number("LOCAL_RANK", 0)
         run_dir = path("TORCHRELAY_RUN_DIR")
         return cls(
             rank=rank,
             local_rank=local_rank,
-            world_size=int(environment.get("WORLD_SIZE", "1")),
-            attempt=int(environment.get("TORCHRELAY_ATTEMPT", "0")),
+            world_size=number("WORLD_SIZE", 1),
+            attempt=number("TORCHRELAY_ATTEMPT", 0),
             run_dir=run_dir,
             heartbeat=path("TORCHRELAY_HEARTBEAT"),
             checkpoints=run_dir / "checkpoints" if run_dir and rank == 0 else None,
@@ -179,7 +183,6 @@ class Heartbeat:
         self._count = 0
         self._step = 0
         self._path = path
-        self._descriptor: int | None = None
         self.step_seconds: float | None = None
         """Mean wall time of recent steps."""
         self.busy_seconds: float | None = None
@@ -196,19 +199,12 @@ class Heartbeat:
             "time": time.time(), "step_seconds": self.step_seconds, "busy_seconds": self.busy_seconds,
         }  # fmt: skip
         with suppress(OSError):
-            os.pwrite(self._open(self._path), json.dumps(record).encode().ljust(_HEARTBEAT_BYTES), 0)
-
-    def _open(self, path: Path) -> int:
-        """Return the descriptor of the file, which is new, an earlier process's, or already open.
-
-        Something may have emptied /dev/shm; the node's agent then makes the directory again.
-        """
-        if self._descriptor is not None and os.fstat(self._descriptor).st_nlink == 0:
-            os.close(self._descriptor)
-            self._descriptor = None
-        if self._descriptor is None:
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        return self._descriptor
+            # At each beat: a script may close files that it does not know, and something may have emptied /dev/shm.
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.pwrite(descriptor, json.dumps(record).encode().ljust(_HEARTBEAT_BYTES), 0)
+            finally:
+                os.close(descriptor)
 
 
 class _Reports:
@@ -601,7 +597,7 @@ def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -
 
     def write_file(temporary: Path) -> dict[str, Any]:
         (temporary / _STATE_FILE).write_bytes(data)
-        return {_STATE_FILE: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+        return {_STATE_FILE: describe_bytes(data)}
 
     save_checkpoint(directory, step, write_file, keep, 0o700, check=check)
 
@@ -830,6 +826,11 @@ def describe_file(path: Path) -> dict[str, Any]:
         return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+def describe_bytes(data: bytes) -> dict[str, Any]:
+    """Return the manifest's entry for a file with this content."""
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
 def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
     """Return what is wrong with a checkpoint; empty if its files are as they were written.
 
@@ -838,10 +839,14 @@ def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
     Raises:
         OSError: the storage cannot be read. The checkpoint may be intact.
     """
+    return _damage(path, describe_file, first, stride)
+
+
+def _damage(path: Path, describe: Callable[[Path], dict[str, Any]], first: int = 0, stride: int = 1) -> str:
     try:
         files = json.loads((path / _MANIFEST).read_bytes())["files"]
         checked = sorted(files.items())[first::stride]
-        damaged = next((name for name, entry in checked if describe_file(path / name) != entry), None)
+        damaged = next((name for name, entry in checked if describe(path / name) != entry), None)
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it does not match its manifest: {error!r}"
     except OSError as error:
@@ -856,9 +861,13 @@ def file_names(path: Path) -> list[str]:
 
 def read_checkpoint(path: Path) -> dict[str, bytes] | str:
     """Return the files of a checkpoint, or what is wrong with it. Raises OSError if the storage cannot be read."""
-    if damage := find_damage(path):
-        return damage
-    return {name: (path / name).read_bytes() for name in file_names(path)}
+    files = dict[str, bytes]()
+
+    def read(file: Path) -> dict[str, Any]:
+        files[file.name] = data = file.read_bytes()
+        return describe_bytes(data)
+
+    return _damage(path, read) or files
 
 
 # --- restoring: one rank reads, and gives the others what it has read ---
@@ -933,11 +942,19 @@ def _restore(objects: Mapping[str, Saveable]) -> Candidate | None:
 
 
 def _read(path: Path, *, durable: bool) -> bytes:
-    """Return the file of a state; empty if that is damaged, and is not tried again."""
-    files = read_checkpoint(path)
-    if not isinstance(files, str):
+    """Return the file of a state; empty if that is damaged, and is not tried again.
+
+    Raises OSError if a checkpoint cannot be read: it may be intact.
+    """
+    try:
+        files = read_checkpoint(path)
+    except OSError as error:
+        if durable:
+            raise
+        files = str(error)
+    if not isinstance(files, str) and _STATE_FILE in files:
         return files[_STATE_FILE]
-    _warn(f"{path} is not used: {files}")
+    _warn(f"{path} is not used: {files if isinstance(files, str) else f'it has no {_STATE_FILE}'}")
     if durable:
         reject(path)
     else:

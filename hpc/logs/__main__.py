@@ -81,7 +81,7 @@ def _check_choice(options: LogsOptions, run: RunDir) -> None:
         if not 0 <= options.rank <= last:
             has = f"ranks 0 to {last}" if last else "one rank, 0"
             raise UserError(f"--rank is {options.rank}, but run {run.name} has {has}")
-    attempts = len(History.load(run).attempts)
+    attempts = max((attempt.attempt for attempt in History.load(run).attempts), default=0)
     # With --follow one may wait for the next.
     if options.attempt is not None and not 0 < options.attempt <= attempts + options.follow:
         has = f"attempts 1 to {attempts}" if attempts > 1 else "one attempt, 1" if attempts else "no attempt yet"

@@ -86,7 +86,8 @@ def _interruptions(history: History, *, failed: bool) -> dict[float, str]:
 def _ended(run: Path, how: str, history: History) -> Notice:
     title = f"Run {run.name} is complete" if how == COMPLETED else f"Run {run.name} has failed"
     last, detail = history.attempts[-1], history.not_continued
-    advice = [f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"] if detail else []
+    stopped = f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"
+    advice = [] if detail is None else [stopped]
     return Notice(
         key=f"{how}-{last.attempt:03d}", title=title, time=last.ended or 0.0,
         body=_body(run, [last], "status" if how == COMPLETED else "logs", advice),

@@ -57,9 +57,9 @@ class StagingProgress(Struct, frozen=True, kw_only=True):
 
     node: str
     activity: str
-    bytes_done: float | None
-    bytes_total: float | None
-    bytes_per_second: float | None
+    bytes_done: int | float | None
+    bytes_total: int | float | None
+    bytes_per_second: int | float | None
     eta_seconds: float | None
 
 

@@ -10,7 +10,8 @@ import pytest
 from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, add_script, assert_equal, refused, submit_and_wait
 from support.events import cancelled, write_events
 
-from hpc.core.events.resumption import current_spec, is_cancelled, is_cancelled_now, record_resumption
+from hpc.core.events.kinds import Resumed
+from hpc.core.events.resumption import current_spec, is_cancelled_now, record_resumption
 from hpc.core.rundir import RunDir
 from hpc.resume import options_of
 from hpc.spec import RunSpec
@@ -125,12 +126,11 @@ def test_cancelled_for_good_is_not_resumed(local_site: Site, complete: Run) -> N
 
 
 def test_only_cancellations_that_the_resumption_has_seen_are_taken_back(tmp_path: Path) -> None:
-    run, seen = RunDir(tmp_path), [cancelled()]
-    write_events(run, *seen, file=run.cancellation.name)
-    assert is_cancelled(seen)
+    run, resumed = RunDir(tmp_path), Resumed(number=1, cancellations=1, attempt=1)
+    write_events(run, cancelled(), file=run.cancellation.name)
     assert is_cancelled_now(run)
-    assert record_resumption(run, 1, seen, attempt=1)
-    assert not record_resumption(run, 1, seen, attempt=1), "another process was first"
+    assert record_resumption(run, resumed)
+    assert not record_resumption(run, resumed), "another process was first"
     assert not is_cancelled_now(run)
     write_events(run, cancelled(), file=run.cancellation.name)
     assert is_cancelled_now(run), "whatever the clocks say"

@@ -15,6 +15,8 @@ from support.events import recorded_run, records_in
 from hpc.core.errors import TorchrelayError
 from hpc.core.events import ledger
 from hpc.core.events.attempts import attempts_of
+from hpc.core.events.history import History
+from hpc.core.events.kinds import NodeLost
 from hpc.core.rundir import RunDir
 from hpc.spec import Resources
 from jobs.agent import threads_per_rank
@@ -194,4 +196,4 @@ def test_defect_in_the_control_channel_ends_its_agent_with_a_traceback_and_the_a
     assert attempt.cause == "crashed", outputs
     assert "KeyError: 'no such field'" in (attempt.detail or "")
     if broken_rank:  # a head node's agent that understands nobody also answers nobody
-        assert not [event for event in ledger.read(run.events) if event["event"] == "node_lost"]
+        assert not History.load(run).of(NodeLost)

@@ -27,8 +27,7 @@ from support.cluster import (
     rank_pids,
 )
 
-from hpc.core.events import ledger
-from hpc.core.events.attempts import attempts_of, last_job_id
+from hpc.core.events.history import History
 
 FAILURES = int(os.environ.get("TORCHRELAY_STRESS", "3"))
 SEED = int(os.environ.get("TORCHRELAY_STRESS_SEED", "4"))
@@ -54,11 +53,11 @@ class Chaos:
 
     def strike(self) -> str:
         """Break something, whatever the run is doing. Returns what; empty if it was not there."""
-        events = ledger.read(self.run.directory.events)
-        attempts = attempts_of(events)
+        history = History.load(self.run.directory)
+        attempts = history.attempts
         nodes = [node for node in attempts[-1].nodes if node not in self.dead] if attempts else []
         kind = self.random.choice(KINDS)
-        return f"{kind} of {' '.join(nodes)}" if nodes and getattr(self, kind)(nodes, last_job_id(events)) else ""
+        return f"{kind} of {' '.join(nodes)}" if nodes and getattr(self, kind)(nodes, history.last_job_id) else ""
 
     def send(self, number: int, pids: list[int]) -> bool:
         """Signal one of some processes. Returns whether there was one."""

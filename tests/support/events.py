@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from hpc.core.events import ledger
 from hpc.core.events.kinds import Event
 from hpc.core.files import append_line, json_line
@@ -32,8 +34,8 @@ def typed(record: Mapping[str, Any]) -> Event:
 
 
 def record_of(event: Event) -> dict[str, Any]:
-    """Return the fields of an event as in its file."""
-    return dict(json.loads(ledger.line_of(event)))
+    """Return the fields of an event, also those that its file leaves out because they have their defaults."""
+    return {"event": event.kind, **json.loads(json.dumps(msgspec.structs.asdict(event)))}
 
 
 def records_in(events: Path) -> list[dict[str, Any]]:

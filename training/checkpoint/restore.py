@@ -139,14 +139,14 @@ class Restorer:
             if is_own and not problem:
                 text, tensors = _read(path, with_tensors=not self.state.sharded)
                 self.state.check_compatible(json.loads(text), path.name)
-        except OSError as error:
-            raise TorchrelayError(str(error)) from error
-        except TorchrelayError as error:
-            # If the flags do not fit a checkpoint, stop and tell the user; if they do not fit a snapshot, skip it and
-            # try the next state.
-            if candidate.durable:
-                raise
-            return b"", {}, str(error)
+        except (OSError, TorchrelayError) as error:
+            # The storage does not answer, or the flags do not fit the state. Skip a snapshot and try the next state;
+            # for a checkpoint, stop and tell the user.
+            if not candidate.durable:
+                return b"", {}, str(error)
+            if isinstance(error, OSError):
+                raise TorchrelayError(str(error)) from error
+            raise
         return text, tensors, problem
 
     def discard(self, candidate: Candidate, path: Path, reason: str) -> None:

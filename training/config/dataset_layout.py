@@ -144,7 +144,10 @@ def check_data(path: Path) -> DataLayout:
 
 def find_data(staged: Path) -> Path:
     """Return where the data are in what was staged: archives often hold one directory with everything in it."""
-    inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
+    try:
+        inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
+    except OSError:
+        return staged  # storage that does not answer for a moment: what reads the data tries again
     if len(inside) != 1 or not inside[0].is_dir():
         return staged
     try:

@@ -87,10 +87,13 @@ def interruptions_of(history: History) -> list[Interruption]:
 
 def _time_spans(history: History) -> list[History]:
     """Return the history of each attempt, from its start or an interruption to the next one, or its end."""
-    spans = list[History]()
-    for attempt in history.attempts:
+    spans, own = list[History](), {attempt.attempt: list[Event]() for attempt in history.attempts}
+    for event in history.events:
+        if event.attempt in own:
+            own[event.attempt].append(event)
+    for events in own.values():
         span = list[Event]()
-        for event in history.during(attempt.attempt).events:
+        for event in events:
             span.append(event)
             if isinstance(event, Interrupted):
                 spans.append(History(span))

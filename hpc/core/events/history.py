@@ -102,6 +102,12 @@ class History:
         return any(event.job_id == self.last_job_id for event in self.of(Scancelled))
 
     @property
+    def is_complete(self) -> bool:
+        """Whether the run has finished, even if its user cancelled it at the same moment."""
+        last = self.last_attempt
+        return self.complete or (last is not None and last.cause == Cause.COMPLETED and not last.resumed)
+
+    @property
     def outcome(self) -> Outcome | None:
         """How the run has ended, as far as its directory says so; None if it goes on."""
         last = self.last_attempt

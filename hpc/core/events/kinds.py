@@ -181,8 +181,8 @@ class Joined(Event, frozen=True, kw_only=True):
     node: str
     node_rank: Int | None = None
     clock_skew_seconds: Number | None = None
-    tmp_free_bytes: Int | None = None
-    shm_free_bytes: Int | None = None
+    tmp_free_bytes: int | None = None
+    shm_free_bytes: int | None = None
 
 
 class Staging(Event, frozen=True, kw_only=True):
@@ -190,10 +190,10 @@ class Staging(Event, frozen=True, kw_only=True):
 
     node: str
     activity: str
-    bytes_done: Number
-    bytes_per_second: Number
+    bytes_done: int | Number
+    bytes_per_second: int | Number
     source: str | None = None
-    bytes_total: Number | None = None
+    bytes_total: int | Number | None = None
     eta_seconds: Number | None = None
 
 
@@ -208,8 +208,8 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
     reused: bool = False
     in_place: str | None = None
     seconds: Number = 0.0
-    bytes_from_source: Int = 0
-    bytes_from_peers: Int = 0
+    bytes_from_source: int = 0
+    bytes_from_peers: int = 0
     fallback: str | None = None
     repaired: Int = 0
     evicted: tuple[str, ...] = ()

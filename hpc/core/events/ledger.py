@@ -3,20 +3,21 @@
 One writer per file, because appends by several hosts tear on NFS.
 """
 
+import json
 import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Union
+from typing import Any, Union
 
 import msgspec
 
 from hpc.core.causes import Cause
 from hpc.core.errors import TorchrelayError
 from hpc.core.events.kinds import KINDS, UNDATED, Event, Interrupted
-from hpc.core.files import append_line, numbered_lines, refresh_nfs_cache, write_exclusive
+from hpc.core.files import append_line, json_line, numbered_lines, refresh_nfs_cache, write_exclusive
 from hpc.core.rundir import RunDir
 
 _OF_OTHER_NODES = re.compile(r"attempt-\d+-node-0*[1-9]")
@@ -41,8 +42,15 @@ def dated(event: Event, **fields: object) -> Event:
 
 
 def line_of(event: Event) -> str:
-    """Return an event as one line of a ledger; an event without a time happens now."""
-    return msgspec.json.encode(dated(event) if event.time == UNDATED else event).decode() + "\n"
+    """Return an event as one line of a ledger, without fields that have their defaults. It happens now if undated.
+
+    The line is ASCII, so that names which are not UTF-8 can be written. Earlier releases, which may still run as the
+    agents of a run, refuse a null where they know no field without a value.
+    """
+    event = dated(event) if event.time == UNDATED else event
+    usual = {field.name: field.default for field in msgspec.structs.fields(type(event))}
+    values = {name: value for name in usual if (value := getattr(event, name)) != usual[name]}
+    return json_line({"event": event.kind, **values})
 
 
 def record_once(path: Path, event: Event) -> bool:
@@ -88,29 +96,32 @@ def _read(events: Path, wanted: Callable[[str], bool]) -> tuple[list[Event], lis
         for number, line in numbered_lines(f"{events}/{name}"):
             try:
                 found.append(decoded(line))
-            except msgspec.DecodeError as error:
+            except (ValueError, RecursionError) as error:
                 if not _is_of_unknown_kind(line):
                     damage.append(f"line {number} of {events.name}/{name} is damaged and left out: {error}")
     return sorted(found, key=_happened_at), damage
 
 
-_decoder = msgspec.json.Decoder(Union[KINDS])  # noqa: UP007 - a tuple of types
+_ANY_EVENT: Any = Union[KINDS]  # noqa: UP007 - a tuple of types
+_decoder = msgspec.json.Decoder(_ANY_EVENT)
 
 
 def decoded(line: bytes) -> Event:
     """Return the event on a line of a ledger.
 
     Raises:
-        msgspec.DecodeError: the line is torn, or a field is missing or has a value of another type.
+        ValueError, RecursionError: the line is torn, or a field is missing or has a value of another type.
     """
-    event: Event = _decoder.decode(line)
+    try:
+        event: Event = _decoder.decode(line)
+    except msgspec.ValidationError:
+        raise
+    except ValueError:
+        # json also reads the escapes of names that are not UTF-8.
+        event = msgspec.convert(json.loads(line), _ANY_EVENT)
     if event.time == UNDATED:
         raise msgspec.ValidationError("Object missing required field `time`")
     return event
-
-
-class _AnyKind(msgspec.Struct):
-    event: str
 
 
 _KINDS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
@@ -118,9 +129,10 @@ _KINDS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
 
 def _is_of_unknown_kind(line: bytes) -> bool:
     try:
-        return msgspec.json.decode(line, type=_AnyKind).event not in _KINDS
-    except msgspec.DecodeError:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
         return False
+    return isinstance(record, dict) and isinstance(record.get("event"), str) and record["event"] not in _KINDS
 
 
 def _happened_at(event: Event) -> float:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.events import records_in
 from support.staging_nodes import disk, end_nodes, stage, start_nodes
 from support.waiting import wait_for
 
-from hpc.core.events import ledger
 from hpc.core.transport import Connection, Limits, Server, TransportError, connect
 from hpc.staging.coordination import Address, CacheStatus, choose_owners
 from hpc.staging.peers import ChunkStore, Peer, PeerError, PeerServer
@@ -54,7 +54,7 @@ class Nodes:
 
     def events(self, job: str = "job") -> list[dict[str, Any]]:
         """What the nodes of a job have written down."""
-        return list(ledger.read(self.path / job / "events"))
+        return records_in(self.path / job / "events")
 
     def stage(self, source: Path, count: int = NODES, job: str = "job") -> list[dict[str, Any]]:
         """Run a job to its end. Returns the output of each node."""

@@ -156,7 +156,9 @@ def test_row_says_what_is_damaged_in_which_file_and_line(runs: tuple[RunDir, Run
     events[9]["time"] = float("nan")
     write(damaged.events / "agent.jsonl", events)
     rows = StatusCache().summaries([damaged, sound])
-    problem = "line 10 of events/agent.jsonl is damaged and left out: JSON is malformed: invalid character (byte 9)"
+    problem = (
+        "line 10 of events/agent.jsonl is damaged and left out: Expected `float` >= -1000000000000000.0 - at `$.time`"
+    )
     assert rows[0].damaged == [problem]
     assert (rows[0].attempt, rows[0].device, rows[0].step) == (1, None, 60), "the rest is shown"
     assert shown(rows, details=False).splitlines()[-1].strip() == f"damaged: {problem}"

@@ -245,7 +245,7 @@ def test_another_runs_snapshot_is_removed_and_not_used(start: Starter, node: Nod
     training = start(*flags, run="other")
     assert training.wait() == [-9]
     assert "is not used: --seed is 1, but step-" in training.output()
-    assert events(training.run_dir, "train_started")[0]["source"] is None
+    assert events(training.run_dir, "train_started")[0].get("source") is None
     assert steps_of(node) == []
 
 
