@@ -26,7 +26,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpc.core.events import ledger
 from hpc.core.rundir import RunDir
+from support.events import record_of
 from training.verify_resume.local_launch import free_port, kill_ranks, start_ranks, wait_for_ranks
 
 if TYPE_CHECKING:
@@ -107,7 +109,8 @@ def wait_for_the_end_of(pid: int) -> None:
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
     """The events of that name, of all attempts."""
     files = sorted((run_dir / "events").glob("*.jsonl"))
-    return [event for file in files for event in lines(file) if event["event"] == name]
+    found = [ledger.decoded(line) for file in files for line in file.read_bytes().splitlines()]
+    return [record_of(event) for event in found if event.kind == name]
 
 
 def losses(run_dir: Path) -> list[float]:
