@@ -314,7 +314,7 @@ def flag_texts(options: type[Any]) -> dict[str, str]:
 
 
 def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
-    """Return a dataclass that tells tyro what `mark` says of each flag, by its name, those of groups included."""
+    """Return a subclass each of whose flags, also those of groups, carries `mark(its name)` for tyro."""
     types, values = dict[str, Any](), dict[str, Any]()
     for field in dataclasses.fields(options):
         kind: Any = field.type

@@ -14,7 +14,7 @@ STATE_TENSORS, STATE_VALUES = "state.safetensors", "state.json"
 
 @dataclass(frozen=True)
 class SubPath:
-    """A path below the directory `path` of the object that has it."""
+    """A descriptor: this name below the `path` of its owner."""
 
     name: str
 

@@ -235,7 +235,7 @@ def _interruption_strips(
 
 
 def _draw_marks(drawn: figure, marks: Sequence[dict[str, Any]]) -> None:
-    """Draw them; a recovery that lost no step is a line at its step."""
+    """Draw the marks; a recovery that lost no step is a line at its step."""
     for is_shade in (True, False):
         chosen = [mark for mark in marks if (mark["text"] == "") == is_shade]
         if not chosen:

@@ -50,7 +50,7 @@ _REFUSED = (
 
 
 def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
-    """The command that every node runs, or that runs another module of the code copy, as text for a shell.
+    """Return a command for a shell that runs a module of the code copy, by default the agent of each node.
 
     PYTHONPATH names the copy of the code. -P, because python -m would import from the current directory first, where
     the code may have been edited since.

@@ -108,7 +108,7 @@ class Coordinator:
     # --- what failed ---
 
     def _find_lost_nodes(self) -> None:
-        """Nodes that are silent though they have not left; members that fall silent together are one failure."""
+        """Record nodes that are silent or back; members that fell silent together are one failure."""
         for node_rank in [node_rank for node_rank in self.lost if not self._server.is_silent(node_rank)]:
             del self.lost[node_rank]
             self._node.record(NodeReturned(node=self._name(node_rank)))

@@ -70,7 +70,7 @@ class Torchrun:
         return [wrapper for torchrun in torchruns for wrapper in children(torchrun)]
 
     def _wrappers(self) -> list[int]:
-        """Return the wrapper of torchrun: in the container if there is one, not the process that mounts the image."""
+        """Return the pid of torchrun's wrapper: in a container the one inside, not the one that mounts the image."""
         if not self._contained:
             return [self._process.pid]
         return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER)]

@@ -103,7 +103,7 @@ _HOW_TO_GO_ON = {
 
 
 def _goes_on(before: TrainConfig, after: TrainConfig, ended: str | None) -> bool:
-    """Whether steps follow those of a complete training."""
+    """Whether the new flags add steps to a complete training."""
     if ended is None:
         return after.epochs > before.epochs
     name = "early_stopping_patience" if ended == "early_stopping" else "max_hours"

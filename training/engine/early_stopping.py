@@ -53,7 +53,7 @@ class EarlyStopping:
         return {"spent_seconds": self.spent_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Add the seconds of earlier attempts."""
+        """Take over the seconds of earlier attempts."""
         self._earlier_seconds = state_dict["spent_seconds"]
 
 

@@ -91,7 +91,7 @@ class Validator:
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
-        """Test the best model, and add that to `best/`. Returns its step, epoch, validation and test, if there is one.
+        """Test the best model, and add the result to `best/`. Returns its step, epoch and results; None without one.
 
         `last` is the test of the model after the last step, which may be the best one.
         """
