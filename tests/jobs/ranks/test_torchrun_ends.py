@@ -65,7 +65,7 @@ if __name__ == "__main__":
         rank = noted.read_text().strip()
         if is_wrapper_killed:
             os.kill(ranks.pids()[0], signal.SIGKILL)
-        end_ranks(ranks)
+        end_ranks(lambda seconds: ranks.close(timeout=seconds))
         tasks = Path("/proc", rank, "task")
         print("left:", [each.name for each in tasks.iterdir()] if tasks.exists() else [])
 """
