@@ -20,7 +20,8 @@ from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 from hpc.spec import RunSpec
 
-# Slurm's reason for a job that `slurm.requeue_held` has put back. A job that its user holds has another one.
+# Slurm's reason for a job that `slurm.requeue_held` has put back, from the call on, while its old processes still end.
+# A job that its user holds has another one.
 _HELD = "job requeued in held state"
 _ENDED = {"failed": "has failed", "cancelled": "was cancelled", "removed": "was removed"}
 
@@ -97,10 +98,12 @@ def redirect_waiting_jobs(run: RunDir) -> None:
     """
     jobs = slurm.jobs()
     for script, own in jobs_by_script(jobs.values()).items():
-        waiting, pending = RunDir(Path(script).parent), [job for job in own if job.state is JobState.PENDING]
-        for job in pending:
-            if job.reason in {"Dependency", _HELD} and _waits_for(waiting, run):
-                wait_again(waiting, job.job_id, jobs, held=job.reason == _HELD)
+        waiting = RunDir(Path(script).parent)
+        for job in own:
+            depends = job.state is JobState.PENDING and job.reason == "Dependency"
+            held = job.state in {JobState.PENDING, JobState.ENDING} and job.reason == _HELD
+            if (depends or held) and _waits_for(waiting, run):
+                wait_again(waiting, job.job_id, jobs, held=held)
 
 
 def _waits_for(waiting: RunDir, run: RunDir) -> bool:

@@ -132,3 +132,23 @@ def test_run_that_waits_for_a_cancelled_job_goes_on_when_its_run_is_cancelled(or
     assert site.hpc("cancel", "second").returncode == 0
     with site.supervised():
         assert third.wait_for_state("completed")
+
+
+def test_run_is_released_while_the_start_that_was_held_still_ends(ordinary_user: Site) -> None:
+    """Slurm takes seconds to end a job that has been requeued and held, and forgets no release meanwhile."""
+    site = ordinary_user
+    first = waiting(site, "first", "--sbatch=hold")
+    second = waiting(site, "second", "--after=first", "--sbatch=hold")
+    for run in (first, second):
+        site.slurm("scancel", run.job_id)
+    slow = '#!/bin/bash\ntrap "" TERM\nscontrol requeuehold "$SLURM_JOB_ID"\nsleep 60\n'
+    second.directory.script.write_text(slow)
+    job_id = site.slurm("sbatch", "--parsable", "--requeue", "--output=/dev/null", str(second.directory.script))
+
+    def queue(columns: str) -> str:
+        return site.slurm("squeue", "--noheader", f"--job={job_id}", f"--format={columns}")
+
+    second.wait("the hold", lambda: queue("%T %r") == "COMPLETING job requeued in held state")
+    assert site.hpc("cancel", "first").returncode == 0
+    second.wait("its end", lambda: queue("%T") == "PENDING")
+    assert queue("%r") != "job requeued in held state"
