@@ -25,7 +25,7 @@ ifeq ($(ROOT),)
 	$(BIN)/python -m hpc.submit --cluster local --nodes 2 --gpus-per-node 4 --wait
 else
 	@$(call INSTALL,$(PACKAGES))
-	$(BIN)/python -m hpc.testbed up --nodes 4 --gpus-per-node 4
+	$(BIN)/python -m hpc.cluster.testbed up --nodes 4 --gpus-per-node 4
 	$(BIN)/python -m hpc.submit --nodes 2 --gpus-per-node 4 --wait
 endif
 
@@ -118,7 +118,7 @@ else
 		TORCHRELAY_REQUIRE_SLURM=1 tests/on-debian $$release $(CACHE) make test TESTS="-m slurm $(TESTS)"; done
 endif
 
-# Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/core, or a file; EVERY=10: each tenth mutant.
+# Would the tests notice? Mutates what decides (tests/mutants.toml): all of it, or ROOM=hpc/run, or a file; EVERY=10: each tenth mutant.
 ROOM :=
 EVERY := 1
 

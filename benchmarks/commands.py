@@ -34,7 +34,7 @@ print(executor._executor._make_submission_file_text("torchrun train.py", "id"))
 WATCH = """
 import json, sys, time
 from pathlib import Path
-from hpc import cli
+from hpc.commands import cli
 from hpc.status import run_view
 run_view._QUEUE_SECONDS = 0
 cache = run_view.StatusCache()

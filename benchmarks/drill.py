@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.harness import table
 from benchmarks.hpc_commands import hpc, supervised, testbed
-from hpc.core.events.downtime import PARTS
+from hpc.run.events.downtime import PARTS
 
 RUN = [
     "--data=fashion-mnist", "--name=drill", "--nodes=2", "--spares=1", "--gpus-per-node=1", "--cpus-per-gpu=1",

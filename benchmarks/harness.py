@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import tyro
 
-from hpc.core.files import write_json
+from hpc.base.files import write_json
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

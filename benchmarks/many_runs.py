@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hpc.core.files import json_line
-from hpc.core.rundir import RunDir
+from hpc.base.files import json_line
+from hpc.run.rundir import RunDir
 
 ATTEMPTS, SAVES, STEPS = 4, 30, 10_000
 NODES = ["gpu01", "gpu02"]

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.harness import Contender, Findings, Flags, Sample, benchmark, medians, say, take_turns
-from hpc.core.events import kinds
-from hpc.core.events.history import History
-from hpc.core.rundir import RunDir
+from hpc.run.events import kinds
+from hpc.run.events.history import History
+from hpc.run.rundir import RunDir
 
 FILES, FILE_BYTES = 64, 2**18
 SCRIPT = "import time\nprint('started', time.time())\n"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from hpc.core.kernel import children
+from hpc.base.kernel import children
 
 
 def descendants(pid: int) -> list[int]:

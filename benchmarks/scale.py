@@ -30,13 +30,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness import Findings, Flags, Row, benchmark
-from hpc.core.events import kinds, ledger
-from hpc.core.events.history import History
-from hpc.core.events.ledger import EventWriter
-from hpc.core.rundir import RunDir
-from hpc.core.transport import Connection, Limits, connect
-from hpc.spec import Resources, RunSpec
-from hpc.spec_file import script_program
+from hpc.base.transport import Connection, Limits, connect
+from hpc.run.events import kinds, ledger
+from hpc.run.events.history import History
+from hpc.run.events.ledger import EventWriter
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec_file import script_program
 from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import NodeStatus, Phase, RankHeartbeat

@@ -30,10 +30,10 @@ from benchmarks.harness import ROOT, Contender, Findings, Flags, Sample, benchma
 from benchmarks.hpc_commands import hpc, testbed
 from benchmarks.processes import memory_bytes, naming
 from benchmarks.restart import marks
-from hpc.core.events import kinds
-from hpc.core.events.history import History
-from hpc.core.kernel import cpu_seconds
-from hpc.core.rundir import RunDir
+from hpc.base.kernel import cpu_seconds
+from hpc.run.events import kinds
+from hpc.run.events.history import History
+from hpc.run.rundir import RunDir
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
 NODES, BATCH = 2, 512

@@ -30,7 +30,7 @@ from benchmarks.harness import Findings, RivalFlags, Row, benchmark, say
 from benchmarks.hpc_commands import hpc, supervised
 from benchmarks.recovery import failures, step_log
 from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload, versions_of
-from hpc.core.kernel import process_state
+from hpc.base.kernel import process_state
 
 # Each five failures in a row are these in some order: ranks fail more often than nodes.
 _MIX = ("worker killed", "worker killed", "hung", "preempted")

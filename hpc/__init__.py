@@ -1,7 +1,7 @@
-"""The login node's side of Torchrelay: a room or file for each verb, the Python API, and the base of all packages.
+"""The login node's side of Torchrelay: the commands, the Python API, their libraries, and the base of all packages.
 
 Without torch and pandas, which only `hpc report` imports, a verb answers in a fraction of a second. Nodes and ranks
-import `hpc.core` through this file, too: so the API (`hpc.api`) is imported when it is first used.
+import `hpc.base` through this file, too: so the API (`hpc.commands.api`) is imported when it is first used.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc.api import Run, Runs, ScriptRun, TorchrelayError, TrainingRun, UserError, find_run, runs, submit
+    from hpc.commands.api import Run, Runs, ScriptRun, TorchrelayError, TrainingRun, UserError, find_run, runs, submit
 
 __all__ = ["Run", "Runs", "ScriptRun", "TorchrelayError", "TrainingRun", "UserError", "find_run", "runs", "submit"]
 
@@ -21,7 +21,7 @@ __all__ = ["Run", "Runs", "ScriptRun", "TorchrelayError", "TrainingRun", "UserEr
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module("hpc.api"), name)
+    return getattr(importlib.import_module("hpc.commands.api"), name)
 
 
 def _prepare_verb() -> None:
@@ -45,11 +45,22 @@ def _prepare_verb() -> None:
 
 
 def _module_to_run() -> str:
-    """The module of `python -m`, also in `-um`; empty unless Python is looking for it: only then `-m` stands there."""
+    """The module of `python -m`; empty unless Python is looking for it: only then `-m` stands there."""
     words = sys.orig_argv if sys.argv[:1] == ["-m"] else []
-    pairs = itertools.pairwise(words)
-    return next((module for flag, module in pairs if re.fullmatch("-[a-zA-Z]*m", flag)), "")
+    for word, following in itertools.pairwise([*words, ""]):
+        # The module may follow at once, and other flags without a value precede: -umhpc.status.
+        if flag := re.fullmatch("-[bBdEiIOPqsSuvx]*m(.*)", word):
+            return flag[1] or following
+    return ""
 
 
-if _module_to_run().partition(".")[0] == __name__:
+def _run(module: str) -> None:
+    """Run `python -m hpc.VERB`, which is `hpc VERB`: the verb's module lies elsewhere."""
     _prepare_verb()
+    verb = module.removeprefix(f"{__name__}.")
+    if verb != module and verb in (main := importlib.import_module(f"{__name__}.__main__")).VERBS:
+        sys.exit(main.main([verb, *sys.argv[1:]]))
+
+
+if (_module := _module_to_run()).partition(".")[0] == __name__:
+    _run(_module)

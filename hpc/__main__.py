@@ -1,14 +1,15 @@
-"""`hpc VERB ...`, the same as `python -m hpc.VERB ...`. Runs on the login node."""
+"""`hpc VERB ...`: finds the verb in `hpc.commands`, and runs it. Runs on the login node."""
 
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from hpc.core.text import did_you_mean
-from hpc.environment import CALLED
+from hpc.base.environment import CALLED
+from hpc.base.text import did_you_mean
 
 # Only the verb's own module is imported: `hpc cancel` must not wait for what `hpc submit` needs.
 _START = {
@@ -40,26 +41,13 @@ _CLUSTER = {
     "completion": "print the completion script for bash, zsh or fish",
     "testbed": "run a real Slurm on this machine (needs root)",
 }
+_GROUPS = {"start": _START, "runs": _RUNS, "cluster": _CLUSTER}
 VERBS = {**_START, **_RUNS, **_CLUSTER}
-_FILES = {
-    "cancel",
-    "clean",
-    "completion",
-    "config",
-    "evaluate",
-    "fork",
-    "notify",
-    "resume",
-    "shell",
-    "stage",
-    "sync",
-    "top",
-}
 # Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
 PROGRAMS = {
     "train": ("training", "train on this machine, without Slurm"),
-    "predict": ("training.predict", "predict the classes of images"),
-    "export": ("training.export", "write a trained model as one file"),
+    "predict": ("training.inference.predict", "predict the classes of images"),
+    "export": ("training.inference.export", "write a trained model as one file"),
     "pack": ("training.pack", "decode an image folder once, for all later trainings"),
     "profile": ("training.profile", "find the bottleneck of a training"),
     "verify": ("training.verify_resume", "check that an interrupted training ends with the same bits"),
@@ -67,9 +55,9 @@ PROGRAMS = {
 }
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the verb and return its exit code."""
-    arguments = sys.argv[1:]
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["help"]:  # hpc help COMMAND is hpc COMMAND --help
         arguments = [*arguments[1:2], "--help"]
     verb = arguments[0] if arguments else ""
@@ -85,8 +73,13 @@ def main() -> int:
         hint = did_you_mean(verb, ["help", *VERBS, *PROGRAMS], "hpc help lists the commands", 1)
         print(f"hpc: there is no command {verb!r}: {hint}", file=sys.stderr)
         return 2
-    module = importlib.import_module(f"hpc.{verb}" if verb in _FILES else f"hpc.{verb}.__main__")
-    return int(module.main(arguments[1:]))
+    return int(importlib.import_module(module_of(verb)).main(arguments[1:]))
+
+
+def module_of(verb: str) -> str:
+    """The module of a verb."""
+    group = next(group for group, verbs in _GROUPS.items() if verb in verbs)
+    return f"hpc.commands.{group}.{verb}"
 
 
 def _print_help() -> None:

@@ -18,16 +18,15 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.core.causes import EXIT_NO_SPACE, Cause
-from hpc.core.errors import BadNodeError, TorchrelayError
-from hpc.core.events.kinds import Joined, NodeFailed
-from hpc.core.files import DISK_FULL, TEMPORARY
-from hpc.core.kernel import interface_addresses, raise_open_files_limit
-from hpc.core.nodedir import DEV_SHM, HeldNodeDir
-from hpc.core.ownership import check_is_own
-from hpc.core.rundir import RunDir
-from hpc.spec import RunSpec
-from hpc.staging.copy_progress import StagingStopped
+from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError
+from hpc.base.files import DEV_SHM, DISK_FULL, TEMPORARY
+from hpc.base.kernel import interface_addresses, raise_open_files_limit
+from hpc.run.causes import Cause
+from hpc.run.events.kinds import Joined, NodeFailed
+from hpc.run.nodedir import HeldNodeDir
+from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from jobs import claim
 from jobs.control.addresses import head_hosts, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
@@ -35,15 +34,15 @@ from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.deferral import must_wait
 from jobs.ending import conclude, conclude_failed_agent, replace_headless_job, save_snapshot, take_over
-from jobs.job_comment import commenting
 from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rendezvous import pick_port
 from jobs.ranks.round import RankSetup, run_round
+from jobs.senders import commenting, sending
+from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging
 from jobs.staging.unpack_environment import stage_environment
 from jobs.stop_request import StopRequest
-from jobs.trackers import sending
 
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0

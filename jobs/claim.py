@@ -9,15 +9,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hpc.core.causes import JobState
-from hpc.core.errors import TorchrelayError
-from hpc.core.events import ledger
-from hpc.core.events.attempts import Attempt, attempts_of
-from hpc.core.events.history import History
-from hpc.core.events.kinds import Claimed, Deferred, Refused, StartedNothing
-from hpc.core.events.ledger import EventWriter, claim_file, record_once
-from hpc.core.files import can_write
-from hpc.core.rundir import RunDir
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import can_write
+from hpc.run.causes import JobState
+from hpc.run.events import ledger
+from hpc.run.events.attempts import Attempt, attempts_of
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Claimed, Deferred, Refused, StartedNothing
+from hpc.run.events.ledger import EventWriter, claim_file, record_once
+from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log

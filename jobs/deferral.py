@@ -3,10 +3,10 @@
 It happens where their jobs have ended, and they go on in others (hpc.slurm.predecessors). No attempt is made.
 """
 
-from hpc.core.rundir import RunDir
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency, predecessors_of, wait_again
-from hpc.spec import RunSpec
 from jobs import claim
 from jobs.node_attempt import NodeAllocation, ask_slurm, log
 

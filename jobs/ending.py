@@ -14,9 +14,12 @@ from typing import Any
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.core.causes import Cause, Ending, JobState, cause_of, must_requeue, signature_of
-from hpc.core.errors import TorchrelayError
-from hpc.core.events.kinds import (
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import modified, refresh_nfs_cache
+from hpc.base.kernel import steady_time
+from hpc.run.budget import must_requeue, signature_of
+from hpc.run.causes import Cause, Ending, JobState, cause_of
+from hpc.run.events.kinds import (
     AttemptEnded,
     Excluded,
     Joined,
@@ -26,23 +29,21 @@ from hpc.core.events.kinds import (
     Resubmitted,
     SnapshotSaved,
 )
-from hpc.core.events.ledger import check_is_newest
-from hpc.core.events.resumption import is_cancelled_now
-from hpc.core.files import modified, refresh_nfs_cache
-from hpc.core.kernel import steady_time
-from hpc.core.nodedir import NodeDir, node_dirs
-from hpc.core.rundir import RunDir
+from hpc.run.events.ledger import check_is_newest
+from hpc.run.events.resumption import is_cancelled_now
+from hpc.run.nodedir import NodeDir, node_dirs
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.predecessors import redirect_waiting_jobs
-from hpc.spec import RunSpec
 from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
 from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, log, send_heartbeats
-from jobs.notifier import start_notifying
 from jobs.ranks.monitor import NodeMonitor
+from jobs.senders import start_notifying
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
 _POLL_SECONDS = 0.2

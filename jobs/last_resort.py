@@ -15,14 +15,14 @@ import signal
 import sys
 from pathlib import Path
 
-from hpc.core.causes import EXIT_NO_SPACE, Cause
-from hpc.core.errors import TorchrelayError
-from hpc.core.events.attempts import Attempt
-from hpc.core.events.history import History
-from hpc.core.files import refresh_nfs_cache
-from hpc.core.ownership import check_is_own
-from hpc.core.rundir import RunDir
-from hpc.spec import RunSpec
+from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError
+from hpc.base.files import refresh_nfs_cache
+from hpc.run.causes import Cause
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.history import History
+from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from jobs import claim
 from jobs.ending import conclude_failed_agent
 from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats

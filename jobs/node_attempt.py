@@ -16,19 +16,19 @@ from typing import TypeVar
 
 import submitit
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.events import ledger
-from hpc.core.events.attempts import Attempt
-from hpc.core.events.history import History
-from hpc.core.events.kinds import Event
-from hpc.core.events.ledger import EventWriter
-from hpc.core.files import TEMPORARY
-from hpc.core.kernel import mounted_directory
-from hpc.core.nodedir import stage_dir_on_node
-from hpc.core.rundir import RunDir
-from hpc.core.text import visible
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import TEMPORARY
+from hpc.base.kernel import mounted_directory
+from hpc.base.text import visible
+from hpc.run.events import ledger
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Event
+from hpc.run.events.ledger import EventWriter
+from hpc.run.nodedir import stage_dir_on_node
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.slurm.client import SlurmRefusalError
-from hpc.spec import RunSpec
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 STORAGE_SECONDS = 3600.0

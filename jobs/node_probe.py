@@ -19,14 +19,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.node_info import inspect_node
-from hpc.core.nodedir import stage_dir_on_node
-from hpc.core.rundir import RunDir
+from hpc.base.errors import TorchrelayError
+from hpc.base.node_info import inspect_node
+from hpc.run.nodedir import stage_dir_on_node
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Network
 from hpc.slurm import client as slurm
-from hpc.spec import Network
-from hpc.staging.copy_progress import CopyProgress, StagingStopped
-from hpc.staging.stager import Stager
 from jobs import claim
 from jobs.control.addresses import head_hosts, interface_of, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
@@ -35,7 +33,9 @@ from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.round import rank_environment
 from jobs.ranks.usage import query_gpus
+from jobs.staging.copy_progress import CopyProgress, StagingStopped
 from jobs.staging.node_staging import NodeGroup
+from jobs.staging.stager import Stager
 
 DATA = "data"
 """Name of the data in DIRECTORY."""

@@ -1,6 +1,6 @@
 """Would the tests notice? Changes what decides, one thing at a time, and runs the room's own tests on each change.
 
-    make mutants ROOM=hpc/core/causes.py            or a folder; without ROOM, all that tests/mutants.toml names
+    make mutants ROOM=hpc/run/causes.py            or a folder; without ROOM, all that tests/mutants.toml names
     make mutants ROOM=training/checkpoint EVERY=10  each tenth mutant: there, each takes half a minute
 
 The changes are mutmut's. Its own runner leaves out properties and the tables of a module, which decide here: hence this

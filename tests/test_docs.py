@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 
 from hpc.__main__ import PROGRAMS, VERBS
-from hpc.completion import OPTIONS, options_of
-from hpc.core import program
+from hpc.base import program
+from hpc.commands.cluster.completion import OPTIONS, options_of
 from hpc.submit.options import ScriptFlags
 
 ROOT = Path(__file__).parents[1]

@@ -25,10 +25,10 @@ import sys  # noqa: E402
 import traceback  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
-from hpc.core.errors import TorchrelayError, UserError  # noqa: E402
-from hpc.core.nodedir import NodeDir  # noqa: E402
-from hpc.core.rundir import RunDir  # noqa: E402
-from hpc.environment import FAULT  # noqa: E402
+from hpc.base.environment import FAULT  # noqa: E402
+from hpc.base.errors import TorchrelayError, UserError  # noqa: E402
+from hpc.run.nodedir import NodeDir  # noqa: E402
+from hpc.run.rundir import RunDir  # noqa: E402
 from training.config.evaluation_task import EvaluationTask  # noqa: E402
 from training.config.train_config import RankOptions  # noqa: E402
 from training.config.training_spec import is_from_spec, rank_options  # noqa: E402
@@ -50,7 +50,7 @@ def main() -> int:
             options, evaluation = rank_options(sys.argv[1:])
             return _train(options, rank, evaluation)
         # Only here, for it imports tyro and YAML.
-        from hpc.core import program  # noqa: PLC0415
+        from hpc.base import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
 
         return _train(
@@ -61,7 +61,7 @@ def main() -> int:
             _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130  # hpc.core.program.INTERRUPTED, whose module imports tyro
+        return 130  # hpc.base.program.INTERRUPTED, whose module imports tyro
     except Exception as error:  # noqa: BLE001  # a defect, here or in a library
         traceback.print_exc()
         first, *more = str(error).strip().splitlines() or [""]

@@ -18,9 +18,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from hpc.core import program
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.rundir import RunDir
+from hpc.base import program
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.run.rundir import RunDir
 from training.config.command_line import TrainFlags, parse_flags
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import ImageDataset

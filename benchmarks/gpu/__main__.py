@@ -77,7 +77,7 @@ def main() -> int:
             left = end - time.monotonic()
             found.append(_run(part, file, left if options.small else min(part.seconds, left), small=options.small))
     show(found)
-    from hpc.core.files import write_json  # noqa: PLC0415  # once the packages are found
+    from hpc.base.files import write_json  # noqa: PLC0415  # once the packages are found
 
     options.output.parent.mkdir(exist_ok=True, parents=True)
     write_json(options.output, {"machine": _machine(), "small": options.small, "parts": found})

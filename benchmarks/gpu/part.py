@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import table
-from hpc.core.files import write_json
+from hpc.base.files import write_json
 from training.config.dataset_layout import FASHION_MNIST, IDX_STEMS, check_data, resolve_data
 from training.data.in_memory import read_idx_pair
 

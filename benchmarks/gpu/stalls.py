@@ -19,7 +19,7 @@ import torch
 from benchmarks.gpu.part import Found, Goal, Row, goal, on_gpu, synchronize
 from benchmarks.speed.loops import Case
 from benchmarks.speed.our_loop import our_trainer
-from hpc.core.nodedir import NodeDir
+from hpc.run.nodedir import NodeDir
 from training.checkpoint.writer import StateWriter
 from training.config.rules import INTERVAL_WORDS
 from training.config.train_config import TrainConfig

@@ -20,10 +20,10 @@ from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from benchmarks.gpu.part import Found, Row, data_directory, device, same_bits
-from hpc.core.events.history import History
-from hpc.core.events.kinds import TrainStarted
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
+from hpc.run.events.history import History
+from hpc.run.events.kinds import TrainStarted
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.config.training_spec import MODULES
 from training.engine.launch import make_trainer

@@ -17,11 +17,11 @@ from pathlib import Path
 from benchmarks.harness import ROOT, versions
 from benchmarks.hpc_commands import hpc
 from benchmarks.recovery import step_log
-from hpc.core.events.history import History
-from hpc.core.events.kinds import FirstStep, TrainStarted
-from hpc.core.files import read_json_lines
-from hpc.core.rundir import RunDir
-from hpc.testbed import lifecycle, nodes
+from hpc.base.files import read_json_lines
+from hpc.cluster.testbed import lifecycle, nodes
+from hpc.run.events.history import History
+from hpc.run.events.kinds import FirstStep, TrainStarted
+from hpc.run.rundir import RunDir
 
 SCRIPTS = Path(__file__).parent / "rivals"
 NODES = 2

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.recovery.contenders import Training
-from hpc.testbed import lifecycle
-from hpc.testbed.layout import TestbedShape
+from hpc.cluster.testbed import lifecycle
+from hpc.cluster.testbed.layout import TestbedShape
 
 # Seconds until Slurm marks a dead node down: its default.
 SLURMD_TIMEOUT = 300

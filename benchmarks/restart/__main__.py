@@ -36,7 +36,7 @@ from typing import Literal
 from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, medians, say, spread, take_turns
 from benchmarks.processes import descendants
 from benchmarks.restart import marks
-from hpc.core.nodedir import NodeDir
+from hpc.run.nodedir import NodeDir
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY

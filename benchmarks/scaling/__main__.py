@@ -27,11 +27,11 @@ from statistics import median
 from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, take_turns
 from benchmarks.hpc_commands import hpc
 from benchmarks.scaling.node_limits import CpuQuotas, shape_links
-from hpc.core.files import read_json_lines
-from hpc.core.rundir import RunDir
-from hpc.testbed import lifecycle
-from hpc.testbed.layout import TestbedNode, TestbedShape
-from hpc.testbed.nodes import processes
+from hpc.base.files import read_json_lines
+from hpc.cluster.testbed import lifecycle
+from hpc.cluster.testbed.layout import TestbedNode, TestbedShape
+from hpc.cluster.testbed.nodes import processes
+from hpc.run.rundir import RunDir
 
 LOOP = Path(__file__).with_name("ddp_loop.py")
 _PATIENCE_SECONDS = 300.0

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from hpc.testbed.layout import TestbedNode
-from hpc.testbed.lifecycle import PATHS
-from hpc.testbed.nodes import inside, processes
-from hpc.testbed.system import run, succeeds, wait_until
+from hpc.cluster.testbed.layout import TestbedNode
+from hpc.cluster.testbed.lifecycle import PATHS
+from hpc.cluster.testbed.nodes import inside, processes
+from hpc.cluster.testbed.system import run, succeeds, wait_until
 
 # Short, or a rank would compute at full speed for a while and then stand still, which the all-reduce of the others
 # would see.

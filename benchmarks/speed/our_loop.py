@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.speed.loops import LR, WEIGHT_DECAY, Case
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer

@@ -75,8 +75,8 @@ def train_ours(case: "Case", directory: Path, step_done: Callable[[], None]) -> 
     of the time of a training at most, but between two turns so much time passes that one would come in each.
     """
     from benchmarks.speed import our_loop  # noqa: PLC0415
-    from hpc.core.nodedir import NodeDir  # noqa: PLC0415
-    from hpc.core.rundir import RunDir  # noqa: PLC0415
+    from hpc.run.nodedir import NodeDir  # noqa: PLC0415
+    from hpc.run.rundir import RunDir  # noqa: PLC0415
     from training.engine.launch import launch  # noqa: PLC0415
     from training.engine.trainer import Trainer  # noqa: PLC0415
     from training.relay import Heartbeat  # noqa: PLC0415

@@ -37,7 +37,7 @@ import numpy as np
 from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, say, spread, take_turns
 from benchmarks.photos import photo
 from benchmarks.staging.throttle import MB, Speed, Storage
-from hpc.staging.store import is_memory
+from jobs.staging.store import is_memory
 
 NODE = Path(__file__).with_name("node.py")
 OURS = "torchrelay"

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import tyro
 
-from hpc.core.events.attempts import Attempt
-from hpc.core.events.ledger import EventWriter
-from hpc.core.nodedir import HeldNodeDir
-from hpc.core.rundir import RunDir
-from hpc.spec import Resources, RunSpec
-from hpc.spec_file import script_program
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.ledger import EventWriter
+from hpc.run.nodedir import HeldNodeDir
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec_file import script_program
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import NodeStatus, Phase
 from jobs.node_attempt import NodeAllocation, NodeAttempt

@@ -13,9 +13,9 @@ import msgspec
 import tyro
 
 from hpc.__main__ import PROGRAMS, VERBS
-from hpc.completion import OPTIONS, options_of
-from hpc.core import program
-from hpc.core.events import kinds
+from hpc.base import program
+from hpc.commands.cluster.completion import OPTIONS, options_of
+from hpc.run.events import kinds
 from hpc.submit.options import ScriptFlags, SubmitTraining
 
 # A command with so many flags of hpc submit takes a submission's.

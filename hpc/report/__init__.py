@@ -1,5 +1,5 @@
 """`hpc report`: one self-contained HTML page for a run, or for a comparison of several, and CSV tables beside it.
 
-Runs on the login node. Within `hpc`, only this package and the two packages whose pages it makes, `hpc.sweep` and
-`hpc.scaling`, import pandas and Bokeh.
+Runs on the login node. Within `hpc`, only this package and the two packages whose pages it makes, `hpc.studies.sweep`
+and `hpc.studies.scaling`, import pandas and Bokeh.
 """

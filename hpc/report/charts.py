@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from hpc.report.gather import RunRecord, labels_of
-from hpc.tracking.points import BOOKKEEPING
+from hpc.services.tracking.points import BOOKKEEPING
 
 SERIES = 8
 """Colors of lines; then they repeat with other dashes."""

@@ -5,8 +5,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from hpc.core.program import values_of
-from hpc.spec import RunSpec
+from hpc.base.program import values_of
+from hpc.run.spec import RunSpec
 from hpc.submit.options import SubmitScript, SubmitTraining
 from hpc.submit.settings import changed, settings_of, words_of
 from training.config.evaluation_task import EvaluationTask

@@ -13,14 +13,14 @@ import numpy as np
 import pandas as pd
 from msgspec.structs import asdict
 
-from hpc.core.errors import UserError
-from hpc.core.events.downtime import PARTS, interruptions_of
-from hpc.core.events.history import History
-from hpc.core.events.timeline import Period, periods_of
-from hpc.core.files import numbered_json_lines
-from hpc.core.rundir import RunDir
-from hpc.core.text import csv_cell, csv_text
-from hpc.spec import RunSpec
+from hpc.base.errors import UserError
+from hpc.base.files import numbered_json_lines
+from hpc.base.text import csv_cell, csv_text
+from hpc.run.events.downtime import PARTS, interruptions_of
+from hpc.run.events.history import History
+from hpc.run.events.timeline import Period, periods_of
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.status.summary import TERMINAL, Summary
 
 TRAIN = ("step", "epoch", "loss", "lr", "images_per_second", "world_size", "train_seconds", "attempt", "time")

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from hpc.core.events.kinds import Preflight, Software
-from hpc.core.events.timeline import GPU_PARTS, gpu_hours
-from hpc.core.text import few
+from hpc.base.text import few
 from hpc.report.formats import duration
 from hpc.report.gather import RunRecord
+from hpc.run.events.kinds import Preflight, Software
+from hpc.run.events.timeline import GPU_PARTS, gpu_hours
 from hpc.status.cells import is_on_cpu
 
 _COMMIT_DIGITS = 12

@@ -6,7 +6,6 @@ from typing import Any
 
 import pandas as pd
 
-from hpc.core.events.downtime import PARTS
 from hpc.report import formats
 from hpc.report.charts import line_style
 from hpc.report.command import flat_settings, settings_with_defaults, shell_text, submit_command
@@ -15,7 +14,8 @@ from hpc.report.gather import RunRecord, labels_of
 from hpc.report.origin import cost, how_to_get_the_code, provenance
 from hpc.report.plots import plots_of
 from hpc.report.rendering import render
-from hpc.spec import RunSpec
+from hpc.run.events.downtime import PARTS
+from hpc.run.spec import RunSpec
 from hpc.status.cells import is_on_cpu
 from training.config.dataset_layout import title_of
 from training.config.evaluation_task import EvaluationTask

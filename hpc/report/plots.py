@@ -29,11 +29,11 @@ from bokeh.models import (
 from bokeh.plotting import figure
 from bokeh.resources import Resources
 
-from hpc.core.causes import Cause
 from hpc.report.charts import MOST_POINTS, Axis, Chart, Clock, Series, axes_of, charts_of, clock_for, extremes
 from hpc.report.formats import cause as cause_text
 from hpc.report.formats import duration, known, number, plural
 from hpc.report.gather import RunRecord
+from hpc.run.causes import Cause
 
 COLORS = {
     "s1": "#1d5fd1", "s2": "#c2500a", "s3": "#14804a", "s4": "#8a3ffc", "s5": "#b8256e", "s6": "#0b7285",

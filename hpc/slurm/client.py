@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-from hpc.core.causes import JobState
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.units import slurm_seconds
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.units import slurm_seconds
+from hpc.run.causes import JobState
 from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 
 # Without an answer from the controller, each of Slurm's commands retries for tens of seconds.

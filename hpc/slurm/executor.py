@@ -16,21 +16,21 @@ from typing import Any
 
 from submitit.core.utils import FailedJobError
 
-from hpc.compat import SubmititLocal, SubmititSlurm
-from hpc.core.causes import JobState
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.events.kinds import Submitted
-from hpc.core.events.ledger import EventWriter
-from hpc.core.files import write_atomic
-from hpc.core.kernel import start_time
-from hpc.core.rundir import RunDir
-from hpc.core.units import walltime_minutes
-from hpc.environment import PYTHONPATH
+from hpc.base.compat import SubmititLocal, SubmititSlurm
+from hpc.base.environment import PYTHONPATH
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import write_atomic
+from hpc.base.kernel import start_time
+from hpc.base.units import walltime_minutes
+from hpc.run.causes import JobState
+from hpc.run.events.kinds import Submitted
+from hpc.run.events.ledger import EventWriter
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.squeue import jobs_by_script
-from hpc.spec import Resources, RunSpec
 
 # The srun of the script inherits these from the shell in which sbatch was typed. If that is another job's shell, they
 # pin every rank to the wrong cores, leave a node's one task with one of its GPUs, or make srun refuse. Slurm itself

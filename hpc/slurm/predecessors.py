@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpc.core.causes import JobState
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.events.history import History, Outcome
-from hpc.core.rundir import RunDir
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.run.causes import JobState
+from hpc.run.events.history import History, Outcome
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
-from hpc.spec import RunSpec
 
 # Slurm's reason for a job that `slurm.requeue_held` has put back, from the call on, while its old processes still end.
 # A job that its user holds has another one.

@@ -15,12 +15,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from hpc.core.causes import Cause, JobState
-from hpc.core.errors import TorchrelayError
-from hpc.core.events import ledger
-from hpc.core.events.attempts import Attempt
-from hpc.core.events.history import History
-from hpc.core.events.kinds import (
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import (
+    last_json_line,
+    modified,
+    refresh_nfs_cache,
+    storage_time,
+)
+from hpc.base.kernel import is_alive, start_time
+from hpc.run.causes import Cause, JobState
+from hpc.run.events import ledger
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.history import History
+from hpc.run.events.kinds import (
     AttemptEnded,
     Event,
     Handover,
@@ -31,19 +38,12 @@ from hpc.core.events.kinds import (
     RankFailed,
     Resubmitting,
 )  # fmt: skip
-from hpc.core.events.ledger import record_once
-from hpc.core.files import (
-    last_json_line,
-    modified,
-    refresh_nfs_cache,
-    storage_time,
-)
-from hpc.core.kernel import is_alive, start_time
-from hpc.core.rundir import RunDir
+from hpc.run.events.ledger import record_once
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.squeue import jobs_by_script
-from hpc.spec import RunSpec
 
 # By then a failed node has probably been rebooted or repaired.
 _EXCLUDE_SECONDS = 6 * 3600.0

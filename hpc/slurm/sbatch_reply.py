@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from hpc.spec import RunSpec
+from hpc.run.spec import RunSpec
 
 # What says no more than the sentence in which it is quoted.
 _PREFIX = re.compile(r"(sbatch: )?(error: |fatal: )?(Batch job submission failed: |allocation failure: )?")

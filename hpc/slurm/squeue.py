@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from hpc.core.causes import JobState
-from hpc.core.rundir import RunDir
+from hpc.run.causes import JobState
+from hpc.run.rundir import RunDir
 
 _SEPARATOR = "|"
 # For `--Format`: the one-letter `--format` has no count of restarts. The last field may hold any characters.

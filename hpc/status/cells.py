@@ -2,7 +2,7 @@
 
 import time
 
-from hpc.core.text import visible
+from hpc.base.text import visible
 from hpc.slurm.squeue import explain_reason
 from hpc.status.summary import Summary
 

@@ -8,8 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from hpc.core.events.downtime import Interruption
-from hpc.core.text import few, visible
+from hpc.base.text import few, visible
+from hpc.run.events.downtime import Interruption
 from hpc.status import cells
 from hpc.status.fitting_table import fitting_table
 from hpc.status.summary import TERMINAL, Budgets, Summary, TrackerState
@@ -99,7 +99,7 @@ def _time(row: Summary) -> str:
 
 
 def _gpu_hours(hours: Mapping[str, float] | None) -> str:
-    """Those that the run had, and what they were used for (hpc.core.events.timeline)."""
+    """Those that the run had, and what they were used for (hpc.run.events.timeline)."""
     if hours is None:
         return ""
     parts = {

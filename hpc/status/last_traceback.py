@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from hpc.core.events.history import History
-from hpc.core.events.kinds import AttemptEnded
-from hpc.core.rundir import RunDir
-from hpc.core.traceback_text import exception_lines
+from hpc.base.traceback_text import exception_lines
+from hpc.run.events.history import History
+from hpc.run.events.kinds import AttemptEnded
+from hpc.run.rundir import RunDir
 from hpc.status.summary import LastOutput
 
 _TAIL_BYTES = 65536

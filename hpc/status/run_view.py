@@ -15,12 +15,14 @@ from typing import Any
 from msgspec import convert
 from msgspec.structs import replace
 
-from hpc.core.causes import Cause, JobState
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.events.attempts import Attempt
-from hpc.core.events.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
-from hpc.core.events.history import History, State
-from hpc.core.events.kinds import (
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import last_json_line, number_in, storage_time
+from hpc.base.kernel import is_alive
+from hpc.run.causes import Cause, JobState
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.downtime import Interruption, goodput, interruptions_of, recovery_by_cause, steps_lost
+from hpc.run.events.history import History, State
+from hpc.run.events.kinds import (
     Claimed,
     DataStaged,
     EnvironmentStaged,
@@ -32,17 +34,17 @@ from hpc.core.events.kinds import (
     Submitting,
     TrainStarted,
 )
-from hpc.core.events.timeline import GPU_PARTS, gpu_hours, periods_of
-from hpc.core.files import last_json_line, number_in, storage_time
-from hpc.core.kernel import is_alive
-from hpc.core.ownership import other_owner
-from hpc.core.rundir import RunDir
-from hpc.notification.notices import unsent_messages
+from hpc.run.events.timeline import GPU_PARTS, gpu_hours, periods_of
+from hpc.run.ownership import other_owner
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.services.notification.notices import unsent_messages
+from hpc.services.tracking.sender import last_events
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
+from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
-from hpc.spec import RunSpec
 from hpc.status.last_traceback import last_output, last_traceback
 from hpc.status.summary import (
     TERMINAL,
@@ -59,7 +61,6 @@ from hpc.status.summary import (
 from hpc.status.warnings import unknown_restarts, warnings_of
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
-from hpc.tracking.sender import last_events
 
 _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
@@ -237,14 +238,6 @@ def _time_spent(
         "goodput": goodput(None if trained is None else trained - inherited, began, until),
         "gpu_hours": hours,
     }
-
-
-def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:
-    """The jobs in the queue of each run, by its directory, the running ones first; also those submitted by hand."""
-    # A job in an unknown state may be alive.
-    scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
-    found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
-    return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}
 
 
 def _reason(decision: Decision) -> str | None:

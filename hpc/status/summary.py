@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from msgspec import Struct, to_builtins
 
-from hpc.core.events.downtime import Interruption
-from hpc.core.events.history import State
+from hpc.run.events.downtime import Interruption
+from hpc.run.events.history import State
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
 
@@ -125,7 +125,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     elapsed_seconds: float | None
     queue_seconds: float | None
     gpu_hours: Mapping[str, float] | None
-    """By part (hpc.core.events.timeline), and `allocated`."""
+    """By part (hpc.run.events.timeline), and `allocated`."""
     goodput: float | None
     """The productive share of the time."""
     interruptions: tuple[Interruption, ...]

@@ -6,7 +6,7 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.text import Text
 
-from hpc.core.text import few, visible
+from hpc.base.text import few, visible
 from hpc.status import cells
 from hpc.status.details import run_details
 from hpc.status.fitting_table import fitting_table

@@ -2,9 +2,10 @@
 
 from math import ceil
 
-from hpc.core.causes import Cause
-from hpc.core.events.history import History
-from hpc.core.events.kinds import (
+from hpc.base.units import REQUEUE_SECONDS, save_timeout_seconds
+from hpc.run.causes import Cause
+from hpc.run.events.history import History
+from hpc.run.events.kinds import (
     AttemptEnded,
     Claimed,
     DataStaged,
@@ -16,8 +17,7 @@ from hpc.core.events.kinds import (
     Submitted,
     TrainCompleted,
 )  # fmt: skip
-from hpc.core.units import REQUEUE_SECONDS, save_timeout_seconds
-from hpc.notification.notices import unsent_messages
+from hpc.services.notification.notices import unsent_messages
 
 # A save should take at most this share of the time before the job ends: storage may be slower on another day.
 MAX_SHARE = 0.8

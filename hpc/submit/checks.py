@@ -12,17 +12,17 @@ from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import nearest_existing
-from hpc.core.kernel import automounted_at, file_system_type
-from hpc.core.ownership import who_may_rename
-from hpc.core.text import did_you_mean
-from hpc.core.units import format_minutes, walltime_minutes
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import nearest_existing
+from hpc.base.kernel import automounted_at, file_system_type
+from hpc.base.text import did_you_mean
+from hpc.base.units import format_minutes, walltime_minutes
+from hpc.run.ownership import who_may_rename
+from hpc.run.spec import Cluster, Resources, RunSpec
 from hpc.slurm.client import Partition
-from hpc.spec import Cluster, Resources, RunSpec
-from hpc.staging import archive
-from hpc.staging.source import ARCHIVES, is_archive
 from hpc.submit.runs_storage import LOST, Feature, has_been_seen_by_nodes, missing_features
+from jobs.staging import archive
+from jobs.staging.source import ARCHIVES, is_archive
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation, parse_crop_pct
 from training.config.train_config import TrainConfig

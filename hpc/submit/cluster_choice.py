@@ -3,9 +3,9 @@
 import os
 from typing import Literal
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
+from hpc.run.spec import Cluster, Resources
 from hpc.slurm import client as slurm
-from hpc.spec import Cluster, Resources
 
 ClusterFlag = Literal["auto", "slurm", "local"]
 _SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclude", "mem", "sbatch")

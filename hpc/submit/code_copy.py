@@ -18,10 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from hpc.core import git
-from hpc.core.errors import UserError
-from hpc.core.rundir import RunDir
-from hpc.submit.script_imports import imported_files, module_directories, module_file
+from hpc.base import git
+from hpc.base.errors import UserError
+from hpc.run.rundir import RunDir
+from hpc.submit.user_python.script_imports import imported_files, module_directories, module_file
 
 _PACKAGES = ("hpc", "jobs", "training")
 

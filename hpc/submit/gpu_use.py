@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from hpc.core.errors import UserError
-from hpc.core.node_info import TorchBuild
+from hpc.base.errors import UserError
+from hpc.base.node_info import TorchBuild
+from hpc.run.spec import Cluster
 from hpc.slurm import client as slurm
-from hpc.spec import Cluster
 from training.config.device_choice import DeviceChoice
 
 # One of them exists wherever a GPU's driver is loaded.

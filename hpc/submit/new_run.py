@@ -8,22 +8,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.events.kinds import Submitted, Submitting
-from hpc.core.events.ledger import EventWriter
-from hpc.core.files import new_directory, remove_directory, write_atomic
-from hpc.core.git import is_listed_as_untracked
-from hpc.core.rundir import RunDir
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import new_directory, remove_directory, write_atomic
+from hpc.base.git import is_listed_as_untracked
+from hpc.run.events.kinds import Submitted, Submitting
+from hpc.run.events.ledger import EventWriter
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.services.tracking.submission import at_trackers
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.executor import SlurmExecutor, start_local
-from hpc.spec import RunSpec
-from hpc.staging.python_environment import this_environment
-from hpc.submit import environment_archive
 from hpc.submit.code_copy import UserCode, copy_code
 from hpc.submit.options import SubmitOptions
 from hpc.submit.plan import check_place, find_user_code, plan, warn
-from hpc.tracking.submission import at_trackers
+from hpc.submit.user_python import environment_archive
+from jobs.staging.python_environment import this_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ def start_run(
         UserError: a flag is wrong, or Slurm refuses the job.
         TorchrelayError: Slurm or a tracker does not answer.
     """
-    # What the run is made of must be writable by its user alone (hpc.core.ownership). The job inherits this.
+    # What the run is made of must be writable by its user alone (hpc.run.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
     code = code or find_user_code(options, spec)

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from hpc import cli
-from hpc.core import program
-from hpc.core.errors import UserError
-from hpc.spec import Network, Notification, Recovery, Resources, Service
+from hpc.base import program
+from hpc.base.errors import UserError
+from hpc.commands import cli
+from hpc.run.spec import Network, Notification, Recovery, Resources, Service
 from hpc.submit import sbatch_flags, sbatch_variables
 from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag
 from training.config import command_line

@@ -9,24 +9,25 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc import cli
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.node_info import torch_build
-from hpc.core.nodedir import check_stage_dir
-from hpc.core.rundir import RunDir
-from hpc.core.text import visible
-from hpc.core.units import duration_seconds
-from hpc.notification.recipients import with_known_names
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.node_info import torch_build
+from hpc.base.text import visible
+from hpc.base.units import duration_seconds
+from hpc.commands import cli
+from hpc.run.nodedir import check_stage_dir
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Cluster, RunSpec, check_run_name, program_of
+from hpc.run.spec_file import script_program
+from hpc.services.notification.recipients import with_known_names
+from hpc.services.tracking.submission import check_ready
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
-from hpc.spec import Cluster, RunSpec, check_run_name, program_of
-from hpc.spec_file import script_program
-from hpc.submit import checks, user_environment
+from hpc.submit import checks
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
 from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.gpu_use import resolve_device
 from hpc.submit.options import SubmitOptions, SubmitScript, SubmitTraining
-from hpc.tracking.submission import check_ready
+from hpc.submit.user_python import user_environment
 from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect
 from training.config.train_config import check_world

@@ -5,8 +5,8 @@ import tempfile
 from enum import StrEnum
 from pathlib import Path
 
-from hpc.core.events.ledger import attempt_prefix
-from hpc.core.files import UNSUPPORTED, fsync_directory, nearest_existing
+from hpc.base.files import UNSUPPORTED, fsync_directory, nearest_existing
+from hpc.run.events.ledger import attempt_prefix
 
 
 class Feature(StrEnum):

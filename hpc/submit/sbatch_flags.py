@@ -4,7 +4,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from hpc.spec import MANAGED_SBATCH
+from hpc.run.spec import MANAGED_SBATCH
 
 # Options for which sbatch has a letter, and we have none.
 _LETTERS = {

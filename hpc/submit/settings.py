@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc.core import program
-from hpc.spec import RunSpec
+from hpc.base import program
+from hpc.run.spec import RunSpec
 from hpc.submit.options import SubmitOptions, SubmitTraining
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from hpc.core.causes import Cause, JobState
-from hpc.core.events.history import State
+from hpc.run.causes import Cause, JobState
+from hpc.run.events.history import State
 from hpc.slurm.resubmit import HANDOVER_SECONDS
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.observe import RunObservation

@@ -5,13 +5,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hpc.core.causes import JobState
-from hpc.core.errors import TorchrelayError
-from hpc.core.events.attempts import Attempt, budget_of, may_restart_after
-from hpc.core.events.history import History
-from hpc.core.events.kinds import Excluded, Released, Requeued, Resubmitted, Resumed, StartedNothing
-from hpc.core.files import modified
-from hpc.core.rundir import RunDir
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import modified
+from hpc.run.causes import JobState
+from hpc.run.events.attempts import Attempt, budget_of, may_restart_after
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Excluded, Released, Requeued, Resubmitted, Resumed, StartedNothing
+from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.squeue import SlurmJob

@@ -6,16 +6,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hpc.core.causes import Cause, JobState
-from hpc.core.errors import TorchrelayError
-from hpc.core.events.history import History
-from hpc.core.events.kinds import Event, Excluded, Released, Requeued, Resubmitted, Scancelled
-from hpc.core.events.ledger import EventWriter
+from hpc.base.errors import TorchrelayError
+from hpc.run.causes import Cause, JobState
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Event, Excluded, Released, Requeued, Resubmitted, Scancelled
+from hpc.run.events.ledger import EventWriter
+from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import resubmit
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.slurm.squeue import job_state
-from hpc.spec import RunSpec
 from hpc.supervise.decide import STARTS, Action, Decision
 from hpc.supervise.observe import ObservedRun
 

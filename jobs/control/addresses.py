@@ -8,7 +8,7 @@ them, and the connection that comes about shows which addresses work (jobs.contr
 from collections.abc import Sequence
 from ipaddress import ip_address
 
-from hpc.core.kernel import interface_addresses
+from hpc.base.kernel import interface_addresses
 
 
 def own_addresses(interface: str | None = None) -> list[str]:

@@ -2,7 +2,7 @@
 
 Runs on compute nodes. Every agent sends its status twice a second, and gets the directive back if that has changed.
 Slurm notices a dead node after minutes, and files on shared storage show after up to a minute; this takes seconds.
-Connections are authenticated with the attempt's secret, which stands in the run directory (hpc.core.transport).
+Connections are authenticated with the attempt's secret, which stands in the run directory (hpc.base.transport).
 """
 
 import threading
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from hpc.core.kernel import steady_time
-from hpc.core.transport import Connection, DecodeError, Limits, Server, connect
+from hpc.base.kernel import steady_time
+from hpc.base.transport import Connection, DecodeError, Limits, Server, connect
 from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import Answer, Directive, NodeStatus, Phase, decode
 from jobs.node_attempt import log

@@ -10,12 +10,13 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hpc.core.causes import Cause, PastInterruption, rank_signature, signature_of
-from hpc.core.events.attempts import attempts_of, budget_of
-from hpc.core.events.kinds import Checked, Interrupted, NodeLost, NodeReturned, RoundStarted, SlowRank, TrainStarted
-from hpc.core.events.resumption import is_cancelled_now
-from hpc.core.kernel import steady_time
-from hpc.core.text import few
+from hpc.base.kernel import steady_time
+from hpc.base.text import few
+from hpc.run.budget import PastInterruption, rank_signature, signature_of
+from hpc.run.causes import Cause
+from hpc.run.events.attempts import attempts_of, budget_of
+from hpc.run.events.kinds import Checked, Interrupted, NodeLost, NodeReturned, RoundStarted, SlowRank, TrainStarted
+from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import resubmit
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
@@ -24,7 +25,7 @@ from jobs.control.rank_health import StragglerDetector, find_hang
 from jobs.control.root_failure import RootFailure
 from jobs.control.round_members import MembershipView, decide_round
 from jobs.node_attempt import NodeAttempt, log
-from jobs.notifier import start_notifying
+from jobs.senders import start_notifying
 from jobs.stop_request import StopRequest
 
 # A node heard from within this time is not about to be lost.
@@ -50,7 +51,7 @@ class Failure:
     """The last step that any rank had done; None of a user's script, whose steps are not known."""
     detail: str
     signature: str | None = None
-    """By which the same failure is known (hpc.core.causes)."""
+    """By which the same failure is known (hpc.run.causes)."""
     rank: int | None = None
     node: str | None = None
 

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from hpc.core.causes import Cause
-from hpc.core.transport import DecodeError
-from hpc.staging.coordination import NodeCache, StagingPlan
+from hpc.base.transport import DecodeError
+from hpc.run.causes import Cause
+from jobs.staging.coordination import NodeCache, StagingPlan
 
 
 class Phase(StrEnum):

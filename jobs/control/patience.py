@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from hpc.core.errors import TorchrelayError
+from hpc.base.errors import TorchrelayError
 from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAttempt, log
 

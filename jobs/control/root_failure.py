@@ -21,7 +21,7 @@ reported in any order. This module finds the one that failed:
 import time
 from math import inf
 
-from hpc.core.causes import Cause, is_consequence
+from hpc.run.causes import Cause, is_consequence
 from jobs.control.messages import RankFailure
 
 # Long enough for all agents to report ranks that ended together.

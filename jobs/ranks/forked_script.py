@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from hpc.core.kernel import in_signal_mask
+from hpc.base.kernel import in_signal_mask
 from jobs import compat
 from jobs.compat import (
     end_threads_and_run_exit_functions,

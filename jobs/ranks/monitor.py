@@ -9,10 +9,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hpc.core.causes import Cause, cause_of_exit
-from hpc.core.events.kinds import MemoryEmptied, NotForked, RankFailed
-from hpc.core.kernel import process_state, steady_time
-from hpc.core.nodedir import HeldNodeDir, NodeDir
+from hpc.base.kernel import process_state, steady_time
+from hpc.run.causes import Cause, cause_of_exit
+from hpc.run.events.kinds import MemoryEmptied, NotForked, RankFailed
+from hpc.run.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel, ControlClient
 from jobs.control.messages import RankFailure, RankHeartbeat

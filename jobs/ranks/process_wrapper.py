@@ -31,9 +31,9 @@ from collections.abc import Callable, Mapping
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from hpc.core.kernel import adopt_orphans, children, end_children, open_files, set_parent_death_signal
-from hpc.core.traceback_text import describe_exception
-from hpc.environment import HEARTBEAT
+from hpc.base.environment import HEARTBEAT
+from hpc.base.kernel import adopt_orphans, children, end_children, open_files, set_parent_death_signal
+from hpc.base.traceback_text import describe_exception
 from jobs.compat import has_queried_gpus_before_the_fork
 
 _IN_A_FORK = ("-m", "script")
@@ -53,7 +53,7 @@ def run_torchrun(*program: str) -> None:
     _, status = _run(program, signal.SIG_IGN)
     if left := end_children():
         _say(f"processes {left} of ranks could not be killed")
-        from hpc.core.causes import EXIT_BAD_NODE  # noqa: PLC0415  # slow to import, and rarely needed
+        from hpc.base.errors import EXIT_BAD_NODE  # noqa: PLC0415  # slow to import, and rarely needed
 
         os._exit(EXIT_BAD_NODE)
     _end_as(status)

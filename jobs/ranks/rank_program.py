@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from hpc.spec_file import Program
+from hpc.run.spec_file import Program
 
 # Packages that neither start threads nor query GPUs when they are imported; a fork would survive neither.
 _SAFE_TO_FORK = frozenset({"PIL", "numpy", "timm", "torch", "torchvision"})

@@ -13,16 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.events import ledger
-from hpc.core.events.history import History
-from hpc.core.events.resumption import current_spec
-from hpc.core.nodedir import NodeDir
-from hpc.environment import ATTEMPT, DATA, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
-from hpc.spec import RunSpec
-from hpc.spec_file import Program
-from hpc.staging import container
-from hpc.tracking.tracker import rank_variables
+from hpc.base.environment import ATTEMPT, DATA, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
+from hpc.base.errors import TorchrelayError
+from hpc.run.events import ledger
+from hpc.run.events.history import History
+from hpc.run.events.resumption import current_spec
+from hpc.run.nodedir import NodeDir
+from hpc.run.spec import RunSpec
+from hpc.run.spec_file import Program
+from hpc.services.tracking.tracker import rank_variables
 from jobs.control.addresses import interface_of
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
@@ -31,6 +30,7 @@ from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rank_program import TopLevel, program_argv
 from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
+from jobs.staging import container
 from jobs.stop_request import StopRequest
 from training.config.device_choice import RANK_VARIABLES
 

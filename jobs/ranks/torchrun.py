@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
-from hpc.core.causes import EXIT_BAD_NODE
-from hpc.core.errors import BadNodeError
-from hpc.core.kernel import children, in_signal_mask
+from hpc.base.errors import EXIT_BAD_NODE, BadNodeError
+from hpc.base.kernel import children, in_signal_mask
 from jobs.node_attempt import log
 
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")

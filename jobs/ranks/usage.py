@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpc.core.kernel import children, cpu_seconds
-from hpc.core.nodedir import node_dirs
+from hpc.base.kernel import children, cpu_seconds
+from hpc.run.nodedir import node_dirs
 
 _SAMPLE_SECONDS = 1.0
 _NVIDIA_SMI_SECONDS = 20

@@ -1,7 +1,7 @@
 """This node's data: staged together with the other nodes, and packed, before the first round. Runs on compute nodes.
 
 The nodes coordinate through the control channel: each reports the state of its copy, and the head node publishes a plan
-that says which node reads what (hpc.staging.coordination).
+that says which node reads what (jobs.staging.coordination).
 
 Packed data (`--pack`) are an entry of the cache like any other: the next attempt uses them again after a check of their
 sizes (after a reboot, of their checksums), and they are deleted when they are old or the disk is full.
@@ -18,17 +18,17 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.events.kinds import DataStaged, Packed, Staging
-from hpc.core.units import duration_seconds
-from hpc.staging.coordination import Address, CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
-from hpc.staging.copy_progress import CancellableWait, CopyProgress, Watch
-from hpc.staging.stager import Staged, Stager
-from hpc.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
+from hpc.base.errors import TorchrelayError
+from hpc.base.units import duration_seconds
+from hpc.run.events.kinds import DataStaged, Packed, Staging
 from jobs.control.channel import ControlChannel, ControlServer
 from jobs.control.messages import OVER
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
+from jobs.staging.coordination import Address, CacheStatus, NodeCache, StagingGroup, StagingPlan, choose_owners
+from jobs.staging.copy_progress import CancellableWait, CopyProgress, Watch
+from jobs.staging.stager import Staged, Stager
+from jobs.staging.store import CacheEntry, Manifest, boot_id, describe_file, open_store, write_manifest
 from training.config.dataset_layout import find_data
 from training.config.packed_index import INDEX, read_index
 

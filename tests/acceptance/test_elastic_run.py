@@ -3,8 +3,8 @@
 import pytest
 from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, dead
 
-from hpc.core.files import read_json_lines
-from hpc.core.rundir import RunDir
+from hpc.base.files import read_json_lines
+from hpc.run.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

@@ -8,7 +8,7 @@ import pytest
 from support.browser import opened
 from support.cluster import Run, Site, assert_complete
 
-from hpc.core.rundir import RunDir
+from hpc.run.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 COMMAND = (

@@ -8,7 +8,7 @@ from support.cluster import TWO_NODES, TWO_RANKS_HERE, Run, Site, add_script, pr
 from support.relay_script import SCRIPT
 
 import training.relay
-from hpc.core.files import read_json_lines
+from hpc.base.files import read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # About 20 s of them: the script sleeps after each.

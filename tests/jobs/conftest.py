@@ -8,10 +8,10 @@ from support.cluster import Command
 from support.ended_attempts import AnsweringSlurm, EndedAttempt, EndedAttemptMaker
 from support.events import script_spec
 
-from hpc.core.events.attempts import Attempt
-from hpc.core.events.ledger import EventWriter
-from hpc.core.nodedir import HeldNodeDir, NodeDir
-from hpc.core.rundir import RunDir
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.ledger import EventWriter
+from hpc.run.nodedir import HeldNodeDir, NodeDir
+from hpc.run.rundir import RunDir
 from jobs import ending, node_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 

@@ -12,13 +12,13 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from support.cluster import ROOT, need
 from support.events import recorded_run, records_in
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.events import ledger
-from hpc.core.events.attempts import attempts_of
-from hpc.core.events.history import History
-from hpc.core.events.kinds import NodeLost
-from hpc.core.rundir import RunDir
-from hpc.spec import Resources
+from hpc.base.errors import TorchrelayError
+from hpc.run.events import ledger
+from hpc.run.events.attempts import attempts_of
+from hpc.run.events.history import History
+from hpc.run.events.kinds import NodeLost
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources
 from jobs.agent import threads_per_rank
 from jobs.node_attempt import NodeAllocation
 from jobs.ranks.round import rank_environment

@@ -12,12 +12,12 @@ import pytest
 from support.cluster import Command, fill, mounted_volume
 from support.events import cancelled, claimed, recorded_run, records_in, write_events
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.events import ledger
-from hpc.core.events.attempts import attempts_of
-from hpc.core.events.history import History
-from hpc.core.rundir import RunDir
-from hpc.spec import Cluster, RunSpec
+from hpc.base.errors import TorchrelayError
+from hpc.run.events import ledger
+from hpc.run.events.attempts import attempts_of
+from hpc.run.events.history import History
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Cluster, RunSpec
 from jobs import claim, node_attempt
 from jobs.claim import HeadLostError
 from jobs.ending import replace_headless_job

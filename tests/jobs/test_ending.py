@@ -12,13 +12,13 @@ import pytest
 from support.cluster import Command, fill, mounted_volume
 from support.events import claimed, joined, recorded, recorded_run, records_in, write_events
 
-from hpc.core.causes import EXIT_NO_SPACE
-from hpc.core.events import ledger
-from hpc.core.events.attempts import attempts_of
-from hpc.core.events.kinds import AttemptEnded, Joined, NodeLost, Resubmitted
-from hpc.core.nodedir import NodeDir
+from hpc.base.errors import EXIT_NO_SPACE
+from hpc.run.events import ledger
+from hpc.run.events.attempts import attempts_of
+from hpc.run.events.kinds import AttemptEnded, Joined, NodeLost, Resubmitted
+from hpc.run.nodedir import NodeDir
+from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import resubmit
-from hpc.spec import Resources, RunSpec
 from jobs import ending, last_resort, node_attempt
 from jobs.claim import claim_next, event_file
 from jobs.ending import head_is_lost, start_next_attempt

@@ -11,12 +11,12 @@ from support.cluster import Command
 from support.ended_attempts import HOSTS, RUNNING, TRAINING, AnsweringSlurm, EndedAttemptMaker
 from support.events import attempt_ended, cancelled, claimed, joined, recorded, records_in, write_events
 
-from hpc.core.causes import Cause
-from hpc.core.events import ledger
-from hpc.core.events.attempts import attempts_of
-from hpc.core.events.kinds import AttemptEnded, NodeLost
-from hpc.core.files import append_json_line
-from hpc.core.nodedir import HeldNodeDir
+from hpc.base.files import append_json_line
+from hpc.run.causes import Cause
+from hpc.run.events import ledger
+from hpc.run.events.attempts import attempts_of
+from hpc.run.events.kinds import AttemptEnded, NodeLost
+from hpc.run.nodedir import HeldNodeDir
 from jobs import ending
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS

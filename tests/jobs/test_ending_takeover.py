@@ -22,9 +22,9 @@ from support.events import (
     write_events,
 )
 
-from hpc.core.causes import Cause
-from hpc.core.events.kinds import AttemptEnded, NodeLost
-from hpc.core.files import append_json_line
+from hpc.base.files import append_json_line
+from hpc.run.causes import Cause
+from hpc.run.events.kinds import AttemptEnded, NodeLost
 from jobs import ending
 
 

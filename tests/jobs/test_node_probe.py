@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.rundir import RunDir
-from hpc.spec import Network
+from hpc.base.errors import TorchrelayError
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Network
 from jobs import node_probe
 from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAllocation

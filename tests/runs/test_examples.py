@@ -15,7 +15,7 @@ import pytest
 from support.cluster import ROOT, TWO_NODES, Run, Site
 from support.trainings import make_folder
 
-from hpc.core.files import read_json_lines
+from hpc.base.files import read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support.cluster import TINY_BATCH, TWO_NODES, Run, Site, preempt, rank_pids
 
-from hpc.core.files import read_json_lines
-from hpc.core.rundir import RunDir
-from hpc.spec import RunSpec
+from hpc.base.files import read_json_lines
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 EPOCH = 118  # steps

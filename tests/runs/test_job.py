@@ -26,7 +26,7 @@ from support.cluster import (
     refused,
 )
 
-from hpc.core.rundir import RunDir
+from hpc.run.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]

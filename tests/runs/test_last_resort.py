@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.cluster import ENDLESS, SLOW_STEPS, SMALL_BATCH, Run, Site, agent_pids
 
+from hpc.cluster.testbed.nodes import processes
 from hpc.slurm.client import TESTBED_DIRECTORY
-from hpc.testbed.nodes import processes
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 ONE_NODE = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")

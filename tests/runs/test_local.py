@@ -15,10 +15,10 @@ from support.attacks import attack
 from support.cluster import ENDLESS, SMALL_BATCH, Run, Site, add_script, commands, parent, ranks_of, tiny_data
 from support.events import records_in
 
-from hpc.core.events.kinds import Cancelled
-from hpc.core.events.ledger import EventWriter
-from hpc.core.kernel import process_state
-from hpc.core.rundir import RunDir
+from hpc.base.kernel import process_state
+from hpc.run.events.kinds import Cancelled
+from hpc.run.events.ledger import EventWriter
+from hpc.run.rundir import RunDir
 from training.config.packed_index import read_index
 
 pytestmark = pytest.mark.timeout(400)

@@ -6,7 +6,7 @@ import pytest
 from support.cluster import WAITS_AT_FIRST, Run, Site, add_script
 from support.message_server import SECRET, inbox, write_recipients
 
-from hpc.testbed.layout import LOGIN_ADDRESS
+from hpc.cluster.testbed.layout import LOGIN_ADDRESS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

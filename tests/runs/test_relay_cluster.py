@@ -9,7 +9,7 @@ import pytest
 from support.cluster import TWO_NODES, Run, Site, add_script, dead
 
 import training.relay
-from hpc.core.files import read_json_lines
+from hpc.base.files import read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.cluster import TWO_NODES, Run, Site, add_script
 
-from hpc.core.files import read_json_lines
+from hpc.base.files import read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 ONE_NODE = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")

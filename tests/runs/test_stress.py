@@ -27,7 +27,7 @@ from support.cluster import (
     rank_pids,
 )
 
-from hpc.core.events.history import History
+from hpc.run.events.history import History
 
 FAILURES = int(os.environ.get("TORCHRELAY_STRESS", "3"))
 SEED = int(os.environ.get("TORCHRELAY_STRESS_SEED", "4"))

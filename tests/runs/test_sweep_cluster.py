@@ -7,7 +7,7 @@ import pytest
 from support.cluster import Site, add_script
 from support.events import records_in
 
-from hpc.core.rundir import RunDir
+from hpc.run.rundir import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 ONE = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")

@@ -5,7 +5,7 @@ from mlflow.entities import ViewType
 from support.cluster import THREE_EPOCHS, Run, Site, add_script
 from support.trackers import mlflow_environment, mlflow_runs, wandb_records, wandb_rows, wandb_runs
 
-from hpc.spec import RunSpec
+from hpc.run.spec import RunSpec
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # As its user would write it for one attempt; the first one waits to be interrupted.

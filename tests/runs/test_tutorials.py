@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from support.cluster import ROOT, Run, Site, add_script, site_without_slurm
 
-from hpc.core.rundir import RunDir
-from hpc.status.alive import local_jobs
+from hpc.run.rundir import RunDir
+from hpc.slurm.alive import local_jobs
 
 pytestmark = pytest.mark.timeout(600)
 TUTORIALS = ROOT / "docs/tutorials"

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 import pytest
 from support.cluster import ROOT, SMALL_BATCH, Run, commands, need, ranks_of, site_without_slurm
 
-from hpc.core.kernel import children, is_alive, start_time
-from hpc.core.rundir import STATE_VALUES
+from hpc.base.kernel import children, is_alive, start_time
+from hpc.run.rundir import STATE_VALUES
 from training.relay import list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -22,9 +22,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from hpc.core.files import read_json_lines
-from hpc.core.kernel import is_alive
-from hpc.core.rundir import RunDir
+from hpc.base.files import read_json_lines
+from hpc.base.kernel import is_alive
+from hpc.run.rundir import RunDir
 from hpc.slurm.client import TESTBED_DIRECTORY
 from support.events import records_in
 from support.forked_hpc import can_fork, run_forked

@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hpc.core.causes import Cause
-from hpc.core.events import ledger
-from hpc.core.events.attempts import attempts_of
-from hpc.core.events.kinds import AttemptEnded, Event
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
-from hpc.spec import Resources, RunSpec
+from hpc.run.causes import Cause
+from hpc.run.events import ledger
+from hpc.run.events.attempts import attempts_of
+from hpc.run.events.kinds import AttemptEnded, Event
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources, RunSpec
 from jobs import ending
 from jobs.claim import event_file
 from jobs.control.coordinator import Coordinator, Failure

@@ -1,6 +1,6 @@
 """Events as `hpc submit`, the agents and rank 0 write them, and run directories whose ledgers have them.
 
-Each function returns an event with all fields that its kind must have (`hpc/core/events/kinds.py`). `at` is its time in
+Each function returns an event with all fields that its kind must have (`hpc/run/events/kinds.py`). `at` is its time in
 seconds since the epoch, by default now.
 """
 
@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from hpc.core.events import ledger
-from hpc.core.events.kinds import Event
-from hpc.core.files import append_line, json_line
-from hpc.core.rundir import RunDir
-from hpc.spec import Resources, RunSpec
-from hpc.spec_file import script_program
+from hpc.base.files import append_line, json_line
+from hpc.run.events import ledger
+from hpc.run.events.kinds import Event
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec_file import script_program
 from jobs.node_attempt import NodeAttempt
 from training.config.train_config import TrainConfig
 from training.config.training_spec import Training, trainer_program

@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hpc.__main__
+from hpc.__main__ import VERBS, module_of
 
+_STUDIES = ("scaling_controller", "scaling_result", "sweep_controller", "sweep_result")
 _MODULES = (
-    *("hpc.cancel", "hpc.clean", "hpc.config", "hpc.doctor.__main__", "hpc.evaluate", "hpc.fork", "hpc.logs.__main__"),
-    *("hpc.report.__main__", "hpc.resume", "hpc.scaling.scaling_controller", "hpc.scaling.scaling_result", "hpc.stage"),
-    *("hpc.status.__main__", "hpc.submit.__main__", "hpc.supervise.__main__", "hpc.sweep.__main__"),
-    *("hpc.sweep.sweep_controller", "hpc.sweep.sweep_result", "rich.live", "rich.table", "submitit"),
+    *map(module_of, VERBS),
+    *(f"hpc.studies.{name.partition('_')[0]}.{name}" for name in _STUDIES),
+    *("rich.live", "rich.table", "submitit"),
 )
 _TIMEOUT_SECONDS = 240
 _LONGEST_MESSAGE = 1 << 17

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from hpc.core.events.ledger import Event
-from hpc.spec import Recovery, Resources
+from hpc.run.events.ledger import Event
+from hpc.run.spec import Recovery, Resources
 from jobs.control import channel, coordinator, patience, rank_health, root_failure
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat

@@ -11,10 +11,10 @@ from typing import Any
 
 from PIL import Image
 
-from hpc.core.files import append_json_line
-from hpc.core.rundir import RunDir
-from hpc.report.__main__ import main
-from hpc.spec import Resources, RunSpec
+from hpc.base.files import append_json_line
+from hpc.commands.runs.report import main
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources, RunSpec
 from support.events import (
     attempt_ended,
     claimed,

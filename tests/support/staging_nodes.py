@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc.staging.stager import Staged, Stager
+from jobs.staging.stager import Staged, Stager
 from support.cluster import need
 
 ROOT = Path(__file__).parents[2]

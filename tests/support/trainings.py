@@ -26,8 +26,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from hpc.core.events import ledger
-from hpc.core.rundir import RunDir
+from hpc.run.events import ledger
+from hpc.run.rundir import RunDir
 from support.events import record_of
 from training.verify_resume.local_launch import free_port, kill_ranks, start_ranks, wait_for_ranks
 

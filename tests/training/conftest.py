@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.trainings import Ask, Starter, make_cifar, make_folder, make_idx, pack_folder
 
-from hpc.core.program import json_report
-from hpc.core.program import run as run_program
-from training import predict
+from hpc.base.program import json_report
+from hpc.base.program import run as run_program
+from training.inference import predict
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import rank_info_from
 from training.verify_resume.local_launch import prepare_server
@@ -63,7 +63,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
-    """Run `python -m training.predict ...`, or another program: its exit code, stdout and stderr."""
+    """Run `python -m training.inference.predict ...`, or another program: its exit code, stdout and stderr."""
 
     def run(*arguments: object, program: Callable[[], int] = predict.main) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])

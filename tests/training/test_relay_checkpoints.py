@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.rundir import STATE_TENSORS, STATE_VALUES
+from hpc.base.errors import TorchrelayError
+from hpc.run.rundir import STATE_TENSORS, STATE_VALUES
 from training.relay import (
     file_names,
     find_damage,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.trainings import Starter, children, lines, slow, wait_for_the_end_of
 
-from hpc.core.nodedir import NodeDir
+from hpc.run.nodedir import NodeDir
 from training.relay import Heartbeat
 
 FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.trainings import Starter, agree_at_each_step, events
 
-from hpc.core.rundir import RunDir
+from hpc.run.rundir import RunDir
 from training.verify_resume.compare import compare_runs
 
 FLAGS = ("--epochs=2", "--batch-size=40", "--log-every=1", "--lr=0.05", "--checkpoint-every=3", "--ema-decay=0.9")

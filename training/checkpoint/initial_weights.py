@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.checkpoint.state import TrainState
 from training.config.model_names import resolve_weights
 from training.models.factory import first_line, head_name

@@ -18,9 +18,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.events.kinds import CheckpointRejected
-from hpc.core.rundir import STATE_TENSORS, STATE_VALUES
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.run.events.kinds import CheckpointRejected
+from hpc.run.rundir import STATE_TENSORS, STATE_VALUES
 from training.checkpoint.sharded import read_full, read_own_shards, read_shards
 from training.checkpoint.snapshot import missing_results, remove_others
 from training.checkpoint.state import TrainState

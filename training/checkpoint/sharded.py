@@ -19,12 +19,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.files import fsync_file
-from hpc.core.rundir import STATE_TENSORS
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import fsync_file
+from hpc.run.rundir import STATE_TENSORS
 from training.checkpoint.state import TrainState
-from training.compat import shard_offsets
 from training.relay import WriteFiles, describe_file, save_checkpoint
+from training.runtime.compat import shard_offsets
 from training.runtime.process_group import ProcessGroup
 
 # torch.distributed.checkpoint.HuggingFaceStorageReader looks for these.

@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc.core.files import last_json_line, read_json_lines
-from hpc.core.kernel import available_memory_bytes
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import STATE_VALUES, RunDir
+from hpc.base.files import last_json_line, read_json_lines
+from hpc.base.kernel import available_memory_bytes
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import STATE_VALUES, RunDir
 from training.relay import (
     KEPT_SNAPSHOTS,
     checkpoint_path,

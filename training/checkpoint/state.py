@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from hpc.core.errors import UserError
-from hpc.core.text import flag
-from training.compat import scaler_tensors
+from hpc.base.errors import UserError
+from hpc.base.text import flag
 from training.config.changes import IDENTIFYING
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
 from training.models.parallel import load_full_state_dict
+from training.runtime.compat import scaler_tensors
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress
 

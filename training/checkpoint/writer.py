@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc.core.events.kinds import CheckpointFailed, CheckpointSaved, SnapshotOff
-from hpc.core.rundir import STATE_VALUES
+from hpc.run.events.kinds import CheckpointFailed, CheckpointSaved, SnapshotOff
+from hpc.run.rundir import STATE_VALUES
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
 from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
-from training.compat import copy_each
 from training.config.rules import Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.relay import KEPT_SNAPSHOTS, BackgroundWriter, remove_newer, save_checkpoint
+from training.runtime.compat import copy_each
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy

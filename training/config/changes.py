@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc.core.errors import UserError
-from hpc.core.rundir import MODEL_WEIGHTS
-from hpc.core.text import flag
+from hpc.base.errors import UserError
+from hpc.base.text import flag
+from hpc.run.rundir import MODEL_WEIGHTS
 from training.config.train_config import Adjustable, TrainConfig
 
 IDENTIFYING = (

@@ -14,9 +14,9 @@ from typing import Annotated, Any, TypeVar
 import tyro
 import yaml
 
-from hpc.core import program
-from hpc.core.errors import UserError
-from hpc.core.text import did_you_mean, similar
+from hpc.base import program
+from hpc.base.errors import UserError
+from hpc.base.text import did_you_mean, similar
 from training.config.dataset_layout import DIGITS, FASHION_MNIST, FASHION_MNIST_DIRECTORY
 from training.config.model_names import check_model
 from training.config.train_config import RankOptions, TrainConfig

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.packed_index import INDEX, check_files, read_index
 
 FASHION_MNIST = "fashion-mnist"

@@ -9,7 +9,7 @@ from typing import Any
 
 import platformdirs
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config import command_line
 
 _FILE = "torchrelay.yaml"

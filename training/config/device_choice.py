@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from hpc.environment import DEVICE
+from hpc.base.environment import DEVICE
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
 """`auto`: GPUs if torch can use some, else CPUs."""

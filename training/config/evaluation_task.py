@@ -6,7 +6,7 @@ Runs on the login node and on every rank; imports no torch.
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import DataLayout
 
 SplitChoice = Literal["auto", "test", "val", "train"]

@@ -12,9 +12,9 @@ import shlex
 from functools import cache
 from pathlib import Path
 
-from hpc.core.errors import UserError, need_package
-from hpc.core.files import sha256_of
-from hpc.core.text import did_you_mean
+from hpc.base.errors import UserError, need_package
+from hpc.base.files import sha256_of
+from hpc.base.text import did_you_mean
 
 SMALL_CNN = "small-cnn"
 OWN_MODELS = {

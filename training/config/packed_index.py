@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc.core.errors import UserError
-from hpc.core.files import write_json
+from hpc.base.errors import UserError
+from hpc.base.files import write_json
 
 INDEX = "torchrelay-pack.json"
 VERSION = 2

@@ -13,8 +13,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from hpc.core.errors import UserError
-from hpc.core.text import flag
+from hpc.base.errors import UserError
+from hpc.base.text import flag
 from training.config.dataset_layout import NAMED_DATA
 from training.config.model_names import SMALL_CNN, TIMM
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config import rules
 from training.config.model_names import SMALL_CNN
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hpc.core.causes import EXIT_CODES
-from hpc.spec_file import LIBRARIES, Program, read_spec
+from hpc.run.causes import EXIT_CODES
+from hpc.run.spec_file import LIBRARIES, Program, read_spec
 from training.config.dataset_layout import find_data
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import RankOptions, TrainConfig

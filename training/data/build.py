@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import DataLayout
 from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index

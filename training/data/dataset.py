@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.train_config import Interpolation
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import Batch, ImageSource, to_device

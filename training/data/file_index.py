@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc.core.errors import UserError
-from hpc.core.files import write_atomic
+from hpc.base.errors import UserError
+from hpc.base.files import write_atomic
 from training.config.dataset_layout import DataLayout, is_class_directory, is_image
 
 # Two changes within one tick of a file system's clock look the same, and some clocks tick in seconds. So an index is

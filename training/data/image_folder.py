@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import numpy as np
 from PIL import Image
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import CIFAR, DIGITS_FILE, IDX_STEMS, Kind, check_data, find_data, find_idx
 
 _ROLES = ("images", "labels")

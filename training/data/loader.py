@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hpc.core.kernel import open_files
-from training.compat import stop_workers
+from hpc.base.kernel import open_files
 from training.data.batch_schedule import BatchRequest
-from training.runtime.worker_process import die_with_parent
+from training.data.worker_process import die_with_parent
+from training.runtime.compat import stop_workers
 
 
 class Batch(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpc.core.errors import UserError
-from hpc.core.files import sha256_of
+from hpc.base.errors import UserError
+from hpc.base.files import sha256_of
 from training.config.packed_index import AGAIN, PackedPart, PackIndex
 
 

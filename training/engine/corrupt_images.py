@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from hpc.core.events.kinds import ImageCorrupt
+from hpc.run.events.kinds import ImageCorrupt
 from training.data.dataset import check_corrupt_limit
 from training.data.loader import ImageSource
 from training.monitoring.run_logger import RunLogger

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from hpc.core.errors import UserError
-from hpc.core.events.kinds import FirstStep, TrainCompleted, TrainStarted, TrainStopped
-from hpc.core.text import few
+from hpc.base.errors import UserError
+from hpc.base.text import few
+from hpc.run.events.kinds import FirstStep, TrainCompleted, TrainStarted, TrainStopped
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, Split, choose_split
 from training.config.train_config import TrainConfig

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import torch
 from msgspec import convert
 
-from hpc.core.events.kinds import Preflight, Software
+from hpc.run.events.kinds import Preflight, Software
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import check_world

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpc.core.causes import EXIT_DIVERGED
-from hpc.core.errors import TorchrelayError
+from hpc.base.errors import EXIT_DIVERGED, TorchrelayError
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import HostValues
 

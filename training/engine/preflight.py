@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, distributed
 from torch.nn import functional
 
-from hpc.core.errors import BadNodeError, TorchrelayError
-from hpc.core.files import append_json_line
-from hpc.core.rundir import RunDir
+from hpc.base.errors import BadNodeError, TorchrelayError
+from hpc.base.files import append_json_line
+from hpc.run.rundir import RunDir
 from training.runtime.busy_gpu import wait_while_busy
 from training.runtime.fault_injection import NO_FAULT, Fault
 from training.runtime.process_group import ProcessGroup, connect, disconnect
@@ -223,7 +223,7 @@ def main(run_dir: str = "", attempt: str = "1") -> int:
 
 
 def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
-    # In the environment of a user's script, which lacks the package that the types of events need (hpc.core.events).
+    # In the environment of a user's script, which lacks the package that the types of events need (hpc.run.events).
     ledger, known = run.events / f"attempt-{attempt:03d}-trainer.jsonl", {"time": time.time(), "attempt": attempt}
     try:
         ledger.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from hpc.core.node_info import AllReduceSpeed, PairSpeed, RankSpeed
+from hpc.base.node_info import AllReduceSpeed, PairSpeed, RankSpeed
 from training.engine.preflight import connect_and_check
 from training.runtime.process_group import ProcessGroup, disconnect
 from training.runtime.rank_device import device_name

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.events.kinds import FirstStep, NumericsChanged, TrainStarted, TrainStopped, Unrepeatable
+from hpc.base.errors import TorchrelayError
+from hpc.run.events.kinds import FirstStep, NumericsChanged, TrainStarted, TrainStopped, Unrepeatable
 from training.checkpoint.initial_weights import load_initial_weights
 from training.checkpoint.restore import Restorer
 from training.checkpoint.state import TrainState, identity

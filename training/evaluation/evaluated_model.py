@@ -9,8 +9,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hpc.core.errors import UserError
-from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS
+from hpc.base.errors import UserError
+from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS
 from training.checkpoint.sharded import read_full
 from training.config.train_config import TrainConfig
 from training.inference.exported_model import FORMATS as EXPORTS

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from hpc.core.text import csv_cell
+from hpc.base.text import csv_cell
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import ImageSource
 from training.evaluation.evaluator import Evaluation

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hpc.core.events.resumption import current_spec
-from hpc.core.git import git_revision
+from hpc.base.git import git_revision
+from hpc.run.events.resumption import current_spec
 from training.data.dataset import Data
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import device_name

@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor
 
-from hpc.core.errors import UserError
-from hpc.core.events.kinds import TrainCompleted
-from hpc.core.files import read_json_lines
-from hpc.core.rundir import CLASSES, CONFUSION, HISTORY, MODEL_CARD, SAMPLES
+from hpc.base.errors import UserError
+from hpc.base.files import read_json_lines
+from hpc.run.events.kinds import TrainCompleted
+from hpc.run.rundir import CLASSES, CONFUSION, HISTORY, MODEL_CARD, SAMPLES
 from training.checkpoint.state import TrainState
 from training.config.train_config import TrainConfig, highest_learning_rate
 from training.data.dataset import Data, check_corrupt_limit

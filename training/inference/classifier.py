@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from hpc.core.errors import UserError
-from hpc.core.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
+from hpc.base.errors import UserError
+from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, RunDir
 from training.inference.model_card import ModelCard, read_card
 from training.models.factory import Preprocess, autocast, build_model, first_line
 from training.models.parallel import load_full_state_dict

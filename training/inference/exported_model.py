@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpc.core.errors import UserError
-from hpc.core.rundir import MODEL_CARD
+from hpc.base.errors import UserError
+from hpc.run.rundir import MODEL_CARD
 from training.inference.classifier import Classifier
 from training.inference.model_card import ModelCard, read_card
 from training.models.factory import first_line

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from training.compat import BatchNorm
 from training.models.blocks import blocks_in_order
+from training.runtime.compat import BatchNorm
 
 
 def checkpoint_activations(model: nn.Module) -> int:

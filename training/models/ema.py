@@ -5,7 +5,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from training.compat import average_each, copy_each
+from training.runtime.compat import average_each, copy_each
 
 
 class Ema:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn import functional
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.model_names import OWN_MODELS, SMALL_CNN, TIMM
 from training.config.train_config import Interpolation, TrainConfig
 from training.models.small_models import SmallResNet, small_cnn

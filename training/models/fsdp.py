@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from training.compat import BatchNorm
 from training.config.train_config import TrainConfig
 from training.models.blocks import is_row, row_members
+from training.runtime.compat import BatchNorm
 from training.runtime.process_group import ProcessGroup, SharedError
 
 # A block with fewer weights is gathered with its surroundings: a message of its own would not pay.

@@ -11,9 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from training.compat import BatchNorm, configure_compiler, is_compiler_error, measure_allreduce, measured_allreduce
 from training.config.train_config import TrainConfig
 from training.models.activations import checkpoint_activations
+from training.runtime.compat import (
+    BatchNorm,
+    configure_compiler,
+    is_compiler_error,
+    measure_allreduce,
+    measured_allreduce,
+)
 from training.runtime.process_group import ProcessGroup, SharedError
 
 if TYPE_CHECKING:

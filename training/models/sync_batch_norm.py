@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn import functional
 
-from training.compat import BatchNorm
+from training.runtime.compat import BatchNorm
 
 
 def convert_sync_batch_norm(model: nn.Module) -> nn.Module:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from hpc.core.errors import UserError, need_package
+from hpc.base.errors import UserError, need_package
 from training.config.model_names import TIMM
 from training.models.factory import no_stochastic_depth
 

@@ -15,12 +15,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from hpc.core.causes import EXIT_NO_SPACE
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.events.kinds import Diverged, Event
-from hpc.core.events.ledger import EventWriter, attempt_prefix, check_is_newest
-from hpc.core.files import DISK_FULL, append_json_line, json_line, read_json_lines, write_atomic, write_json
-from hpc.core.rundir import MODEL_WEIGHTS, RunDir
+from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError, UserError
+from hpc.base.files import DISK_FULL, append_json_line, json_line, read_json_lines, write_atomic, write_json
+from hpc.run.events.kinds import Diverged, Event
+from hpc.run.events.ledger import EventWriter, attempt_prefix, check_is_newest
+from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
 from training.relay import BackgroundWriter, publish_directory, remove_unpublished
 from training.runtime.console import Console

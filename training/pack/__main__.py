@@ -23,15 +23,15 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from hpc.core import program
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.files import fsync_directory, sha256_of, write_atomic, write_json
-from hpc.core.nodedir import open_lock, try_lock
+from hpc.base import program
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import fsync_directory, sha256_of, write_atomic, write_json
+from hpc.run.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.data.file_index import build_index
+from training.data.worker_process import die_with_parent
 from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
-from training.runtime.worker_process import die_with_parent
 
 _LOCK = ".lock"
 _PLAN = ".plan.json"

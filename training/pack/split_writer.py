@@ -19,7 +19,7 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from PIL import Image
 
-from hpc.core.files import fsync_directory, fsync_file
+from hpc.base.files import fsync_directory, fsync_file
 from training.config.packed_index import PackedFile
 from training.data.image_folder import as_rgb, with_image
 from training.data.transforms.crop import center_box

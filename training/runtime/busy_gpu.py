@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hpc.core.errors import BadNodeError
+from hpc.base.errors import BadNodeError
 
 T = TypeVar("T")
 

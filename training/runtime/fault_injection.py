@@ -6,7 +6,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 
 # Where each fault happens: `load` (waiting for a batch), `boundary` (before a step), `step` (between the gradients and
 # the weights), `save` (between the files), `evaluate`, or `preflight` (its matrix product).

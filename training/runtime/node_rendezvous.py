@@ -32,9 +32,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from hpc.core.transport import Connection, DecodeError, Limits, Server, connect, listen
-from hpc.core.units import port_range
-from hpc.environment import RESTARTS
+from hpc.base.environment import RESTARTS
+from hpc.base.transport import Connection, DecodeError, Limits, Server, connect, listen
+from hpc.base.units import port_range
 
 BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.

@@ -18,8 +18,8 @@ from torch import Tensor, distributed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.distributed.rendezvous import rendezvous
 
-from hpc.core.errors import UserError
-from hpc.core.kernel import resident_memory_bytes
+from hpc.base.errors import UserError
+from hpc.base.kernel import resident_memory_bytes
 from training.relay import all_gather_bytes, broadcast_bytes
 from training.runtime.busy_gpu import occupy, wait_while_busy
 from training.runtime.cpu_affinity import bind_to_cores

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # exported, but not in __all__
 
-from hpc.core.causes import is_device_failure
-from hpc.core.errors import BadNodeError, TorchrelayError, UserError
+from hpc.base.errors import BadNodeError, TorchrelayError, UserError
+from hpc.run.causes import is_device_failure
 from training.config.device_choice import must_use_gpu
 from training.runtime.busy_gpu import driver_recovers, passes
 from training.runtime.run_context import RankInfo

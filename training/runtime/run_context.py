@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
-from hpc.environment import RESTARTS
+from hpc.base.environment import RESTARTS
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import RunDir
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
 from training.relay import Heartbeat, Phase

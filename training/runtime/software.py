@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import torch
 
-from hpc.core.kernel import driver_version
+from hpc.base.kernel import driver_version
 
 _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 

@@ -28,10 +28,10 @@ from torch.numa.binding import AffinityMode
 
 # First, before what PYTHONPATH names: a user's code may have a package of the same name.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from hpc.core.causes import EXIT_BAD_NODE
-from hpc.core.kernel import adopt_orphans, end_children
-from hpc.environment import PRELOAD, SECRET
-from training.compat import replace_end_of_ranks, run_exit_functions
+from hpc.base.environment import PRELOAD, SECRET
+from hpc.base.errors import EXIT_BAD_NODE
+from hpc.base.kernel import adopt_orphans, end_children
+from training.runtime.compat import replace_end_of_ranks, run_exit_functions
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 
 # A user's script, in a fork, finds its own packages.

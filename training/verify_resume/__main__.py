@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from hpc.core import program
-from hpc.core.errors import TorchrelayError, UserError
-from hpc.core.events.history import History
-from hpc.core.events.kinds import TrainStarted
-from hpc.core.files import read_json_lines, write_json
-from hpc.core.rundir import STATE_VALUES, RunDir
+from hpc.base import program
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import read_json_lines, write_json
+from hpc.run.events.history import History
+from hpc.run.events.kinds import TrainStarted
+from hpc.run.rundir import STATE_VALUES, RunDir
 from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hpc.core.files import read_json_lines
-from hpc.core.rundir import MODEL_WEIGHTS, STATE_VALUES, RunDir
+from hpc.base.files import read_json_lines
+from hpc.run.rundir import MODEL_WEIGHTS, STATE_VALUES, RunDir
 from training.checkpoint.sharded import read_full
 from training.relay import list_checkpoints
 

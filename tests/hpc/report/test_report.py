@@ -33,17 +33,17 @@ from support.reported_runs import (
     spec_of,
 )
 
-from hpc.core import program
-from hpc.core.files import append_json_line, json_line
-from hpc.core.rundir import RunDir
+from hpc.base import program
+from hpc.base.files import append_json_line, json_line
+from hpc.commands.runs.report import main
+from hpc.commands.start import status
 from hpc.report import formats
-from hpc.report.__main__ import main
 from hpc.report.charts import extremes
 from hpc.report.command import shell_text, submit_command
 from hpc.report.gather import gather
-from hpc.spec import Recovery, Resources, RunSpec
-from hpc.status import __main__ as status
-from hpc.status.__main__ import summaries
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Recovery, Resources, RunSpec
+from hpc.status.printing import summaries
 from hpc.status.run_view import summarize
 from hpc.submit.options import SubmitTraining
 from training.config.train_config import TrainConfig
@@ -327,7 +327,7 @@ def test_watch_writes_the_page_until_the_run_has_ended(tmp_path: Path, monkeypat
         complete(run)
 
     # Not time.sleep itself: threads of other tests may sleep.
-    monkeypatch.setattr("hpc.report.__main__.time", SimpleNamespace(sleep=pause, time=time.time))
+    monkeypatch.setattr("hpc.commands.runs.report.time", SimpleNamespace(sleep=pause, time=time.time))
     written = report(run.path, "--watch")
     assert [(seconds, 'data-reload="30"' in page) for seconds, page in pages] == [(30, True)]
     assert "data-reload" not in written.html

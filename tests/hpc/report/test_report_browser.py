@@ -16,14 +16,14 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from support.browser import DRAWN, wait_until
 from support.reported_runs import HOSTILE, complete, completed_run, pending_run, report, running_run, spec_of
 
-from hpc.core.files import append_json_line
-from hpc.scaling.measures import Measures
-from hpc.scaling.scaling_dir import ScalingDir, ScalingSpec
-from hpc.scaling.scaling_result import write_page
-from hpc.sweep.space import read_space
-from hpc.sweep.sweep_controller import open_study
-from hpc.sweep.sweep_dir import SweepDir, SweepSpec
-from hpc.sweep.sweep_result import write_result
+from hpc.base.files import append_json_line
+from hpc.studies.scaling.measures import Measures
+from hpc.studies.scaling.scaling_dir import ScalingDir, ScalingSpec
+from hpc.studies.scaling.scaling_result import write_page
+from hpc.studies.sweep.space import read_space
+from hpc.studies.sweep.sweep_controller import open_study
+from hpc.studies.sweep.sweep_dir import SweepDir, SweepSpec
+from hpc.studies.sweep.sweep_result import write_result
 
 DESK, PHONE = 1280, 390
 FIGURES = 7

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.fake_slurm import write_programs
 
-from hpc.core.causes import JobState
+from hpc.run.causes import JobState
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import explain_reason, job_state, parse_jobs
 

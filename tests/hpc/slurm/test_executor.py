@@ -9,11 +9,11 @@ import pytest
 from support.events import script_spec
 from support.fake_slurm import write_programs
 
-from hpc.core.errors import UserError
-from hpc.core.rundir import RunDir
+from hpc.base.errors import UserError
 from hpc.report.command import submit_command
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm.executor import SlurmExecutor, sbatch_parameters, setup, start_local
-from hpc.spec import Recovery, Resources, RunSpec
 
 
 @pytest.fixture(autouse=True)

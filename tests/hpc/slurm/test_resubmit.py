@@ -17,23 +17,23 @@ from msgspec.structs import replace as changed
 from support.cluster import Command
 from support.events import claimed, event, joined, of_training, records_in, resubmitted, script_spec, submitted
 
-from hpc.core.causes import Cause
-from hpc.core.errors import TorchrelayError
-from hpc.core.events.attempts import Attempt
-from hpc.core.events.history import History
-from hpc.core.events.kinds import AttemptEnded, Event, NodeLost, NodeReturned, RankFailed, Resubmitted, Resubmitting
-from hpc.core.events.ledger import EventWriter
-from hpc.core.files import append_json_line
-from hpc.core.rundir import RunDir
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import append_json_line
+from hpc.run.causes import Cause
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.history import History
+from hpc.run.events.kinds import AttemptEnded, Event, NodeLost, NodeReturned, RankFailed, Resubmitted, Resubmitting
+from hpc.run.events.ledger import EventWriter
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import resubmit
-from hpc.spec import Resources, RunSpec
 from training.config.train_config import TrainConfig
 
 CLAIM = """
 import sys
 from pathlib import Path
-from hpc.core.events.history import History
-from hpc.core.rundir import RunDir
+from hpc.run.events.history import History
+from hpc.run.rundir import RunDir
 from hpc.slurm import resubmit
 run = RunDir(Path(sys.argv[1]))
 assert resubmit.claim_next_job(run, 1, History.load(run))

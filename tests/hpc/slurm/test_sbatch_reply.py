@@ -3,8 +3,8 @@
 import pytest
 from support.events import script_spec
 
+from hpc.run.spec import Resources
 from hpc.slurm.sbatch_reply import StartEstimate, parse_estimate, refusal
-from hpc.spec import Resources
 
 SPEC = script_spec(resources=Resources(partition="gpu", mem="640G", sbatch=("exclusive",)))
 

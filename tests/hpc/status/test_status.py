@@ -24,12 +24,12 @@ from support.events import (
     write_events,
 )
 
-from hpc.core.causes import JobState
-from hpc.core.files import append_json_line
-from hpc.core.rundir import RunDir
+from hpc.base.files import append_json_line
+from hpc.commands.start import status
+from hpc.run.causes import JobState
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources
 from hpc.slurm.squeue import SlurmJob
-from hpc.spec import Resources
-from hpc.status import __main__ as status
 from hpc.status import table
 from hpc.status.cells import wait_reason
 from hpc.status.details import budget_lines, interruption_table, largest_parts

@@ -13,15 +13,16 @@ from msgspec.structs import replace
 from support.cluster import need
 from support.events import attempt_ended, cancelled, claimed, event, recorded_run, staged, submitted, write_events
 
-from hpc.core.events.kinds import Event
-from hpc.core.files import append_json_line
-from hpc.core.rundir import RunDir
+from hpc.base.files import append_json_line
+from hpc.commands.cluster import supervise
+from hpc.commands.start import status
+from hpc.run.events.kinds import Event
+from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
+from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.squeue import parse_jobs
-from hpc.status import __main__ as status
 from hpc.status.cells import wait_reason
-from hpc.status.run_view import StatusCache, jobs_by_run
-from hpc.supervise import __main__ as supervise
+from hpc.status.run_view import StatusCache
 
 Squeue = Callable[[str], None]
 CLAIMED, PREEMPTED, CANCELLED = claimed(1.0), attempt_ended(2.0, "preempted"), cancelled(2.0)
@@ -271,7 +272,7 @@ def test_unreadable_run_hides_no_other(shared: Path) -> None:
     run.events.chmod(0)
     program = (
         "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "from hpc.status.__main__ import main; sys.exit(main(sys.argv[1:]))"
+        "from hpc.commands.start.status import main; sys.exit(main(sys.argv[1:]))"
     )
     arguments = ["--json", "--runs-dir", str(shared / "runs")]
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)

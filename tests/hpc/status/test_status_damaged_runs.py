@@ -13,10 +13,10 @@ from rich.console import Console
 from support.cluster import JSON_SCHEMA
 from support.reported_runs import pending_run
 
-from hpc.core.files import append_json_line
-from hpc.core.rundir import RunDir
+from hpc.base.files import append_json_line
 from hpc.report.gather import gather
-from hpc.status.alive import local_jobs
+from hpc.run.rundir import RunDir
+from hpc.slurm.alive import local_jobs
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import Summary
 from hpc.status.table import view

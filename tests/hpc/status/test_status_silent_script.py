@@ -11,9 +11,9 @@ import pytest
 from support.events import claimed, event, interruption, script_spec, submitted, write_events
 from support.reported_runs import pending_run, report
 
-from hpc.core.rundir import RunDir
-from hpc.spec import Resources
-from hpc.status import __main__ as status
+from hpc.commands.start import status
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources
 from hpc.status.run_view import summarize
 
 

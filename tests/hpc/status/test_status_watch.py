@@ -17,8 +17,8 @@ import pytest
 from support.cluster import ROOT, hpc
 from support.events import claimed, recorded_run, submitted
 
-from hpc.core.files import append_json_line
-from hpc.core.rundir import RunDir
+from hpc.base.files import append_json_line
+from hpc.run.rundir import RunDir
 
 # The intervals are constants of the verb, which no flag changes: the test would last minutes.
 WATCH = (

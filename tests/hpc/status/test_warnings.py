@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 from support.events import attempt_ended, claimed, event, resumed, staged, submitted, train_stopped
 
-from hpc.core.events.history import History
-from hpc.core.events.kinds import Event
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Event
 from hpc.status.warnings import warnings_of
 
 SUBMITTED = submitted(0.0, stop_lead_seconds=30, grace_seconds=20)

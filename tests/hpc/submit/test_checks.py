@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from support.events import of_training, script_spec
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
+from hpc.run.spec import Cluster, Recovery, Resources, RunSpec
 from hpc.slurm.client import Partition, parse_partitions
-from hpc.spec import Cluster, Recovery, Resources, RunSpec
 from hpc.submit.checks import (
     check_data_on_device,
     check_recovery,

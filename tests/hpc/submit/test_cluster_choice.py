@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.cluster import Run, Site
 
-from hpc.core.rundir import RunDir
+from hpc.run.rundir import RunDir
 
 NO_SLURM = {"PATH": "/nonexistent"}
 SUBMIT = ("submit", "--synthetic", "--batch-size=8", "--name=run")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support.cluster import ROOT, Site
 
-from hpc.core.errors import UserError
-from hpc.core.rundir import RunDir
+from hpc.base.errors import UserError
+from hpc.run.rundir import RunDir
 from hpc.submit.code_copy import copy_code, find_code
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from hpc.core.errors import UserError
-from hpc.core.node_info import TorchBuild
+from hpc.base.errors import UserError
+from hpc.base.node_info import TorchBuild
 from hpc.slurm.client import TESTBED_DIRECTORY
 from hpc.submit.gpu_use import resolve_device
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpc.core import program
-from hpc.core.errors import UserError
-from hpc.core.rundir import RunDir
-from hpc.spec import Recovery
+from hpc.base import program
+from hpc.base.errors import UserError
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Recovery
 from hpc.submit.code_copy import copy_code, find_code
 from hpc.submit.options import SubmitScript, SubmitTraining, flag_names
 from training.config import command_line

@@ -10,8 +10,8 @@ import pytest
 from support.cluster import ROOT, mounted_volume, need
 from support.staging_nodes import stage
 
-from hpc.core.files import fsync_directory
-from hpc.core.kernel import automounted_at
+from hpc.base.files import fsync_directory
+from hpc.base.kernel import automounted_at
 from hpc.submit.checks import runs_dir_warnings
 from hpc.submit.runs_storage import missing_features
 
@@ -45,7 +45,8 @@ def test_runs_on_storage_without_hard_links_are_refused_at_submission(tmp_path: 
 
 
 def test_doctor_finds_storage_without_hard_links(tmp_path: Path) -> None:
-    look = "from pathlib import Path; from hpc.doctor.__main__ import inspect_login; print(inspect_login(Path('runs')))"
+    imports = "from pathlib import Path; from hpc.commands.cluster.doctor import inspect_login"
+    look = f"{imports}; print(inspect_login(Path('runs')))"
     assert "HARD_LINKS" in python_where_refused(LINKS, "-c", look, cwd=tmp_path).stdout
 
 

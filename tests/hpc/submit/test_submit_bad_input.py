@@ -306,7 +306,7 @@ def test_unreadable_runs_in_a_shared_directory_are_skipped(shared: Path) -> None
     program = (
         "import os, sys\n"
         "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "from hpc.status.__main__ import main; sys.exit(main(['--json']))"
+        "from hpc.commands.start.status import main; sys.exit(main(['--json']))"
     )
     done = Site(shared, "/nonexistent").type(sys.executable, "-c", program)
     theirs.chmod(0o700)

@@ -11,7 +11,7 @@ import pytest
 from support.cluster import ROOT, Site
 from support.fake_slurm import SINFO, write_programs
 
-from hpc.core.rundir import RunDir
+from hpc.run.rundir import RunDir
 
 LOST_REPLY = "echo 'sbatch: error: Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"
 SUBMIT = ("submit", "--synthetic", "--name=run", "--gpus-per-node=1", "--batch-size=8")

@@ -5,7 +5,7 @@ import re
 import pytest
 from support.cluster import hpc
 
-from hpc.core import program
+from hpc.base import program
 from hpc.submit.options import SubmitScript, SubmitTraining
 
 _MOST_LINES = 120

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hpc.core.causes import Cause, JobState
-from hpc.core.events.attempts import Attempt
+from hpc.run.causes import Cause, JobState
+from hpc.run.events.attempts import Attempt
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.decide import NEVER_SUBMITTED, STARTS, Action, Decision, decide
 from hpc.supervise.observe import RunObservation

@@ -7,11 +7,11 @@ import pytest
 from support.cluster import Command
 from support.events import attempt_ended, claimed, recorded_run, records_in
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.files import write_atomic
-from hpc.core.rundir import RunDir
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import write_atomic
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
 from hpc.slurm.executor import SlurmExecutor
-from hpc.spec import RunSpec
 from hpc.supervise.decide import Action, Decision
 from hpc.supervise.observe import observe
 from hpc.supervise.perform import perform

@@ -19,10 +19,10 @@ from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, d
 from support.events import attempt_ended, claimed, records_in, typed, write_events
 from support.fake_slurm import queueing_site, replace, write_programs
 
-from hpc.core.rundir import RunDir
+from hpc.cluster.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
+from hpc.cluster.testbed.lifecycle import PATHS
+from hpc.run.rundir import RunDir
 from hpc.slurm.client import running_slurm_conf
-from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
-from hpc.testbed.lifecycle import PATHS
 
 pytestmark = pytest.mark.timeout(400)
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
@@ -205,8 +205,8 @@ def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
     site.slurm("sbatch", "--begin=now+1hour", str(run.directory.script))
     taken = {**os.environ, "SLURM_CONF": site.slurm_conf}
     code = (
-        "import sys; from pathlib import Path; from hpc.slurm import resubmit; from hpc.core.rundir import RunDir; "
-        "from hpc.spec import RunSpec; run = RunDir(Path(sys.argv[1])); "
+        "import sys; from pathlib import Path; from hpc.slurm import resubmit; from hpc.run.rundir import RunDir; "
+        "from hpc.run.spec import RunSpec; run = RunDir(Path(sys.argv[1])); "
         "print(resubmit.submit_next_job(run, RunSpec.load(run), [], {'999999'}))"
     )
     done = subprocess.run(

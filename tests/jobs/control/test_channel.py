@@ -12,8 +12,8 @@ import pytest
 from support.cluster import ROOT
 from support.waiting import wait_for
 
-from hpc.core.causes import Cause
-from hpc.core.transport import Connection, Limits, Server, TransportError, connect
+from hpc.base.transport import Connection, Limits, Server, TransportError, connect
+from hpc.run.causes import Cause
 from jobs.control.channel import LOST_SECONDS, ControlClient, ControlServer
 from jobs.control.messages import Answer, Directive, NodeStatus, Phase, RankFailure, RankHeartbeat, decode
 

@@ -19,9 +19,9 @@ from support.events import (
 from support.reported_nodes import AttemptMaker
 from support.waiting import wait_for
 
-from hpc.core.kernel import steady_time
-from hpc.spec import Recovery, Resources
-from hpc.spec_file import script_program
+from hpc.base.kernel import steady_time
+from hpc.run.spec import Recovery, Resources
+from hpc.run.spec_file import script_program
 from jobs.control.channel import ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, Phase, RankFailure, RankHeartbeat

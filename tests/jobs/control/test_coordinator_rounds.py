@@ -6,8 +6,8 @@ from typing import Any, cast
 import pytest
 from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 
-from hpc.spec import Resources
-from hpc.spec_file import script_program
+from hpc.run.spec import Resources
+from hpc.run.spec_file import script_program
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS

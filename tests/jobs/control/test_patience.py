@@ -11,7 +11,7 @@ import pytest
 from support.cluster import Command
 from support.waiting import wait_for
 
-from hpc.spec import Resources
+from hpc.run.spec import Resources
 from jobs.control import patience as patience_module
 from jobs.control.patience import Patience
 from jobs.node_attempt import NodeAttempt

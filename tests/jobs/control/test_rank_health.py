@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from jobs.control import rank_health
 from jobs.control.messages import RankHeartbeat
 from jobs.control.rank_health import StragglerDetector, find_hang, timeout_seconds

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from support.cluster import ROOT
 
-from hpc.core.nodedir import NodeDir
+from hpc.run.nodedir import NodeDir
 from jobs.ranks.rank_program import TopLevel
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 
 # As torchrun does it: modules of ours are imported, multiprocessing forks the wrapper, which forks the rank.
 TORCHRUN = """
 import importlib, multiprocessing, os, runpy, signal, sys
-import numpy, hpc.core.files, training.config.training_spec
+import numpy, hpc.base.files, training.config.training_spec
 for name in filter(None, os.environ["PRELOAD"].split(",")):
     importlib.import_module(name)
 sys.path.remove({root!r})

@@ -7,7 +7,7 @@ import sys
 import pytest
 from support.events import recorded
 
-from hpc.core.nodedir import HeldNodeDir
+from hpc.run.nodedir import HeldNodeDir
 from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAttempt
 from jobs.ranks import monitor

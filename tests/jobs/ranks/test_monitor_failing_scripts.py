@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 import pytest
 from support.cluster import ROOT
 
-from hpc.core.causes import rank_signature
-from hpc.core.nodedir import NodeDir
+from hpc.run.budget import rank_signature
+from hpc.run.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import RankFailure
 from jobs.control.root_failure import RootFailure

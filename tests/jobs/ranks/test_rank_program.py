@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from support.events import script_spec
 
-from hpc.spec import Recovery
-from hpc.spec_file import script_program
+from hpc.run.spec import Recovery
+from hpc.run.spec_file import script_program
 from jobs.ranks.rank_program import TopLevel, program_argv
 from jobs.ranks.round import stop_signals
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpc.core.nodedir import HeldNodeDir
+from hpc.run.nodedir import HeldNodeDir
 from jobs.control.channel import ControlServer
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAttempt

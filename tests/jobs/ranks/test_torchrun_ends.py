@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from support.cluster import ROOT, parent
 
-from hpc.core.errors import BadNodeError
-from hpc.core.kernel import process_state
-from hpc.core.nodedir import NodeDir
+from hpc.base.errors import BadNodeError
+from hpc.base.kernel import process_state
+from hpc.run.nodedir import NodeDir
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 
@@ -49,7 +49,7 @@ import os, signal, sys, time
 from pathlib import Path
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.run import run_script_path
-from hpc.core.kernel import adopt_orphans
+from hpc.base.kernel import adopt_orphans
 from training.runtime.torchrun_main import end_ranks
 
 program = sys.argv[1:]
@@ -194,7 +194,7 @@ def test_what_a_rank_leaves_behind_ends_when_its_agent_is_killed(node: Path, lef
 
 STAYS = """
 import signal, subprocess
-from hpc.core.kernel import end_children
+from hpc.base.kernel import end_children
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = subprocess.Popen(["sleep", "1000"])
 print(end_children(seconds=0.3) == [child.pid], end_children())

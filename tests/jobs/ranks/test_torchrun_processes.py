@@ -15,8 +15,8 @@ from support.cluster import ROOT, need
 from support.staging_nodes import hanging
 from support.waiting import wait_for
 
-from hpc.core.kernel import children, process_state, steady_time
-from hpc.core.nodedir import NodeDir
+from hpc.base.kernel import children, process_state, steady_time
+from hpc.run.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun, handles
@@ -393,7 +393,7 @@ def test_failure_of_a_rank_whose_heartbeat_has_no_step(tmp_path: Path, ranks: Lo
 WATCHER = """
 import sys, time
 from pathlib import Path
-from hpc.core.nodedir import NodeDir
+from hpc.run.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.ranks.monitor import LocalRanks
 ranks = LocalRanks(NodeDir(Path(sys.argv[1])), 1, "gpu01", AgentClock())

@@ -9,8 +9,8 @@ import pytest
 from support.trainings import Starter, lines
 
 import training.relay
-from hpc.core.events.ledger import SucceededError, check_is_newest, claim_file
-from hpc.core.rundir import RunDir
+from hpc.run.events.ledger import SucceededError, check_is_newest, claim_file
+from hpc.run.rundir import RunDir
 from training.relay import _this, report, state
 
 # 193 images: 19 steps an epoch.

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from support.trainings import Starter, final, make_idx
 from torch import Tensor, nn
 
-from hpc.core.errors import UserError
-from hpc.submit.__main__ import main as submit
+from hpc.base.errors import UserError
+from hpc.commands.start.submit import main as submit
 from training.checkpoint.initial_weights import read_weights
 from training.config import model_names
 from training.config.model_names import cache_directory, models_of, resolve_weights, torchvision_weights
@@ -190,7 +190,7 @@ def test_a_submission_refuses_missing_weights(
 def test_a_submission_finds_weights_without_torch_and_hands_the_nodes_a_path(idx_data: Path, tmp_path: Path) -> None:
     (tmp_path / "w.pth").touch()
     code = (
-        "import sys; from hpc.core import program; from hpc.submit.options import SubmitTraining; "
+        "import sys; from hpc.base import program; from hpc.submit.options import SubmitTraining; "
         "from hpc.submit.plan import plan; "
         "parsed = program.parse(SubmitTraining, sys.argv[1:], 'x'); "
         "print(plan(parsed, ())[1].train.weights, {'torch', 'torchvision'} & set(sys.modules))"

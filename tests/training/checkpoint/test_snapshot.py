@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 from support.trainings import Starter, Training, events, lines, slow
 
-from hpc.core.kernel import available_memory_bytes, cgroup_available_bytes
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
+from hpc.base.kernel import available_memory_bytes, cgroup_available_bytes
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import RunDir
 from training.checkpoint.snapshot import missing_space, save_newest_as_checkpoint
 from training.relay import list_checkpoints, step_of
 from training.verify_resume.compare import compare_runs
@@ -272,8 +272,8 @@ def test_the_agent_saves_the_newest_snapshot_without_torch(start: Starter, cut: 
     code = f"""
 import sys
 from pathlib import Path
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import RunDir
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import RunDir
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 saved = save_newest_as_checkpoint(NodeDir(Path({str(node.path)!r})), RunDir(Path({str(cut.run_dir)!r})))
 print(saved, "torch" in sys.modules)

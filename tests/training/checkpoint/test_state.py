@@ -16,8 +16,8 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from hpc.core.errors import TorchrelayError
-from hpc.core.rundir import RunDir
+from hpc.base.errors import TorchrelayError
+from hpc.run.rundir import RunDir
 from training.checkpoint import writer
 from training.checkpoint.restore import Restorer
 from training.config.train_config import TrainConfig

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.changes import Begun, check_adjusted, refuse_on_fork, refuse_on_resume
 from training.config.train_config import LrScheduler, TrainConfig
 from training.runtime.train_progress import Progress

@@ -12,9 +12,9 @@ from typing import Any, get_args
 import pytest
 from support.trainings import make_folder, make_idx
 
-from hpc.core.errors import UserError
-from hpc.core.files import write_json
-from hpc.core.text import flag
+from hpc.base.errors import UserError
+from hpc.base.files import write_json
+from hpc.base.text import flag
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.model_names import check_model, models_of
 from training.config.rules import Interval, parse_interval, without_effect

@@ -16,7 +16,7 @@ from PIL import Image
 from support.real_images import needs_fashion_mnist
 from support.trainings import children, load, make_folder, make_idx, write_idx
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import check_data, resolve_data
 from training.data import in_memory, loader
 from training.data.batch_schedule import BatchRequest

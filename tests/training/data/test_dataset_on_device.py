@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.trainings import Starter, asked, final, lines, load
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest, evaluation_requests
 from training.data.build import move_to_device, synthetic_data, too_large

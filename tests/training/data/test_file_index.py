@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from support.trainings import Starter, make_folder
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import check_data
 from training.data.file_index import FileIndex, build_index, deserialize, load_or_build_index, serialize
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.trainings import load, make_cifar, pickled_as_published
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import check_data
 from training.data.batch_schedule import BatchRequest
 from training.data.in_memory import read_cifar

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.trainings import load, make_folder
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import Batch, ImageSource, load_batches
 

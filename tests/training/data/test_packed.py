@@ -16,7 +16,7 @@ from PIL import Image
 from support.trainings import Starter, asked, load, make_folder, pack_folder, slow
 from torch import Tensor
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, read_index, write_index
 from training.config.train_config import TrainConfig

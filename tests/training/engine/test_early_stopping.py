@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.trainings import Starter, agree_at_each_step, events, lines, make_folder, result, slow
 
-from hpc.core.causes import EXIT_DIVERGED
-from hpc.submit.__main__ import main as submit
+from hpc.base.errors import EXIT_DIVERGED
+from hpc.commands.start.submit import main as submit
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import make_schedule
 from training.engine.early_stopping import out_of_patience

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 from torch.optim import lr_scheduler
 from torchvision import models
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.rules import parse_step_epochs
 from training.config.train_config import LrScaling, LrScheduler, Optimizer, TrainConfig, highest_learning_rate
 from training.engine.optim import (

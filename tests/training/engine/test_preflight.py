@@ -18,8 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # exporte
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hpc.core.causes import EXIT_BAD_NODE
-from hpc.core.errors import BadNodeError, TorchrelayError, UserError
+from hpc.base.errors import EXIT_BAD_NODE, BadNodeError, TorchrelayError, UserError
 from training.engine import preflight
 from training.engine.preflight import count_wrong, run_preflight, wrong_in_attention, wrong_in_convolution
 from training.runtime.fault_injection import parse_fault

@@ -13,7 +13,7 @@ from support.trainings import Starter, events, final, lines, losses, same
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from hpc.core.rundir import RunDir
+from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.launch import make_trainer

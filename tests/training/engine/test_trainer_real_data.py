@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from support.real_images import CLASSES, real_images
 from support.trainings import Ask, Starter, lines, result, write_cifar
 
-from training import export
 from training.config.dataset_layout import CIFAR, check_data
 from training.config.train_config import TrainConfig
+from training.inference import export
 from training.models.factory import build_model
 
 CIFAR10 = CIFAR["cifar10"]

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from support.trainings import Starter, agree_at_each_step, events, final, lines, same
 
-from hpc.core.causes import EXIT_NO_SPACE
-from hpc.core.kernel import in_signal_mask
+from hpc.base.errors import EXIT_NO_SPACE
+from hpc.base.kernel import in_signal_mask
 
 # 193 images: 19 steps an epoch.
 FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--lr=0.05")
@@ -267,7 +267,7 @@ def test_a_stop_retries_a_failed_checkpoint(start: Starter) -> None:
 
 def fail_to_publish_once() -> None:
     """In a rank: fail to write the first best model, as on a full disk."""
-    from training.monitoring import run_logger
+    from training.engine import run_logger
 
     publish = run_logger.publish_directory
     failed: list[Path] = []

@@ -11,8 +11,8 @@ from support.trainings import Starter, load, pixel_tolerance
 from torch import Tensor, nn
 from torchvision.transforms import v2
 
-from hpc.core.errors import UserError
-from hpc.core.rundir import RunDir
+from hpc.base.errors import UserError
+from hpc.run.rundir import RunDir
 from training.config.dataset_layout import check_data
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import Interpolation, TrainConfig
@@ -22,8 +22,8 @@ from training.data.loader import ImageSource
 from training.engine.evaluation_run import fitting, open_data
 from training.evaluation.evaluated_model import EvaluatedModel
 from training.inference.model_card import ModelCard, read_card
+from training.inference.predict import PredictOptions, predict
 from training.models.factory import build_model
-from training.predict import PredictOptions, predict
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

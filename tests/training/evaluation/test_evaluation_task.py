@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.trainings import load, make_folder
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import check_data
 from training.config.evaluation_task import EvaluationTask, choose_split
 from training.engine.evaluation_run import labels_of_model

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.trainings import Starter, events, lines, load
 
-from hpc.core.git import git_revision
-from hpc.core.rundir import STATE_TENSORS, STATE_VALUES, RunDir
-from hpc.core.text import csv_text
+from hpc.base.git import git_revision
+from hpc.base.text import csv_text
+from hpc.run.rundir import STATE_TENSORS, STATE_VALUES, RunDir
 from hpc.submit.code_copy import copy_code, find_code
 from training.config.command_line import flag_names, with_files
 from training.config.train_config import TrainConfig

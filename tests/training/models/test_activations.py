@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchvision.models import convnext, swin_transformer, vision_transformer
 from torchvision.ops import StochasticDepth
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.train_config import TrainConfig
 from training.models.activations import checkpoint_activations
 from training.models.factory import build_model, set_drop_path

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from support.trainings import Starter, Training, events, final, lines, losses, same, slow
 from torch import Tensor
 
-from hpc.core.errors import UserError
-from hpc.core.nodedir import NodeDir
-from hpc.core.rundir import STATE_VALUES, RunDir
+from hpc.base.errors import UserError
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import STATE_VALUES, RunDir
 from training.checkpoint.sharded import read_full
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 from training.config.train_config import Optimizer, TrainConfig

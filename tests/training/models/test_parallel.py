@@ -12,7 +12,7 @@ from torch._inductor import config as inductor
 from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.checkpoint.sharded import read_full
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer

@@ -9,11 +9,11 @@ import torch
 from support.trainings import Ask, Starter, final, same
 from torch import nn
 
-from hpc.core.errors import UserError
-from training import export
+from hpc.base.errors import UserError
 from training.config.model_names import check_model, models_of, resolve_weights
 from training.config.train_config import TrainConfig
 from training.engine.optim import decayed_names, layer_scales
+from training.inference import export
 from training.models.factory import build_model, head_name, input_size, last_layer_name
 
 FLAGS = ("--image-size=32", "--epochs=1", "--batch-size=9", "--num-workers=0", "--log-every=1")

@@ -11,7 +11,7 @@ from support.fake_slurm import write_programs
 from support.trainings import needs_compiler
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
-from hpc.core.errors import BadNodeError, TorchrelayError
+from hpc.base.errors import BadNodeError, TorchrelayError
 from training.engine import preflight
 from training.runtime import busy_gpu, rank_device
 from training.runtime.process_group import ProcessGroup

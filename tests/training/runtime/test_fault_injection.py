@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.trainings import Starter, Training
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault
 
 FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")

@@ -26,9 +26,9 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from hpc.core.kernel import process_state
-from hpc.core.transport import Limits, TransportError, connect
-from hpc.environment import RESTARTS
+from hpc.base.environment import RESTARTS
+from hpc.base.kernel import process_state
+from hpc.base.transport import Limits, TransportError, connect
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import Torchrun
 from training.runtime import node_rendezvous

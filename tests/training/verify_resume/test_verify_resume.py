@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.trainings import Starter, Training, make_folder, make_idx, slow
 
-from hpc.core import program
-from hpc.core.rundir import RunDir
+from hpc.base import program
+from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
 from training.relay import list_checkpoints

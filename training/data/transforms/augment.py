@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hpc.core.errors import UserError
+from hpc.base.errors import UserError
 from training.config.dataset_layout import Kind
 from training.config.rules import parse_range
 from training.config.train_config import Interpolation, TrainConfig

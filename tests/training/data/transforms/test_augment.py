@@ -16,8 +16,8 @@ from support.trainings import asked, load
 from torch import Tensor
 from torchvision.transforms import v2
 
-from hpc.core.errors import UserError
-from hpc.core.text import flag
+from hpc.base.errors import UserError
+from hpc.base.text import flag
 from training.config.dataset_layout import Kind
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest

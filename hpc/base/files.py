@@ -1,0 +1,341 @@
+"""Files and directories that a reader, a crash or a full disk never leaves half-written. Runs everywhere.
+
+A file or directory is written under a temporary name beside its own, flushed to the disk, and renamed. A log of JSON
+lines is appended to with one `write` per line, by one process per file.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
+
+# Bytes read from the end of a log to find its last record: few at first, more if the record is not among them.
+_TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
+_LINES_PER_PARSE = 1000
+# A log may be larger than memory.
+_BLOCK_BYTES = 2**20
+# The ending of a file or directory that is being written or removed.
+_UNFINISHED = "tmp"
+MOST = 1e15
+"""The largest number that is accepted from a file: sums of such numbers are still finite, and valid JSON."""
+UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
+"""Errors of file systems that have no hard links, no locks, or no fsync of directories."""
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors of storage without space, or beyond a quota."""
+TEMPORARY = DISK_FULL | {errno.ESTALE, errno.EIO}
+"""Errors of storage that is full, or whose server does not answer: they may go away."""
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fsync_directory(path: Path) -> bool:
+    """Make the names in a directory durable: a rename is on the disk only after this.
+
+    False: its file system cannot, of which `hpc submit` has warned.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def fsync_file(path: Path) -> None:
+    """Make a file's content durable."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def refresh_nfs_cache(directory: Path) -> None:
+    """Make files visible that other hosts have created in a directory.
+
+    An NFS client remembers for up to a minute that a name does not exist. Opening the directory makes it ask the server
+    again (nfs_lookup_verify_inode in Linux' fs/nfs/dir.c); listing it opens it, too.
+    """
+    os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def nearest_existing(path: Path) -> Path:
+    """An absolute path itself or, if there is no such file, the nearest directory above it that exists."""
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def modified(path: Path) -> float | None:
+    """A file's modification time, by its storage's clock; NFS is sure of it only after an open. None if missing."""
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
+
+
+def storage_time(directory: Path) -> float:
+    """The time by the clock of a directory's storage, which may differ from this machine's."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b".")
+            file.flush()
+            return os.fstat(file.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
+def can_write(directory: Path) -> bool:
+    """Return whether a new file can be written in a directory now."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b".")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _temporary_file(path: Path, data: str | bytes | Iterable[str], mode: int) -> Iterator[Path]:
+    """Write durably to a unique name beside `path`, which is removed in the end unless the file has been renamed."""
+    parts = (data,) if isinstance(data, str | bytes) else data
+    temporary = _temporary_name(path)
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.writelines(part.encode() if isinstance(part, str) else part for part in parts)
+            file.flush()
+            os.fsync(file.fileno())
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, data: str | bytes | Iterable[str], mode: int = 0o644) -> None:
+    """Create or replace a file: readers see all of the old content or all of the new. `data` may come in parts."""
+    with _temporary_file(path, data, mode) as temporary:
+        temporary.replace(path)
+    fsync_directory(path.parent)
+
+
+def write_exclusive(path: Path, data: str) -> bool:
+    """Create a file with its whole content; False if it exists. Of several concurrent writers, one gets True.
+
+    A hard link is the exclusive creation that NFS guarantees, and the content appears together with the name.
+    """
+    with _temporary_file(path, data, 0o644) as temporary:
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            # Over NFS the link may have been made and only the reply lost: link(2) advises to check the link count.
+            return temporary.stat().st_nlink == 2
+    fsync_directory(path.parent)
+    return True
+
+
+@contextlib.contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Make a private directory under a temporary name, and rename it to its own name when the block ends.
+
+    Makes its parents, too. An error leaves only these; a kill also leaves the temporary directory, which `is_temporary`
+    recognizes.
+
+    Raises:
+        FileExistsError: the name is taken when the block ends.
+    """
+    temporary = _temporary_name(path)
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Another process that failed may just have removed the parent, which it had made.
+        with contextlib.suppress(FileNotFoundError):
+            temporary.mkdir(mode=0o700)
+            break
+    try:
+        yield temporary
+        _rename_exclusively(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def _rename_exclusively(source: Path, path: Path) -> None:
+    """Rename a directory that has entries. Raises FileExistsError if the name is taken."""
+    # rename(2) would replace an empty directory.
+    if os.path.lexists(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+    try:
+        source.rename(path)
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        raise
+
+
+def is_temporary(path: Path) -> bool:
+    """Return whether a path is the temporary name of a file or directory that was not finished."""
+    return bool(re.fullmatch(rf"\..+\.[0-9a-f]{{32}}\.{_UNFINISHED}", path.name))
+
+
+def _temporary_name(path: Path) -> Path:
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}.{_UNFINISHED}"
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a published directory. It is renamed first, so a kill leaves no incomplete directory under its name.
+
+    Ignores errors. A kill leaves it under a name that `is_temporary` recognizes.
+    """
+    with contextlib.suppress(OSError):
+        path = path.rename(_temporary_name(path))
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], bool] = lambda _: True) -> None:
+    """Remove the temporary files and directories of killed processes from a directory, which need not exist.
+
+    `is_abandoned` returns whether no live process still writes one; by default True.
+    """
+    for temporary in parent.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            if not is_abandoned(temporary):
+                continue
+            if temporary.is_dir():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write one JSON document, indented for people."""
+    write_atomic(path, json.dumps(value, indent=2) + "\n")
+
+
+def json_line(record: dict[str, Any]) -> str:
+    """One record as one line."""
+    return json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def append_json_line(path: Path, record: dict[str, Any]) -> None:
+    """Append one record to a log, as `append_line`."""
+    append_line(path, json_line(record))
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line with a single write, so that a kill between lines tears none.
+
+    A kill during an earlier append may have left half a line: a newline first, so that only that line is lost.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        data = (("\n" if torn else "") + line).encode()
+        if os.write(descriptor, data) < len(data):
+            raise OSError(errno.ENOSPC, "only a part of the line could be written", str(path))
+    finally:
+        os.close(descriptor)
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    """The record on a line; None for a torn line (a kill, a full disk)."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
+    try:
+        # One call takes a third of the time. A torn line makes it fail, or joins with its neighbours.
+        records = json.loads(b"[%b]" % b",".join(lines))
+    except (ValueError, RecursionError):
+        records = []
+    if len(records) == len(lines) and all(type(record) is dict for record in records):
+        return list(records)
+    return list(map(_parse_line, lines))
+
+
+def _blocks_of_lines(path: Path | str) -> Iterator[list[bytes]]:
+    try:
+        file = open(path, "rb", buffering=0)  # noqa: PTH123, SIM115 - a poll reads thousands: a Path's open is slower
+    except FileNotFoundError:
+        return
+    with file:
+        while block := file.read(_BLOCK_BYTES):
+            yield (block + file.readline()).splitlines()
+
+
+def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    """Yield the number, from 1, and the bytes of each line of a log that is not blank; none if it does not exist."""
+    lines = (line for block in _blocks_of_lines(path) for line in block)
+    return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Yield the number, from 1, and the record of each line of a log that is not blank; None for a torn line.
+
+    The oldest comes first. Yields nothing if the log does not exist.
+    """
+    number = 0
+    for lines in _blocks_of_lines(path):
+        for first in range(0, len(lines), _LINES_PER_PARSE):
+            some = lines[first : first + _LINES_PER_PARSE]
+            for line, record in zip(some, _parse_lines(some), strict=True):
+                number += 1
+                if record is not None or line.strip():
+                    yield number, record
+
+
+def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
+    """Return every whole record of a log, the oldest first; none if the log does not exist."""
+    return (record for _, record in numbered_json_lines(path) if record is not None)
+
+
+def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
+    """Return a number from a record that a user's script may have written; None for anything else, such as NaN."""
+    value: Any = record.get(name)
+    return value if type(value) in {int, float} and -MOST <= value <= MOST else None
+
+
+def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:
+    """The newest whole record that is wanted, among the last megabyte of a log; None if there is none."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        for tail_bytes in _TAILS_BYTES:
+            file.seek(max(0, size - tail_bytes))
+            records = (_parse_line(line) for line in reversed(file.read().splitlines()))
+            found = next((record for record in records if record is not None and wanted(record)), None)
+            if found is not None or tail_bytes >= size:
+                return found
+    return None
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Make a directory with hard links to the files of another one, or on other storage with copies."""
+    target.mkdir(parents=True)
+    for file in source.iterdir():
+        try:
+            os.link(file, target / file.name)
+        except OSError as error:
+            if error.errno not in {errno.EXDEV, errno.EMLINK, *UNSUPPORTED}:
+                raise
+            shutil.copyfile(file, target / file.name)

@@ -1,0 +1,386 @@
+"""A program from its command line to its exit code: read flags, call, print errors in one line. Runs everywhere.
+
+Words become texts by the names of flags (`read`), and texts become the values of a dataclass (`build`), whoever gives
+them: a person, a file, or a program that has values already. argparse reads the words; tyro makes the help and the
+completion of the shells.
+
+Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
+"""
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import functools
+import inspect
+import io
+import itertools
+import json
+import operator
+import os
+import re
+import shutil
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+import tyro
+
+from hpc.base.environment import CALLED
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.text import did_you_mean, visible
+
+INTERRUPTED = 130
+_WIDEST = 100  # columns of a description: longer lines are hard to read
+SCHEMA = 1
+"""Version of docs/json.schema.json: of a change that breaks readers."""
+Options = TypeVar("Options")
+Explanation = Callable[[Sequence[str], int], str | None]
+"""What to type instead of the word at a place of a command line; None: nothing special is known of it."""
+TYRO = (
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.DisallowNone,  # help with STR instead of {None}|STR
+    tyro.conf.PositionalMetavarFromFieldName,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Help:
+    """What `--help` shows of flags, by the names of their fields."""
+
+    hidden: Collection[str] = ()
+    """Flags that it leaves out."""
+    inherited: Collection[str] = ()
+    """Flags whose default is what a run has: the help of the command says so once, and shows no default for them."""
+
+
+ALL_FLAGS = Help()
+
+
+def called(module: str) -> str:
+    """Return what the user typed for this program: `hpc NAME`, or `python -m MODULE`."""
+    return os.environ.get(CALLED, f"python -m {module}")
+
+
+def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
+    """Yield the fields that are flags, those of groups of flags included."""
+    for field in dataclasses.fields(options):
+        group = _group(field)
+        yield from flags(group) if group else [field]
+
+
+def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
+    """Make a dataclass of a command line; without `prints`, as on the ranks but 0, a help is not printed.
+
+    Raises:
+        UserError: names the wrong flag and the reason.
+    """
+    print_help(options, argv, prog, prints=prints)
+    return build(options, read((options,), argv, prog))
+
+
+# --- from words to values ---
+
+
+def flag_name(field: dataclasses.Field[Any]) -> str:
+    """Return the name of a field's flag without dashes: `batch-size`."""
+    return field.name.replace("_", "-")
+
+
+def read(
+    options: Sequence[type[Any]], argv: Sequence[str], prog: str, explain: Explanation = lambda _argv, _at: None
+) -> dict[str, Any]:
+    """Read a command line into texts by the names of flags, without dashes, and of positional arguments.
+
+    The program has the flags of the first dataclass. Those of the others are read too, for a caller that refuses them
+    with a reason. `explain` may say what to type instead of the word at a place of `argv` that cannot be read.
+
+    Raises:
+        UserError: a flag does not exist or has no value, a switch has one, or a word belongs to no flag.
+    """
+    known = {flag_name(field): field for kind in reversed(options) for field in flags(kind)}
+    try:
+        typed, others = _parser(known).parse_known_intermixed_args(argv)
+    except argparse.ArgumentError as error:  # Only a switch can be wrong to a parser that takes a missing value.
+        switch, _, _ = str(error.argument_name).partition("/")
+        raise UserError(f"{switch} takes no value (see {prog} --help)") from error
+    for word in others:
+        raise UserError(explain(argv, argv.index(word)) or _not_known(word, known, prog))
+    for name, value in vars(typed).items():
+        if None in (value if isinstance(value, list) else [value]):
+            raise UserError(f"--{name} has no value (see {prog} --help)")
+    return vars(typed)
+
+
+def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentParser:
+    """Return a parser that collects the texts of these flags and positional arguments, if they are typed."""
+    parser = argparse.ArgumentParser(
+        usage="", add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
+    )
+    for name, field in known.items():
+        marks = _marks(field)
+        letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
+        words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
+        # A missing value is None: argparse would complain of it, but an unknown word in front of it says more.
+        nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
+        if _is_positional(field):
+            parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
+        elif field.type is bool:
+            parser.add_argument(*words, dest=name, action=argparse.BooleanOptionalAction)
+        else:
+            parser.add_argument(*words, dest=name, nargs=nargs, action="append" if is_repeatable else "store")
+    return parser
+
+
+def build(options: type[Options], values: Mapping[str, Any]) -> Options:
+    """Make a dataclass, with its groups, of values by the names of flags: of texts that were typed, or typed values.
+
+    Raises:
+        UserError: a value cannot be what its flag takes, a flag does not exist, or an argument is missing.
+    """
+    fields = {flag_name(field): field for field in flags(options)}
+    for name in values.keys() - fields.keys():
+        raise UserError(_not_known(f"--{name}", fields, "hpc submit"))
+    for name, field in fields.items():
+        is_required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if is_required and name not in values:
+            raise UserError(f"missing argument {field.name.upper()}: {flag_texts(options)[field.name]}")
+    return _built(options, values)
+
+
+def _built(options: type[Options], values: Mapping[str, Any]) -> Options:
+    found = dict[str, Any]()
+    for field in dataclasses.fields(options):  # type: ignore[arg-type]
+        if group := _group(field):
+            found[field.name] = _built(group, values)
+        elif (name := flag_name(field)) in values:
+            found[field.name] = taken(field.name if _is_positional(field) else f"--{name}", field.type, values[name])
+    return options(**found)
+
+
+def values_of(*settings: Any) -> dict[str, Any]:
+    """Return the values of dataclasses and of their groups, by the names of flags."""
+    found = dict[str, Any]()
+    for one in settings:
+        for field in dataclasses.fields(one):
+            value = getattr(one, field.name)
+            found |= values_of(value) if _group(field) else {flag_name(field): value}
+    return found
+
+
+def default_values(options: type[Any]) -> dict[str, Any]:
+    """Return the defaults of a dataclass and of its groups, by the names of flags."""
+    return {flag_name(field): field.default for field in flags(options)}
+
+
+def taken(label: str, kind: Any, value: Any) -> Any:
+    """Return a value as a field of this type holds it: a text is read, and a number may be given for a text.
+
+    Raises:
+        UserError: says which value `label` has, and what it takes.
+    """
+    while get_origin(kind) is Annotated:
+        kind = get_args(kind)[0]
+    if NoneType in get_args(kind):
+        if value is None:
+            return None
+        kind = get_args(kind)[0]
+    if get_origin(kind) is tuple:
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        return tuple(taken(label, get_args(kind)[0], item) for item in (value if several else (value,)))
+    if get_origin(kind) is Literal:
+        if value not in (choices := get_args(kind)):
+            raise UserError(f"{label} is {value!r}: use one of {', '.join(map(repr, choices))}")
+        return value
+    from_text, accepted, expected = _KINDS[kind]
+    with contextlib.suppress(ValueError, KeyError):
+        if isinstance(value, accepted) and isinstance(value, bool) <= (kind is bool):
+            return from_text(value)
+    raise UserError(f"{label} is {str(value)!r}: expected {expected}")
+
+
+# For each type: how a value is made, from which types, and what an error calls it.
+_KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
+    bool: (lambda value: {"true": True, "false": False}[str(value).lower()], (bool, str), "true or false"),
+    int: (int, (int, str), "a whole number"),
+    float: (float, (float, int, str), "a number"),
+    str: (str, (str, int, float, os.PathLike), "text"),
+    Path: (Path, (str, os.PathLike), "a path"),
+}
+
+
+def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str) -> str:
+    """Say that a word is no flag, and name the flag that is most like it, or that it belongs to none."""
+    flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
+    if not flag.startswith("-"):
+        return f"unexpected argument: {word} (see {prog} --help)"
+    names = [f"--{name}" for name, field in known.items() if not _is_positional(field)]
+    return f"there is no flag {flag}: {did_you_mean(flag.replace('_', '-'), names, otherwise, 1)}"
+
+
+def _marks(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
+    """Return what a field tells tyro."""
+    return getattr(field.type, "__metadata__", ())
+
+
+def _is_positional(field: dataclasses.Field[Any]) -> bool:
+    return tyro.conf.Positional in _marks(field)
+
+
+def _is_tuple(field: dataclasses.Field[Any]) -> bool:
+    kind = get_args(field.type)[0] if _marks(field) else field.type
+    return get_origin(kind) is tuple or any(get_origin(each) is tuple for each in get_args(kind))
+
+
+def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
+    """Return the dataclass of a field that is a group of flags."""
+    kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+    return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
+
+
+# --- help ---
+
+
+def print_help(
+    options: type[Any], argv: Sequence[str], prog: str, shown: Help = ALL_FLAGS, *, prints: bool = True
+) -> None:
+    """Print the help, and exit, if the command line asks for it; `options` may be a union of subcommands."""
+    if {"-h", "--help"}.isdisjoint(argv):
+        return
+    views, text = (_for_help(each, shown) for each in get_args(options) or (options,)), _HelpText()
+    try:
+        with contextlib.redirect_stdout(text):
+            view = functools.reduce(operator.or_, views)
+            tyro.cli(view, args=["--help"], prog=prog, config=TYRO, console_outputs=prints)
+    finally:
+        text.seek(0)
+        print(_wrapped(text.read()), end="")
+
+
+class _HelpText(io.TextIOWrapper):
+    """Collects what tyro prints, with the colors and the characters that stdout can show."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), encoding=sys.stdout.encoding, errors=sys.stdout.errors, newline="\n")
+        self._is_terminal = sys.stdout.isatty()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def _wrapped(text: str) -> str:
+    """Wrap the description above the first box of a help, which tyro leaves as it is, to the width of the boxes."""
+    description, box, flags_of_command = text.partition("╭")
+    width = min(_WIDEST, shutil.get_terminal_size().columns)
+    usage, *lines = description.split("\n")
+    for at, line in enumerate(lines):
+        if line[:1].strip():  # not an example
+            lines[at] = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([usage, *lines]) + box + flags_of_command
+
+
+def _for_help(options: type[Any], shown: Help) -> type[Any]:
+    """Hide fields, and the defaults that tell nothing: None, False and ''."""
+    texts = flag_texts(options) if shown.inherited else {}
+
+    def mark(name: str) -> Any:
+        if name in shown.hidden:
+            return tyro.conf.Suppress
+        if name in shown.inherited:
+            text = re.sub(r"\s*\bDefault: .*?\.(?=\s|$)", "", texts[name], flags=re.DOTALL)
+            return tyro.conf.arg(help=text, help_behavior_hint="")
+        return tyro.conf.arg(help_behavior_hint=_default_hint)
+
+    return annotated(options, mark)
+
+
+def flag_texts(options: type[Any]) -> dict[str, str]:
+    """Return the docstrings of the fields of a dataclass, by name, those of groups included."""
+    found = dict[str, str]()
+    for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+        lines = definition.body if isinstance(definition, ast.ClassDef) else []
+        for line, after in itertools.pairwise(lines):
+            match line, after:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
+    for group in filter(None, map(_group, dataclasses.fields(options))):
+        found |= flag_texts(group)
+    return found
+
+
+def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
+    """Return a subclass each of whose flags, also those of groups, carries `mark(its name)` for tyro."""
+    types, values = dict[str, Any](), dict[str, Any]()
+    for field in dataclasses.fields(options):
+        kind: Any = field.type
+        if group := _group(field):
+            view = annotated(group, mark)
+            types[field.name] = Annotated[(view, *kind.__metadata__)]
+            if field.default_factory is not dataclasses.MISSING:
+                values[field.name] = dataclasses.field(default_factory=view)
+        else:
+            types[field.name] = Annotated[kind, mark(field.name)]
+    members = {"__annotations__": types, "__doc__": options.__doc__, **values}
+    return dataclasses.dataclass(frozen=True, kw_only=True)(type(options.__name__, (options,), members))
+
+
+def _default_hint(default: str) -> str:
+    return "" if default in {"None", "False", "", "''", "()"} else f"(default: {default})"
+
+
+def print_json(document: Any) -> None:
+    """Print one JSON document, as docs/json.schema.json describes that of each verb."""
+    print(json.dumps(versioned(document), indent=2))
+
+
+def versioned(document: Any) -> Any:
+    """Add the version of the schema to a document, or to each one of a list."""
+    if isinstance(document, list):
+        return [versioned(one) for one in document]
+    return {"schema": SCHEMA, **document}
+
+
+def json_report(arguments: Sequence[str]) -> Callable[[str, int], None]:
+    """Return a function for `run` that prints an error as a JSON document, if the arguments ask for one."""
+
+    def report(message: str, exit_code: int) -> None:
+        if "--json" in arguments:
+            print_json({"error": message, "exit_code": exit_code})
+
+    return report
+
+
+def run(
+    work: Callable[[], int],
+    prefix: str = "error",
+    *,
+    debug: bool = False,
+    report: Callable[[str, int], None] = lambda _message, _exit_code: None,
+) -> int:
+    """Call `work`, and return its exit code.
+
+    An error is printed after `prefix`, with `debug` its traceback too, and reported with its exit code.
+    """
+    try:
+        return work()
+    except TorchrelayError as error:
+        code, message = error.exit_code, " ".join(str(error).split())
+    except BrokenPipeError:
+        # The reader (head, less) has closed the pipe. Without this, Python reports it again when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as error:
+        kind = UserError if isinstance(error, PermissionError) else TorchrelayError
+        code, message = kind.exit_code, str(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    if debug:
+        traceback.print_exc()
+    print(f"{prefix}: {visible(message)}", file=sys.stderr)
+    report(message, code)
+    return code

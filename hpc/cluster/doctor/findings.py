@@ -1,0 +1,308 @@
+"""Judges runs, the login node and compute nodes for `hpc doctor`: tables of checks. Pure; runs on the login node."""
+
+import resource
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+from typing import Any, TypeVar
+
+from hpc.base.files import DEV_SHM
+from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED
+from hpc.base.node_info import NodeInfo, TorchBuild
+from hpc.status.warnings import ASK_NO_GPUS
+from hpc.submit.runs_storage import LOST, Feature
+
+_MIN_STAGE_BYTES = 10 * 10**9
+_MIN_MEMORY_BYTES = 10**9
+_MIN_LOCKED_BYTES = 10**9
+_LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
+# Prefixes of virtual interfaces, which lead to no other node. NCCL itself skips the first two if there is another.
+_VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
+
+Facts = TypeVar("Facts")
+
+
+class Severity(StrEnum):
+    """Rank findings by what they cost."""
+
+    COST = "cost"
+    """Runs will lose work or time, or fail."""
+    NOTE = "note"
+    """Runs may lose work or time in some cases."""
+    UNKNOWN = "unknown"
+    OK = "ok"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check in one place."""
+
+    severity: Severity
+    value: str
+    """The setting or measurement that was seen."""
+    cost: str = ""
+    what_to_do: str = ""
+    check: str = ""
+    where: str = ""
+    """`cluster`, `login`, a run, or the names of nodes."""
+
+    def at(self, check: str, where: str) -> "Finding":
+        """Name the check, and the place."""
+        return replace(self, check=check, where=where)
+
+
+Check = Callable[[Facts], Finding | None]
+
+
+ok = partial(Finding, Severity.OK)
+note = partial(Finding, Severity.NOTE)
+costs = partial(Finding, Severity.COST)
+_UNKNOWN = Finding(Severity.UNKNOWN, "not reported")
+
+
+def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
+    """Apply a table of checks; one that returns None lacks the facts."""
+    return [(check(facts) or _UNKNOWN).at(name, where) for name, check in checks.items()]
+
+
+def merge(findings: Iterable[Finding]) -> list[Finding]:
+    """Join equal findings of several places."""
+    places = dict[Finding, list[str]]()
+    for finding in findings:
+        places.setdefault(replace(finding, where=""), []).append(finding.where)
+    return [replace(finding, where=" ".join(where)) for finding, where in places.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMeasurements:
+    """Measurements of a run, from its events."""
+
+    name: str
+    save_seconds: float | None
+    """Duration of the longest save; None before the first."""
+    is_script: bool
+    in_place: str | None = None
+    """Reason why the last attempt did not stage its data."""
+    no_snapshots: str | None = None
+    """Reason why the last attempt took no snapshots."""
+    not_forked: str | None = None
+    """Reason why the ranks of the last attempt were not forks of torchrun."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoginNode:
+    """The machine on which `hpc doctor` was typed."""
+
+    runs_dir: str
+    runs_type: str | None
+    """File system of the runs directory; None if unknown."""
+    torch: TorchBuild | None
+    runs_lack: tuple[Feature, ...] = ()
+    """Features that its file system lacks, as far as they could be tried out."""
+    automounted: str | None = None
+    """Directory below which an automounter mounts it."""
+    nodes_see_runs: bool = False
+    """True if compute nodes were inspected, and all see the runs directory."""
+
+
+def _costs_if(field: str, cost: str, what_to_do: str, *, otherwise: str) -> Check[Any]:
+    """Make the check of a field that says what is wrong, and is empty if nothing is."""
+
+    def check(facts: Any) -> Finding:
+        seen = getattr(facts, field)
+        return costs(seen, cost, what_to_do) if seen else ok(otherwise)
+
+    return check
+
+
+def _runs_dir(login: LoginNode) -> Finding | None:
+    if login.runs_type is None:
+        return None
+    value = f"{login.runs_dir} is on {login.runs_type}"
+    if login.runs_type in RAM_BACKED:
+        share = "use --runs-dir on storage that all nodes share"
+        return costs(value, "compute nodes do not see it: no run can start", share)
+    if login.runs_lack:
+        verdict = costs if Feature.HARD_LINKS in login.runs_lack else note
+        lost = "; ".join(LOST[feature] for feature in login.runs_lack)
+        return verdict(
+            f"{value}, which has no {' and no '.join(login.runs_lack)}", lost, "use --runs-dir on other storage"
+        )
+    if login.automounted is not None and not login.nodes_see_runs:
+        return note(
+            f"{value}, below {login.automounted}, where this machine mounts on demand (autofs)",
+            "unless the nodes do the same, no run can start",
+            "check with hpc doctor --node; or use --runs-dir with another path to it",
+        )
+    if login.nodes_see_runs or login.runs_type not in _LOCAL_DISK:
+        return ok(value)
+    return note(
+        value,
+        "this looks like a local disk; unless the nodes mount it, no run can start",
+        "check with hpc doctor --node; use --runs-dir on storage that all nodes share",
+    )
+
+
+def _torch(login: LoginNode) -> Finding:
+    install = "pip install torch torchvision, from an index with builds for your GPUs"
+    if login.torch is None:
+        return costs("torch is not installed in this environment", "no run can train", install)
+    if login.torch.accelerator is None:
+        value = f"torch {login.torch.version} is built for CPUs only"
+        return costs(value, "it cannot use the GPUs of a job, so that runs treat every GPU node as a bad node", install)
+    return ok(f"torch {login.torch.version} for {login.torch.accelerator}")
+
+
+def _locked_memory(node: NodeInfo) -> Finding:
+    limit = node.locked_bytes
+    if limit is None:
+        return ok("there is no InfiniBand")
+    if limit == resource.RLIM_INFINITY or limit >= _MIN_LOCKED_BYTES:
+        return ok("InfiniBand can use the memory of ranks")
+    return costs(
+        f"a process may lock {limit // 1024} KiB of memory",
+        "InfiniBand cannot use the memory of ranks, which crash with `Cannot allocate memory`",
+        "type ulimit -l unlimited before hpc submit if jobs inherit its limits; or have LimitMEMLOCK= of slurmd raised",
+    )
+
+
+OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "torch": _torch}
+OF_RUN: Mapping[str, Check[RunMeasurements]] = {
+    "staging": _costs_if(
+        "in_place",
+        "every epoch reads the data from shared storage",
+        "submit with --stage-dir and a directory on a larger disk of the nodes",
+        otherwise="the data were staged, or the run has none",
+    ),
+    "snapshots": _costs_if(
+        "no_snapshots",
+        "a crash or a lost node costs all steps since the last checkpoint, instead of about a second",
+        "submit with more --mem, or ask for a larger /dev/shm; otherwise use a shorter --checkpoint-every",
+        otherwise="snapshots are taken",
+    ),
+    "start": _costs_if(
+        "not_forked",
+        "each rank imports torch itself whenever it starts, which takes seconds",
+        ASK_NO_GPUS,
+        otherwise="ranks start as forks of torchrun",
+    ),
+}
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def _stage(node: NodeInfo) -> Finding:
+    directory, free = node.stage_dir, node.stage_free_bytes
+    if free is None:
+        return costs(f"{directory} does not exist", "no run can stage its data or start", "use another --stage-dir")
+    value = f"{directory} has {_gigabytes(free)} free on {node.stage_type or 'an unknown file system'}"
+    if node.stage_type in RAM_BACKED:
+        return note(
+            f"{value}, which is memory",
+            "the staged data count as memory of the job and may exceed its limit",
+            "add the size of the data set to --mem, or use --stage-dir with a directory on the nodes' disks",
+        )
+    if node.stage_type in NETWORK_BACKED:
+        return note(
+            f"{value}, which is on other machines",
+            "every node copies the data to it, but still reads the copy over the network",
+            "use --stage-dir with a directory on the nodes' own disks; '$NAME' is a variable of the job on the node",
+        )
+    if free >= _MIN_STAGE_BYTES:
+        return ok(value)
+    return note(
+        value,
+        "larger data sets are not staged: every epoch reads them from shared storage",
+        "use --stage-dir with a directory on a larger disk of the nodes",
+    )
+
+
+def _memory(node: NodeInfo) -> Finding:
+    free = node.shm_free_bytes
+    value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {_gigabytes(free)} free"
+    if free is not None and free >= _MIN_MEMORY_BYTES:
+        return ok(value)
+    return costs(
+        value,
+        "loader workers crash with a bus error when it is full; without space for snapshots (three times a checkpoint) "
+        "a crash costs all steps since the last checkpoint",
+        f"ask the administrators for `mount -o remount,size=50% {DEV_SHM}` on the nodes (containers: --shm-size)",
+    )
+
+
+def _interfaces(node: NodeInfo) -> Finding:
+    physical = [name for name in node.interfaces if not name.startswith(_VIRTUAL)]
+    value = " ".join(node.interfaces) or "none"
+    route, setting = node.interface, node.nccl_interfaces
+    if not physical:
+        return costs(value, "no interface leads to other nodes: only runs on one node work", "ask the administrators")
+    used = nccl_interfaces(node.interfaces, setting)
+    if not used:
+        return costs(
+            f"NCCL_SOCKET_IFNAME={setting} matches none of the interfaces {value}",
+            "NCCL finds no interface: no run on GPUs of several nodes starts",
+            "unset NCCL_SOCKET_IFNAME before hpc submit",
+        )
+    # InfiniBand interfaces may have other addresses than those that the host names resolve to.
+    if route is None or used[0] == route or used[0].startswith("ib"):
+        return ok(value if route is None else f"{value}; {route} leads to the other nodes")
+    return note(
+        f"{value}; {route} leads to the other nodes, but NCCL tries {used[0]} first",
+        f"if {used[0]} does not lead to the other nodes, ranks on GPUs hang",
+        f"run export NCCL_SOCKET_IFNAME=={route} before hpc submit; jobs inherit it",
+    )
+
+
+def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
+    """Select the interfaces that NCCL uses, in its order, from those with an address, in the kernel's order.
+
+    `setting` is NCCL_SOCKET_IFNAME: prefixes after an optional `^`, which excludes, and `=`, for whole names. Source:
+    NVIDIA's NCCL documentation, Environment Variables.
+    """
+    if not setting:
+        infiniband = [i for i in interfaces if i.startswith("ib")]
+        return infiniband or [i for i in interfaces if not i.startswith(_VIRTUAL[:2])]
+    exclude, exact = setting.startswith("^"), setting.lstrip("^").startswith("=")
+    names = setting.lstrip("^").lstrip("=").split(",")
+    return [i for i in interfaces if any(i == n if exact else i.startswith(n) for n in names) != exclude]
+
+
+def _sees_runs(node: NodeInfo) -> Finding:
+    if node.sees_runs:
+        return ok("the runs directory is the login node's")
+    value = "the login node's runs directory does not exist here"
+    return costs(value, "no run can start", "use --runs-dir on storage that all nodes share")
+
+
+def _preflight(node: NodeInfo) -> Finding:
+    if node.problem:
+        return costs(node.problem, "no run can train on these nodes", "use --exclude, and tell the administrators")
+    if node.num_gpus and " on CPU" in node.preflight:
+        return costs(
+            node.preflight,
+            "torch found no GPU in a job with GPUs: ranks would train on the CPU",
+            "check nvidia-smi on the node, and the CUDA version that torch was built for",
+        )
+    return ok(node.preflight)
+
+
+OF_MACHINE: Mapping[str, Check[NodeInfo]] = {
+    "stage directory": _stage,
+    str(DEV_SHM): _memory,
+    "locked memory": _locked_memory,
+}
+OF_NODE: Mapping[str, Check[NodeInfo]] = {
+    **OF_MACHINE,
+    "runs directory": _sees_runs,
+    "Slurm's commands": _costs_if(
+        "slurm_error",
+        "the node agents can neither requeue a run at its time limit nor resubmit it when nodes are lost",
+        "ask the administrators for Slurm's commands on the compute nodes",
+        otherwise="squeue, scontrol, sbatch and scancel work",
+    ),
+    "network interface": _interfaces,
+    "preflight": _preflight,
+}

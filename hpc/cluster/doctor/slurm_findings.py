@@ -1,0 +1,251 @@
+"""Judges Slurm's configuration for `hpc doctor`: a table of checks. Pure; runs on the login node."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil
+
+from hpc.base.units import KILL_WAIT_SECONDS, save_timeout_seconds
+from hpc.cluster.doctor.findings import Check, Finding, RunMeasurements, costs, note, ok
+from hpc.slurm.client import ClusterConfig, leading_number
+from hpc.status.warnings import MAX_SHARE
+
+_MIN_SAVE_SECONDS = 10.0
+_LONG_TIMEOUT_SECONDS = 60
+_CRED_EXPIRE_SECONDS, _SHORT_EXPIRE_SECONDS, _LONG_EXPIRE_SECONDS = 120, 30, 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFacts:
+    """A cluster, and the measurements of a run there."""
+
+    cluster: ClusterConfig
+    run: RunMeasurements | None = None
+
+    def ask(self, setting: str) -> str:
+        """Say what to ask the administrators for, of a setting of the partition."""
+        name = self.cluster.partition.get("PartitionName", "...")
+        return f"ask the administrators for {setting} in the line PartitionName={name} of slurm.conf"
+
+
+def may_be_preempted(cluster: ClusterConfig) -> bool | None:
+    """Tell whether Slurm may end jobs of the partition to start others; None if its configuration does not say."""
+    kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
+    if kind is None or mode is None or kind.endswith("/qos"):
+        return None
+    own = leading_number(cluster.partition, "PriorityTier") or 0
+    higher = any((leading_number(other, "PriorityTier") or 0) > own for other in cluster.partitions)
+    return not kind.endswith("/none") and higher and mode != "OFF" and "SUSPEND" not in mode
+
+
+def seconds_to_save(grace: int, kill_wait: int | None) -> float:
+    """Return how long the ranks may take to save at a preemption. The agents know GraceTime, but not KillWait."""
+    if grace:
+        return save_timeout_seconds(grace)
+    return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
+
+
+def _took(run: RunMeasurements | None) -> str:
+    return f", and a save of run {run.name} took {run.save_seconds:.1f} s" if run and run.save_seconds else ""
+
+
+def _preemption(site: ClusterFacts) -> Finding | None:
+    config, partition = site.cluster.config, site.cluster.partition
+    if config.get("PreemptType", "").endswith("/qos"):
+        return note(
+            "PreemptType=preempt/qos: the QOS defines the GraceTime",
+            "if a save takes longer than that, the steps since the last checkpoint are lost",
+            "check with sacctmgr show qos format=name,preempt,preemptmode,gracetime",
+        )
+    preempted, grace = may_be_preempted(site.cluster), leading_number(partition, "GraceTime")
+    if preempted is None or grace is None:
+        return None
+    if not preempted:
+        return ok("jobs of this partition are not preempted")
+    seconds = seconds_to_save(grace, leading_number(config, "KillWait"))
+    took = site.run.save_seconds if site.run else None
+    value = f"GraceTime={grace}: {seconds:g} s to save on preemption{_took(site.run)}"
+    if seconds >= _MIN_SAVE_SECONDS and grace > 0 if took is None else took <= MAX_SHARE * seconds:
+        return ok(value)
+    verdict = note if took is None else costs
+    sufficient = max(60, ceil((took or 0) / MAX_SHARE) + 10)
+    return verdict(
+        value,
+        "if a save takes longer, the steps since the last checkpoint are lost",
+        f"{site.ask(f'GraceTime={sufficient}')}; a shorter --checkpoint-every reduces the loss",
+    )
+
+
+def _preempt_mode(site: ClusterFacts) -> Finding | None:
+    mode, partition = site.cluster.partition.get("PreemptMode"), site.cluster.partition.get("PartitionName", "")
+    if mode is None:
+        return None
+    value = f"PreemptMode={mode} in partition {partition}"
+    if "SUSPEND" in mode:
+        return note(
+            value,
+            "a preempted run stands still, with its memory and GPU memory, until Slurm resumes it; hpc status says "
+            "suspended",
+            "nothing to do: the run then continues at the same step. Partitions without preemption avoid the wait",
+        )
+    if mode == "CANCEL" and may_be_preempted(site.cluster) is not False:
+        return note(
+            value,
+            "Slurm ends a preempted job for good: the agents of the run must submit a new job before it is killed",
+            "start hpc supervise: it submits a new job for a run whose agents did not manage to",
+        )
+    return ok(value)
+
+
+def _user_signal(site: ClusterFacts) -> Finding | None:
+    given = site.cluster.config.get("SlurmctldParameters")
+    if given is None:
+        return None
+    if "preempt_send_user_signal" in given:
+        return ok("preempt_send_user_signal is set")
+    if may_be_preempted(site.cluster) is False:
+        return ok("not set; jobs of this partition are not preempted")
+    if site.run and not site.run.is_script:
+        return ok("not set; the trainer also saves on SIGTERM")
+    return note(
+        "preempt_send_user_signal is not set",
+        "a preemption sends only SIGTERM: your own script loses work if it saves only on SIGUSR2",
+        "save on SIGTERM too, or ask the administrators for SlurmctldParameters=preempt_send_user_signal",
+    )
+
+
+def _kill_wait(site: ClusterFacts) -> Finding | None:
+    given = leading_number(site.cluster.config, "KillWait")
+    if given is None:
+        return None
+    seconds = seconds_to_save(0, given)
+    took = site.run.save_seconds if site.run else None
+    value = f"KillWait={given} s{_took(site.run)}"
+    if given >= KILL_WAIT_SECONDS if took is None else took <= MAX_SHARE * seconds:
+        return ok(value)
+    enough = given >= KILL_WAIT_SECONDS
+    return note(
+        value,
+        f"a requeued run has {seconds:g} s to save; if it takes longer, the steps since the last checkpoint are lost",
+        "use a shorter --checkpoint-every" if enough else "ask the administrators for KillWait=30 in slurm.conf",
+    )
+
+
+def _slurmd_timeout(site: ClusterFacts) -> Finding | None:
+    seconds = leading_number(site.cluster.config, "SlurmdTimeout")
+    if seconds is None:
+        return None
+    value, ask = f"SlurmdTimeout={seconds} s", "ask the administrators for SlurmdTimeout=60 in slurm.conf"
+    if seconds == 0:
+        return costs(value, "Slurm never notices a dead node: a run on one node hangs forever when it dies", ask)
+    if seconds <= _LONG_TIMEOUT_SECONDS:
+        return ok(value)
+    return note(
+        value,
+        f"Slurm notices a dead node after {seconds} s. The node agents notice after 5 s, but a run on one node has no "
+        "other agent and waits",
+        f"start hpc supervise, which notices after a minute; or {ask}",
+    )
+
+
+def _cred_expire(site: ClusterFacts) -> Finding | None:
+    given = site.cluster.config.get("AuthInfo")
+    if given is None:
+        return None
+    match = re.search(r"cred_expire=(\d+)", given)
+    seconds = int(match[1]) if match else _CRED_EXPIRE_SECONDS
+    value = f"cred_expire={seconds} s" + ("" if match else ", Slurm's default")
+    if seconds <= _SHORT_EXPIRE_SECONDS:
+        return ok(value)
+    verdict = costs if seconds > _LONG_EXPIRE_SECONDS else note
+    return verdict(
+        value,
+        f"a requeued run (time limit, preemption) waits {seconds} s before Slurm may start it",
+        "start hpc supervise, which ends the delay; or ask the administrators for cred_expire=30 in AuthInfo= of "
+        "slurm.conf, if their prolog takes less",
+    )
+
+
+def _accounting(site: ClusterFacts) -> Finding:
+    if not site.cluster.sacct_error:
+        return ok("sacct answers")
+    return note(
+        site.cluster.sacct_error,
+        "runs do not need sacct; but the final state of a job that Slurm has forgotten (MinJobAge) stays unknown",
+        "ask the administrators for AccountingStorageType=accounting_storage/slurmdbd, if you need it",
+    )
+
+
+def _submits_from_nodes(site: ClusterFacts) -> Finding | None:
+    given = site.cluster.partition.get("AllocNodes")
+    if given is None:
+        return None
+    if given == "ALL":
+        return ok("AllocNodes=ALL")
+    return note(
+        f"AllocNodes={given}",
+        "unless these include the compute nodes, a run that lost its head node, or too many nodes, restarts only after "
+        "Slurm has noticed (SlurmdTimeout)",
+        site.ask("AllocNodes=ALL"),
+    )
+
+
+def _max_submit_jobs(site: ClusterFacts) -> Finding | None:
+    most = site.cluster.max_submit_jobs
+    if most is None:
+        return None
+    if most > 1:
+        return ok("you may have several jobs at a time")
+    return note(
+        f"MaxSubmitJobs={most}: you may have one job at a time, also pending ones",
+        "a run that needs a new job must end the old one first: if its agents do not manage to submit in the seconds "
+        "that Slurm then leaves them (KillWait), it stops",
+        "start hpc supervise, which then submits it; or ask the administrators for MaxSubmitJobs=2 for your account",
+    )
+
+
+def _private_tmp(site: ClusterFacts) -> Finding | None:
+    config = site.cluster.config
+    kind = config.get("JobContainerType", config.get("NamespaceType"))  # its name since 25.11
+    if kind is None:
+        return None
+    if kind.rpartition("/")[2] not in {"tmpfs", "linux"}:
+        return ok("jobs share the nodes' /tmp")
+    return note(
+        kind,
+        "each job has its own /tmp, removed at its end: every new job of a run copies the data again",
+        "use --stage-dir with a directory on the nodes' disks that Dirs= in job_container.conf does not list",
+    )
+
+
+def _oversubscription(site: ClusterFacts) -> Finding | None:
+    given = site.cluster.partition.get("OverSubscribe")
+    if given is None:
+        return None
+    # With YES, only jobs that ask for it share CPUs; ours do not. FORCE:1 runs one job at a time.
+    if not given.startswith("FORCE") or given == "FORCE:1":
+        return ok(f"OverSubscribe={given}")
+    slice_seconds = leading_number(site.cluster.config, "SchedulerTimeSlice") or 30
+    gang = "GANG" in site.cluster.config.get("PreemptMode", "")
+    return note(
+        f"OverSubscribe={given}" + (" with gang scheduling" if gang else ""),
+        f"Slurm suspends the run and other jobs alternately, for {slice_seconds} s each: the run takes that much longer"
+        if gang
+        else "other jobs use the CPUs of a run: all its ranks wait for the slowest one",
+        f"use another --partition, or {site.ask('OverSubscribe=NO')}",
+    )
+
+
+OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
+    "preemption": _preemption,
+    "PreemptMode": _preempt_mode,
+    "preempt_send_user_signal": _user_signal,
+    "KillWait": _kill_wait,
+    "SlurmdTimeout": _slurmd_timeout,
+    "cred_expire": _cred_expire,
+    "accounting": _accounting,
+    "AllocNodes": _submits_from_nodes,
+    "MaxSubmitJobs": _max_submit_jobs,
+    "private /tmp": _private_tmp,
+    "oversubscription": _oversubscription,
+}

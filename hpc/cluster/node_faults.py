@@ -1,0 +1,76 @@
+"""The failures that a drill causes on one compute node. Runs on compute nodes.
+
+`python -m hpc.cluster.node_faults RUN_DIR kill|stop|full RANK` or `RUN_DIR kill-all` prints the ids of the processes
+that it acted on, none if the rank is not on this node.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from hpc.base.kernel import children, start_time
+from hpc.run.nodedir import node_dirs
+
+_SIGNALS = {"kill": signal.SIGKILL, "kill-all": signal.SIGKILL, "stop": signal.SIGSTOP}
+_FULL_SECONDS = 10.0
+# More than a heartbeat, less than any model.
+_FULL_BYTES = 64 * 1024
+
+
+def main(argv: list[str]) -> int:
+    """Act on the run's processes on this node."""
+    run, action, *ranks = argv
+    pids = agent_tree(Path(run)) if action == "kill-all" else rank_pids(Path(run), int(ranks[0]))
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            if action == "full":
+                _full(pid)
+            else:
+                os.kill(pid, _SIGNALS[action])
+    print(*pids)
+    return 0
+
+
+def rank_pids(run: Path, rank: int) -> list[int]:
+    """The process of a rank, if it runs on this node, from its heartbeat."""
+    found = []
+    for path in (path for node in node_dirs(run) for path in node.heartbeat(0).parent.glob("local-*")):
+        with suppress(ValueError):
+            heartbeat = json.loads(path.read_text())
+            # Several processes may have been this rank: the rendezvous after a lost node assigns new ranks.
+            if heartbeat["rank"] == rank and start_time(heartbeat["pid"]) is not None:
+                found.append((heartbeat["time"], heartbeat["pid"]))
+    return [max(found)[1]] if found else []
+
+
+def agent_tree(run: Path) -> list[int]:
+    """This node's agent of the run, and all its descendants."""
+    tree = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            command = path.read_text(errors="replace").split("\0")
+            # The batch script's srun has the agent's command line too, but does not fail with the node.
+            if {"jobs.agent", os.fspath(run)} <= set(command) and Path(command[0]).name != "srun":
+                tree.append(int(path.parent.name))
+    for pid in tree:  # grows while it is walked
+        tree += [child for child in children(pid) if child not in tree]
+    return tree
+
+
+def _full(pid: int) -> None:
+    """Make a process's writes of large files fail for a while, as on a full disk."""
+    limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, limits[1]))
+    try:
+        time.sleep(_FULL_SECONDS)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

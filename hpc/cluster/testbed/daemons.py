@@ -1,0 +1,126 @@
+"""The login host's daemons: munged, slurmctld, with accounting slurmdbd and MariaDB. Runs as root on its machine."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import write_atomic
+from hpc.cluster.testbed import nodes
+from hpc.cluster.testbed.layout import TestbedPaths
+from hpc.cluster.testbed.render import CLUSTER_NAME
+from hpc.cluster.testbed.system import run, start, succeeds, wait_until
+from hpc.slurm.client import running_slurm_conf
+
+# Suffixes of sinfo's node states; `*` marks a node that does not respond.
+_STATE_FLAGS = "*~#!%$@^-+"
+USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
+
+
+def _start_on_login_host(*command: str | Path, paths: TestbedPaths, log: Path, **environment: str) -> None:
+    """Start a daemon of the login host; `log` receives its output until it opens its own log."""
+    host = nodes.inside_fresh(paths.controller_uts, "mount")
+    start(*host, "/bin/sh", paths.login_script, *command, log=log, **environment)
+
+
+def start_munged(paths: TestbedPaths) -> None:
+    """Start munged with a new key and its own socket, separate from the machine's munge."""
+    write_atomic(paths.munge_key, os.urandom(128), mode=0o400)
+    _start_on_login_host(
+        "munged",
+        f"--key-file={paths.munge_key}",
+        f"--socket={paths.munge_socket}",
+        f"--pid-file={paths.run}/munged.pid",
+        f"--log-file={paths.log('munged')}",
+        f"--seed-file={paths.secret}/munged.seed",
+        paths=paths,
+        log=paths.log("munged.out"),
+    )
+    wait_until(lambda: munge_answers(paths), seconds=20, what=f"munged to answer (log: {paths.log('munged')})")
+
+
+def munge_answers(paths: TestbedPaths) -> bool:
+    """Whether munged issues credentials."""
+    return succeeds("munge", "--no-input", f"--socket={paths.munge_socket}", "--output=/dev/null")
+
+
+def start_slurmctld(paths: TestbedPaths) -> None:
+    """Start the controller and wait until it answers."""
+    _start_on_login_host("slurmctld", "-f", paths.slurm_conf, paths=paths, log=paths.log("slurmctld.out"))
+    log = paths.log("slurmctld")
+    wait_until(lambda: controller_answers(paths), seconds=30, what=f"slurmctld to answer (log: {log})")
+
+
+def controller_answers(paths: TestbedPaths) -> bool:
+    """Whether slurmctld answers. Asks only if its process exists: Slurm's tools retry for long."""
+    return running_slurm_conf() is not None and succeeds("scontrol", "ping", SLURM_CONF=str(paths.slurm_conf))
+
+
+# --- nodes, as slurmctld sees them ---
+
+
+def node_states(paths: TestbedPaths) -> dict[str, str]:
+    """Each node's state, as `parse_states` returns it; empty if slurmctld does not answer."""
+    if running_slurm_conf() is None:
+        return {}
+    # Always all nodes: asked for one (-n), Slurm 22.05 goes on reporting `mixed*` for a node that it has marked down,
+    # until somebody asks for all.
+    sinfo = ("sinfo", "--noheader", "--Node", "--format=%N %T")
+    try:
+        text = run(*sinfo, timeout_seconds=10, SLURM_CONF=str(paths.slurm_conf))
+    except TorchrelayError:
+        return {}
+    return parse_states(text)
+
+
+def parse_states(text: str) -> dict[str, str]:
+    """States by node in sinfo's long words, from lines such as `gpu01 idle`.
+
+    `unresponsive` is a node that Slurm has not yet marked down: `gpu01 idle*`.
+    """
+    words = dict(line.split() for line in text.splitlines())
+    states = {name: word.rstrip(_STATE_FLAGS) for name, word in words.items()}
+    silent = {name for name, word in words.items() if "*" in word and states[name] in USABLE_STATES}
+    return states | dict.fromkeys(silent, "unresponsive")
+
+
+# --- accounting: sacct works ---
+
+
+def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
+    """Start MariaDB and slurmdbd, and register the cluster; with limits, also the account `users` that has them.
+
+    MariaDB listens only on a Unix socket, which only root can reach.
+    """
+    data, user = f"--datadir={paths.database}", "--user=root"
+    install = ("mariadb-install-db", "--no-defaults", data, user)
+    run(*install, "--auth-root-authentication-method=socket", "--skip-test-db", timeout_seconds=120)
+    _start_on_login_host(
+        *("setsid", "--fork", "mariadbd", "--no-defaults", data, user),
+        f"--socket={paths.database_socket}",
+        f"--pid-file={paths.run}/mariadbd.pid",
+        # slurmdbd ends if a transaction conflicts with another. "loose": MariaDB 10.11 does not know it.
+        "--loose-innodb-snapshot-isolation=OFF",
+        "--skip-networking",
+        # A temporary database: small, and not durable.
+        *("--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M", "--innodb-flush-log-at-trx-commit=0"),
+        paths=paths,
+        log=paths.log("mariadbd"),
+    )
+    ping = ("mariadb-admin", "--no-defaults", f"--socket={paths.database_socket}", "ping")
+    wait_until(lambda: succeeds(*ping), seconds=60, what=f"mariadbd to answer (log: {paths.log('mariadbd')})")
+    # slurmdbd creates its tables at the first start.
+    environment = {"SLURM_CONF": str(paths.slurm_conf), "MYSQL_UNIX_PORT": str(paths.database_socket)}
+    _start_on_login_host("slurmdbd", paths=paths, log=paths.log("slurmdbd.out"), **environment)
+    log = paths.log("slurmdbd")
+    wait_until(lambda: accounting_answers(paths), seconds=60, what=f"slurmdbd to answer (log: {log})")
+    add = ("sacctmgr", "--immediate", "add")
+    run(*add, "cluster", CLUSTER_NAME, SLURM_CONF=str(paths.slurm_conf))
+    if account:
+        limits = (f"{name}={value}" for name, value in account.items())
+        run(*add, "account", "users", *limits, SLURM_CONF=str(paths.slurm_conf))
+
+
+def accounting_answers(paths: TestbedPaths) -> bool:
+    """Whether slurmdbd answers from its database."""
+    return succeeds("sacctmgr", "--noheader", "list", "cluster", SLURM_CONF=str(paths.slurm_conf))

@@ -1,0 +1,145 @@
+"""The testbed's nodes: their namespaces, the network between them, power on and off. Runs as root on its machine.
+
+Every process of the testbed runs in a namespace that was pinned to a file before: a node's in its network namespace,
+the login host's daemons in a host-name namespace. The namespace identifies them, whatever they fork and whatever
+becomes of pid files, and no other process is touched.
+"""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+from hpc.base.errors import UserError
+from hpc.cluster.testbed.layout import LOGIN_ADDRESS, TestbedNode, TestbedPaths
+from hpc.cluster.testbed.system import run, start, succeeds, wait_until
+
+_LOGIN_INTERFACE = "torchrelay0"
+
+# --- namespaces ---
+
+
+def pin(path: Path, *command: str) -> None:
+    """Create a persistent namespace of the kind that the path's suffix names; `command` runs in it once."""
+    path.touch()
+    run("unshare", f"--{path.suffix[1:]}={path}", *(command or ("true",)))
+
+
+def inside(path: Path) -> tuple[str, ...]:
+    """The words before a command that run it in a pinned namespace."""
+    return ("nsenter", f"--{path.suffix[1:]}={path}", "--")
+
+
+def inside_fresh(path: Path, *kinds: str) -> tuple[str, ...]:
+    """As `inside`, with new namespaces of these kinds.
+
+    Later mounts of the machine, such as an automounted home, appear inside; mounts made inside stay inside.
+    """
+    options = (f"--{kind}" for kind in kinds)
+    return (*inside(path), "unshare", *options, "--propagation=slave", "--")
+
+
+def unpin(path: Path) -> None:
+    """Release a namespace, which then ends with its last process. No error if it does not exist."""
+    if not path.exists():
+        return
+    # An interrupted `up` may have left a plain file, with no namespace mounted on it.
+    if path.stat().st_dev != path.parent.stat().st_dev:
+        run("umount", "--no-mtab", path)
+    path.unlink()
+
+
+def processes(path: Path) -> list[int]:
+    """The ids of all processes in a pinned namespace; none if it does not exist."""
+    try:
+        pinned = path.stat()
+    except FileNotFoundError:
+        return []
+    link = f"ns/{path.suffix[1:]}"
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        # A process that ends meanwhile, or a zombie, has no namespace.
+        with contextlib.suppress(OSError):
+            if os.path.samestat(pinned, (entry / link).stat()):
+                found.append(int(entry.name))
+    return found
+
+
+def kill_all(path: Path) -> None:
+    """Send SIGKILL to every process in a pinned namespace until none is left.
+
+    Raises:
+        UserError: this process itself is in it.
+        TorchrelayError: some did not die.
+    """
+    if os.getpid() in processes(path):
+        raise UserError(f"this shell is inside the testbed ({path.name}): type the command outside of its nodes")
+
+    def none_left() -> bool:
+        left = processes(path)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return not left
+
+    wait_until(none_left, seconds=20, what=f"the killed processes in {path} to end")
+
+
+# --- the network: a bridge with one link to each node and one to the login host ---
+
+
+def create_switch(paths: TestbedPaths) -> None:
+    """Create the bridge and connect the login host.
+
+    It has a network namespace of its own. In the machine's, a firewall would see its frames: Docker's default of
+    dropping forwarded packets disconnects the nodes from each other.
+    """
+    pin(paths.switch_net)
+    switch = inside(paths.switch_net)
+    run(*switch, "ip", "link", "add", "switch", "type", "bridge")
+    run(*switch, "ip", "link", "set", "switch", "up")
+    login = ("peer", "name", _LOGIN_INTERFACE, "netns", str(os.getpid()))
+    run(*switch, "ip", "link", "add", "login", "type", "veth", *login)
+    run(*switch, "ip", "link", "set", "login", "master", "switch", "up")
+    run("ip", "address", "add", f"{LOGIN_ADDRESS}/24", "dev", _LOGIN_INTERFACE)
+    run("ip", "link", "set", _LOGIN_INTERFACE, "up")
+
+
+def remove_switch(paths: TestbedPaths) -> None:
+    """Disconnect the login host and remove the bridge. No error if it does not exist."""
+    if succeeds("ip", "link", "show", _LOGIN_INTERFACE):
+        run("ip", "link", "delete", _LOGIN_INTERFACE)
+    unpin(paths.switch_net)
+
+
+def _change_link(name: str, paths: TestbedPaths, *change: str) -> None:
+    """Change a node's link at the switch. No error if it does not exist."""
+    switch = inside(paths.switch_net)
+    if paths.switch_net.exists() and succeeds(*switch, "ip", "link", "show", name):
+        run(*switch, "ip", "link", *change)
+
+
+# --- power ---
+
+
+def power_on(node: TestbedNode, paths: TestbedPaths) -> None:
+    """Boot a node: fresh namespaces, empty /tmp and /dev/shm, slurmd. Returns before slurmctld knows of it."""
+    pin(paths.node_net(node.name))
+    switch = inside(paths.switch_net)
+    peer = ("peer", "name", "eth0", "netns", str(paths.node_net(node.name)))
+    run(*switch, "ip", "link", "add", node.name, "type", "veth", *peer)
+    run(*switch, "ip", "link", "set", node.name, "master", "switch", "up")
+    # Not `ip netns exec`: it mounts another /sys, without the cgroups that slurmd needs.
+    fresh = inside_fresh(paths.node_net(node.name), "mount", "uts")
+    start(*fresh, "/bin/sh", paths.boot_script(node), log=paths.log(f"{node.name}.boot"))
+
+
+def power_off(name: str, paths: TestbedPaths) -> None:
+    """End a node as a power cut does: peers receive nothing, not even a TCP reset; /tmp and /dev/shm are lost."""
+    # First the link: what the sockets of dying processes still send must reach nobody.
+    _change_link(name, paths, "set", name, "down")
+    kill_all(paths.node_net(name))
+    # Delete both ends now. Left to end with its namespace, the link would live on as long as the dead node's sockets
+    # have data to send, and would send them to the revived node.
+    _change_link(name, paths, "delete", name)
+    unpin(paths.node_net(name))

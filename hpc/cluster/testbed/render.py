@@ -1,0 +1,193 @@
+"""The text of the testbed's configuration files. Pure: same shape, paths and host name, same text."""
+
+import shlex
+from collections.abc import Mapping
+from itertools import cycle
+from pathlib import Path
+
+from hpc.cluster.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedPaths, TestbedShape
+
+CLUSTER_NAME = "torchrelay"
+_NAMES = {"cluster": CLUSTER_NAME, "login": LOGIN_NAME, "address": LOGIN_ADDRESS}
+
+# Port 7817, not Slurm's 6817: a real slurmctld may live on this machine.
+_CONTROLLER = """\
+# Written by python -m hpc.testbed up, which overwrites changes.
+ClusterName={cluster}
+SlurmctldHost={login}({address})
+SlurmctldPort=7817
+# Listen on the bridge's address only, not on the machine's real interfaces.
+CommunicationParameters=NoCtldInAddrAny
+AuthType=auth/munge
+AuthInfo=socket={paths.munge_socket}
+SlurmUser=root
+StateSaveLocation={paths.controller_state}
+SlurmdSpoolDir={paths.spool}/%n
+SlurmctldPidFile={paths.run}/slurmctld.pid
+SlurmdPidFile={paths.run}/%n.pid
+SlurmctldLogFile={paths.logs}/slurmctld.log
+SlurmdLogFile={paths.logs}/%n.log
+# The nodes declare more CPUs and memory than the machine has: use this file, not what slurmd detects.
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+# A node that was down and registers again is used without an administrator.
+ReturnToService=2
+# Mark a dead node down within a minute (Slurm's default is 300 s, and the tests would wait for it).
+SlurmdTimeout={shape.seconds_to_down}
+KillWait=15
+SelectType=select/cons_tres
+PreemptType=preempt/partition_prio
+# Schedule at once after a submission (default: 2 to 3 s later), and every second (default: 60; backfill 30), so that
+# a requeued job starts as soon as it may, not a minute later.
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=5
+"""
+
+# What a profile may change.
+_SETTINGS = {"JobRequeue": "1", "PreemptMode": "REQUEUE", "SelectTypeParameters": "CR_Core"}
+
+_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={address}
+AccountingStoragePort=7819
+# Not a password: with munge this names the socket; without it slurmctld uses the system's munged.
+AccountingStoragePass={paths.munge_socket}
+AccountingStorageTRES=gres/gpu
+JobAcctGatherType=jobacct_gather/linux
+"""
+
+# GraceTime: on preemption SIGTERM comes at once, SIGKILL this many seconds later. Requested time limits are checked
+# against MaxTime and DefaultTime.
+_GPU_PARTITION = {
+    "PreemptMode": "REQUEUE", "GraceTime": "20", "MaxTime": "1-00:00:00", "DefaultTime": "01:00:00",
+}  # fmt: skip
+_PARTITIONS = """\
+PartitionName=gpu Nodes=ALL Default=YES PriorityTier=1 {gpu}
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=04:00:00 DefaultTime=00:30:00
+"""
+
+_SLURMDBD = """\
+AuthType=auth/munge
+AuthInfo=socket={paths.munge_socket}
+DbdHost={login}
+DbdAddr={address}
+DbdPort=7819
+SlurmUser=root
+PidFile={paths.run}/slurmdbd.pid
+LogFile={paths.logs}/slurmdbd.log
+StorageType=accounting_storage/mysql
+# "localhost" means the Unix socket in MYSQL_UNIX_PORT: the database has no port and needs no password.
+StorageHost=localhost
+StorageUser=root
+StorageLoc=slurm_acct_db
+"""
+
+_LOGIN = """\
+#!/bin/sh
+# Runs one daemon of the login host, in that host's namespaces.
+set -eu
+# slurmctld and munged resolve their own name, and slurmctld the name of every client: without this file each submission
+# would query the machine's DNS.
+mount -n --bind {hosts} /etc/hosts
+exec "$@"
+"""
+
+_BOOT = """\
+#!/bin/sh
+# Runs in the node's fresh network, mount and host-name namespaces, and becomes its slurmd.
+set -eu
+{boot}hostname {name}
+# In a new network namespace the loopback is down, and torchrun connects to itself over it.
+ip link set lo up
+ip address add {address}/24 dev eth0
+ip link set eth0 up
+{network}# -n: no entry below /run/mount, which the nodes share with the machine.
+mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /tmp
+mount -n -t tmpfs -o mode=1777,nosuid,nodev tmpfs /dev/shm
+# There is no DNS.
+mount -n --bind {hosts} /etc/hosts
+# -b: report a new boot, or slurmctld assumes that a revived node was never down.
+exec slurmd -b -N {name} -f {slurm_conf}
+"""
+
+
+def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
+    """The text of slurm.conf."""
+    text = _CONTROLLER.format(shape=shape, paths=paths, **_NAMES)
+    text += _assignments({**_SETTINGS, **shape.kind.slurm_conf}, "\n") + "\n"
+    if shape.has_accounting:
+        text += _ACCOUNTING.format(paths=paths, **_NAMES)
+    text += "GresTypes=gpu\n" if shape.gpus_per_node else ""
+    types = _gpu_types(shape)
+    for node in shape.all_nodes:
+        text += (
+            f"NodeName={node.name} NodeAddr={node.address} Sockets=1 CoresPerSocket={shape.cpus_per_node} "
+            f"ThreadsPerCore=1 RealMemory={shape.memory_mb_per_node}"
+        )
+        if node.name in types:
+            # Weight: a job that needs no GPUs goes to a node without GPUs, if one is free.
+            text += f" Gres=gpu:{types[node.name]}{':' if types[node.name] else ''}{shape.gpus_per_node} Weight=2"
+        text += "\n"
+    return text + _PARTITIONS.format(gpu=_assignments({**_GPU_PARTITION, **shape.kind.gpu_partition}, " "))
+
+
+def _assignments(values: Mapping[str, str], separator: str) -> str:
+    return separator.join(f"{name}={value}" for name, value in values.items())
+
+
+def _gpu_types(shape: TestbedShape) -> dict[str, str]:
+    """The type of the GPUs of each node that has some, empty if they have none."""
+    names = [node.name for node in shape.all_nodes] if shape.gpus_per_node else []
+    pairs = zip(names, cycle(shape.kind.gpu_types), strict=False)
+    return {name: gpu_type for name, gpu_type in pairs if gpu_type is not None}
+
+
+def gres_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
+    """The text of gres.conf. Every GPU needs a device file: a count without files leaves the node INVAL."""
+    last = shape.gpus_per_node - 1
+    files = f"{paths.devices}/nvidia[0-{last}]" if last else f"{paths.devices}/nvidia0"
+    lines = [
+        f"NodeName={name} Name=gpu{' Type=' if gpu_type else ''}{gpu_type} File={files}\n"
+        for name, gpu_type in _gpu_types(shape).items()
+    ]
+    return "".join(lines) or "# no GPUs\n"
+
+
+def hosts(shape: TestbedShape, host_name: str) -> str:
+    """The nodes' /etc/hosts; `host_name` is the machine's own, which jobs see as their submit host."""
+    aliases = f"{LOGIN_NAME} {host_name}" if host_name not in {LOGIN_NAME, "localhost"} else LOGIN_NAME
+    lines = ["127.0.0.1 localhost", "::1 localhost", f"{LOGIN_ADDRESS} {aliases}"]
+    network = shape.kind.named_network
+    lines += [f"{network}.{number} {node.name}" for number, node in enumerate(shape.all_nodes, 1)]
+    return "\n".join(lines) + "\n"
+
+
+def _shaping(shape: TestbedShape) -> str:
+    """The commands that limit and delay what a node sends."""
+    rate, delay = shape.network
+    # The burst holds a few of the 64 kB that a veth passes at once; tbf drops what is larger than it.
+    limit = f"tc qdisc add dev eth0 root handle 1: tbf rate {rate} burst 256kb latency 50ms\n" if rate else ""
+    return limit + (f"tc qdisc add dev eth0 parent 1:1 netem delay {delay} limit 100000\n" if delay else "")
+
+
+def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
+    """Every configuration file, by path: `up` writes them, and compares them with those of a running testbed."""
+    quoted = {"hosts": shlex.quote(str(paths.hosts)), "slurm_conf": shlex.quote(str(paths.slurm_conf))}
+    found = {
+        paths.slurm_conf: slurm_conf(shape, paths),
+        paths.gres_conf: gres_conf(shape, paths),
+        paths.hosts: hosts(shape, host_name),
+        paths.login_script: _LOGIN.format(**quoted),
+    }
+    for number, node in enumerate(shape.all_nodes, 1):
+        boot = shape.kind.boot.replace("{number}", str(number))
+        parts = {"boot": boot, "network": _shaping(shape), **quoted}
+        found[paths.boot_script(node)] = _BOOT.format(name=node.name, address=node.address, **parts)
+    if shape.has_accounting:
+        found[paths.slurmdbd_conf] = _SLURMDBD.format(paths=paths, **_NAMES)
+    if shape.kind.job_submit:
+        found[paths.job_submit] = shape.kind.job_submit
+    if shape.kind.job_container:
+        found[paths.job_container] = shape.kind.job_container
+    return found

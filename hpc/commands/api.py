@@ -1,0 +1,240 @@
+"""The Python API: `import hpc`. Runs on the login node, in a script or a notebook, without torch.
+
+    run = hpc.submit(hpc.TrainingRun(data="/shared/pets", model="resnet50", epochs=90, nodes=2, gpus_per_node=4))
+    run.wait()
+    run.metrics().plot("step", "loss")
+
+Each call does what the verb of its name does, with the same flags, defaults and errors: `lr=0.1` is `--lr 0.1`.
+"""
+
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self
+
+import hpc.submit
+from hpc.base import program
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.commands import cli
+from hpc.commands.runs import fork
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Network, Notification, Recovery, Resources
+from hpc.slurm import client as slurm
+from hpc.slurm.cancellation import cancel_run
+from hpc.status.log_reader import LogReader
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL
+from hpc.submit import resumed_run
+from hpc.submit.new_run import start_run
+from hpc.submit.options import (
+    RunFlags,
+    ScriptFlags,
+    TrainingFlags,
+    options_for,
+    with_defaults,
+)
+from training.config.train_config import TrainConfig
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Run", "Runs", "ScriptRun", "TorchrelayError", "TrainingRun", "UserError", "find_run", "runs", "submit"]
+
+_WAIT_SECONDS = 2.0
+_COLUMNS = ("run", "state", "job_id", "attempt", "epoch", "step", "images_per_second", "train_loss", "val_accuracy")
+
+
+class _Given:
+    """Remembers the flags that it was made with: the others are the user's defaults, which `submit` reads."""
+
+    given: Mapping[str, Any]
+
+    def __new__(cls, **given: Any) -> Self:
+        """Make one, with what was given."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "given", given)
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunRequest(_Given, RunFlags, Resources, Recovery, Network, Notification):
+    nodes: int | str = 1  # type: ignore[assignment]  # for Python
+    gpus_per_node: int | str = 1  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Check nothing yet: a recipe, or the user's defaults, may set what is not given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRun(_RunRequest, TrainingFlags, TrainConfig):
+    """A training to submit: the flags of `hpc submit` as arguments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptRun(_RunRequest, ScriptFlags):
+    """A torchrun script of your own to submit: `ScriptRun(command="train.py --epochs 3", nodes=2)`."""
+
+    command: str | Sequence[str]
+    """The script and its arguments, as text or as a list."""
+
+
+class Run:
+    """A run that was submitted, by its directory. It shows itself as a table in a notebook."""
+
+    def __init__(self, directory: Path) -> None:
+        self._run = RunDir(directory)
+
+    @property
+    def name(self) -> str:
+        """The name of the run."""
+        return self._run.name
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self._run.path
+
+    def status(self) -> dict[str, Any]:
+        """The run's entry in `hpc status --json` (docs/json.schema.json); values that are not known are None."""
+        return StatusCache().summary(self._run).document()
+
+    def wait(self, timeout_seconds: float | None = None) -> dict[str, Any]:
+        """Wait until the run is completed, failed or cancelled, over all its attempts; returns the status.
+
+        Raises:
+            TimeoutError: the run has not ended in this time. It continues.
+        """
+        deadline, cache = None if timeout_seconds is None else time.monotonic() + timeout_seconds, StatusCache()
+        while (status := cache.summary(self._run)).state not in TERMINAL:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"run {self.name} is {status.state} after {timeout_seconds} s")
+            time.sleep(_WAIT_SECONDS)
+        return status.document()
+
+    def metrics(self, name: str = "train") -> "pd.DataFrame":
+        """The lines of `metrics/NAME.jsonl` (`train`, `eval` or your own) by step; the last line of a repeated step."""
+        import pandas as pd  # noqa: PLC0415 - takes half a second
+
+        from hpc.base.files import read_json_lines  # noqa: PLC0415
+
+        lines = list(read_json_lines(self._run.train_metrics.with_name(f"{name}.jsonl")))
+        keys = ["step", *(["split"] if any("split" in line for line in lines) else [])]
+        table = pd.DataFrame(lines)
+        return table if table.empty else table.drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
+
+    def logs(self, rank: int | None = None, attempt: int | None = None) -> str:
+        """The output of the ranks and node agents, or of one rank or attempt."""
+        lines = LogReader(self._run, rank, attempt).new_lines(ended=True)
+        return "".join(f"{line['line']}\n" for line in lines)
+
+    def cancel(self, *, final: bool = False) -> None:
+        """Stop the run. Only `resume` continues it, and after `final` nothing does.
+
+        Raises:
+            TorchrelayError: a job of the run may still be running.
+        """
+        cancel_run(cli.find_own_run(str(self.directory), self.directory.parent), self.status()["state"], final=final)
+
+    def resume(self, **flags: Any) -> None:
+        """Continue the run after `cancel` or a failure, or train it longer: `run.resume(epochs=200)`.
+
+        Raises:
+            UserError: the run has not ended, or a flag cannot change (use `fork`).
+        """
+        options = resumed_run.options_of(self._with(flags))
+        slurm.adopt_environment(os.environ)
+        resumed_run.resume_run(options)
+
+    def fork(self, name: str, **flags: Any) -> "Run":
+        """Start a new run from the newest checkpoint, with other flags: `run.fork("low", lr=0.01)`.
+
+        Raises:
+            UserError, TorchrelayError: as `submit`.
+        """
+        options = fork.options_of(self._with({"name": name, **flags}))
+        slurm.adopt_environment(os.environ)
+        return Run(fork.fork(options).run.path)
+
+    def _with(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+        return {"run": str(self.directory), **_given(flags)}
+
+    def report(self) -> Path:
+        """Write the HTML page and the CSV tables of the run; returns the path of the page."""
+        from hpc.report.writing import page_path, write_report  # noqa: PLC0415 - imports pandas and Bokeh
+
+        path = page_path([self._run])
+        write_report([self._run], path)
+        return path
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.directory)!r})"
+
+    def _repr_html_(self) -> str:
+        return _html([self])
+
+
+class Runs(list[Run]):
+    """Runs, which show themselves as a table in a notebook."""
+
+    def _repr_html_(self) -> str:
+        return _html(self)
+
+
+def submit(request: TrainingRun | ScriptRun) -> Run:
+    """Check a run, make its directory and queue it, as `hpc submit` does.
+
+    Raises:
+        UserError: a flag is wrong, or Slurm refuses the job; nothing is left behind.
+        TorchrelayError: Slurm does not answer.
+    """
+    flags, script = dict(request.given), tuple[str, ...]()
+    if isinstance(request, ScriptRun):
+        command = flags.pop("command")
+        script = tuple(shlex.split(command) if isinstance(command, str) else map(str, command))
+    kind = options_for(script)
+    options = program.build(kind, with_defaults(_given(flags), kind))
+    slurm.adopt_environment(os.environ)
+    return Run(start_run(options, script).run.path)
+
+
+def runs(runs_dir: str | Path | None = None) -> Runs:
+    """All runs in a directory, the newest last. Default: the `--runs-dir` that the commands have by default."""
+    return Runs(Run(run.path) for run in cli.all_runs(_runs_dir(runs_dir)))
+
+
+def find_run(name: str, runs_dir: str | Path | None = None) -> Run:
+    """A run by its name, in the same directory as in `runs`, or by its path. Raises UserError if there is none."""
+    return Run(cli.find_run(name, _runs_dir(runs_dir)).path)
+
+
+def _runs_dir(given: str | Path | None) -> Path:
+    return cli.runs_dir({}) if given is None else Path(given)
+
+
+def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags that have a value, by the names that are typed; several values are a list."""
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
+    return {name.replace("_", "-"): value for name, value in listed.items() if value is not None}
+
+
+def _html(shown: Sequence[Run]) -> str:
+    import pandas as pd  # noqa: PLC0415 - takes half a second
+
+    rows = StatusCache().summaries([RunDir(run.directory) for run in shown])
+    table = pd.DataFrame([{name: getattr(row, name) for name in _COLUMNS} for row in rows], columns=list(_COLUMNS))
+    return str(table.to_html(index=False, na_rep="", float_format="{:.4g}".format))
+
+
+class _CallableRoom(ModuleType):
+    """`hpc.submit` is the function of the API and the package of the verb, which Python binds to the same name."""
+
+    def __call__(self, request: TrainingRun | ScriptRun) -> Run:
+        return submit(request)
+
+
+sys.modules[hpc.submit.__name__].__class__ = _CallableRoom

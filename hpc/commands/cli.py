@@ -1,0 +1,188 @@
+"""What all verbs share: common flags, exit codes, JSON output, finding runs. Runs on the login node."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import tyro
+
+from hpc.base import program
+from hpc.base.errors import UserError
+from hpc.base.text import similar
+from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir
+from hpc.slurm import client as slurm
+from training.config import defaults
+
+GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
+"""Directories of runs that belong together (hpc.studies) have a file KIND.json; `hpc cancel` puts the other there."""
+print_json, versioned = program.print_json, program.versioned
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the command line of a verb is read, where that is more than its own flags."""
+
+    complete: Callable[[dict[str, Any]], Any] | None = None
+    """Makes the options of what was typed (`program.read`), with the defaults that depend on it."""
+    refused: tuple[type[Any], ...] = ()
+    """Dataclasses of flags that the verb does not have, and for which `complete` gives a reason."""
+    explain: program.Explanation = lambda _argv, _at: None
+    """Says what to type instead of a word that cannot be read (`program.read`)."""
+    shown: program.Help = program.ALL_FLAGS
+    """Flags that the help shows."""
+
+
+PLAIN = Reading()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Common:
+    """The flags of every verb."""
+
+    json: bool = False
+    """Print one JSON document, and nothing else."""
+    debug: bool = False
+    """Print the traceback of an error."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunsOptions(Common):
+    """The flags of a verb about runs."""
+
+    runs_dir: Path = Path("runs")
+    """Directory of the runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(RunsOptions):
+    """The flags of a verb about one run."""
+
+    run: tyro.conf.Positional[str]
+    """Run directory or name."""
+
+
+def run(
+    verb: Callable[[Any], int],
+    options: type[Any],
+    name: str,
+    argv: Sequence[str] | None = None,
+    reading: Reading = PLAIN,
+) -> int:
+    """Run a verb from its command line to its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+
+    def work() -> int:
+        kind, words, prog = _subcommand(options, arguments, f"hpc {name}")
+        program.print_help(kind, words, prog, reading.shown)
+        values = program.read((kind, *reading.refused), words, prog, reading.explain)
+        if issubclass(kind, RunsOptions):
+            values["runs-dir"] = runs_dir(values)
+        made = reading.complete(values) if reading.complete else program.build(kind, values)
+        slurm.adopt_environment(os.environ)  # only now: the defaults of flags may be variables of sbatch
+        return verb(made)
+
+    return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=program.json_report(arguments))
+
+
+def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any], Sequence[str], str]:
+    """Return the class that the first word names, of a union of subcommands, the other words, and the program's name.
+
+    Raises:
+        UserError: the first word names none.
+    """
+    kinds = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(options)}
+    word = next(iter(argv), "")
+    if not kinds or word in {"-h", "--help"}:
+        return options, argv, prog
+    if word not in kinds:
+        raise UserError(f"{f'there is no command {word!r}' if word else 'no command'}: use one of {', '.join(kinds)}")
+    return kinds[word], argv[1:], f"{prog} {word}"
+
+
+def runs_dir(given: Mapping[str, Any]) -> Path:
+    """Return the directory of the runs that is given, or the user's default."""
+    return Path(given.get("runs-dir") or defaults.merge(defaults.read()).get("runs-dir", "runs"))
+
+
+def own_command() -> str:
+    """How to call this environment's `hpc` here: by name if the PATH finds it, else by its path."""
+    own = Path(sys.executable).with_name("hpc")
+    if Path(shutil.which("hpc") or "") == own:
+        return "hpc"
+    near = own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own
+    return shlex.quote(str(near))
+
+
+def print_next(run: RunDir, *verbs: str) -> None:
+    """Print what to type next about a run: with its name if verbs find it by name, or with its path."""
+    name = run.name if run.path.parent == Path("runs").resolve() else str(run.path)
+    print("next:", *(f"  {own_command()} {verb} {shlex.quote(name)}" for verb in verbs), sep="\n")
+
+
+def find_run(run: str, runs_dir: Path) -> RunDir:
+    """The run with this directory, or this name in the runs directory or a group; a UserError if there is none."""
+    for path in (Path(run).expanduser(), runs_dir.expanduser() / run):
+        if (path / "spec.json").is_file():
+            return RunDir(path.resolve())
+    known = {one.name: one for one in all_runs(runs_dir)}
+    if run in known:
+        return known[run]
+    names = list(known)
+    close = similar(run, names) or sorted(names)[-3:]
+    hint = f"existing runs: {', '.join(close)}" if close else f"{runs_dir} contains no runs (see --runs-dir)"
+    raise UserError(f"there is no run {run!r}: {hint}")
+
+
+def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
+    """The runs with these directories or names, and those of groups. Raises UserError as `find_run`."""
+    found = list[RunDir]()
+    for name in names:
+        group = find_group(name, runs_dir)
+        found += all_runs(group) if group else [find_run(name, runs_dir)]
+    return found
+
+
+def find_group(name: str, runs_dir: Path) -> Path | None:
+    """The directory of a sweep or of a scaling study; None if there is none of this name."""
+    paths = (Path(name).expanduser(), runs_dir.expanduser() / name)
+    return next((path.resolve() for path in paths if _is_group(path)), None)
+
+
+def _is_group(path: Path) -> bool:
+    return any((path / f"{kind}.json").is_file() for kind in GROUPS)
+
+
+def find_own_run(run: str, runs_dir: Path) -> RunDir:
+    """`find_run` for a verb that acts on the run; a UserError too if others made it or can change it."""
+    found = find_run(run, runs_dir)
+    check_is_own(found)
+    return found
+
+
+def all_runs(runs_dir: Path) -> list[RunDir]:
+    """Every run in a runs directory and its groups, oldest first."""
+    return [RunDir(path) for _, path in sorted(_dated_runs(runs_dir))]
+
+
+def _dated_runs(runs_dir: Path) -> Iterator[tuple[float, Path]]:
+    """When each run was submitted, and where it is."""
+    directory = runs_dir.expanduser().resolve()
+    if not directory.is_dir():
+        return
+    # In a shared directory, the runs of other users are not readable.
+    # A hidden directory is a run that is being removed (hpc.commands.runs.clean).
+    visible = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
+    for entry in visible:
+        if not os.access(entry, os.R_OK | os.X_OK):
+            continue
+        if (spec := entry / "spec.json").is_file():
+            yield spec.stat().st_mtime, entry
+        elif _is_group(entry):
+            yield from _dated_runs(entry)

@@ -1,0 +1,1 @@
+"""The commands about the cluster, this machine, and the user's settings."""

@@ -1,0 +1,70 @@
+"""`hpc completion SHELL`: what makes a shell complete verbs, flags and their values. Runs on the login node."""
+
+import importlib
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal, Union, get_args
+
+import tyro
+
+from hpc.__main__ import module_of
+from hpc.base import program
+from hpc.commands import cli
+
+# The class of each command's flags; its module, if that is not the command's own.
+OPTIONS = {
+    "submit": "hpc.submit.options:SubmitTraining", "status": "StatusOptions", "logs": "LogsOptions",
+    "cancel": "CancelOptions", "resume": "ResumeOptions", "fork": "ForkOptions", "evaluate": "EvaluateOptions",
+    "report": "ReportOptions", "sweep": "SweepTraining", "scaling": "ScalingTraining", "shell": "ShellOptions",
+    "top": "TopOptions", "sync": "SyncOptions", "clean": "CleanOptions", "supervise": "SuperviseOptions",
+    "doctor": "DoctorOptions", "smoke": "SmokeOptions", "drill": "DrillOptions", "stage": "StageOptions",
+    "notify": "NotifyOptions", "config": "ConfigOptions", "completion": "CompletionOptions", "testbed": "Verb",
+    "train": "training.config.command_line:TrainOptions", "pack": "training.pack.__main__:PackOptions",
+    "predict": "training.inference.predict:PredictOptions", "export": "training.inference.export:ExportOptions",
+    "profile": "training.profile:ProfileOptions", "verify": "training.verify_resume.__main__:VerifyOptions",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions(cli.Common):
+    """Print a completion script for your shell, which completes the commands, flags and values of hpc.
+
+    For example:
+      hpc completion bash > ~/.local/share/bash-completion/completions/hpc
+      hpc completion zsh > ~/.zfunc/_hpc    (with `fpath+=~/.zfunc` before compinit in ~/.zshrc)
+      hpc completion fish > ~/.config/fish/completions/hpc.fish
+    """
+
+    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
+    """Your shell: bash, zsh or fish."""
+
+
+def completion(options: CompletionOptions) -> int:
+    """Print the script of tyro's generator."""
+    verbs: Any = tuple(
+        Annotated[_without_texts(options_of(verb)), tyro.conf.subcommand(name=verb, prefix_name=False)]
+        for verb in OPTIONS
+    )
+    union: Any = Union[verbs]  # noqa: UP007 - of a tuple
+    with suppress(SystemExit):  # with 0
+        tyro.cli(union, args=["--tyro-write-completion", options.shell, "-"], prog="hpc", config=program.TYRO)
+    return 0
+
+
+def _without_texts(options: Any) -> Any:
+    """Leave out the help of flags: tyro's scripts would offer the second line of a text as a word.
+
+    Leave out defaults too: fish passes all flags of all verbs to Python in one argument, which Linux limits to 128 KiB.
+    """
+    nothing = tyro.conf.arg(help="", help_behavior_hint="")
+    return options if get_args(options) else program.annotated(options, lambda _: nothing)
+
+
+def options_of(command: str) -> Any:
+    """The dataclass of a command's flags, or a union of those of its subcommands."""
+    module, _, name = OPTIONS[command].rpartition(":")
+    return getattr(importlib.import_module(module or module_of(command)), name)
+
+
+main = partial(cli.run, completion, CompletionOptions, "completion")

@@ -1,0 +1,69 @@
+"""`hpc config`: the defaults of each flag of `hpc submit`, and where they come from. Runs on the login node."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+from rich.text import Text
+
+from hpc.base import program
+from hpc.commands import cli
+from hpc.submit import sbatch_variables
+from hpc.submit.options import SubmitTraining, flag_names
+from training.config.command_line import overlay
+from training.config.defaults import files
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigOptions(cli.Common):
+    """Show the defaults of hpc submit that differ from the built-in defaults, and where they come from.
+
+    Two YAML files set defaults, the site's and yours: the line `partition: gpu` sets the default of --partition.
+    Variables of sbatch, such as SBATCH_PARTITION, override both files.
+    """
+
+    all: bool = False
+    """Show the built-in defaults, too."""
+
+
+def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
+    """Print the table."""
+    values = {name: (value, "built in") for name, value in _built_in().items()} if options.all else {}
+    merged = dict[str, Any]()
+    for one in sbatch_variables.read(flag_names(SubmitTraining), environment):
+        for name in one.settings:
+            sources = [values[name][1]] if name in merged and isinstance(merged[name], list) else []
+            values[name] = (overlay(merged, one.settings)[name], ", ".join([*sources, one.source]))
+        merged = overlay(merged, one.settings)
+    if options.json:
+        flags = [{"flag": name, "value": value, "source": source} for name, (value, source) in sorted(values.items())]
+        cli.print_json({"flags": flags})
+        return 0
+    for path in files():
+        print(f"{path}{'' if os.path.lexists(path) else ' (does not exist)'}")
+    table = Table("flag", *(Column(name, overflow="fold") for name in ("default", "from")), box=None)
+    for name, (value, source) in sorted(values.items()):
+        shown = " ".join(value) if isinstance(value, list) else str(value)
+        table.add_row(f"--{name}", Text(shown), Text(source))
+    if table.rows:
+        Console().print(table)
+    return 0
+
+
+def _built_in() -> dict[str, Any]:
+    known = flag_names(SubmitTraining)
+    return {
+        name: list(value) if isinstance(value, tuple) else str(value)
+        for name, value in program.default_values(SubmitTraining).items()
+        if name in known and value is not None
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    # `cli.run` removes the variables of sbatch.
+    return cli.run(partial(config, dict(os.environ)), ConfigOptions, "config", argv)

@@ -1,0 +1,183 @@
+"""`hpc drill`: cause a failure in a run, wait until it trains again, and print the cost. Runs on the login node.
+
+It needs only the rights of the run's owner. On the testbed, node-kill cuts a node's power and preempt submits an urgent
+job; on other clusters they kill all processes of the run on the node, and requeue its job.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Literal
+
+import tyro
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.commands import cli
+from hpc.run.events.downtime import Interruption, interruptions_of
+from hpc.run.events.history import History
+from hpc.run.events.kinds import CheckpointSaved
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.slurm import client as slurm
+from hpc.slurm.client import running_slurm_conf
+from hpc.status.printing import print_interruptions, summaries
+from hpc.status.summary import TERMINAL, Summary
+
+Kind = Literal["worker-kill", "node-kill", "preempt", "hang", "term", "disk-full"]
+_POLL_SECONDS = 1.0
+# Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s) and to start a requeued job (120 s).
+_TIMEOUT_SECONDS = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillOptions(cli.RunOptions):
+    """Cause a failure in a run, wait until the run trains again, and print the lost steps and the lost time."""
+
+    kind: tyro.conf.Positional[Kind]
+    """Failure to cause: worker-kill, hang or disk-full of a rank; node-kill of a node; preempt or term of the job."""
+    rank: int | None = None
+    """Rank for worker-kill and hang (default: the last rank), or for disk-full (default: 0)."""
+    node: str | None = None
+    """Node for node-kill. Default: the last node that is not the head node."""
+    yes: bool = False
+    """Do not ask for confirmation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrillTarget:
+    """The run, node and rank that a drill acts on."""
+
+    run: RunDir
+    cluster: str
+    job_id: str
+    nodes: tuple[str, ...]
+    """The nodes that train."""
+    node: str
+    rank: int
+    testbed: bool
+
+
+def drill(options: DrillOptions) -> int:
+    """Confirm, cause the failure, wait, print the interruptions."""
+    run = cli.find_own_run(options.run, options.runs_dir)
+    target = target_of(options, run, summaries([run])[0])
+    command, action = plan(options.kind, target)
+    if not options.yes:
+        question = f"{action} (run {run.name}, job {target.job_id})"
+        if not sys.stdin.isatty():
+            raise UserError(f"no terminal to confirm in: add --yes to {question}")
+        print(f"{question}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
+            raise UserError("nothing was done")
+    before = len(interruptions_of(History.load(run)))
+    pids = slurm.run(*command)
+    if options.kind in _RANK_FAULTS and not pids.strip():
+        raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
+    found = _wait(run, options.kind, before)
+    state = summaries([run])[0].state
+    if options.json:
+        cli.print_json(
+            {"run": run.name, "drill": options.kind, "state": state, "interruptions": [asdict(one) for one in found]}
+        )
+    elif found:
+        print_interruptions(found)
+    else:
+        print(f"run {run.name} was not interrupted")
+    return 1 if state in {"failed", "cancelled"} else 0
+
+
+def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
+    """Resolve the flags against the status of the run; a UserError if it does not train, or lacks the rank or node."""
+    world_size = int(row.world_size or 0)
+    if row.state != "running" or not world_size:
+        raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
+    attempt = row.attempts[-1]
+    nodes = attempt.members
+    others = [node for node in nodes if node != attempt.nodes[0]]
+    if options.node not in {None, *nodes}:
+        raise UserError(f"--node is {options.node!r}: use one of {', '.join(nodes)}, where the run trains")
+    default = 0 if options.kind == "disk-full" else world_size - 1
+    rank = default if options.rank is None else options.rank
+    if not 0 <= rank < world_size:
+        raise UserError(f"--rank is {rank}: use 0 to {world_size - 1}")
+    cluster = RunSpec.load(run).cluster
+    own = running_slurm_conf()
+    return DrillTarget(
+        run=run,
+        cluster=cluster,
+        job_id=str(row.job_id),
+        nodes=nodes,
+        node=options.node or (others or nodes)[-1],
+        rank=rank,
+        testbed=cluster == "slurm" and own is not None and os.environ.get("SLURM_CONF") == str(own),
+    )
+
+
+# Actions of `hpc.cluster.node_faults` on one rank, and what they do.
+_RANK_FAULTS = {
+    "worker-kill": ("kill", "kill rank {} with SIGKILL"),
+    "hang": ("stop", "stop rank {} with SIGSTOP"),
+    "disk-full": ("full", "make writes of large files by rank {} fail for 10 s"),
+}
+
+
+def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
+    """The command that causes the failure, and what it does; a UserError if it needs Slurm, and the run has none."""
+    if kind in _RANK_FAULTS:
+        action, description = _RANK_FAULTS[kind]
+        return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)
+    if kind == "term":
+        on_machine = ["kill", "-TERM", target.job_id], "send SIGTERM to the run"
+        # Step 0 has the agents. Without a step, the signal would also end the batch script.
+        step = ["scancel", "--signal=TERM", f"{target.job_id}.0"], "send SIGTERM to all processes of the step"
+        return on_machine if target.cluster == "local" else step
+    if target.cluster == "local":
+        raise UserError(f"{kind} needs Slurm, and this run is on --cluster local: use term, worker-kill or hang")
+    if kind == "node-kill" and target.testbed:
+        return [sys.executable, "-m", "hpc", "testbed", "kill-node", target.node], f"cut the power of {target.node}"
+    if kind == "node-kill":
+        return on_nodes(target, [target.node], "kill-all"), f"kill all processes of the run on {target.node}"
+    if not target.testbed:
+        return ["scontrol", "requeue", target.job_id], "requeue the job"
+    return [
+        "sbatch", "--partition=urgent", "--exclusive", f"--nodes={len(target.nodes)}",
+        f"--nodelist={','.join(target.nodes)}", "--job-name=drill", "--output=/dev/null", "--wrap=true",
+    ], "preempt the job"  # fmt: skip
+
+
+def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
+    """The command that runs `hpc.cluster.node_faults`, from the run's copy of the code, on nodes of the run."""
+    path = f"PYTHONPATH={target.run.packages}"
+    faults = ["env", path, sys.executable, "-P", "-m", "hpc.cluster.node_faults", str(target.run.path), *action]
+    if target.cluster == "local":
+        return faults
+    return [
+        "srun", f"--jobid={target.job_id}", "--overlap", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
+        "--ntasks-per-node=1", "--gres=none", "--cpu-bind=none", "--mpi=none", *faults,
+    ]  # fmt: skip
+
+
+def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
+    """Wait until the run trains again or has ended; returns the new interruptions."""
+    checkpoints = _checkpoints(run)
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        new = interruptions_of(History.load(run))[before:]
+        saved = kind == "disk-full" and not new and _checkpoints(run) > checkpoints
+        trains = bool(new) and new[-1].seconds["first_step"] is not None
+        if trains or saved or summaries([run])[0].state in TERMINAL:
+            return new
+    raise TorchrelayError(
+        f"run {run.name} has not resumed training after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"
+    )
+
+
+def _checkpoints(run: RunDir) -> int:
+    return len(History.load(run).of(CheckpointSaved))
+
+
+main = partial(cli.run, drill, DrillOptions, "drill")

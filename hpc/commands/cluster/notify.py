@@ -1,0 +1,56 @@
+"""`hpc notify`: send a test message to the recipients of `hpc submit --notify`. Runs on the login node."""
+
+import functools
+import socket
+from dataclasses import dataclass
+
+import tyro
+
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.services.notification.delivery import try_to_send
+from hpc.services.notification.recipients import ALL, choose_recipients, recipients_file
+
+_TITLE = "A test message of Torchrelay"
+_BODY = "hpc notify on {host} sent this: runs submitted with --notify {name} will send you a message when they end."
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotifyOptions(cli.Common):
+    """Send a test message to recipients of hpc submit --notify, or list the recipients if you give no names.
+
+    Recipients are lines NAME: ADDRESS in ~/.config/torchrelay-notify.yaml, which only you may be able to read (chmod
+    600), such as:
+      slack: slack://TOKEN_A/TOKEN_B/TOKEN_C
+      mail: mailto://USER:PASSWORD@smtp.example.org?to=me@example.org
+
+    The page https://appriseit.com/services/ lists the addresses of all services.
+    """
+
+    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Names of recipients; all: every recipient."""
+
+
+def notify(options: NotifyOptions) -> int:
+    """List or try them. Returns 1 if a message could not be sent."""
+    services = choose_recipients(options.names or (ALL,))
+    host = socket.gethostname()
+    problems = {
+        name: try_to_send(name, _TITLE, _BODY.format(host=host, name=name)) if options.names else None
+        for name in services
+    }
+    if options.json:
+        sent = {name: problems[name] is None if options.names else None for name in services}
+        cli.print_json([
+            {"name": name, "service": services[name], "sent": sent[name], "problem": problems[name]}
+            for name in services
+        ])  # fmt: skip
+    else:
+        print(recipients_file())
+        for name, problem in problems.items():
+            outcome = f": {'sent' if problem is None else f'not sent: {problem}'}" if options.names else ""
+            print(visible(f"  {name} ({services[name]}){outcome}"))
+    return int(any(problem is not None for problem in problems.values()))
+
+
+main = functools.partial(cli.run, notify, NotifyOptions, "notify")

@@ -1,0 +1,62 @@
+"""`hpc supervise`: watch squeue and keep runs going. Runs on the login node, as a daemon or from cron.
+
+It keeps no state of its own: `observe` reads the queue and the run directories, `decide` chooses an action, `perform`
+does it. It may be killed at any moment and restarted. Two supervisors do no harm: the first to create a file submits
+the next job.
+"""
+
+import functools
+import json
+import shlex
+import sys
+import time
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.text import visible
+from hpc.base.units import duration_seconds
+from hpc.commands import cli
+from hpc.supervise.check import Line, SuperviseOptions, check_runs
+from hpc.supervise.decide import Action
+
+_MAX_POLL_SECONDS = 300.0
+
+
+def supervise(options: SuperviseOptions) -> int:
+    """Check all runs and act, once or until Ctrl-C."""
+    interval = float(duration_seconds("--interval", options.interval))
+    if interval < 1 or options.max_parallel_requeues < 1:
+        raise UserError("use 1s or more for --interval, and 1 or more for --max-parallel-requeues")
+    try:
+        on_end = shlex.split(options.on_end)
+    except ValueError as error:
+        raise UserError(f"--on-end {options.on_end!r} is not a valid command: {error}") from error
+    wait, once = interval, options.once or options.dry_run
+    while True:
+        try:
+            lines = check_runs(options, on_end)
+            wait = interval
+        except (TorchrelayError, OSError) as error:
+            if once:
+                raise
+            wait, lines = min(wait * 2, _MAX_POLL_SECONDS), []
+            print(f"hpc supervise: next check in {wait:.0f} s: {error}", file=sys.stderr, flush=True)
+        _print(lines, options)
+        if once:
+            return int(any(line["problem"] for line in lines))
+        time.sleep(wait)
+
+
+def _print(lines: list[Line], options: SuperviseOptions) -> None:
+    """Print the actions; with --dry-run also the runs that are left alone, and why."""
+    if options.json and (options.once or options.dry_run):
+        cli.print_json(lines)
+        return
+    for line in lines:
+        if line["action"] == Action.KEEP and not line["problem"] and not options.dry_run:
+            continue
+        problem = f": {line['problem']}" if line["problem"] else ""
+        text = f"{time.strftime('%F %T')} {line['run']}: {line['action']} ({line['reason']}){problem}"
+        print(json.dumps(cli.versioned(line)) if options.json else visible(text), flush=True)
+
+
+main = functools.partial(cli.run, supervise, SuperviseOptions, "supervise")

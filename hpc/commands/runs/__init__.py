@@ -1,0 +1,1 @@
+"""The other commands about runs."""

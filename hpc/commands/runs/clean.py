@@ -1,0 +1,251 @@
+"""`hpc clean`: what old runs hold on shared storage, and how to remove it. Runs on the login node.
+
+A run is removed whole or not at all: its directory gets a name that is no run's, and is then deleted. A deletion that
+was interrupted is finished by the next `hpc clean --yes`, which also removes what a killed submission left.
+"""
+
+import os
+import re
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import tyro
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Column, Table
+from rich.text import Text
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import is_temporary, remove_abandoned
+from hpc.base.text import visible
+from hpc.base.units import duration_seconds
+from hpc.commands import cli
+from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir
+from hpc.slurm import client as slurm
+from hpc.slurm.alive import local_jobs, slurm_jobs
+from hpc.slurm.squeue import SlurmJob
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL
+
+_ANY_AGE = "0s"
+_ENDING = "removed"
+# No submission takes this long.
+_ABANDONED_SECONDS = 86400.0
+_REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CleanOptions(cli.RunsOptions):
+    """List the runs that have ended by the disk space that they use, or remove them with --yes.
+
+    Pending and running runs and the runs of other users stay. Copies of Torchrelay's packages that earlier versions
+    kept beside the runs are also listed and removed; no run needs them.
+    """
+
+    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run directories or names. Default: all runs in --runs-dir."""
+    older_than: str = _ANY_AGE
+    """Only runs whose files have not changed for this long: 12h, 30d."""
+    state: str = ",".join(sorted(TERMINAL))
+    """Only runs in these states, separated by commas."""
+    checkpoints_only: bool = False
+    """Remove only the checkpoints, not best/, final/, metrics, logs and report.
+    The run can then no longer be resumed or forked."""
+    yes: bool = False
+    """Remove the runs. Without this flag, hpc clean only lists them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What a run that has ended holds."""
+
+    run: str
+    run_dir: str
+    state: str
+    last_used: float
+    """When something was last written to it, in seconds since the epoch."""
+    size: int
+    """Bytes that its removal frees; what forks share with it is theirs too."""
+    checkpoints: int
+    """Bytes of its checkpoints among them."""
+
+    def freed(self, *, checkpoints_only: bool) -> int:
+        """Bytes that are freed."""
+        return self.checkpoints if checkpoints_only else self.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackageCopies:
+    """Copies of our packages that earlier versions kept beside the runs; the runs have hard links to the files."""
+
+    path: str
+    size: int
+    """Bytes that their removal frees."""
+
+
+def clean(options: CleanOptions) -> int:
+    """List, or remove. Returns 1 if something could not be removed."""
+    found = sorted(_chosen(options), key=lambda one: -one.freed(checkpoints_only=options.checkpoints_only))
+    is_narrowed = options.run or options.older_than != _ANY_AGE or options.state != CleanOptions.state
+    if options.yes and found and not (is_narrowed or options.checkpoints_only):
+        raise UserError(
+            f"--yes alone would remove all {len(found)} runs that have ended: name them, or give --older-than 30d, "
+            "--state failed,cancelled or --checkpoints-only"
+        )
+    packages = [copies for place in sorted(_places(options, found)) for copies in _package_copies(place)]
+    problems = _remove(options, found, packages) if options.yes else []
+    total = sum(one.freed(checkpoints_only=options.checkpoints_only) for one in found)
+    total += sum(one.size for one in packages)
+    if options.json:
+        cli.print_json(
+            {
+                "removed": options.yes,
+                "bytes": total,
+                "runs": [asdict(one) for one in found],
+                "packages": [asdict(one) for one in packages],
+                "problems": problems,
+            }
+        )
+    elif not found and not packages:
+        print(f"nothing to remove: no run in {options.runs_dir} that these flags name has ended")
+    else:
+        if found:
+            Console().print(_table(found))
+        for one in packages:
+            print(visible(f"{one.path}: {decimal(one.size)}, copies of Torchrelay's packages that no run uses"))
+        of_runs = "the checkpoints of these runs" if options.checkpoints_only else "these runs"
+        what = " and ".join([*([of_runs] if found else []), *(["these packages"] if packages else [])])
+        print(f"removed {what}: {decimal(total)}" if options.yes else f"{decimal(total)}: --yes removes {what}")
+    for problem in problems:
+        print(f"hpc clean: {visible(problem)}", file=sys.stderr)
+    return int(bool(problems))
+
+
+# --- what there is ---
+
+
+def _chosen(options: CleanOptions) -> list[Holding]:
+    """The runs that match the flags. Raises UserError for wrong flags, and for named runs that cannot be removed."""
+    wanted = set(options.state.split(","))
+    if wanted - TERMINAL:
+        raise UserError(f"--state is {options.state!r}: use one or several of {','.join(sorted(TERMINAL))}")
+    oldest = time.time() - duration_seconds("--older-than", options.older_than)
+    runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
+    cache = StatusCache()
+    states: dict[str, str] = {row.run_dir: row.state for row in cache.summaries(runs)}
+    if cache.problem:
+        raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
+    jobs = slurm.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
+    found = list[Holding]()
+    for run in runs:
+        problem = why_it_stays(run, states.get(str(run.path), "running"), jobs)
+        if problem and options.run:
+            raise UserError(problem)
+        if not problem and states[str(run.path)] in wanted and (holding := _holding(run, states)).last_used <= oldest:
+            found.append(holding)
+    return found
+
+
+def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -> str:
+    """Why a run must not be removed; empty if it may be. `jobs` are the user's on Slurm; None: there is no Slurm."""
+    try:
+        check_is_own(run)
+    except UserError as error:
+        return str(error)
+    if run.script.exists() and jobs is None:
+        return f"run {run.name} was submitted to Slurm and may have a job: type this on a machine with Slurm"
+    alive = local_jobs(run) + (slurm_jobs(run, jobs) if jobs else [])
+    if state in TERMINAL and not alive:
+        return ""
+    what = f"has job {alive[0]}" if alive else f"is {state}"
+    return f"run {run.name} {what}: type hpc cancel {run.name}, and repeat hpc clean when it has ended"
+
+
+def _holding(run: RunDir, states: dict[str, str]) -> Holding:
+    times, size, checkpoints = [run.path.stat().st_mtime], 0, 0
+    for directory, _, names in os.walk(run.path):
+        for name in names:
+            status = Path(directory, name).lstat()
+            times.append(status.st_mtime)
+            freed = _freed_bytes(status)
+            size += freed
+            checkpoints += freed if Path(directory).is_relative_to(run.checkpoints) else 0
+    state = states[str(run.path)]
+    return Holding(
+        run=run.name, run_dir=str(run.path), state=state, last_used=max(times), size=size, checkpoints=checkpoints
+    )
+
+
+def _freed_bytes(status: os.stat_result) -> int:
+    """The bytes that the removal of a file frees: those of a file with another name, as in a fork, stay."""
+    return status.st_blocks * 512 if status.st_nlink == 1 else 0
+
+
+def _table(found: Sequence[Holding]) -> Table:
+    sizes = [Column(name, justify="right") for name in ("size", "checkpoints")]
+    table = Table(Column("run", overflow="fold"), "state", "last used", *sizes, box=None, pad_edge=False)
+    for one in found:
+        used = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
+        table.add_row(Text(visible(one.run)), one.state, used, decimal(one.size), decimal(one.checkpoints))
+    return table
+
+
+def _places(options: CleanOptions, found: Sequence[Holding]) -> set[Path]:
+    """The directories of the runs."""
+    return {options.runs_dir.expanduser().resolve(), *(Path(one.run_dir).parent for one in found)}
+
+
+def _package_copies(runs_dir: Path) -> list[PackageCopies]:
+    """The copies of our packages that earlier versions kept for this user in a directory of runs, if there are any."""
+    store = runs_dir / f".packages-{os.getuid()}"
+    if not store.is_dir() or store.lstat().st_uid != os.getuid():
+        return []
+    return [PackageCopies(path=str(store), size=sum(_freed_bytes(path.lstat()) for path in store.rglob("*")))]
+
+
+# --- removal ---
+
+
+def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[PackageCopies]) -> list[str]:
+    """Remove them, and what an interrupted removal left. Returns what went wrong."""
+    problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
+    for place in {*_places(options, found), *(run.path for run in runs)}:
+        remove_abandoned(place, ".*", _is_abandoned)
+    doomed = [(run.name, run.checkpoints if options.checkpoints_only else run.path) for run in runs]
+    for name, path in [*doomed, *((one.path, Path(one.path)) for one in packages)]:
+        try:
+            remove(path)
+        except OSError as error:
+            problems.append(f"{name} is not removed, or not in full: {error}")
+    return problems
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether a removal was interrupted, or a submission was killed while it made this directory."""
+    if _REMOVED.fullmatch(path.name):
+        return True
+    return is_temporary(path) and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory, which need not exist: under its name it is there in full, or not at all.
+
+    Raises:
+        OSError: it could not be renamed, and is untouched; or a part is left under the new name.
+    """
+    doomed = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.{_ENDING}")
+    try:
+        directory.rename(doomed)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(doomed)
+
+
+main = partial(cli.run, clean, CleanOptions, "clean")

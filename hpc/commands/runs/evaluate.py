@@ -1,0 +1,288 @@
+"""`hpc evaluate`: a run that evaluates the model of another run, or an exported file, exactly. Login node.
+
+The evaluation is a run of its own: it is staged, started, interrupted and continued as a training, and all verbs take
+it. It gets the model by hard links, so the other run may train on, or be cleaned up, meanwhile; nothing of it changes.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from hpc.base import program
+from hpc.base.errors import UserError
+from hpc.base.files import link_files
+from hpc.base.text import few
+from hpc.commands import cli
+from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, STATE_VALUES, RunDir
+from hpc.run.spec import RunSpec
+from hpc.submit.answer import show
+from hpc.submit.new_run import NewRun, start_run
+from hpc.submit.options import SubmitOptions, SubmitTraining, with_defaults
+from hpc.submit.sbatch_flags import explain
+from hpc.submit.settings import settings_of
+from jobs.staging.source import is_archive
+from training.config.dataset_layout import check_data, resolve_data
+from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
+from training.config.train_config import TrainConfig
+from training.relay import checkpoint_path, find_damage, list_checkpoints, step_of
+
+_EXPORTED = (".pt2", ".onnx")
+# The flags of the other run that say how to get a node. The number of nodes and the time are an evaluation's.
+_SAME_SETTINGS = (
+    "cluster", "gpus-per-node", "cpus-per-gpu", "mem", "partition", "account", "qos", "constraint", "exclude", "sbatch",
+    "setup", "interface", "port-range", "stage-dir", "stage-keep", "device", "stage-env",
+)  # fmt: skip
+# The flags of its trainer that concern an evaluation.
+_SAME_TRAINING = (
+    "model",
+    "seed",
+    "val_split",
+    "strategy",
+    "memory_format",
+    "deterministic",
+    "tf32",
+    "amp",
+    "head_hidden",
+)
+# Flags of `hpc submit` that are not in the help: an evaluation has no script, no file of flags, and hardly any metrics.
+_NOT_FOR_EVALUATIONS = ("python", "container", "config", "tracker", "help_all")
+_IMAGES_PER_RANK = 256
+_TRIES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(SubmitOptions):
+    """Evaluate the model of a run, or an exported model. Each image counts exactly once on any number of ranks.
+
+    For example:
+      hpc evaluate first
+      hpc evaluate first --checkpoint 1200 --data /shared/imagenet-v2 --gpus-per-node 4 --wait
+      hpc evaluate model.pt2 --data /shared/imagenet
+
+    The evaluation is a run, too: hpc status, hpc logs and hpc report show it. It uses one node. Other resources that
+    you do not give, such as --partition and --gpus-per-node, are those of the evaluated run.
+    """
+
+    run: tyro.conf.Positional[str]
+    """Directory or name of a run, which may still be running, or a file of hpc export."""
+    checkpoint: Annotated[str, tyro.conf.arg(metavar="WHICH")] = "best"
+    """Model to evaluate: best (by validation), last (the final model or newest checkpoint), or a checkpoint's step."""
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Images to evaluate on, of classes that the model knows. Default: the data of the evaluated run."""
+    split: SplitChoice = "auto"
+    """Part of the data. auto: test, or val if there is no test part, or all images if --data has neither."""
+    num_workers: int | None = None
+    """Loader processes per rank. Default: the CPU cores per rank, or 0 for data in memory."""
+    max_corrupt_images: int = 10
+    """Number of corrupt images that may be replaced by others. If there are more, the evaluation fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is evaluated."""
+
+    path: Path
+    """The run's directory, or the exported file."""
+    spec: RunSpec | None
+    """The run's; None: an exported file."""
+
+    @property
+    def name(self) -> str:
+        """The run's name, or the file's without its suffix."""
+        return self.path.name if self.spec else self.path.stem
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    reading = cli.Reading(complete=options_of, explain=explain, shown=program.Help(hidden=_NOT_FOR_EVALUATIONS))
+    return cli.run(lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, reading)
+
+
+def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
+    """Complete the flags that are given with settings of the other run. Raises UserError if one is wrong."""
+    name = given.get("run")
+    if name is None:
+        raise UserError("no run is named: type hpc evaluate NAME; hpc status lists the runs")
+    if "config" in given:
+        raise UserError("--config is only for new trainings: give the flags instead")
+    subject = find_subject(name, cli.runs_dir(given))
+    if subject.spec is None:
+        return program.build(EvaluateOptions, with_defaults(given, EvaluateOptions))
+    settings = settings_of(subject.spec)
+    own = {name: settings[name] for name in _SAME_SETTINGS}
+    return program.build(EvaluateOptions, {"runs-dir": subject.path.parent, **own, **given})
+
+
+def find_subject(name: str, runs_dir: Path) -> Subject:
+    """The exported file or the run of this name.
+
+    Raises:
+        UserError: there is none, or it has no model of ours.
+    """
+    path = Path(name).expanduser()
+    if path.suffix in _EXPORTED or path.is_file():
+        if path.suffix not in _EXPORTED or not path.is_file():
+            what = "is not an exported model" if path.is_file() else "does not exist"
+            raise UserError(f"{path} {what}: give a run, or a {' or '.join(_EXPORTED)} file of hpc export")
+        return Subject(path=path.absolute(), spec=None)
+    run = cli.find_run(name, runs_dir)
+    spec = RunSpec.load(run)
+    if spec.evaluation is not None:
+        raise UserError(f"run {name} is itself an evaluation: evaluate {spec.evaluation.source}")
+    if spec.train is None:
+        raise UserError(
+            f"run {name} runs {spec.script[0]}, and only that script knows its model: evaluate it with your own "
+            "script, hpc submit -- script.py"
+        )
+    return Subject(path=run.path, spec=spec)
+
+
+def evaluate(options: EvaluateOptions) -> NewRun:
+    """Submit the evaluation. Raises as `start_run`, and UserError if there is no such model or no such data."""
+    subject = find_subject(options.run, options.runs_dir)
+    task = _task(options, subject)
+    train = _settings(options, subject)
+    if not is_archive(Path(train.data)):
+        choose_split(task, check_data(resolve_data(train.data)), train.val_split)
+    pack = subject.spec.pack if subject.spec and not task.other_data else None
+    given = {field.name: getattr(options, field.name) for field in fields(SubmitOptions)}
+    submission = SubmitTraining(
+        **{**given, "name": options.name or _free_name(options, subject)},
+        train=train,
+        pack="off" if pack is None else "on",
+        pack_size=pack,
+    )
+    if subject.spec:
+        find_model(RunDir(subject.path), options.checkpoint)  # before anything is made, also in a dry run
+    return start_run(submission, (), partial(_give_model, subject, task))
+
+
+def _task(options: EvaluateOptions, subject: Subject) -> EvaluationTask:
+    return EvaluationTask(
+        source=str(subject.path),
+        checkpoint=options.checkpoint if subject.spec else None,
+        split=options.split,
+        other_data=options.data is not None,
+    )
+
+
+def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
+    """The trainer's flags that concern the evaluation."""
+    trained = subject.spec.train if subject.spec else None
+    data = options.data or (subject.spec.data if subject.spec else None)
+    if data is None:
+        what = "was trained on generated images" if trained else "is a file, which does not say where its data are"
+        raise UserError(f"{subject.path.name} {what}: use --data PATH")
+    same: dict[str, Any] = {name: getattr(trained, name) for name in _SAME_TRAINING} if trained else {}
+    if options.data is not None:
+        same["val_split"] = 0.0  # the training has seen none of them
+    ranks = options.resources.max_nodes * options.resources.ranks_per_node
+    return TrainConfig(
+        **same,
+        data=data,
+        batch_size=_IMAGES_PER_RANK * ranks,
+        num_workers=options.num_workers,
+        max_corrupt_images=options.max_corrupt_images,
+    )
+
+
+def _free_name(options: EvaluateOptions, subject: Subject) -> str:
+    """`evaluate-first-best`, or with a number at its end."""
+    words = ["evaluate", subject.name, *([options.checkpoint] if subject.spec else [])]
+    first, number = "-".join(words), 1
+    name = first
+    while os.path.lexists(options.runs_dir.expanduser() / name):
+        number += 1
+        name = f"{first}-{number}"
+    return name
+
+
+def find_model(run: RunDir, checkpoint: str) -> list[Path]:
+    """The directories in which that model may be, those to try first in front.
+
+    Raises:
+        UserError: there is none, or nothing that describes it yet.
+    """
+    if checkpoint not in {"best", "last"} and not checkpoint.isdecimal():
+        raise UserError(f"--checkpoint is {checkpoint!r}: use best, last, or the step of a checkpoint")
+    saved = list_checkpoints(run.checkpoints)
+    if checkpoint == "best":
+        found = [run.best] if (run.best / MODEL_CARD).is_file() else []
+        missing = "has no best model, because no validation has chosen one: use --checkpoint last"
+    elif checkpoint == "last":
+        found = [run.final] if run.final_result.is_file() else saved
+        missing = "has neither a final model nor a checkpoint yet: wait for the first one"
+    else:
+        path = checkpoint_path(run.checkpoints, int(checkpoint))
+        found = [path] if path.is_dir() else []
+        missing = (
+            f"has no checkpoint of step {checkpoint}: it has {few([str(step_of(one)) for one in saved]) or 'none'}"
+        )
+        if run.final_result.is_file() and _progress(run.final).get("step") == int(checkpoint):
+            found = [run.final]
+    if not found:
+        raise UserError(f"run {run.name} {missing}")
+    if _card(run) is None:
+        raise UserError(
+            f"run {run.name} has no {MODEL_CARD} yet, which describes its model: wait for its first validation, or "
+            "without validation for its end"
+        )
+    return found
+
+
+def _card(run: RunDir) -> Path | None:
+    """What describes the models of a run: the same for all of them."""
+    cards = (directory / MODEL_CARD for directory in (run.final, run.best))
+    return next((card for card in cards if card.is_file()), None)
+
+
+def _progress(directory: Path) -> dict[str, Any]:
+    """The step and the epoch of a model; empty if its directory does not say."""
+    with suppress(OSError, ValueError, LookupError):
+        if (directory / STATE_VALUES).exists():
+            values = json.loads((directory / STATE_VALUES).read_bytes())["progress"]
+        else:
+            values = json.loads((directory / "result.json").read_bytes())
+        return {name: int(values[name]) for name in ("step", "epoch")}
+    return {}
+
+
+def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSpec) -> RunSpec:
+    """Put the model into the new run's directory. Returns the new run's spec with the evaluation.
+
+    Raises:
+        UserError: the model is damaged, or has gone meanwhile.
+    """
+    if subject.spec is None:
+        run.model.mkdir()
+        shutil.copyfile(subject.path, run.model / subject.path.name)
+        return spec.with_training(evaluation=task)
+    source = RunDir(subject.path)
+    for _ in range(_TRIES):
+        # The other run, which may train, may replace or delete it meanwhile: then it has a newer one.
+        for directory in find_model(source, task.checkpoint or "best"):
+            with suppress(FileNotFoundError):
+                link_files(directory, run.model)
+                if _is_whole(source, run):
+                    return spec.with_training(evaluation=replace(task, **_progress(run.model)))
+            shutil.rmtree(run.model, ignore_errors=True)
+    raise UserError(f"the model {task.checkpoint} of run {source.name} is damaged: use another --checkpoint")
+
+
+def _is_whole(source: RunDir, run: RunDir) -> bool:
+    """Whether the new run has a whole model; a checkpoint gets what describes it."""
+    if (run.model / STATE_VALUES).exists():
+        card = _card(source)
+        if find_damage(run.model) or card is None:
+            return False
+        shutil.copyfile(card, run.model / MODEL_CARD)
+        return True
+    return (run.model / MODEL_CARD).is_file() and (run.model / MODEL_WEIGHTS).is_file()

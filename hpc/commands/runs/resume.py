@@ -1,0 +1,39 @@
+"""`hpc resume`: continue a run, and print what has changed. Runs on the login node."""
+
+from collections.abc import Sequence
+
+from hpc.base import program
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.slurm import resubmit
+from hpc.submit.resumed_run import ResumeOptions, options_of, resume_run
+from hpc.submit.sbatch_flags import explain
+from training.config.train_config import TrainConfig
+
+_OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    of_the_run = {field.name for field in program.flags(ResumeOptions)} - _OF_THE_RESUMPTION
+    reading = cli.Reading(
+        complete=options_of, refused=(TrainConfig,), explain=explain, shown=program.Help(inherited=of_the_run)
+    )
+    return cli.run(resume, ResumeOptions, "resume", argv, reading)
+
+
+def resume(options: ResumeOptions) -> int:
+    """Resume the run, and print what has changed; with --wait, wait for the end. Returns the exit code."""
+    run, answer = resume_run(options)
+    if options.wait:
+        from hpc.status.printing import wait_for_end  # noqa: PLC0415 - draws with rich, which only this needs
+
+        return wait_for_end(run, answer if options.json else None)
+    if options.json:
+        cli.print_json(answer)
+        return 0
+    step = resubmit.last_step(run)
+    print(visible(f"run {run.name} continues in job {answer['job_id']}" + (f" after step {step}" if step else "")))
+    for name, value in answer["changed"].items():
+        print(visible(f"  {name} {value}"))
+    return 0

@@ -1,0 +1,132 @@
+"""The verb `scaling`: its flags, and its end. Runs on the login node, like a supervisor."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any
+
+import tyro
+
+from hpc.base.errors import UserError
+from hpc.commands import cli
+from hpc.run.spec import Resources
+from hpc.studies.members import common, user_code
+from hpc.studies.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
+from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
+from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyResources(Resources):
+    """Resources of the Slurm jobs."""
+
+    nodes: Annotated[str, tyro.conf.arg(aliases=("-N",), metavar="N...")] = "1"
+    """Numbers of nodes, with a run for each number: 1 2 4 8."""
+    gpus_per_node: Annotated[str, tyro.conf.arg(metavar="N...")] = "1"
+    """Numbers of GPUs per node: 1 4, or a100:1 a100:4. Each is combined with each number of nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingFlags:
+    """Those of a study."""
+
+    minutes: float = 5.0
+    """Minutes of training in each run."""
+    mode: Mode = "weak"
+    """weak: --batch-size is for the smallest run and grows with the number of ranks. strong: all runs have the same."""
+    parallel: int = 1
+    """Number of runs at the same time. Runs that share storage or a network slow each other down."""
+    once: bool = False
+    """Check and start runs once, then exit: for cron."""
+    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    """Name of the scaling study, which you must give."""
+    resources: tyro.conf.OmitArgPrefixes[StudyResources] = field(default_factory=StudyResources)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingTraining(ScalingFlags, SubmitTraining):
+    """Run the same training on several numbers of nodes and GPUs, and compare the speed.
+
+    For example:
+      hpc scaling --name resnet --nodes 1 2 4 8 --gpus-per-node 1 4 --data /shared/pets --model resnet50
+      hpc scaling --name own --nodes 1 2 4 -- train.py
+
+    To continue an interrupted study, type hpc scaling --name NAME. The runs are in runs/NAME: hpc status, hpc cancel
+    and hpc report accept NAME.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingScript(ScalingFlags, SubmitScript):
+    """Run your own script on several numbers of nodes and GPUs, and compare the speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions(cli.RunsOptions):
+    """Continue a study."""
+
+    name: str | None = None
+    parallel: int | None = None
+    once: bool = False
+
+
+Options = ScalingTraining | ScalingScript | StudyOptions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
+    own = {field.name.replace("_", "-") for field in dataclasses.fields(StudyOptions)}
+    typed = typed_flags(flags)
+    if not script and "name" in typed and typed <= own and "-h" not in flags:
+        return cli.run(partial(study, _continued), StudyOptions, "scaling", flags)
+    nodes, gpus, others = split_sizes(flags)
+    options: type[ScalingTraining | ScalingScript] = ScalingScript if script else ScalingTraining
+    started = partial(study, partial(_started, nodes=nodes, gpus=gpus, script=script))
+    return run_verb("scaling", started, options, others, script, hidden=NOT_OF_GROUPS)
+
+
+def study(spec_of: Callable[[ScalingDir, Any], ScalingSpec], options: Options) -> int:
+    """Start or continue a study, and look after it until its end. Returns 1 if nothing was measured."""
+    directory = directory_of(ScalingDir, options.name, options.runs_dir)
+    spec = spec_of(directory, options)
+    from hpc.studies.scaling.scaling_controller import ScalingController  # noqa: PLC0415 - likewise
+    from hpc.studies.scaling.scaling_result import show  # noqa: PLC0415 - imports Bokeh
+
+    controller = ScalingController(directory, spec, tell_on(as_json=options.json))
+    look_after(directory, controller, once=options.once, is_new=not isinstance(options, StudyOptions))
+    return show(directory, spec, controller.measures(), as_json=options.json)
+
+
+def _started(
+    directory: ScalingDir,
+    options: ScalingTraining | ScalingScript,
+    *,
+    nodes: Sequence[str],
+    gpus: Sequence[str],
+    script: tuple[str, ...],
+) -> ScalingSpec:
+    """Check what is asked for, and make the directory. Raises UserError."""
+    if not options.minutes > 0 or options.parallel < 1:
+        raise UserError(f"--minutes is {options.minutes:g} and --parallel {options.parallel}: use 1 or more")
+    check_is_new(directory, options)
+    gpu_type, numbers = read_gpus(gpus or [options.resources.gpus_per_node])
+    code = user_code(options, script)
+    spec = ScalingSpec(
+        nodes=read_nodes(nodes or [options.resources.nodes]), gpus=numbers, gpu_type=gpu_type,
+        minutes=options.minutes, mode=options.mode,
+        batch_size=options.train.batch_size if isinstance(options, ScalingTraining) else None,
+        parallel=options.parallel, **common(options, code),
+    )  # fmt: skip
+    if len(spec.sizes) == 1:
+        raise UserError("there is one size only: add more, such as --nodes 1 2 4")
+    make(directory, spec, code)
+    return spec
+
+
+def _continued(directory: ScalingDir, options: StudyOptions) -> ScalingSpec:
+    """What the study was started with; --parallel may change. Raises UserError."""
+    hint = "add --nodes 1 2 4 to start one"
+    return go_on(directory, options.runs_dir, hint, parallel=options.parallel)

@@ -1,0 +1,147 @@
+"""The verb `sweep`: its flags, what it prints, and its end. Runs on the login node, like a supervisor."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import tyro
+
+from hpc.base.errors import UserError, need_package
+from hpc.commands import cli
+from hpc.studies.members import check_placeholders, common, user_code
+from hpc.studies.sweep.space import grid_of, read_space
+from hpc.studies.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
+from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
+from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
+from training.config.train_config import TrainConfig
+
+_TRIALS, _PARALLEL = 20, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepFlags:
+    """Those of a sweep."""
+
+    param: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUES")]] = ()
+    """Flag that differs between the trials, with a range or a list of values. Repeatable.
+    Ranges: lr=log:1e-4,1e-1, momentum=float:0.8,0.99, epochs=int:5,20. List: batch-size=64,128,256."""
+    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    """Name of the sweep, which you must give."""
+    trials: int | None = None
+    """Number of trials. Default: 20, or with --sampler grid one for each combination."""
+    parallel: int | None = None
+    """Number of trials that run at the same time. Default: 4."""
+    metric: str = "val/accuracy"
+    """Metric whose best value in each trial is compared, such as val/accuracy, val/loss or train/loss.
+    FILE/NAME: the values NAME of metrics/FILE.jsonl."""
+    direction: Direction | None = None
+    """Whether to maximize or minimize the metric. Default: maximize accuracies, minimize all other metrics."""
+    sampler: Sampler = "tpe"
+    """How to choose values: by the results of earlier trials (tpe), at random, or all combinations of lists (grid)."""
+    pruner: Pruner = "median"
+    """median: when 5 trials have ended, cancel each trial that is worse than their median after the same steps."""
+    sweep_seed: int = 0
+    """Random seed of the sampler."""
+    once: bool = False
+    """Check and start trials once, then exit: for cron."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepTraining(SweepFlags, SubmitTraining):
+    """Submit a run (a trial) for each of many settings, and find the best settings.
+
+    For example:
+      hpc sweep --name pets --param lr=log:1e-3,1 --param batch-size=64,128 --data /shared/pets
+      hpc sweep --name pets --param lr=0.1,0.01 -- train.py --lr {lr}
+
+    To continue an interrupted sweep, type hpc sweep --name NAME. The trials are runs in runs/NAME: hpc status,
+    hpc cancel and hpc report accept NAME.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepScript(SweepFlags, SubmitScript):
+    """Submit a run of your own script for each of many settings, and find the best settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinueOptions(cli.RunsOptions):
+    """Continue a sweep."""
+
+    name: str | None = None
+    trials: int | None = None
+    parallel: int | None = None
+    once: bool = False
+
+
+Options = SweepTraining | SweepScript | ContinueOptions
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
+    if not script and not {"param", "help", "help-all"} & typed_flags(flags) and "-h" not in flags:
+        return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags)
+    options: type[SweepTraining | SweepScript] = SweepScript if script else SweepTraining
+    started = partial(sweep, partial(_started, script=script))
+    return run_verb("sweep", started, options, flags, script, hidden=NOT_OF_GROUPS)
+
+
+def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> int:
+    """Start or continue a sweep, and look after it until its end. Returns 1 if no trial was completed."""
+    need_package("optuna", "sweep", "hpc sweep")
+    directory = directory_of(SweepDir, options.name, options.runs_dir)
+    spec = spec_of(directory, options)
+    from hpc.studies.sweep.sweep_controller import SweepController  # noqa: PLC0415 - imports Optuna
+    from hpc.studies.sweep.sweep_result import show  # noqa: PLC0415
+
+    controller = SweepController(directory, spec, tell_on(as_json=options.json))
+    look_after(directory, controller, once=options.once, is_new=not isinstance(options, ContinueOptions))
+    return show(directory, spec, controller.study, as_json=options.json)
+
+
+def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, script: tuple[str, ...]) -> SweepSpec:
+    """Check what is asked for, and make the directory. Raises UserError."""
+    if not options.param:
+        raise UserError("no flag differs between the trials: add --param NAME=VALUES")
+    check_is_new(directory, options)
+    space = read_space(options.param)
+    _check_names(space, script)
+    trials = options.trials
+    if trials is None:
+        trials = len(grid_of(space)) if options.sampler == "grid" else _TRIALS
+    code = user_code(options, script)
+    spec = SweepSpec(
+        param=options.param, trials=trials, parallel=_PARALLEL if options.parallel is None else options.parallel,
+        metric=options.metric, sampler=options.sampler,
+        direction=options.direction or ("maximize" if "accuracy" in options.metric else "minimize"),
+        pruner=options.pruner, seed=options.sweep_seed, **common(options, code),
+    )  # fmt: skip
+    _check_numbers(spec)
+    make(directory, spec, code)
+    return spec
+
+
+def _continued(directory: SweepDir, options: ContinueOptions) -> SweepSpec:
+    """What the sweep was started with; --trials and --parallel may change. Raises UserError."""
+    hint = "add --param NAME=VALUES to start one"
+    spec = go_on(directory, options.runs_dir, hint, trials=options.trials, parallel=options.parallel)
+    _check_numbers(spec)
+    return spec
+
+
+def _check_names(names: Iterable[str], script: Sequence[str]) -> None:
+    if script:
+        check_placeholders(names, script, "--param")
+        return
+    for name in names:
+        if name.replace("-", "_") not in {field.name for field in dataclasses.fields(TrainConfig)}:
+            raise UserError(f"--param {name}: there is no training flag --{name}; hpc sweep --help-all lists them")
+
+
+def _check_numbers(spec: SweepSpec) -> None:
+    if min(spec.trials, spec.parallel) < 1:
+        raise UserError(f"--trials is {spec.trials} and --parallel {spec.parallel}: use 1 or more")

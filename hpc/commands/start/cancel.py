@@ -1,0 +1,68 @@
+"""`hpc cancel`: end runs; `hpc resume` continues them, unless they end for good. Runs on the login node.
+
+Slurm ends the run's jobs first, which works on a full disk too. The event keeps agents and supervisors from continuing
+the run, and ends the work of agents that scancel did not reach. A local run has only the event: its agents would take
+the signal for a request to requeue.
+"""
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import tyro
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir
+from hpc.slurm.cancellation import cancel_run
+from hpc.status.run_view import StatusCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelOptions(cli.RunsOptions):
+    """Stop runs and keep them from being requeued. hpc resume continues them from the last saved step."""
+
+    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run directories or names; also those of sweeps and scaling studies."""
+    final: bool = False
+    """Stop the runs for good: hpc resume refuses to continue them."""
+
+
+def cancel(options: CancelOptions) -> int:
+    """End the runs and record it; 1 if one of them may go on. Runs that have ended stay as they are."""
+    if not options.run:
+        raise UserError("no run is named: type hpc cancel NAME, or several names; hpc status lists them")
+    runs = cli.find_runs(options.run, options.runs_dir)
+    for run in runs:
+        check_is_own(run)
+    for group in filter(None, (cli.find_group(name, options.runs_dir) for name in options.run)):
+        (group / cli.CANCELLED_GROUP).touch()  # before the runs end: it starts others in their place
+    answers, problems = list[dict[str, str]](), list[str]()
+    cache = StatusCache()
+    for run in runs:
+        try:
+            before = str(cache.summary(run).state)
+            is_new = cancel_run(run, before, final=options.final)
+            answers.append({"run": run.name, "run_dir": str(run.path), "state": "cancelled" if is_new else before})
+            if not options.json:
+                _show(run, before if not is_new else None, final=options.final)
+        except TorchrelayError as error:
+            problems.append(str(error))
+            answers.append({"run": run.name, "run_dir": str(run.path), "error": str(error)})
+    if options.json:
+        cli.print_json(answers)
+    for problem in problems:
+        print(f"hpc cancel: {visible(problem)}", file=sys.stderr)
+    return int(bool(problems))
+
+
+def _show(run: RunDir, before: str | None, *, final: bool) -> None:
+    """Print what was done; `before` is the state of a run that had ended."""
+    after = "for good" if final else f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
+    end = f"is cancelled {after}" if before is None else f"had already ended: {before}"
+    print(visible(f"run {run.name} {end}"))
+
+
+main = partial(cli.run, cancel, CancelOptions, "cancel")

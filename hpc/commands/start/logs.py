@@ -1,0 +1,155 @@
+"""`hpc logs`: what the ranks and agents of a run printed, over all attempts. Runs on the login node."""
+
+import io
+import json
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+
+from hpc.base.errors import UserError
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.run.budget import FINAL_CAUSES
+from hpc.run.causes import is_consequence
+from hpc.run.events.history import History
+from hpc.run.events.kinds import AttemptEnded, RankFailed
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.status.log_reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL
+
+_POLL_SECONDS = 0.5
+_STATE_SECONDS = 3.0
+_MAX_BYTES = 2**20
+_LINES_BEFORE = 40
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsOptions(cli.RunOptions):
+    """Print the logs of a run. Each line shows its attempt and its rank.
+
+    For a failed run, this is the log of the rank that failed first, from shortly before its error. Of a long log, only
+    the last megabyte is printed. --all and --json print everything.
+    """
+
+    follow: bool = False
+    """Print new lines as they are written, also after requeues, until the run ends or you press Ctrl-C."""
+    rank: int | None = None
+    """Print only the log of this rank."""
+    attempt: int | None = None
+    """Print only the logs of this attempt. Default: all attempts."""
+    all: bool = False
+    """Print the logs in full, from the beginning."""
+    raw: bool = False
+    """Print control characters, such as those for colours, unchanged: the terminal then executes them."""
+
+
+def logs(options: LogsOptions) -> int:
+    """Print the logs; with --follow, also new lines."""
+    run = cli.find_run(options.run, options.runs_dir)
+    _check_choice(options, run)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # ranks may print what the terminal cannot show
+    reader = reader_for(options, run)
+    if options.follow:
+        _follow(options, reader)
+    elif options.json:
+        # One list, printed as it is read: it may be larger than the memory.
+        separator = "["
+        for line in reader.new_lines(ended=True):
+            print(separator + json.dumps(cli.versioned(line)), end="")
+            separator = ",\n"
+        print("[]" if separator == "[" else "]")
+    else:
+        line = None
+        for line in reader.new_lines(ended=True):
+            print(_for_people(line, raw=options.raw))
+        if line is None:
+            _notice(f"run {run.name} has no such log yet: see hpc status {run.name}, or the files in {run.logs}")
+    if reader.shortened:
+        _notice("only the ends of long logs are shown: --all shows everything")
+    return 0
+
+
+def _check_choice(options: LogsOptions, run: RunDir) -> None:
+    """Refuse, with a UserError, a rank that the run cannot have, and an attempt that it has not had."""
+    if options.rank is not None:
+        resources = RunSpec.load(run).resources
+        # A resumption may have changed the number of nodes.
+        last = max([resources.max_nodes * resources.ranks_per_node - 1, *ranks_with_logs(run)])
+        if not 0 <= options.rank <= last:
+            has = f"ranks 0 to {last}" if last else "one rank, 0"
+            raise UserError(f"--rank is {options.rank}, but run {run.name} has {has}")
+    attempts = max((attempt.attempt for attempt in History.load(run).attempts), default=0)
+    # With --follow one may wait for the next.
+    if options.attempt is not None and not 0 < options.attempt <= attempts + options.follow:
+        has = f"attempts 1 to {attempts}" if attempts > 1 else "one attempt, 1" if attempts else "no attempt yet"
+        raise UserError(f"--attempt is {options.attempt}, but run {run.name} has {has}")
+
+
+def reader_for(options: LogsOptions, run: RunDir) -> LogReader:
+    """The logs to print, and where to start: for a failed run, shortly before its first error."""
+    if options.all or options.json:
+        return LogReader(run, options.rank, options.attempt)
+    chosen = options.rank is not None or options.attempt is not None
+    error = None if chosen else first_error(History.load(run))
+    if error is None or not (path := run.rank_log(error.attempt or 0, error.rank or 0)).exists():
+        return LogReader(run, options.rank, options.attempt, _MAX_BYTES)
+    node = f" on {error.node}" if error.node else ""
+    _notice(
+        f"attempt {error.attempt} failed; first failure: rank {error.rank}{node} ({error.cause}). "
+        "This is the end of its log; --all shows everything"
+    )
+    reader = LogReader(run, error.rank, error.attempt, _MAX_BYTES)
+    found = offset_of_last(path, error.detail) if error.detail else None
+    if found is not None:
+        reader.start_at(path, lines_before(path, found, _LINES_BEFORE))
+    return reader
+
+
+def first_error(history: History) -> RankFailed | AttemptEnded | None:
+    """Return the first failure of a rank in a failed run's last attempt; None if no rank or run failed."""
+    last = history.last_attempt
+    if last is None or last.cause is None or last.cause in FINAL_CAUSES or history.may_restart:
+        return None
+    own = history.during(last.attempt)
+    [ended, *_], failed = own.of(AttemptEnded), own.of(RankFailed)
+    named = [event for event in failed if event.rank == ended.rank][-1:]
+    # The ranks may have been restarted in place: only the last round counts.
+    last_round = [event for event in failed if event.round == failed[-1].round]
+    # A rank that fails because of another's death may be noticed first.
+    last_round.sort(key=lambda event: (is_consequence(event.detail or ""), event.failed_at))
+    return next(iter(named or last_round), ended if ended.rank is not None else None)
+
+
+def _follow(options: LogsOptions, reader: LogReader) -> None:
+    """Print until the run has ended and its last lines are out; with --json one document per line."""
+    cache, polled, ended = StatusCache(), 0.0, False
+    form = _as_json if options.json else partial(_for_people, raw=options.raw)
+    while not ended:
+        if time.monotonic() - polled > _STATE_SECONDS:
+            ended = cache.summary(reader.run).state in TERMINAL
+            polled = time.monotonic()
+        for line in reader.new_lines(ended=ended):
+            print(form(line))
+        sys.stdout.flush()
+        time.sleep(0 if ended else _POLL_SECONDS)
+
+
+def _as_json(line: Line) -> str:
+    return json.dumps(cli.versioned(line))
+
+
+def _for_people(line: Line, *, raw: bool) -> str:
+    *origin, _, text = line.values()
+    name, shown = ":".join(str(part) for part in origin), str(text) if raw else visible(str(text))
+    return f"[{name}] {shown}"
+
+
+def _notice(text: str) -> None:
+    print(f"hpc logs: {visible(text)}", file=sys.stderr, flush=True)
+
+
+main = partial(cli.run, logs, LogsOptions, "logs")

@@ -1,0 +1,15 @@
+"""`hpc submit`: the command line, and what it prints. Runs on the login node."""
+
+import sys
+from collections.abc import Sequence
+
+from hpc.submit.answer import show
+from hpc.submit.new_run import start_run
+from hpc.submit.options import options_for_help, run_verb, split_script
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The verb."""
+    arguments, script = split_script(list(sys.argv[1:] if argv is None else argv))
+    options = options_for_help(arguments, script)
+    return run_verb("submit", lambda parsed: show(start_run(parsed, script), parsed), options, arguments, script)

@@ -1,1 +1,0 @@
-"""`hpc logs`: what the ranks printed. Runs on the login node."""

@@ -1,0 +1,56 @@
+"""The files of a report: reads the runs, writes the CSV tables and then the page. Runs on the login node."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc.base.errors import UserError
+from hpc.base.files import write_atomic
+from hpc.report.gather import csv_tables, gather
+from hpc.report.page import comparison_page, run_page
+from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir
+from hpc.status.printing import summaries
+
+
+def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
+    """Where the page goes; its directory is made. Raises UserError if it cannot be, or is another user's."""
+    if output is None and len(runs) == 1:
+        try:
+            check_is_own(runs[0])  # another user's report/ may be a link to anywhere
+        except UserError as error:
+            raise UserError(f"{error}: use --output DIR") from error
+    directory = runs[0].report.parent if len(runs) == 1 else runs[0].path.parent / "report"
+    path = (output.expanduser().resolve() if output else directory) / "index.html"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create {path.parent} ({error.strerror}): use another --output") from error
+    return path
+
+
+def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
+    """Write all files. Returns the names of the tables, and whether all runs have ended."""
+    records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
+    tables, now = csv_tables(records), time.time()
+    if len(records) == 1:
+        page = run_page(records[0], list(tables), now)
+    else:
+        own_pages = [record.run.report for record in records]
+        links = [os.path.relpath(page, path.parent) if page.exists() else None for page in own_pages]
+        page = comparison_page(records, links, list(tables), now)
+    for name, text in tables.items():
+        write_atomic(path.with_name(name), text)
+    write_atomic(path, page)
+    return list(tables), all(record.has_ended for record in records)
+
+
+def own_page(run: RunDir) -> Path | None:
+    """Return the path of a run's own page, rewritten if the run has new events; None if the run was not submitted."""
+    if not run.spec.exists():
+        return None
+    recorded = max((path.stat().st_mtime for path in run.events.glob("*.jsonl")), default=0.0)
+    if not run.report.exists() or run.report.stat().st_mtime < recorded:
+        write_report([run], page_path([run]))
+    return run.report

@@ -1,0 +1,147 @@
+"""Why an attempt was interrupted or ended. Pure; runs everywhere."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hpc.base.errors import EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_DIVERGED, EXIT_NO_SPACE
+
+
+class Cause(StrEnum):
+    """Why an attempt was interrupted or ended."""
+
+    COMPLETED = "completed"
+    PREEMPTED = "preempted"
+    TIME_LIMIT = "time_limit"
+    REQUEUED = "requeued"
+    NODE_FAILURE = "node_failure"
+    BAD_NODE = "bad_node"
+    CRASHED = "crashed"
+    OUT_OF_MEMORY = "out_of_memory"
+    HANG = "hang"
+    BAD_INPUT = "bad_input"
+    NO_SPACE = "no_space"
+    DIVERGED = "diverged"
+    CANCELLED = "cancelled"
+    LOST = "lost"
+
+
+class JobState(StrEnum):
+    """Slurm's states of a job, as far as they matter to a run."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    ENDING = "ENDING"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    PREEMPTED = "PREEMPTED"
+    NODE_FAIL = "NODE_FAIL"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    UNKNOWN = "UNKNOWN"
+
+    @property
+    def alive(self) -> bool:
+        """Whether Slurm still holds the job."""
+        return self in {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.ENDING}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What the head node's agent knows when torchrun has ended."""
+
+    finished: bool
+    """The work is complete: `final/` exists, or the user's script exited with 0 without a signal to stop."""
+    cancelled: bool
+    """The user called `hpc cancel`."""
+    signal: str | None
+    """The first signal to stop."""
+    job_state: JobState
+    preempted: bool
+    """Slurm has begun to preempt the job."""
+    failure: Cause = Cause.CRASHED
+    """The cause if nothing outside ended the attempt: the `cause_of_exit` of the first rank to fail, a hang, a lost
+    node."""
+
+
+# What it means that Slurm has put a job into this state by itself.
+_CAUSE_OF_STATE = {
+    JobState.CANCELLED: Cause.CANCELLED,
+    JobState.TIMEOUT: Cause.TIME_LIMIT,
+    JobState.PREEMPTED: Cause.PREEMPTED,
+    JobState.NODE_FAIL: Cause.NODE_FAILURE,
+    JobState.PENDING: Cause.REQUEUED,
+}
+
+
+def cause_of(ending: Ending) -> Cause:
+    """The cause of an attempt's end: by what the run itself knows, then by Slurm's state, then by the signal.
+
+    `sbatch --signal` sends SIGUSR2 before the time limit; a preemption or requeue sends SIGTERM.
+    """
+    rules = (
+        (ending.finished, Cause.COMPLETED),
+        (ending.cancelled, Cause.CANCELLED),
+        (ending.preempted, Cause.PREEMPTED),
+        (ending.job_state in _CAUSE_OF_STATE, _CAUSE_OF_STATE.get(ending.job_state, Cause.LOST)),
+        (ending.signal == "SIGUSR2", Cause.TIME_LIMIT),
+        (ending.signal is not None, Cause.REQUEUED),
+    )
+    return next((cause for holds, cause in rules if holds), ending.failure)
+
+
+EXIT_CODES = {
+    EXIT_BAD_INPUT: Cause.BAD_INPUT,
+    EXIT_BAD_NODE: Cause.BAD_NODE,
+    EXIT_NO_SPACE: Cause.NO_SPACE,
+    EXIT_DIVERGED: Cause.DIVERGED,
+}
+"""The causes that the exit codes of our own programs stand for."""
+# Messages of Python, torch and the kernel; torch's CPU allocator writes "can't allocate memory".
+_NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
+# NCCL reports that an InfiniBand function "cannot allocate memory" if a process may lock too little (ulimit -l).
+_INFINIBAND = "ibv_"
+_NO_SPACE = re.compile(r"No space left on device|ENOSPC|Disk quota exceeded")
+# Messages of gloo and NCCL in ranks whose peer has died. On a busy machine they may be logged before the peer's error.
+_PEER_DIED = re.compile(
+    r"by peer|remote (?:worker|process|peer)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
+    "|[Ww]atchdog caught collective operation timeout"
+)
+# Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or wrongly set up. A launch
+# failure may also be the program's fault: then it happens at the same step on another node, which ends the run.
+_DEAD_DEVICE = re.compile(
+    r"uncorrectable (?:ECC|NVLink) error|busy or unavailable|launch failure|hardware (?:stack )?error|GPU is lost"
+    r"|fallen off the bus|ncclInternalError|internal error - please report|\bXid\b"
+)
+# Torch's message in the rank whose loader worker was killed.
+_KILLED_WORKER = "killed by signal: Killed"
+
+
+def is_consequence(detail: str) -> bool:
+    """Whether a rank's last message reports the death of another rank."""
+    return _PEER_DIED.search(detail) is not None
+
+
+def is_device_failure(detail: str) -> bool:
+    """Whether a rank's message says that its device, or what drives it, has failed."""
+    return _DEAD_DEVICE.search(detail) is not None and not is_consequence(detail)
+
+
+def cause_of_exit(
+    exit_code: int, signal: str | None, out_of_memory: bool, detail: str, exit_codes: Mapping[int, Cause]
+) -> Cause:
+    """Why a rank failed, from its exit code or the name of the signal that killed it, and the last line of its log.
+
+    `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory. `exit_codes`: what those
+    of its program stand for; the others may mean anything.
+    """
+    if signal is None and exit_code in exit_codes:
+        return exit_codes[exit_code]
+    killed = signal == "SIGKILL" or _KILLED_WORKER in detail
+    if (out_of_memory and killed) or (_NO_MEMORY.search(detail) and _INFINIBAND not in detail):
+        return Cause.OUT_OF_MEMORY
+    if is_device_failure(detail):
+        return Cause.BAD_NODE
+    return Cause.NO_SPACE if _NO_SPACE.search(detail) else Cause.CRASHED

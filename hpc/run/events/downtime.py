@@ -1,0 +1,197 @@
+"""What the interruptions of a run cost: time, by its parts, and steps. Pure; runs on the login node.
+
+An interruption is an `interruption` event, which its attempt survived, or the end of an attempt that another one
+follows or should follow. The time of its recovery is divided by the times of events:
+
+| part | from | to |
+|---|---|---|
+| notice | the failure: `failed_at`, else the lost node's last heartbeat, or the stop signal | the event |
+| release | the event | `requeued` or `resubmitted`; 0 where Slurm requeues by itself |
+| start | that | `claimed` by the next attempt: the wait in the queue and Slurm's start of the job |
+| stage | `claimed` | the last `staged` before the training |
+| rendezvous | `staged`, or the event inside an attempt | all ranks have started, imported torch and connected |
+| restore | connected | `train_started`: the state is restored |
+| first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
+
+Inside an attempt nothing is released, started or staged: these parts are 0. The pause before an `hpc resume` is
+no part of any. An attempt that ended without reporting is noticed by the next one, when it claims: `notice` then
+includes Slurm's time and the queue's. A part is None where a time is missing, and so is the total of an interruption
+that is followed by another one before the training started.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, starmap
+from math import inf
+from statistics import median
+from typing import TypeVar
+
+from hpc.run.events.history import History
+from hpc.run.events.kinds import (
+    AttemptEnded,
+    Claimed,
+    DataStaged,
+    Event,
+    FirstStep,
+    Interrupted,
+    NodeLost,
+    Requeued,
+    Resubmitted,
+    Resumed,
+    TrainStarted,
+    TrainStopped,
+)  # fmt: skip
+
+_Kind = TypeVar("_Kind", bound=Event)
+PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interruption:
+    """One interruption and what it cost. Times are seconds since the epoch."""
+
+    attempt: int
+    cause: str
+    recorded_at: float
+    failed_at: float | None
+    step: int | None
+    """The last step that any rank had done."""
+    rank: int | None
+    node: str | None
+    detail: str | None
+    seconds: Mapping[str, float | None]
+    """By part, and `total`: from the failure to the first step, or to `train_started` where that is not recorded."""
+    steps_lost: int | None
+    """Steps that had to be recomputed; unknown before the training has started again, and of a user's script. Of two
+    interruptions without a start in between, the later one has those of both."""
+
+
+def interruptions_of(history: History) -> list[Interruption]:
+    """Return all interruptions of a run."""
+    found, last_step, spans = list[Interruption](), 0, _time_spans(history)
+    for before, after in pairwise([*spans, History()]):
+        end = _end_of(before)
+        if end is None or (before is spans[-1] and not history.may_restart):
+            continue
+        last_step = max(last_step, end.step or 0)
+        # An interruption that the attempt did not survive after all, and the attempt's end, are one.
+        next_end = _end_of(after)
+        if end.failed_at is not None and isinstance(next_end, AttemptEnded) and next_end.failed_at == end.failed_at:
+            continue
+        started = _first(after, TrainStarted)
+        lost = max(0, last_step - started.step) if started else None
+        last_step = 0 if started else last_step
+        found.append(_interruption(before, end, after, lost))
+    return found
+
+
+def _time_spans(history: History) -> list[History]:
+    """Return the history of each attempt, from its start or an interruption to the next one, or its end."""
+    spans, own = list[History](), {attempt.attempt: list[Event]() for attempt in history.attempts}
+    for event in history.events:
+        if event.attempt in own:
+            own[event.attempt].append(event)
+    for events in own.values():
+        span = list[Event]()
+        for event in events:
+            span.append(event)
+            if isinstance(event, Interrupted):
+                spans.append(History(span))
+                span = []
+        spans.append(History(span))
+    return spans
+
+
+def _first(span: History, kind: type[_Kind]) -> _Kind | None:
+    return next(iter(span.of(kind)), None)
+
+
+def _end_of(span: History) -> Interrupted | AttemptEnded | None:
+    ends = [event for event in span.events if isinstance(event, Interrupted | AttemptEnded)]
+    return ends[-1] if ends else None
+
+
+def _time(event: Event | None) -> float | None:
+    return event.time if event else None
+
+
+def _interruption(
+    before: History, end: Interrupted | AttemptEnded, after: History, steps_lost: int | None
+) -> Interruption:
+    """Return the interruption at the end of a span, and its cost until the training started in the next one."""
+    lost, stopped = before.last(NodeLost), before.last(TrainStopped)
+    resumed = _time(before.last(Resumed))
+    signalled = stopped.time - stopped.seconds if stopped and stopped.seconds is not None else None
+    last_heard = end.last_heard if isinstance(end, AttemptEnded) else None
+    known = (end.failed_at, last_heard, lost.last_heard if lost else None, signalled)
+    failed_at = next((seconds for seconds in known if seconds is not None), None)
+    released: float = end.time
+    claimed: float | None = released
+    staged: float | None = released
+    if isinstance(end, AttemptEnded):
+        handed_over = [event.time for event in before.events if isinstance(event, Requeued | Resubmitted)]
+        released = handed_over[-1] if handed_over else released
+        claimed = _time(_first(after, Claimed))
+        staged = _time(after.last(DataStaged)) or claimed
+    started, connected = _first(after, TrainStarted), None
+    if started and started.seconds is not None and started.connect_seconds is not None:
+        connected = started.time - started.seconds + started.connect_seconds
+    first_step = _time(_first(after, FirstStep))
+    # Until its user resumed it, nothing was to be recovered.
+    failure, noticed = (failed_at, end.time) if resumed is None else (resumed, resumed)
+    return Interruption(
+        attempt=end.attempt or 0,
+        cause=end.cause,
+        recorded_at=end.time,
+        failed_at=failed_at,
+        step=end.step,
+        rank=end.rank,
+        node=end.node or (lost.node if lost else None),
+        detail=end.detail,
+        seconds=_parts([failure, noticed, released, claimed, staged, connected, _time(started), first_step]),
+        steps_lost=steps_lost,
+    )
+
+
+def _parts(marks: Sequence[float | None]) -> dict[str, float | None]:
+    """The durations between the times at which the parts begin and end, in seconds, and their total."""
+    ordered, latest = list[float | None](), inf
+    for mark in reversed(marks):
+        # The next attempt records a dead one's end after its own claim, and clocks differ.
+        latest = latest if mark is None else min(mark, latest)
+        ordered.insert(0, None if mark is None else latest)
+    parts = dict(zip(PARTS, starmap(_difference, pairwise(ordered)), strict=True))
+    trained = ordered[-1] if ordered[-1] is not None else ordered[-2]
+    return {**parts, "total": _difference(ordered[0], trained)}
+
+
+def _difference(begin: float | None, end: float | None) -> float | None:
+    return None if begin is None or end is None else round(end - begin, 3)
+
+
+def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[str, float | None]]:
+    """For each cause: the number of interruptions, the median of their known totals in seconds, the steps lost."""
+    found: dict[str, dict[str, float | None]] = {}
+    for cause in dict.fromkeys(one.cause for one in interruptions):
+        same = [one for one in interruptions if one.cause == cause]
+        known = [seconds for one in same if (seconds := one.seconds["total"]) is not None]
+        found[cause] = {
+            "count": len(same),
+            "median_seconds": round(median(known), 3) if known else None,
+            "steps_lost": steps_lost(same),
+        }
+    return found
+
+
+def steps_lost(interruptions: Iterable[Interruption]) -> int | None:
+    """The steps that interruptions cost, as far as they are known; None if there are some, and of none it is known."""
+    costs = [one.steps_lost for one in interruptions]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if known or not costs else None
+
+
+def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:
+    """The share of a run's time, from its first claim to its end or now, that went into productive steps."""
+    if train_seconds is None or ended <= began:
+        return None
+    return round(min(1.0, train_seconds / (ended - began)), 4)

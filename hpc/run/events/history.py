@@ -1,0 +1,177 @@
+"""The history of a run: its events, read once, and what they say of it. Pure but for `load`; runs everywhere."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeVar
+
+from hpc.run.budget import FINAL_CAUSES, Budget
+from hpc.run.causes import Cause
+from hpc.run.events import ledger
+from hpc.run.events.attempts import Attempt, attempts_of, budget_now, may_restart_after
+from hpc.run.events.kinds import (
+    Cancelled,
+    CheckpointSaved,
+    Claimed,
+    Event,
+    Handover,
+    NodeLost,
+    NodeReturned,
+    NotContinued,
+    Requeued,
+    Resubmitted,
+    Resumed,
+    Scancelled,
+    Submitted,
+    TrainStarted,
+    TrainStopped,
+)  # fmt: skip
+from hpc.run.rundir import RunDir
+
+Outcome = Literal["completed", "failed", "cancelled"]
+"""How a run has ended."""
+State = Literal["pending", "running", "completed", "failed", "cancelled"]
+"""What a run does, or how it has ended."""
+_Kind = TypeVar("_Kind", bound=Event)
+
+
+@dataclass(frozen=True)
+class History:
+    """What has happened to a run until now."""
+
+    events: Sequence[Event] = ()
+    """In the order of their times."""
+    damage: Sequence[str] = ()
+    """A sentence for each line that could not be read."""
+    complete: bool = False
+    """Whether the run directory has the final result."""
+
+    @classmethod
+    def load(cls, run: RunDir) -> "History":
+        """Read the history of a run."""
+        return cls(*ledger.read_with_damage(run.events), complete=run.final_result.exists())
+
+    def of(self, kind: type[_Kind]) -> list[_Kind]:
+        """Return the events of one kind."""
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def last(self, kind: type[_Kind]) -> _Kind | None:
+        """Return the newest event of one kind."""
+        return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
+
+    def during(self, attempt: int | None) -> "History":
+        """Return the history of one attempt."""
+        return History([event for event in self.events if event.attempt == attempt])
+
+    @cached_property
+    def attempts(self) -> list[Attempt]:
+        """All attempts in order."""
+        return attempts_of(self.events)
+
+    @property
+    def last_attempt(self) -> Attempt | None:
+        """The newest attempt."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def budget(self) -> Budget:
+        """What the run has used of its budgets since its user last resumed it."""
+        return budget_now(self.attempts)
+
+    @property
+    def may_restart(self) -> bool:
+        """Whether another attempt may follow the last one; one without a recorded end counts as lost."""
+        return may_restart_after(self.attempts)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the user has cancelled the run, and not resumed it since.
+
+        Cancellations are counted, because the clocks of two machines differ.
+        """
+        taken_back = max((event.cancellations for event in self.of(Resumed)), default=0)
+        return len(self.of(Cancelled)) > taken_back
+
+    @property
+    def is_cancelled_for_good(self) -> bool:
+        """Whether the user has cancelled the run with --final."""
+        return any(event.final for event in self.of(Cancelled))
+
+    @property
+    def is_scancelled(self) -> bool:
+        """Whether the run's newest job was cancelled with scancel, as far as this is recorded."""
+        return any(event.job_id == self.last_job_id for event in self.of(Scancelled))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the run has finished, even if its user cancelled it at the same moment."""
+        last = self.last_attempt
+        return self.complete or (last is not None and last.cause == Cause.COMPLETED and not last.resumed)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the run has ended, as far as its directory says so; None if it goes on."""
+        last = self.last_attempt
+        if self.complete:
+            return "completed"
+        if self.is_cancelled or self.is_scancelled:
+            return "cancelled"
+        if last is None or last.cause is None or last.resumed:
+            return None
+        if last.cause == Cause.COMPLETED:
+            return "completed"
+        if last.cause == Cause.CANCELLED:
+            return "cancelled"
+        stopped = self.not_continued is not None or not self.may_restart
+        return "failed" if last.cause not in FINAL_CAUSES and stopped else None
+
+    @property
+    def not_continued(self) -> str | None:
+        """Why no job could be started after the last attempt; None: one could, or should not."""
+        last = self.last_attempt
+        own = self.during(last.attempt).of(NotContinued) if last else []
+        return own[0].detail if own else None
+
+    @property
+    def last_job_id(self) -> str | None:
+        """The id of the run's newest job."""
+        # By attempt, and only then by time: clocks are set, and differ between nodes.
+        order = {"submitted": 0, "claimed": 1, "requeued": 2, "resubmitted": 2}
+        starts = [event for event in self.events if isinstance(event, Submitted | Claimed | Requeued | Resubmitted)]
+        newest = sorted(starts, key=lambda event: (event.attempt or 0, order[event.kind]))[-1:]
+        return next((event.job_id for event in newest), None)
+
+    @property
+    def job_ids(self) -> set[str]:
+        """The ids of all jobs that the events name."""
+        ids = (getattr(event, "job_id", None) for event in self.events)
+        return {job_id for job_id in ids if job_id}
+
+    @property
+    def lost_nodes(self) -> list[str]:
+        """The nodes that are lost, once for each agent that has reported it."""
+        lost = list[str]()
+        for event in self.events:
+            if isinstance(event, NodeLost):
+                lost.append(event.node)
+            elif isinstance(event, NodeReturned):
+                lost = [node for node in lost if node != event.node]
+        return lost
+
+    def unfinished_handover(self, attempt: int) -> Handover | None:
+        """Return the newest claim to submit the job after `attempt` (0: the first job), unless that job is recorded."""
+        kinds = Handover | Submitted | Resubmitted | Requeued
+        own = [event for event in self.events if isinstance(event, kinds) and (event.attempt or 0) == attempt]
+        return own[-1] if own and isinstance(own[-1], Handover) else None
+
+    @property
+    def knows_steps(self) -> bool:
+        """Whether the ranks have recorded the step from which they started, as our trainer and `state` do."""
+        return bool(self.of(TrainStarted))
+
+    @property
+    def save_seconds(self) -> float | None:
+        """The longest time of a save, from the stop signal or of a checkpoint; None before the first."""
+        stops = [event.seconds for event in self.of(TrainStopped) if event.seconds is not None]
+        saves = [event.seconds + event.copy_seconds for event in self.of(CheckpointSaved)]
+        return max([*stops, *saves], default=None)

@@ -1,0 +1,177 @@
+"""The ledger: the events of a run as JSON lines, one file per writer, and who may write. Runs everywhere.
+
+One writer per file, because appends by several hosts tear on NFS.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Union
+
+import msgspec
+
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import append_line, json_line, numbered_lines, refresh_nfs_cache, write_exclusive
+from hpc.run.causes import Cause
+from hpc.run.events.kinds import KINDS, UNDATED, Event, Interrupted
+from hpc.run.rundir import RunDir
+
+_OF_OTHER_NODES = re.compile(r"attempt-\d+-node-0*[1-9]")
+
+
+@dataclass(frozen=True)
+class EventWriter:
+    """Appends to one file of a ledger, of which it is the only writer."""
+
+    path: Path
+    attempt: int | None = None
+    """The attempt of all its events."""
+
+    def append(self, event: Event) -> None:
+        """Record that something has happened now, in the writer's attempt."""
+        append_line(self.path, line_of(event if self.attempt is None else dated(event, attempt=self.attempt)))
+
+
+def dated(event: Event, **fields: object) -> Event:
+    """Return the event with the time, now, and other fields."""
+    return msgspec.structs.replace(event, time=time.time(), **fields)
+
+
+def line_of(event: Event) -> str:
+    """Return an event as one line of a ledger, without fields that have their defaults. It happens now if undated.
+
+    The line is ASCII, so that names which are not UTF-8 can be written. Earlier releases, which may still run as the
+    agents of a run, refuse a null where they know no field without a value.
+    """
+    event = dated(event) if event.time == UNDATED else event
+    usual = {field.name: field.default for field in msgspec.structs.fields(type(event))}
+    values = {name: value for name in usual if (value := getattr(event, name)) != usual[name]}
+    return json_line({"event": event.kind, **values})
+
+
+def record_once(path: Path, event: Event) -> bool:
+    """Write a new file of a ledger with one event; False if another process has made that file."""
+    return write_exclusive(path, line_of(event))
+
+
+def attempt_prefix(attempt: int) -> str:
+    """Return how the names of the files begin that an attempt's agents write, each its own."""
+    return f"attempt-{attempt:03d}-"
+
+
+def read(events: Path, prefix: str = "") -> list[Event]:
+    """Return all events of a run in the order in which they happened; with `prefix`, those in files with such names.
+
+    Damaged events, and those of kinds that a later release has added, are left out.
+    """
+    return _read(events, lambda name: name.startswith(prefix))[0]
+
+
+def read_with_damage(events: Path) -> tuple[list[Event], list[str]]:
+    """Return all events of a run, and a sentence for each damaged line."""
+    return _read(events, lambda _: True)
+
+
+def read_without_other_nodes(events: Path) -> list[Event]:
+    """Return the events of a run without those in the files of other nodes than the first.
+
+    For what all agents of a job ask at the same time: a thousand nodes, each of which reads the files of a thousand
+    nodes and of all attempts, would keep shared storage busy for minutes.
+    """
+    return _read(events, lambda name: _OF_OTHER_NODES.match(name) is None)[0]
+
+
+def _read(events: Path, wanted: Callable[[str], bool]) -> tuple[list[Event], list[str]]:
+    try:
+        with os.scandir(events) as entries:
+            names = sorted(entry.name for entry in entries if entry.name.endswith(".jsonl") and wanted(entry.name))
+    except FileNotFoundError:
+        return [], []
+    found, damage = list[Event](), list[str]()
+    for name in names:
+        for number, line in numbered_lines(f"{events}/{name}"):
+            try:
+                found.append(decoded(line))
+            except (ValueError, RecursionError) as error:
+                if not _is_of_unknown_kind(line):
+                    damage.append(f"line {number} of {events.name}/{name} is damaged and left out: {error}")
+    return sorted(found, key=_happened_at), damage
+
+
+_ANY_EVENT: Any = Union[KINDS]  # noqa: UP007 - a tuple of types
+_decoder = msgspec.json.Decoder(_ANY_EVENT)
+
+
+def decoded(line: bytes) -> Event:
+    """Return the event on a line of a ledger.
+
+    Raises:
+        ValueError, RecursionError: the line is torn, or a field is missing or has a value of another type.
+    """
+    try:
+        event: Event = _decoder.decode(line)
+    except msgspec.ValidationError:
+        raise
+    except ValueError:
+        # json also reads the escapes of names that are not UTF-8.
+        event = msgspec.convert(json.loads(line), _ANY_EVENT)
+    if event.time == UNDATED:
+        raise msgspec.ValidationError("Object missing required field `time`")
+    return event
+
+
+_KINDS = frozenset(str(kind.__struct_config__.tag) for kind in KINDS)
+
+
+def _is_of_unknown_kind(line: bytes) -> bool:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and isinstance(record.get("event"), str) and record["event"] not in _KINDS
+
+
+def _happened_at(event: Event) -> float:
+    """When something happened. torchrun replaces ranks that have failed before the head node's agent records that."""
+    if isinstance(event, Interrupted) and event.cause not in {Cause.HANG, Cause.NODE_FAILURE}:
+        return event.time if event.failed_at is None else event.failed_at
+    return event.time
+
+
+# --- one attempt at a time ---
+#
+# A node that has lost Slurm's network but not the storage continues to train while Slurm starts the same job elsewhere,
+# as does a virtual machine that was suspended. Nothing can end their ranks in time. A process that publishes a
+# checkpoint, metrics or a model therefore looks for the claim of the next attempt just before it publishes.
+
+
+class SucceededError(TorchrelayError):
+    """A later attempt has begun, so this one publishes nothing more."""
+
+
+def claim_file(run: RunDir, attempt: int) -> Path:
+    """Return the file that claims an attempt: the head node's agent creates it, then writes its events there."""
+    return agent_file(run, attempt, 0)
+
+
+def agent_file(run: RunDir, attempt: int, node_rank: int) -> Path:
+    """Return the file of one node's agent in one attempt."""
+    return run.events / f"{attempt_prefix(attempt)}node-{node_rank:02d}.jsonl"
+
+
+def check_is_newest(run: RunDir, attempt: int) -> None:
+    """Return if no later attempt has begun.
+
+    Raises:
+        SucceededError: one has.
+        OSError: the run directory cannot be read.
+    """
+    refresh_nfs_cache(run.events)
+    if claim_file(run, attempt + 1).exists():
+        raise SucceededError(
+            f"attempt {attempt + 1} of run {run.name} has begun: attempt {attempt} writes nothing more"
+        )

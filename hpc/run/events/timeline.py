@@ -1,0 +1,151 @@
+"""What a run did when, from its submission to its end, and what its GPUs did meanwhile. Pure; runs on the login node.
+
+The periods follow each other without a gap:
+
+| period | from | to |
+|---|---|---|
+| queue | the submission; the requeue or the new job | the next attempt's claim |
+| startup | the first claim | the first step |
+| training | a first step | the next failure, or the end; evaluating and saving are parts of it |
+| recovery | a failure | the first step after it, without the queue |
+
+GPU-hours count all GPUs of an attempt's nodes, spares included, from its claim to its end:
+
+| part | of the GPUs |
+|---|---|
+| productive | those of the ranks, in steps that count |
+| recomputed | the same, in steps that an interruption discarded: their number times the mean time of a step |
+| recovering | all, in recoveries |
+| waiting | all, in the startup; spares, while the ranks train |
+| evaluating and saving | the rest |
+| unknown | those of the ranks, if the script was interrupted and does not report how many steps that cost |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
+from typing import Any, Literal
+
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.downtime import Interruption
+from hpc.run.events.history import History
+from hpc.run.events.kinds import FirstStep, Submitted, TrainStarted
+
+Kind = Literal["queue", "startup", "training", "recovery"]
+GPU_PARTS = ("productive", "recomputed", "recovering", "waiting", "evaluating and saving", "unknown")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Period:
+    """A part of a run's time. Times are seconds since the epoch."""
+
+    kind: Kind
+    began: float
+    ended: float
+    interruption: int | None = None
+    """Of a recovery and the queue within it: the number of the interruption, from 1."""
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.ended - self.began
+
+
+def periods_of(
+    history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool
+) -> list[Period]:
+    """The periods of a run until its end, or now. A user's script does not tell when it trains: it has no startup."""
+    submitted = [event.time for event in history.of(Submitted)]
+    starts = [attempt.started for attempt in history.attempts]
+    began, claimed = [*submitted, *starts, until][0], [*starts, until][0]
+    first_step = next((event.time for event in history.of(FirstStep)), until)
+    # Of those that overlap the first counts.
+    spans = [
+        Period(kind="queue", began=began, ended=claimed),
+        *_down(history, interruptions, until, own_script=own_script),
+        Period(kind="startup", began=claimed, ended=claimed if own_script else first_step),
+        Period(kind="training", began=began, ended=until),
+    ]
+    edges = {min(max(edge, began), until) for span in spans for edge in (span.began, span.ended)}
+    return [
+        replace(next(span for span in spans if span.began <= start and end <= span.ended), began=start, ended=end)
+        for start, end in pairwise(sorted(edges))
+    ]
+
+
+def _down(history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool) -> list[Period]:
+    """The recoveries, and before them what they spent in the queue. A pause before `hpc resume` is part of neither."""
+    queues, recoveries, attempts = list[Period](), list[Period](), history.attempts
+    resumed = {each.attempt: each.resumed for each in attempts}
+    first_steps = [event.time for event in history.of(FirstStep)]
+    failures = [one.failed_at or one.recorded_at for one in interruptions]
+    for number, (one, failed) in enumerate(zip(interruptions, failures, strict=True), 1):
+        seconds, next_start, began, recorded = one.seconds, until, failed, one.recorded_at
+        ends_attempt = seconds["start"] != 0
+        if ends_attempt:
+            began, recorded = (resumed[one.attempt] or time for time in (failed, recorded))
+            next_start = next((each.started for each in attempts if each.attempt > one.attempt), until)
+            queued = recorded + (seconds["release"] or 0.0)
+            queues.append(Period(kind="queue", began=queued, ended=next_start, interruption=number))
+        if seconds["total"] is not None:
+            ended = began + seconds["total"]
+        elif own_script:
+            ended = next_start if ends_attempt else failed
+        else:  # it is not over, or its beginning is not recorded
+            ended = min([time for time in first_steps if time > recorded] + [*failures[number:], until])
+        recoveries.append(Period(kind="recovery", began=began, ended=ended, interruption=number))
+    return [*queues, *recoveries]
+
+
+def gpu_hours(
+    history: History,
+    periods: Sequence[Period],
+    gpus_per_node: int,
+    last_logged: Mapping[str, Any],
+    steps_lost: int | None,
+) -> dict[str, float]:
+    """Return GPU-hours by part; empty before the first attempt. All training of an uninterrupted script is productive.
+
+    `last_logged` is the last line of the training's metrics, empty before the first.
+    """
+    found, trained = dict.fromkeys(GPU_PARTS, 0.0), 0.0
+    starts = history.of(TrainStarted)
+    for attempt, period in product(history.attempts, periods):
+        seconds = min(period.ended, attempt.ended or period.ended) - max(period.began, attempt.started)
+        if seconds <= 0:
+            continue
+        allocated = seconds * len(attempt.nodes) * gpus_per_node
+        if period.kind == "training":
+            used = min(allocated, seconds * _ranks(starts, attempt, period.began, gpus_per_node))
+            trained += used
+            found["waiting"] += allocated - used
+        else:
+            found["recovering" if period.kind == "recovery" else "waiting"] += allocated
+    # The steps before a fork do not count.
+    done = max(1, last_logged["step"] - starts[0].step) if starts and "step" in last_logged else None
+    if done is not None and (productive := _productive_seconds(starts, last_logged)) is not None:
+        found["productive"] = min(trained, productive)
+        found["recomputed"] = min(trained - found["productive"], found["productive"] / done * (steps_lost or 0))
+        found["evaluating and saving"] = trained - found["productive"] - found["recomputed"]
+    elif done is not None and steps_lost is not None:
+        found["recomputed"] = trained * steps_lost / (done + steps_lost)
+        found["productive"] = trained - found["recomputed"]
+    else:
+        found["unknown" if steps_lost is None else "productive"] = trained
+    return {part: seconds / 3600 for part, seconds in found.items() if seconds > 0}
+
+
+def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str, Any]) -> float | None:
+    """The GPU-seconds of all steps that count; None if they are not recorded. A fork does not count its original's."""
+    if last_logged.get("train_seconds") is None:
+        return None
+    # Each start restores the seconds of the steps that count until then; one GPU for each of its ranks.
+    marks = [*(start.train_seconds for start in starts), last_logged["train_seconds"]]
+    trained = [max(0.0, end - begin) for begin, end in pairwise(marks)]
+    return float(sum(start.world_size * seconds for start, seconds in zip(starts, trained, strict=True)))
+
+
+def _ranks(starts: Sequence[TrainStarted], attempt: Attempt, time: float, gpus_per_node: int) -> int:
+    """How many ranks trained from this time on, one per GPU; those of the attempt's members where none said so."""
+    sizes = [start.world_size for start in starts if start.attempt == attempt.attempt and start.time <= time]
+    return int(sizes[-1]) if sizes else len(attempt.members) * gpus_per_node

@@ -1,0 +1,299 @@
+"""Private directories on a node: one per user where everybody may write (/tmp, /dev/shm), and in it one per run.
+
+A run's directory lies in /dev/shm, so it outlives the processes that write into it and is lost with the node. The node
+agent makes it, holds its lock, and removes it; the ranks write into it. Runs on compute nodes.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import stat
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import DEV_SHM, UNSUPPORTED
+from hpc.run.ownership import user_name, who_may_rename
+from hpc.run.rundir import RunDir, SubPath
+
+# In the order of preference. /tmp may be a disk: snapshots take longer there, and all else works.
+_PARENTS = DEV_SHM, Path("/tmp")  # noqa: S108
+_OTHERWISE = "ask an administrator to fix it"
+_MAX_LINKS = 10
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
+# An agent of the previous attempt may not have exited yet.
+_LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
+# The storage of another run may hang.
+_REMOVE_SECONDS = 5.0
+
+
+class NoLocksError(TorchrelayError):
+    """A file system has no locks."""
+
+
+def private_directory(parent: Path, otherwise: str = "use another --stage-dir") -> Path:
+    """Our own directory `torchrelay-<uid>` in a directory that everybody can write to.
+
+    `otherwise` is what the user can do if it is refused.
+
+    Raises:
+        TorchrelayError: other users could have made it, could replace it, or can write to it.
+    """
+    _check_path(parent.absolute(), otherwise)
+    root = _root(parent)
+    try:
+        root.mkdir(mode=0o700)
+    except FileExistsError:
+        status = root.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise TorchrelayError(
+                f"{root} belongs to {user_name(status.st_uid)} and is {stat.filemode(status.st_mode)}, not a directory "
+                f"that only you can use, so another user may have made it: remove it, or {otherwise}"
+            ) from None
+    return root
+
+
+def check_stage_dir(directory: str) -> str:
+    """--stage-dir as the nodes get it: absolute, but for variables, which mean something on the nodes alone."""
+    if "$" in _VARIABLE.sub("", directory):
+        raise UserError(f"--stage-dir is {directory!r}: write variables as $NAME or ${{NAME}}")
+    return directory if directory.startswith("$") else str(Path(directory).absolute())
+
+
+def stage_dir_on_node(directory: str, environment: Mapping[str, str]) -> Path:
+    """--stage-dir on this node, with the variables that the job has here.
+
+    Raises:
+        TorchrelayError: it has no such variable, or there is no such directory.
+    """
+    host, names = os.uname().nodename, [plain or braced for plain, braced in _VARIABLE.findall(directory)]
+    if missing := next((name for name in names if not environment.get(name)), None):
+        raise TorchrelayError(
+            f"--stage-dir is {directory}, but the job has no variable {missing} on {host}: type srun env to see which "
+            "it has, and submit with another --stage-dir"
+        )
+    path = Path(_VARIABLE.sub(lambda name: environment[name[1] or name[2]], directory))
+    if not path.is_absolute() or not path.is_dir():
+        means = f", which is {path}" if names else ""
+        raise TorchrelayError(
+            f"--stage-dir is {directory}{means}, but {host} has no such directory: submit with another --stage-dir"
+        )
+    return path
+
+
+def _root(parent: Path) -> Path:
+    return parent / f"torchrelay-{os.getuid()}"
+
+
+def _check_path(path: Path, otherwise: str, links: int = 0) -> None:
+    """Refuse a path on which another user could replace a directory."""
+    for part in (*reversed(path.parents), path):
+        if problem := who_may_rename(part):
+            raise TorchrelayError(f"{problem}: {otherwise}")
+        if part.is_symlink():
+            if links > _MAX_LINKS:
+                raise TorchrelayError(f"{path} has more than {_MAX_LINKS} symbolic links: {otherwise}")
+            _check_path(Path(os.path.normpath(part.parent / part.readlink())), otherwise, links + 1)
+
+
+def open_lock(path: Path) -> int:
+    """Open a lock file, without taking the lock, and return its descriptor."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def try_lock(descriptor: int, *, shared: bool = False) -> bool:
+    """Take the lock, alone or shared, unless another process holds it. The kernel releases a killed process's.
+
+    Raises:
+        NoLocksError: the file system has none.
+    """
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 - for people
+        raise NoLocksError(f"{path} cannot be locked: its file system has no locks (flock)") from error
+    return True
+
+
+@dataclass(frozen=True)
+class NodeDir:
+    """The files of one run on one node, by name."""
+
+    path: Path
+
+    snapshots = SubPath("snapshots")
+    """The newest snapshots, each a directory like a checkpoint's."""
+    exits = SubPath("exits")
+    """One file for each rank that failed."""
+    stopping = SubPath("exits/stopping")
+    """Exists once a user's script has been asked to stop: how its ranks end then is no failure."""
+    not_forked = SubPath("exits/not-forked")
+    """Exists if the ranks could not be forked from torchrun, and holds the reason."""
+    lock = SubPath("lock")
+    """Held by the run's agent on this node."""
+    run = SubPath("run")
+    """A link to the run directory."""
+
+    def heartbeat(self, local_rank: int) -> Path:
+        """The newest progress of one rank, for the node agent."""
+        return self.path / "heartbeats" / f"local-{local_rank}"
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Itself and what is in it, from the outside in."""
+        return self.path, self.snapshots, self.exits, self.heartbeat(0).parent
+
+    def is_needed(self) -> bool:
+        """Whether its run is not over, and has no checkpoint as new as the newest snapshot.
+
+        The agent was killed before it could save that one, or the disk was full.
+        """
+        try:
+            run = RunDir(self.run.readlink())
+        except OSError:
+            return False
+        if _key(run.path) != self.path.name.rpartition("-")[0] or run.final_result.exists():
+            return False
+        # Ranks import this module in the environment of a user's script, which lacks what the history needs.
+        from hpc.run.events.history import History  # noqa: PLC0415
+
+        if History.load(run).is_cancelled_for_good:
+            return False
+        return _newest_step(self.snapshots) > _newest_step(run.checkpoints)
+
+
+class HeldNodeDir:
+    """A run's directory on this node, which this process has made or taken over and holds until it closes it."""
+
+    def __init__(self, run: Path, node_rank: int) -> None:
+        """Make and lock the directory, or take over the one of the run's previous attempt.
+
+        Directories of this user's other runs that nobody holds or needs are removed to free their memory. `node_rank`
+        distinguishes the pretended nodes of one machine.
+
+        Raises:
+            TorchrelayError: no directory can be used, or another agent of this run is on this node.
+        """
+        self._run = run
+        name, problems = f"{_key(run)}-{node_rank}", list[str]()
+        for parent in _PARENTS:
+            self.files = NodeDir(_root(parent) / name)
+            try:
+                root = private_directory(parent, _OTHERWISE)
+                remover = threading.Thread(target=_remove_abandoned, args=(root, self.files), daemon=True)
+                remover.start()
+                remover.join(_REMOVE_SECONDS)
+                lock = self._wait_for_lock()
+            except (TorchrelayError, OSError) as error:
+                problems.append(str(error))
+                continue
+            if lock is None:
+                raise TorchrelayError(f"{self.files.path} is in use: another agent of this run is on this node")
+            self._lock, self.problem = lock, "; ".join(problems)
+            """Why it is not in memory; empty if it is."""
+            return
+        raise TorchrelayError("; ".join(problems))
+
+    def _wait_for_lock(self) -> int | None:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
+        while (lock := self._make_and_lock()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return lock
+
+    def _make_and_lock(self) -> int | None:
+        """Make the directory and take its lock; None if another agent holds it, or has just removed the directory."""
+        private_directory(self.files.path.parent.parent, _OTHERWISE)
+        try:
+            for directory in self.files.directories:
+                directory.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                self.files.run.symlink_to(self._run)
+            descriptor = open_lock(self.files.lock)
+        except FileNotFoundError:
+            return None
+        if try_lock(descriptor) and self._is_whole(descriptor):
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def _is_whole(self, lock: int) -> bool:
+        """Whether nothing was removed, or replaced, since this process has taken the lock."""
+        try:
+            same = os.path.samestat(self.files.lock.stat(), os.fstat(lock))
+        except FileNotFoundError:
+            return False
+        return same and all(directory.is_dir() for directory in self.files.directories)
+
+    def restore(self) -> bool:
+        """Make again what was removed, and return whether something was.
+
+        systemd (RemoveIPC=yes, at the user's logout) and some clusters' epilogs empty /dev/shm under a running job.
+
+        Raises:
+            TorchrelayError: somebody else has taken its place; an OSError, if it cannot be made.
+        """
+        if self._is_whole(self._lock):
+            return False
+        os.close(self._lock)
+        lock = self._wait_for_lock()
+        if lock is None:
+            raise TorchrelayError(f"{self.files.path} was removed, and another process has created it again")
+        self._lock = lock
+        return True
+
+    def close(self, *, remove: bool) -> None:
+        """Let go of it; with `remove`, remove it first."""
+        if remove:
+            shutil.rmtree(self.files.path, ignore_errors=True)
+        os.close(self._lock)
+
+
+def _key(run: Path) -> str:
+    """Identifies a run, not only its path: a deleted run directory may have been replaced by another run's."""
+    digest = hashlib.sha256(os.fsencode(run))
+    spec = RunDir(run).spec
+    if spec.exists():
+        digest.update(spec.read_bytes() + str(spec.stat().st_mtime_ns).encode())
+    return digest.hexdigest()[:16]
+
+
+def _newest_step(directory: Path) -> int:
+    """The step of the newest checkpoint or snapshot in a directory; -1 if there is none."""
+    steps = (path.name.removeprefix("step-") for path in directory.glob("step-*"))
+    return max((int(step) for step in steps if step.isdecimal()), default=-1)
+
+
+def node_dirs(run: Path) -> list[NodeDir]:
+    """A run's directories on this machine: one, or one for each pretended node."""
+    found = list[Path]()
+    for parent in _PARENTS:
+        with contextlib.suppress(TorchrelayError, OSError):
+            found += sorted(private_directory(parent).glob(f"{_key(run)}-*/lock"))
+    return [NodeDir(lock.parent) for lock in found]
+
+
+def _remove_abandoned(root: Path, own: NodeDir) -> None:
+    for found in root.iterdir():
+        other = NodeDir(found)
+        # Staged data, which share the directory if there is no /dev/shm, have no such lock.
+        if found.name.startswith(own.path.name.rpartition("-")[0]) or not other.lock.exists():
+            continue
+        try:
+            descriptor = open_lock(other.lock)
+        except FileNotFoundError:
+            continue  # another agent has just removed it
+        # The storage of another run may not answer: then its directory stays.
+        with contextlib.suppress(OSError, NoLocksError):
+            if try_lock(descriptor) and not other.is_needed():
+                shutil.rmtree(found, ignore_errors=True)
+        os.close(descriptor)

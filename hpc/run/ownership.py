@@ -1,0 +1,75 @@
+"""Whose a file or directory is, and who else can change it. Runs everywhere."""
+
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from hpc.base.errors import UserError
+from hpc.run.rundir import RunDir
+
+
+def check_is_own(run: RunDir) -> None:
+    """Refuse to act on a run that another user made or can change: its script and its code run as this user.
+
+    What is missing is no problem: nobody else can add it.
+
+    Raises:
+        UserError: it is another user's, or others can write to it.
+    """
+    revised = run.path.glob("spec-*.json")
+    for path in (run.path, run.script, run.spec, *revised, run.environment, run.events, run.code):
+        if not os.path.lexists(path):
+            continue
+        status = path.lstat()
+        if status.st_uid != os.getuid():
+            raise UserError(
+                f"run {run.name} is not yours alone: {path} belongs to {user_name(status.st_uid)}, and only the owner "
+                "of a run can act on it"
+            )
+        if stat.S_ISLNK(status.st_mode):
+            raise UserError(f"run {run.name} is not yours alone: {path} is a symbolic link; replace it by its target")
+        if others_may_write(status):
+            raise UserError(
+                f"run {run.name} is not yours alone: {path} is {stat.filemode(status.st_mode)}, so others can change "
+                f"what it runs as you; check its files, then type chmod -R go-w {run.path}"
+            )
+
+
+def other_owner(path: Path) -> str | None:
+    """The name of the user to whom a file or directory belongs, if that is not this user; None also if it is gone."""
+    try:
+        owner = path.stat().st_uid
+    except OSError:
+        return None
+    return None if owner == os.getuid() else user_name(owner)
+
+
+def others_may_write(status: os.stat_result) -> bool:
+    """Whether other users than the owner can write to a file or directory."""
+    # A group with the user's own name and number has no other members.
+    own_group = status.st_gid == os.getgid() == os.getuid()
+    return bool(status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not own_group))
+
+
+def who_may_rename(directory: Path) -> str | None:
+    """Which other users can rename what is in a directory, as a sentence; None if nobody can.
+
+    The owner of `/` administers the machine; inside a user namespace that need not be user 0. Of a symbolic link, only
+    the owner counts.
+    """
+    status = directory.lstat()
+    if status.st_uid not in {0, os.getuid(), Path("/").stat().st_uid}:
+        return f"{directory} belongs to {user_name(status.st_uid)}, who could replace what is in it"
+    if stat.S_ISLNK(status.st_mode) or status.st_mode & stat.S_ISVTX or not others_may_write(status):
+        return None
+    mode = stat.filemode(status.st_mode)
+    return f"{directory} is {mode}, so other users may rename what is in it (a sticky bit, chmod +t, prevents that)"
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, or the number of one without a name."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"

@@ -1,0 +1,453 @@
+"""RunSpec: one run with everything resolved, as its spec in force holds it; the flags of its resources and recovery."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hpc.base.errors import UserError
+from hpc.base.files import write_json
+from hpc.base.units import REQUEUE_SECONDS, duration_seconds, port_range, stop_lead_seconds, walltime_minutes
+from hpc.run.events.resumption import current_spec
+from hpc.run.rundir import RunDir
+from hpc.run.spec_file import Program, read_spec, script_program
+from training.config.device_choice import DeviceChoice
+from training.config.evaluation_task import EvaluationTask
+from training.config.train_config import TrainConfig
+from training.config.training_spec import Training, trainer_program
+
+Cluster = Literal["slurm", "local"]
+Service = Literal["wandb", "mlflow"]
+"""Where metrics can be sent."""
+
+# The options of sbatch that --sbatch may not set, and what to do instead.
+MANAGED_SBATCH = {
+    "nodes": "use --nodes instead", "ntasks": "use --nodes and --gpus-per-node instead",
+    "ntasks-per-node": "use --gpus-per-node instead", "gpus-per-node": "use --gpus-per-node instead",
+    "gpus": "use --nodes and --gpus-per-node instead", "gpus-per-task": "use --gpus-per-node instead",
+    "gpus-per-socket": "use --gpus-per-node instead", "cpus-per-gpu": "use --cpus-per-gpu instead",
+    "cpus-per-task": "use --cpus-per-gpu instead", "mem": "use --mem instead", "time": "use --time instead",
+    "partition": "use --partition instead", "account": "use --account instead", "qos": "use --qos instead",
+    "constraint": "use --constraint instead", "exclude": "use --exclude instead", "job-name": "use --name instead",
+    "output": "logs are in the run directory, use --runs-dir", "error": "logs are in the run directory, use --runs-dir",
+    "open-mode": "logs are always appended to: leave it out", "requeue": "runs are always requeued: leave it out",
+    "no-requeue": "runs are always requeued until hpc cancel: leave it out",
+    "no-kill": "always set for several nodes: leave it out", "signal": "use --signal-before instead",
+    "array": "job arrays are not supported: submit one run per setting",
+    "hetjob": "heterogeneous jobs are not supported: submit one run, or one per kind of node",
+    "chdir": "runs start in the current directory: change it before hpc submit",
+    "export": "runs get the whole environment: set variables before hpc submit",
+    "wait": "use --wait instead", "test-only": "use --dry-run instead",
+    "wrap": "to run a script of your own, use -- script.py ARGS",
+}  # fmt: skip
+# As sbatch takes them, and sinfo prints them.
+_GPUS = re.compile(r"((?P<type>[^\s:,=()]+):)?(?P<count>\d+)")
+_MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
+# What Slurm takes for something much smaller than most people mean: pattern, Slurm's unit, what to type.
+_UNCLEAR_TIMES = (
+    (r"\d+", "minutes", "{0}h or {0}m"),
+    (r"\d+:\d+", "minutes and seconds", "{0}:00 for hours, or 00:{0}"),
+)
+_UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is all the memory of a node
+_LONGEST_NAME = 100
+# Of one run on a node: control channel, staging of data and environment, rendezvous, the ranks' store; and other runs.
+_MIN_PORTS = 10
+# The requeue itself takes some of it; sbatch holds the number in 16 bits.
+_MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
+_STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """Resources of the Slurm job."""
+
+    nodes: Annotated[str, tyro.conf.arg(aliases=("-N",), metavar="N")] = "1"
+    """Number of nodes. MIN:MAX: as many as are free in this range."""
+    gpus_per_node: Annotated[str, tyro.conf.arg(metavar="N")] = "1"
+    """GPUs per node, with one rank each, or TYPE:N such as a100:2. 0: one rank per node on its CPUs (gloo)."""
+    cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """CPUs per rank. Default: a node's share per GPU."""
+    mem: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    """Memory per node: 64G. Default: the partition's."""
+    time: Annotated[str | None, tyro.conf.arg(aliases=("-t",), metavar="TIME")] = None
+    """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: the partition's, or at most a day if it has none."""
+    partition: Annotated[str | None, tyro.conf.arg(aliases=("-p",))] = None
+    """Partition. Default: the cluster's."""
+    account: Annotated[str | None, tyro.conf.arg(aliases=("-A",), metavar="NAME")] = None
+    """Account to charge."""
+    qos: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Quality of service."""
+    constraint: Annotated[str | None, tyro.conf.arg(metavar="FEATURES")] = None
+    """Required node features."""
+    exclude: Annotated[str | None, tyro.conf.arg(metavar="NODES")] = None
+    """Nodes to exclude: gpu01,gpu[07-09]."""
+    sbatch: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY[=VALUE]")]] = ()
+    """Another option of sbatch: mail-type=END. Repeatable."""
+    setup: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="LINE")]] = ()
+    """Bash command to run first on the head node: 'module load cuda/12.4'. All ranks get its exports. Repeatable."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a cluster."""
+        if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", self.nodes) or self.max_nodes < self.min_nodes:
+            raise UserError(f"--nodes is {self.nodes!r}: use a number such as 2, or a range such as 2:4")
+        gpus = _GPUS.fullmatch(self.gpus_per_node)
+        if gpus is None or (gpus["type"] and not self.num_gpus):
+            raise UserError(
+                f"--gpus-per-node is {self.gpus_per_node!r}: use a number such as 2, or a type and a number such as "
+                "a100:2; 0 for one rank per node on its CPUs"
+            )
+        if self.cpus_per_gpu is not None and self.cpus_per_gpu < 1:
+            raise UserError(f"--cpus-per-gpu is {self.cpus_per_gpu}: use 1 or more")
+        _check_units(self.time, self.mem)
+        for option in self.sbatch:
+            key, separator, given = option.partition("=")
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(given) or "\n" in given:
+                raise UserError(f"--sbatch {option!r}: use KEY=VALUE, such as mail-type=END, or KEY, such as exclusive")
+            if key in MANAGED_SBATCH:
+                raise UserError(f"--sbatch {key}: {MANAGED_SBATCH[key]}")
+            # sbatch would ignore it silently: both set the same field of the job.
+            if key == "gres" and self.num_gpus and re.search(r"(^|,)(gres:)?gpu\b", given):
+                raise UserError(f"--sbatch {option}: use --gpus-per-node instead, for example --gpus-per-node a100:2")
+
+    @property
+    def min_nodes(self) -> int:
+        """The fewest nodes that the run starts with."""
+        return int(self.nodes.split(":")[0])
+
+    @property
+    def max_nodes(self) -> int:
+        """The most nodes that the run can use."""
+        return int(self.nodes.split(":")[-1])
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs per node."""
+        return int(self.gpus_per_node.rpartition(":")[2])
+
+    @property
+    def gpu_type(self) -> str | None:
+        """The type that they must have; None: any."""
+        return self.gpus_per_node.rpartition(":")[0] or None
+
+    @property
+    def ranks_per_node(self) -> int:
+        """One per GPU; without GPUs one."""
+        return self.num_gpus or 1
+
+    @property
+    def cpus_per_node(self) -> int:
+        """CPUs of the one task per node; `cpus_per_gpu` must be resolved by now."""
+        return self.ranks_per_node * (self.cpus_per_gpu or 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Recovery from interruptions."""
+
+    elastic: bool = False
+    """When nodes are lost, continue on the remaining nodes: at least one, or MIN of --nodes MIN:MAX."""
+    spares: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Number of idle nodes to replace lost ones."""
+    hang_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "auto"
+    """Restart all ranks after this time without progress: 90s, 5m. auto: chosen from the measured time of a step.
+    Your own script must report its progress (docs/explanation/recovery.md)."""
+    signal_before: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """Save and requeue this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
+    grace_period: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """Kill ranks that have not ended this long after the signal to stop: 90s. Default: as long as Slurm allows."""
+    stop_signal: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto"
+    """Signal on which your own script saves and exits: USR1, INT, HUP, TERM, USR2.
+    auto: USR2 at the time limit and TERM at a preemption; if your script handles only one of them, always that one."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a cluster."""
+        if self.spares < 0:
+            raise UserError(f"--spares is {self.spares}: use 0 or more")
+        if self.hang_timeout != "auto" and duration_seconds("--hang-timeout", self.hang_timeout) < 1:
+            raise UserError(f"--hang-timeout is {self.hang_timeout}: use 1s or more, or auto")
+        if self.signal_before is not None:
+            seconds = duration_seconds("--signal-before", self.signal_before)
+            if not _MIN_LEAD_SECONDS <= seconds <= _MAX_LEAD_SECONDS:
+                raise UserError(f"--signal-before is {self.signal_before}: use {_MIN_LEAD_SECONDS}s to 18h")
+        if self.grace_period is not None:
+            self._check_grace(self.grace_period)
+        if self.stop_signal != "auto" and self.stop_signal.removeprefix("SIG") not in _STOP_SIGNALS:
+            known = ", ".join(_STOP_SIGNALS)
+            raise UserError(f"--stop-signal is {self.stop_signal!r}: use one of {known}, or auto")
+
+    def _check_grace(self, grace: str) -> None:
+        needed = duration_seconds("--grace-period", grace) + int(REQUEUE_SECONDS)
+        if not REQUEUE_SECONDS < needed <= _MAX_LEAD_SECONDS:
+            raise UserError(f"--grace-period is {grace}: use 1s to 18h")
+        lead = self.signal_before
+        if lead is not None and duration_seconds("--signal-before", lead) < needed:
+            raise UserError(
+                f"--grace-period is {grace}, and the requeue takes {REQUEUE_SECONDS:.0f} s more, but "
+                f"--signal-before is {lead}: use --signal-before {needed}s or more, or leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Network between the nodes."""
+
+    interface: str | None = None
+    """Network interface of the nodes, such as ib0, for the agents, the data and the ranks.
+    Default: the interface of the route to the head node; NCCL chooses its interface itself."""
+    port_range: str | None = None
+    """Ports that are open between the nodes: 20000-20100. Default: any ports.
+    The ranks' own connections (NCCL, gloo) always use ports that the kernel chooses (docs/how-to/clusters.md)."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a node."""
+        if self.interface is not None and not re.fullmatch(r"[^\s/:]{1,15}", self.interface):
+            raise UserError(f"--interface is {self.interface!r}: use the name of one interface, as `ip link` shows it")
+        if self.port_range is not None:
+            given = re.fullmatch(r"(\d{1,5})-(\d{1,5})", self.port_range)
+            low, high = (int(given[1]), int(given[2])) if given else (0, 0)
+            if not 1024 <= low <= high - _MIN_PORTS + 1 or high >= 2**16:
+                raise UserError(
+                    f"--port-range is {self.port_range!r}: use LOW-HIGH, {_MIN_PORTS} or more ports from 1024 to "
+                    "65535, such as 20000-20100"
+                )
+
+    @property
+    def ports(self) -> range:
+        """The ports of `port_range`; none: the kernel chooses."""
+        return port_range(self.port_range or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notification:
+    """Messages about the run."""
+
+    notify: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]] = ()
+    """Send a message to this name in ~/.config/torchrelay-notify.yaml when the run completes or fails.
+    all: to every name in the file. Repeatable (docs/how-to/notifications.md)."""
+    notify_interruptions: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    """Also send a message when the run is interrupted more than N times within an hour."""
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without the file."""
+        if self.notify_interruptions < 0:
+            raise UserError(f"--notify-interruptions is {self.notify_interruptions}: use 0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One run, resolved."""
+
+    name: str
+    cluster: Cluster
+    resources: Resources
+    has_default_time: bool = False
+    """Whether nobody has given --time: the time limit is then the partition's, also of another one (hpc resume)."""
+    data: str | None
+    """The directory or archive that every node stages; None: no data."""
+    program: Program
+    """What the ranks run, as the node agents see it."""
+    training: Training | None = None
+    """What the trainer reads; None: the program is a user's script."""
+    working_directory: str = "."
+    """The directory, relative to the top of the user's code, in which a script was submitted; the ranks start in it."""
+    stage_dir: str
+    """A directory on each node's own disk; variables in it are the node's."""
+    stage_keep: str = "7d"
+    """How long an unused copy there is kept."""
+    stage_timeout: str = "5m"
+    """How long a node may get nothing of the data before it is left out."""
+    pack: int | None = None
+    """Side in pixels of the packed images that the nodes train from; None: they do not pack."""
+    stage_env: str | None = None
+    """The packed environment that every node unpacks for its ranks; None: the shared one."""
+    python: str | None = None
+    """The interpreter of torchrun and the ranks of a user's script; None: that of hpc."""
+    container: str | None = None
+    """The image in which torchrun and the ranks of a user's script run, with its own `python`; None: no container."""
+    include: tuple[str, ...] = ()
+    """Patterns of untracked files in the copy of the code."""
+    device: DeviceChoice = "auto"
+    """`cuda`: a node where torch can use no GPU is a bad one."""
+    in_place: str | None = None
+    """The top of the user's code, if the script runs in place, as it is when it starts; None: `code/`."""
+    recovery: Recovery = field(default_factory=Recovery)
+    network: Network = field(default_factory=Network)
+    notification: Notification = field(default_factory=Notification)
+    """With the names that `all` stood for at the submission."""
+    after: tuple[str, ...] = ()
+    """The directories of the runs that must have ended before it begins."""
+    after_ok: tuple[str, ...] = ()
+    """Those of the runs that must be complete."""
+    tracker: tuple[Service, ...] = ()
+    """Where the metrics are sent."""
+    id: str = ""
+    """What no other run of the same name has."""
+    mlflow_run: str | None = None
+    """The id that MLflow has given to the run at its submission; None: it was not asked."""
+
+    @property
+    def train(self) -> TrainConfig | None:
+        """The trainer's flags; None: the program is a user's script."""
+        return self.training.train if self.training else None
+
+    @property
+    def evaluation(self) -> EvaluationTask | None:
+        """What the run evaluates; None: it does not evaluate another run's model."""
+        return self.training.evaluation if self.training else None
+
+    @property
+    def script(self) -> tuple[str, ...]:
+        """The user's torchrun script, from the working directory, with its arguments; empty for the trainer."""
+        return () if self.training else self.program.argv
+
+    def with_script(self, script: tuple[str, ...]) -> "RunSpec":
+        """Return the spec with another path to the same script; the trainer has none."""
+        return replace(self, program=replace(self.program, argv=script)) if script else self
+
+    def with_training(self, **changes: Any) -> "RunSpec":
+        """Return the spec with these changes in what the trainer reads; a script's stays as it is."""
+        return replace(self, training=replace(self.training, **changes)) if self.training else self
+
+    @property
+    def min_nodes(self) -> int:
+        """The fewest nodes on which a started run continues."""
+        return 1 if self.recovery.elastic and ":" not in self.resources.nodes else self.resources.min_nodes
+
+    @property
+    def job_nodes(self) -> tuple[int, int]:
+        """The fewest and the most nodes of its job, spares included."""
+        return self.resources.min_nodes + self.recovery.spares, self.resources.max_nodes + self.recovery.spares
+
+    def code_directory(self, run: RunDir) -> Path:
+        """The top of the user's code: the copy of it, unless the script runs in place."""
+        return Path(self.in_place or run.code)
+
+    def start_directory(self, run: RunDir) -> Path:
+        """The working directory of the ranks."""
+        return self.code_directory(run) / self.working_directory
+
+    @property
+    def stop_lead_seconds(self) -> int:
+        """Seconds before the time limit at which the run is signalled to save and exit."""
+        if self.recovery.signal_before is not None:
+            return duration_seconds("--signal-before", self.recovery.signal_before)
+        usual = stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
+        return usual if self.grace_seconds is None else max(usual, self.grace_seconds + int(REQUEUE_SECONDS))
+
+    @property
+    def grace_seconds(self) -> int | None:
+        """Seconds from the signal to stop until ranks that have not ended are killed; None: what Slurm leaves."""
+        return (
+            None
+            if self.recovery.grace_period is None
+            else duration_seconds("--grace-period", self.recovery.grace_period)
+        )
+
+    @property
+    def stop_signal(self) -> str | None:
+        """The signal that a user's script wants, such as SIGUSR1; None: the one that came, or another it handles."""
+        name = self.recovery.stop_signal
+        return None if name == "auto" else f"SIG{name.removeprefix('SIG')}"
+
+    @property
+    def stage_timeout_seconds(self) -> int:
+        """`stage_timeout` in seconds."""
+        return duration_seconds("--stage-timeout", self.stage_timeout)
+
+    def save(self, run: RunDir, resumption: int = 0, *, flat: bool = False) -> None:
+        """Write `spec.json`, or the spec that a resumption, by its number, is about to put into force.
+
+        `flat`: in the form that the run's own copy of our packages reads (`is_flat`).
+        """
+        fields = asdict(self)
+        write_json(run.revised_spec(resumption) if resumption else run.spec, _flattened(fields) if flat else fields)
+
+    @classmethod
+    def load(cls, run: RunDir) -> "RunSpec":
+        """Read back the spec in force; a UserError if the directory is no run."""
+        path = current_spec(run)
+        try:
+            return read_spec(path, cls._from_json)
+        except OSError as error:
+            raise UserError(f"{path} cannot be read ({error}): {run.path} is damaged or not a run directory") from error
+
+    @classmethod
+    def _from_json(cls, fields: dict[str, Any]) -> "RunSpec":
+        fields = dict(fields if "program" in fields else _unflattened(fields))
+        for name in ("sbatch", "setup"):
+            fields["resources"][name] = tuple(fields["resources"].get(name, ()))
+        fields["resources"] = Resources(**fields["resources"])
+        fields["recovery"] = Recovery(**fields.get("recovery", {}))
+        fields["network"] = Network(**fields.get("network", {}))
+        told = fields.get("notification", {})
+        fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
+        fields["program"] = Program.from_json(fields["program"])
+        fields["training"] = Training.from_json(fields["training"]) if fields["training"] else None
+        for name in ("include", "tracker", "after", "after_ok"):
+            fields[name] = tuple(fields.get(name, ()))
+        return cls(**fields)
+
+
+# Before there were programs, a spec had what the trainer reads among its other fields, and `script`. Runs of that time
+# have our packages of that time, too, and those read nothing else.
+_FLAT = {"train": None, "recipe": None, "forked_from": None, "evaluation": None}
+
+
+def is_flat(run: RunDir) -> bool:
+    """Whether the spec in force has no program: it was submitted by a version that knew none."""
+    return read_spec(current_spec(run), lambda fields: "program" not in fields)
+
+
+def _unflattened(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a flat spec in the present form."""
+    training = {name: fields.get(name) for name in _FLAT}
+    others = {name: value for name, value in fields.items() if name not in {*_FLAT, "script"}}
+    if training["train"] is None:
+        return {**others, "program": asdict(script_program(tuple(fields["script"]))), "training": None}
+    return {**others, "program": asdict(trainer_program(has_data=fields["data"] is not None)), "training": training}
+
+
+def _flattened(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec in the flat form."""
+    others = {name: value for name, value in fields.items() if name not in {"program", "training"}}
+    script = () if fields["training"] else fields["program"]["argv"]
+    return {**others, **(fields["training"] or _FLAT), "script": script}
+
+
+def _check_units(time: str | None, mem: str | None) -> None:
+    """Refuse a --time or --mem that is none, or without a unit, to which Slurm gives one that few people mean."""
+    if time is not None:
+        walltime_minutes(time)
+        for pattern, unit, advice in _UNCLEAR_TIMES:
+            if re.fullmatch(pattern, time):
+                raise UserError(f"--time is {time}, which Slurm takes for {unit}: use {advice.format(time)}")
+    if mem is not None and not _MEMORY.fullmatch(mem):
+        raise UserError(f"--mem is {mem!r}: use a whole number with a unit, such as 64G")
+    if mem is not None and re.fullmatch(_UNCLEAR_MEMORY, mem):
+        raise UserError(f"--mem is {mem}, which Slurm takes for megabytes: use {mem}G or {mem}M")
+
+
+def program_of(script: Sequence[str]) -> str:
+    """What a user's command line runs, as it was typed: `train.py`, or `-m package.module`."""
+    return " ".join(script[: 2 if script[0] == "-m" else 1])
+
+
+def check_run_name(name: str) -> None:
+    """Refuse, with a UserError, a name that is no directory name, or that Slurm would change."""
+    reason = None
+    if not name or len(name) > _LONGEST_NAME:
+        reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"
+    elif "/" in name or name == "." or ".." in name:
+        reason = "it may not contain / or two dots"
+    elif not name.isprintable():
+        reason = "it holds a newline or another control character"
+    elif "%" in name or "\\" in name:
+        reason = "Slurm replaces % and \\ in file names"
+    elif name[0] in "-." or name != name.strip():
+        reason = "it may not begin with - or . nor begin or end with a space"
+    if reason:
+        similar = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", name).strip("-.")[:_LONGEST_NAME] or "my-run"
+        raise UserError(f"--name {name!r}: {reason}. Try --name {similar}")

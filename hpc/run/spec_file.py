@@ -1,0 +1,88 @@
+"""The part of a run's spec that the node agents go by, and the one reader of the file. Runs everywhere.
+
+The agents run any program in the same way. What differs between the trainer, a script, an evaluation and the preflight
+is a value of `Program`, which `hpc submit` writes into the spec.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hpc.base.errors import UserError
+from hpc.run.causes import EXIT_CODES, Cause
+
+LIBRARIES = (
+    # Optimizers and DDP import it at their first use, and many others with it.
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
+"""Modules of torch that almost every program imports sooner or later."""
+_Part = TypeVar("_Part")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """What torchrun runs as each rank, and what the node agents know of it."""
+
+    argv: tuple[str, ...]
+    """The file, or `-m` and a module, then its arguments, in which names in braces stand for places on the node."""
+    import_path: tuple[str, ...] = ()
+    """Directories that come first on PYTHONPATH, below `{code}` or `{packages}`, in place of the agents' own path.
+    Empty: PYTHONPATH stays as the agents have it."""
+    isolated: bool = False
+    """Whether a rank finds none of our modules imported, as if Python had executed the program.
+    torchrun then also imports what the program's source imports, as far as that is safe in a process that forks."""
+    preload: tuple[str, ...] = ()
+    """Modules that torchrun imports before it forks the ranks. It then calls the function of `MODULE:FUNCTION`."""
+    exit_codes: Mapping[int, Cause] = field(default_factory=dict)
+    """The causes that exit codes stand for. Empty: after a request to stop, a rank has saved whatever its exit code."""
+    reports_steps: bool = False
+    """Whether every failure has a step: 0 if no rank has reported one yet."""
+    writes_result: bool = False
+    """Whether the run is complete once `final/` has a result. Otherwise it is when all ranks have exited with 0."""
+    preflight: "Program | None" = None
+    """The program that checks nodes before this one runs on them for the first time. None: it checks them itself."""
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Program":
+        """Return the program with these fields. Raises LookupError, TypeError or ValueError if one is wrong."""
+        preflight = fields["preflight"]
+        parsed: dict[str, Any] = {name: tuple(fields[name]) for name in ("argv", "import_path", "preload")}
+        parsed["exit_codes"] = {int(code): Cause(cause) for code, cause in fields["exit_codes"].items()}
+        parsed["preflight"] = None if preflight is None else cls.from_json(preflight)
+        return cls(**{**fields, **parsed})
+
+
+PREFLIGHT = Program(
+    argv=("-m", "training.engine.preflight", "{run_dir}", "{attempt}"),
+    import_path=("{packages}",),
+    exit_codes=EXIT_CODES,
+)
+"""The check of the nodes of a script."""
+
+
+def script_program(script: tuple[str, ...]) -> Program:
+    """Return the program of a user's script: its file, or `-m` and a module, and its arguments."""
+    below = ("{code}", "{code}/src") if script[0] == "-m" else ("{code}",)
+    return Program(argv=script, import_path=below, isolated=True, preload=LIBRARIES, preflight=PREFLIGHT)
+
+
+def read_spec(path: Path, part: Callable[[dict[str, Any]], _Part]) -> _Part:
+    """Return what `part` makes of the fields in a spec's file.
+
+    Raises:
+        OSError: the storage does not answer.
+        UserError: the file is not JSON, or lacks a field, or has one of another version.
+    """
+    try:
+        fields = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}): {path.parent} is damaged or not a run directory") from error
+    try:
+        return part(fields)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged, or of another version: {error!r}") from error

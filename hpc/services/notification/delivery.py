@@ -1,0 +1,204 @@
+"""Sends what is to be told of a run, each message once to each recipient.
+
+A process of its own, `python -m hpc.services.notification.delivery RUN_DIR`, of an agent or the supervisor: a name
+server that does not answer may hold it up for minutes. Of several that see the same, the one that creates a file sends:
+`events/notice-KEY-RECIPIENT-1.jsonl`. What it could not send, the supervisor sends with the next number, because
+compute nodes often have no internet.
+"""
+
+import argparse
+import logging
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from hpc.base.errors import UserError
+from hpc.run.events import ledger
+from hpc.run.events.history import History
+from hpc.run.events.kinds import NotificationFailed, NotificationSent, Notifying, OfMessage
+from hpc.run.events.ledger import EventWriter, record_once
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Notification, RunSpec
+from hpc.services.notification.notices import Notice, failure_notice, notices_of
+from hpc.services.notification.recipients import read_recipients, recipients_file, service
+
+# Apprise waits 4 s for a connection and 4 s for an answer, but not only so long for a name server.
+_SEND_SECONDS = 12.0
+# The whole process: it starts, reads the run's events, and sends.
+_PROCESS_SECONDS = 25.0
+_RETRY_SECONDS, _MOST_TRIES = 60.0, 5
+# A run that ended long ago is no news, when somebody starts a supervisor.
+_NEWS_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """A notice for one recipient, to be sent now."""
+
+    notice: Notice
+    recipient: str
+    number: int
+    """Of the attempt to send it, from 1."""
+
+
+def due_messages(
+    notification: Notification, notices: Sequence[Notice], history: History, now: float, *, retry: bool
+) -> list[Message]:
+    """What is to be sent now; with `retry` also what others could not send. Pure."""
+    messages = [
+        Message(notice=notice, recipient=name, number=number)
+        for notice in notices
+        if now - notice.time < _NEWS_SECONDS
+        for name in notification.notify
+        if (number := _next_number(history, notice.key, name, now)) is not None
+    ]
+    return [message for message in messages if retry or message.number == 1]
+
+
+def _next_number(history: History, key: str, recipient: str, now: float) -> int | None:
+    """The number of the next attempt to send; None if it was sent, is being sent, or was tried often enough."""
+    own = [event for event in history.of(OfMessage) if (event.notice, event.recipient) == (key, recipient)]
+    tries = sum(isinstance(event, Notifying) for event in own)
+    if any(isinstance(event, NotificationSent) for event in own) or tries >= _MOST_TRIES:
+        return None
+    return None if own and now - own[-1].time < _RETRY_SECONDS else tries + 1
+
+
+# --- in the process that wants to have it sent ---
+
+
+def is_due(run: RunDir, notification: Notification, *, retry: bool = False, failure: str | None = None) -> bool:
+    """Whether there is something to send: without --notify, nothing is read, and no process started."""
+    return bool(notification.notify and _due(run, notification, retry=retry, failure=failure))
+
+
+def run_delivery(run: RunDir, *, retry: bool = False, failure: str | None = None) -> None:
+    """Send what is due, in a process of its own, for at most half a minute.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it could not be started, or not end; what it says is on stderr.
+    """
+    command = [sys.executable, "-P", "-m", __name__, str(run.path), *(["--retry"] if retry else [])]
+    command += [] if failure is None else [f"--failure={failure}"]
+    subprocess.run(command, check=True, timeout=_PROCESS_SECONDS, stdin=subprocess.DEVNULL)
+
+
+# --- in the process that sends ---
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Send what is due."""
+    parser = argparse.ArgumentParser(description="Send what is to be told of a run.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--retry", action="store_true", help="also what others could not send")
+    parser.add_argument("--failure", help="why the run has failed, if its events do not say so")
+    options = parser.parse_args(argv)
+    run = RunDir(options.run_dir)
+    notification = RunSpec.load(run).notification
+    senders = list[threading.Thread]()
+    deadline = time.monotonic() + _SEND_SECONDS
+    for message in _due(run, notification, retry=options.retry, failure=options.failure):
+        if writer := _claim(run, message):
+            thread = threading.Thread(target=_send_and_record, args=(message, writer, deadline))
+            thread.start()
+            senders.append(thread)
+    for thread in senders:
+        thread.join()
+    return 0
+
+
+def _due(run: RunDir, notification: Notification, *, retry: bool, failure: str | None) -> list[Message]:
+    history, now = History(ledger.read(run.events)), time.time()
+    notices = notices_of(run.path, history, notification.notify_interruptions)
+    if failure is not None:
+        attempt = history.last_attempt.attempt if history.last_attempt else 0
+        at = max((event.time for event in history.events if not isinstance(event, OfMessage)), default=now)
+        given_up = failure_notice(run.path, attempt, failure, at)
+        notices += [] if any(notice.key == given_up.key for notice in notices) else [given_up]
+    return due_messages(notification, notices, history, now, retry=retry)
+
+
+def _claim(run: RunDir, message: Message) -> EventWriter | None:
+    """The file of this attempt to send; None if another process has made it."""
+    key, name = message.notice.key, message.recipient
+    path = run.events / f"notice-{key}-{name}-{message.number}.jsonl"
+    event = Notifying(notice=key, recipient=name, host=socket.gethostname())
+    return EventWriter(path) if record_once(path, event) else None
+
+
+def _send_and_record(message: Message, writer: EventWriter, deadline: float) -> None:
+    key, name = message.notice.key, message.recipient
+    problem = try_to_send(message.recipient, message.notice.title, message.notice.body, deadline - time.monotonic())
+    if problem is None:
+        writer.append(NotificationSent(notice=key, recipient=name))
+    else:
+        writer.append(NotificationFailed(notice=key, recipient=name, reason=problem))
+        print(f"torchrelay: {message.recipient} could not be notified: {problem}", file=sys.stderr, flush=True)
+
+
+def try_to_send(recipient: str, title: str, body: str, seconds: float = _SEND_SECONDS) -> str | None:
+    """Send a message; returns why it could not be sent, without anything of the address, or None."""
+    # A daemon, so that the interpreter does not wait for a name server either.
+    answers = list[str | None]()
+    thread = threading.Thread(target=lambda: answers.append(_send(recipient, title, body)), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else f"no answer within {seconds:.1f} s"
+
+
+def _send(recipient: str, title: str, body: str) -> str | None:
+    try:
+        address = read_recipients().get(recipient)
+        if address is None:
+            return f"{recipient} is not in {recipients_file()} any more"
+        target = service(recipient, address)
+    except UserError as error:
+        return str(error)
+    logger, warnings = logging.getLogger("apprise"), _Warnings()
+    logger.addHandler(warnings)
+    logger.propagate = False
+    try:
+        sent = target.notify(title=title, body=body)
+    except Exception as error:  # noqa: BLE001 - of a hundred services' modules; its text may quote the address
+        return type(error).__name__
+    finally:
+        logger.removeHandler(warnings)
+    return None if sent else without_secrets("; ".join(warnings.texts) or "refused", address)
+
+
+class _Warnings(logging.Handler):
+    """What apprise says of the message that its own thread sends."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts = list[str]()
+        self._thread = threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning."""
+        if record.thread == self._thread:
+            self.texts.append(record.getMessage())
+
+
+def without_secrets(text: str, address: str) -> str:
+    """A text without any part of an address but its scheme: which of them is the password, every service has its way.
+
+    Short parts, such as a port, would take half of the other words with them.
+    """
+    _, _, rest = address.partition("://")
+    written = [part for part in re.split(r"[/:@?&=,+\s]+", rest) if len(part) > 3]
+    parts = {*written, *map(unquote, written)}
+    for part in sorted(parts, key=len, reverse=True):
+        text = text.replace(part, "***")
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What is worth a message: a run is complete, has failed, or is interrupted again and again. Pure."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hpc.run.budget import FINAL_CAUSES
+from hpc.run.causes import Cause
+from hpc.run.events.attempts import Attempt
+from hpc.run.events.history import History
+from hpc.run.events.kinds import AttemptEnded, Interrupted, NotificationFailed, NotificationSent, OfMessage
+
+_HOUR_SECONDS = 3600.0
+COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    """One message about a run."""
+
+    key: str
+    """The same for all who see the same thing, in all of a run's life."""
+    title: str
+    body: str
+    time: float
+    """When it happened."""
+
+
+def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
+    """Return all that is to be told of a run until now.
+
+    `interruptions` is the number of interruptions within an hour that are not worth a message.
+    """
+    outcome = history.outcome
+    found = [_ended(run, outcome, history)] if outcome and outcome != "cancelled" else []
+    causes = _interruptions(history, failed=outcome == FAILED)
+    for number, at in enumerate(alert_times(causes, interruptions), start=1):
+        recent = [cause for when, cause in causes.items() if at - _HOUR_SECONDS < when <= at][-interruptions - 1 :]
+        times = f" {len(recent)} times within an hour" if interruptions else ""
+        why = f"Causes, the newest last: {', '.join(recent)}"
+        title, body = f"Run {run.name} was interrupted{times}", _body(run, history.attempts, "status", [why])
+        found.append(Notice(key=f"{INTERRUPTED}-{number:03d}", title=title, body=body, time=at))
+    return found
+
+
+def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
+    """The message that a run has failed, from one who knows this from elsewhere than the events."""
+    return Notice(
+        key=f"{FAILED}-{attempt:03d}", title=f"Run {run.name} has failed", time=at,
+        body=f"{reason}\n\n{_next(run, 'logs')}",
+    )  # fmt: skip
+
+
+def unsent_messages(history: History) -> list[dict[str, str | None]]:
+    """Return the messages that are being sent, or that nobody could send: notice, recipient, and any problem."""
+    last = {(event.notice, event.recipient): event for event in history.of(OfMessage)}
+    return [
+        {"notice": one.notice, "recipient": one.recipient,
+         "problem": one.reason if isinstance(one, NotificationFailed) else None}
+        for one in last.values() if not isinstance(one, NotificationSent)
+    ]  # fmt: skip
+
+
+def alert_times(times: Iterable[float], most: int) -> list[float]:
+    """When there were more than `most` interruptions within an hour. No interruption counts for two alerts."""
+    recent, alerts = list[float](), list[float]()
+    for at in times:
+        recent = [*(each for each in recent if at - each < _HOUR_SECONDS), at]
+        if len(recent) > most:
+            alerts.append(at)
+            recent = []
+    return alerts
+
+
+def _interruptions(history: History, *, failed: bool) -> dict[float, str]:
+    """Return when the run was interrupted, in order, and why; without the failure that ended it."""
+    stops = [
+        event
+        for event in history.events
+        if isinstance(event, Interrupted) or (isinstance(event, AttemptEnded) and event.cause not in FINAL_CAUSES)
+    ]
+    # The last interruption of an attempt may also be its end.
+    causes = {event.failed_at or event.time: event.cause for event in stops}
+    return {at: causes[at] for at in sorted(causes)[: -1 if failed else None]}
+
+
+def _ended(run: Path, how: str, history: History) -> Notice:
+    title = f"Run {run.name} is complete" if how == COMPLETED else f"Run {run.name} has failed"
+    last, detail = history.attempts[-1], history.not_continued
+    stopped = f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"
+    advice = [] if detail is None else [stopped]
+    return Notice(
+        key=f"{how}-{last.attempt:03d}", title=title, time=last.ended or 0.0,
+        body=_body(run, [last], "status" if how == COMPLETED else "logs", advice),
+    )  # fmt: skip
+
+
+def _body(run: Path, attempts: Sequence[Attempt], verb: str, more: Sequence[str] = ()) -> str:
+    """What is known of the last attempt, and what to type."""
+    last = attempts[-1]
+    lines = [f"Attempt {last.attempt}, job {last.job_id} on {', '.join(last.nodes)}."]
+    if last.cause is not None and last.cause != Cause.COMPLETED:
+        after = "" if last.last_step is None else f" after step {last.last_step}"
+        lines.append(f"It ended{after}: {last.cause}" + (f", {last.detail}" if last.detail else ""))
+    return "\n".join([*lines, *more, "", _next(run, verb)])
+
+
+def _next(run: Path, verb: str) -> str:
+    return f"hpc {verb} {run}"

@@ -1,0 +1,115 @@
+"""To whom messages go: names with addresses, in a file that its user alone can read.
+
+An address is one of apprise's (https://appriseit.com/services/), which often holds a password. It stays in the file: a
+run, its events and every command line have the names alone.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import platformdirs
+import yaml
+
+from hpc.base.errors import UserError
+from hpc.run.ownership import user_name
+from hpc.run.spec import Notification
+
+if TYPE_CHECKING:
+    from apprise import NotifyBase
+
+ALL = "all"
+"""What stands for every name of the file."""
+# A name is a part of the names of files.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+_EXAMPLE = "a line such as  slack: slack://TOKEN_A/TOKEN_B/TOKEN_C"
+
+
+def recipients_file() -> Path:
+    """The user's file of names and addresses, whether it exists or not."""
+    return platformdirs.user_config_path() / "torchrelay-notify.yaml"
+
+
+def read_recipients() -> dict[str, str]:
+    """The addresses by name.
+
+    Raises:
+        UserError: there is no such file, others can read it, or it is not what it should be.
+    """
+    path = recipients_file()
+    try:
+        with path.open(encoding="utf-8") as file:
+            _check_is_private(path, os.fstat(file.fileno()))
+            found = yaml.safe_load(file)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{path} does not exist: write {_EXAMPLE}  into it (https://appriseit.com/services/), and type chmod 600 "
+            f"{path}"
+        ) from error
+    except yaml.YAMLError as error:
+        # The error's own text quotes the line, and so perhaps a password.
+        line = mark.line + 1 if (mark := getattr(error, "problem_mark", None)) else 1
+        raise UserError(f"{path} is not valid YAML (line {line}): use {_EXAMPLE}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {type(error).__name__}") from error
+    if not isinstance(found, dict) or not found:
+        raise UserError(f"{path} has no names with addresses: use {_EXAMPLE}")
+    for name, address in found.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name == ALL:
+            raise UserError(f"{path} has a name that is not of letters, digits, - and _, or is {ALL}: choose another")
+        if not isinstance(address, str):
+            raise UserError(f"{path}: {name} has no address: use {_EXAMPLE}")
+    return found
+
+
+def _check_is_private(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.getuid():
+        raise UserError(f"{path} belongs to {user_name(status.st_uid)}: replace it by a file of your own")
+    if status.st_mode & 0o077:
+        raise UserError(
+            f"{path} is {stat.filemode(status.st_mode)}, so others may read its addresses and their passwords: type "
+            f"chmod 600 {path}"
+        )
+
+
+def with_known_names(notification: Notification) -> Notification:
+    """The same with the names that `all` stands for. Raises UserError as `choose_recipients`."""
+    return replace(notification, notify=tuple(choose_recipients(notification.notify)))
+
+
+def choose_recipients(names: Iterable[str]) -> dict[str, str]:
+    """The services of the named recipients, such as Slack, by name; all of them for the name `all`.
+
+    Raises:
+        UserError: as `read_recipients`; a name is not in the file, or apprise does not know its address.
+    """
+    names = list(names)
+    known = read_recipients() if names else {}
+    wanted = list(dict.fromkeys(each for name in names for each in (known if name == ALL else (name,))))
+    for name in wanted:
+        if name in known:
+            continue
+        if ":" in name:
+            raise UserError(
+                "a recipient is a name, not an address: everybody on this machine can read the command line. Write "
+                f"NAME: ADDRESS into {recipients_file()}, and type the name"
+            )
+        raise UserError(f"recipient {name!r} is not in {recipients_file()}: use {', '.join(sorted(known))}, or {ALL}")
+    return {name: str(service(name, known[name]).service_name) for name in wanted}
+
+
+def service(name: str, address: str) -> "NotifyBase":
+    """What sends messages to an address. Raises UserError if apprise does not know it."""
+    from apprise import Apprise  # noqa: PLC0415 - takes half a second, which only a run with --notify should pay
+
+    found = Apprise.instantiate(address, suppress_exceptions=True)
+    if found is None:
+        raise UserError(
+            f"the address of {name} in {recipients_file()} is not an address that apprise supports: compare it "
+            "with https://appriseit.com/services/"
+        )
+    return found

@@ -1,0 +1,79 @@
+"""Sends the metrics of a run to a tracker while it trains. Runs on compute nodes: a process for each tracker.
+
+`python -m hpc.services.tracking.sender RUN_DIR SERVICE ATTEMPT`, started by the head node's agent, can neither stop
+nor delay the training. It ends with its standard input, which the agent closes at the end of the attempt, also by
+dying. What it could not send, because nodes often have no internet, `hpc sync` sends from the login node.
+"""
+
+import argparse
+import os
+import select
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc.base.errors import TorchrelayError
+from hpc.run.events.history import History
+from hpc.run.events.kinds import OfTracker, Tracking, TrackingFailed
+from hpc.run.events.ledger import EventWriter, attempt_prefix
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.services.tracking.points import read_points
+from hpc.services.tracking.tracker import TITLES, Tracker, open_tracker
+
+_POLL_SECONDS = 15.0
+_RETRY_SECONDS = 300.0
+_NICE = 10
+
+
+def send_new(run: RunDir, tracker: Tracker) -> int:
+    """Send what the tracker does not have. Returns the number of points. Raises TrackingError."""
+    points = read_points(run.train_metrics.parent, tracker.sent)
+    tracker.send(points)
+    return len(points)
+
+
+def last_events(history: History, attempt: int | None) -> dict[str, OfTracker]:
+    """Return what the processes of an attempt have recorded last, by tracker. Pure."""
+    return {event.service: event for event in history.during(attempt).of(OfTracker)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Send until the attempt is over."""
+    parser = argparse.ArgumentParser(description="Send the metrics of a run to a tracker until the input ends.")
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("service", choices=TITLES)
+    parser.add_argument("attempt", type=int)
+    options = parser.parse_args(argv)
+    # Those of a requeue reach all processes of the job: its last points are sent while Slurm waits.
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    os.nice(_NICE)
+    run = RunDir(options.run_dir)
+    file = run.events / f"{attempt_prefix(options.attempt)}tracking-{options.service}.jsonl"
+    writer = EventWriter(file, options.attempt)
+    while True:
+        try:
+            tracker = open_tracker(options.service, run, RunSpec.load(run))
+            writer.append(Tracking(service=options.service, url=tracker.url))
+            while not _input_ends_within(_POLL_SECONDS):
+                send_new(run, tracker)
+            send_new(run, tracker)
+            tracker.close(History.load(run).outcome)
+        except (OSError, TorchrelayError) as error:
+            writer.append(TrackingFailed(service=options.service, reason=str(error)))
+            print(f"torchrelay: the metrics cannot be sent to {TITLES[options.service]}: {error}", flush=True)
+            if _input_ends_within(_RETRY_SECONDS):
+                return 1
+        else:
+            return 0
+
+
+def _input_ends_within(seconds: float) -> bool:
+    ready, _, _ = select.select([sys.stdin], [], [], seconds)
+    return bool(ready)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

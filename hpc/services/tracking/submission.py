@@ -1,0 +1,43 @@
+"""`hpc submit --tracker` on the login node: refuses what could not be sent, and makes the run at MLflow."""
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from hpc.base.errors import TorchrelayError, need_package
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec, Service
+from hpc.services.tracking.tracker import TITLES, TrackingError
+
+
+def check_ready(service: Service) -> None:
+    """A UserError if the package, the address or the key of a tracker is missing. Asks no server but for a key."""
+    need_package(service, service, TITLES[service])
+    if service == "wandb":
+        from hpc.services.tracking.wandb_tracker import check_login  # noqa: PLC0415 - takes a second
+
+        check_login()
+    else:
+        from hpc.services.tracking.mlflow_tracker import check_address  # noqa: PLC0415 - takes a second
+
+        check_address()
+
+
+@contextmanager
+def at_trackers(run: RunDir, spec: RunSpec) -> Iterator[RunSpec]:
+    """The spec with the id that MLflow chooses for the run: its nodes may have no way to MLflow's server.
+
+    If the submission fails, the run is deleted there, too. Raises TrackingError if MLflow does not answer.
+    """
+    if "mlflow" not in spec.tracker:
+        yield spec
+        return
+    from hpc.services.tracking import mlflow_tracker  # noqa: PLC0415 - takes a second
+
+    mlflow_run = mlflow_tracker.create_run(run, spec)
+    try:
+        yield dataclasses.replace(spec, mlflow_run=mlflow_run)
+    except (TorchrelayError, OSError):
+        with suppress(TrackingError):  # the error of the submission is the one to see
+            mlflow_tracker.delete_run(mlflow_run)
+        raise

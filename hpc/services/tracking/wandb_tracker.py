@@ -1,0 +1,88 @@
+"""A run at Weights & Biases. Runs on a compute node and on the login node."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import wandb
+from wandb.errors import Error
+
+from hpc.base.errors import UserError
+from hpc.run.events.history import Outcome
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.services.tracking.points import Point
+from hpc.services.tracking.tracker import PROJECT, TrackingError, run_id, settings_of
+
+_INIT_SECONDS = 60.0
+# The steps that it has, in the summary of the run, which its server gives to whom resumes it.
+_SENT = "sent/"
+
+
+def offline() -> bool:
+    """Whether the environment says that W&B's server is not to be asked."""
+    return os.environ.get("WANDB_MODE") == "offline"
+
+
+def check_login() -> None:
+    """A UserError if the user has no key for W&B's server."""
+    if os.environ.get("WANDB_MODE") == "disabled":
+        raise UserError("WANDB_MODE is disabled, so nothing can be sent to Weights & Biases: unset it")
+    try:
+        known = offline() or wandb.login(prompt=False)
+    except (Error, ValueError) as error:
+        raise UserError(f"Weights & Biases refuses its key or its settings ({error}): type wandb login") from error
+    if not known:
+        raise UserError("Weights & Biases needs your key: type wandb login, or set WANDB_API_KEY")
+
+
+class WandbTracker:
+    """A run at W&B, or, offline, a directory `wandb/offline-run-*` with all of it for `wandb sync`."""
+
+    def __init__(self, run: RunDir, spec: RunSpec) -> None:
+        check_login()
+        # Online, its directory is only a buffer.
+        self._buffer = None if offline() else tempfile.TemporaryDirectory(prefix="torchrelay-wandb-")
+        if offline():
+            for earlier in Path(run.path, "wandb").glob(f"offline-run-*-{run_id(spec)}"):
+                shutil.rmtree(earlier)
+        settings = wandb.Settings(
+            # The process that sends has neither the output nor the GPUs of the run.
+            console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True,
+            disable_job_creation=True, silent=True, init_timeout=_INIT_SECONDS,
+        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                id=run_id(spec), resume="allow", name=run.name, settings=settings,
+                project=os.environ.get("WANDB_PROJECT", PROJECT), config=settings_of(run, spec),
+                dir=self._buffer.name if self._buffer else str(run.path), allow_val_change=True,
+            )  # fmt: skip
+            # By our own step: evaluations come later than the training's lines of the same step.
+            self._run.define_metric("*", step_metric="step")
+            self._run.define_metric("step", hidden=True)
+            self._run.define_metric(f"{_SENT}*", hidden=True)
+        except (Error, OSError) as error:
+            raise TrackingError(str(error)) from error
+        known = dict(self._run.summary).items()
+        self.sent = {name.removeprefix(_SENT): int(step) for name, step in known if name.startswith(_SENT)}
+        self.url = str(Path(self._run.dir).parent) if offline() else self._run.url
+
+    def send(self, points: Sequence[Point]) -> None:
+        """Hand the points to W&B's own process, which sends them while this one goes on."""
+        for point in points:
+            self.sent[point.series] = point.step
+            line = {"step": point.step, f"{_SENT}{point.series}": point.step, **point.values}
+            self._run.log(line if point.time is None else {**line, "_timestamp": point.time})
+
+    def close(self, outcome: Outcome | None) -> None:
+        """Wait until all is sent. W&B calls a run that goes on preempted, until it is resumed."""
+        try:
+            if outcome is None:
+                self._run.mark_preempting()
+            self._run.finish(exit_code=0 if outcome == "completed" else 1)
+        except (Error, OSError) as error:
+            raise TrackingError(str(error)) from error
+        if self._buffer:
+            self._buffer.cleanup()

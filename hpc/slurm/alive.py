@@ -1,0 +1,70 @@
+"""Which jobs of a run are alive: what is about to act on it must know. Runs on the login node."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc.base.errors import UserError
+from hpc.base.kernel import is_alive
+from hpc.run.causes import JobState
+from hpc.run.events.history import History
+from hpc.run.events.kinds import (
+    Submitted,
+)
+from hpc.run.rundir import RunDir
+from hpc.slurm import client as slurm
+from hpc.slurm.squeue import SlurmJob, jobs_by_script
+
+
+def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
+    """The ids of the run's jobs among those that squeue lists, also of those that were submitted by hand."""
+    recorded = History.load(run).job_ids
+    own = {job.job_id for job in jobs_by_run([run], jobs)[run.path]}
+    return sorted(own | {job.job_id for job in jobs.values() if job.job_id in recorded and _may_be_job_of(run, job)})
+
+
+def local_jobs(run: RunDir) -> list[str]:
+    """The process ids of submitit's controllers of a run that `--cluster local` started on this machine."""
+    submitted = [event for event in History.load(run).of(Submitted) if event.started]
+    return [event.job_id for event in submitted if is_alive(event.job_id, event.started)]
+
+
+def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:
+    """Whether a job that the ledger names is alive and runs the run's script, by whatever path it was submitted.
+
+    The ledger of a copied run directory names the jobs of the original. Slurm gives ids again after some time.
+    """
+    command = Path(job.command)
+    if not job.state.alive or command.parts[-2:] != run.script.parts[-2:]:
+        return False
+    try:
+        return command.stat().st_ino == run.script.stat().st_ino
+    except OSError:
+        return True  # it was submitted where the same storage is mounted on another path
+
+
+def running_job(run: RunDir) -> SlurmJob:
+    """The job in which the run trains now. Raises a UserError if there is none."""
+    if not run.script.exists():
+        raise UserError(f"run {run.name} has no job: it runs on this machine (--cluster local)")
+    jobs = slurm.jobs()
+    running = [jobs[job_id] for job_id in slurm_jobs(run, jobs) if jobs[job_id].state is JobState.RUNNING]
+    if not running:
+        raise UserError(f"run {run.name} has no running job: hpc status {run.name} says why")
+    return running[-1]
+
+
+def chosen_node(run: RunDir, job: SlurmJob, name: str | None) -> str:
+    """The node of the job with this name, by default the first. Raises a UserError if it has none such."""
+    nodes = slurm.hostnames(job.nodes)
+    if name is not None and name not in nodes:
+        raise UserError(f"--node is {name!r}, but run {run.name} runs on {', '.join(nodes)}")
+    return name or nodes[0]
+
+
+def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:
+    """The jobs in the queue of each run, by its directory, the running ones first; also those submitted by hand."""
+    # A job in an unknown state may be alive.
+    scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
+    found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}
+    return {path: sorted(own, key=lambda job: job.state is not JobState.RUNNING) for path, own in found.items()}

@@ -1,0 +1,74 @@
+"""The end of a run that its user asks for. Runs on the login node.
+
+Slurm ends the run's jobs first, which works on a full disk too. The event keeps agents and supervisors from continuing
+the run, and ends the work of agents that scancel did not reach. A local run has only the event: its agents would take
+the signal for a request to requeue.
+"""
+
+import getpass
+import os
+import signal
+
+from hpc.base.errors import TorchrelayError
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Cancelled
+from hpc.run.events.ledger import EventWriter
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.slurm import client as slurm
+from hpc.slurm.alive import local_jobs, slurm_jobs
+from hpc.slurm.predecessors import recorded_outcome, redirect_waiting_jobs
+
+_OVER = frozenset({"completed", "cancelled"})
+
+
+def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
+    """End one run, whose state was `before`; False: it had ended. A TorchrelayError if that did not succeed in full."""
+    on_slurm = RunSpec.load(run).cluster == "slurm"
+    problems = _end_jobs(run) if on_slurm else []
+    # A failed run may be about to continue: the supervisor submits its next job.
+    is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
+    # Ended by scancel: the runs that wait for it do not know.
+    is_new = is_new or recorded_outcome(run) is None
+    if is_new:
+        try:
+            EventWriter(run.cancellation).append(Cancelled(by=getpass.getuser(), final=final))
+        except OSError as error:
+            problems.append(f"the cancellation cannot be recorded, so the run may continue: {error}")
+    if on_slurm and not problems:
+        problems += _release_waiting_jobs(run)
+    if problems:
+        raise TorchrelayError(
+            f"run {run.name}: {'; '.join(problems)}; type hpc cancel again when this problem is solved"
+        )
+    for job_id in [] if on_slurm else local_jobs(run):
+        os.kill(int(job_id), signal.SIGTERM)  # submitit's controller passes it on to the agents
+    return is_new
+
+
+def _release_waiting_jobs(run: RunDir) -> list[str]:
+    """Let the runs begin that wait for this one, if it had no job. Returns what went wrong."""
+    try:
+        redirect_waiting_jobs(run)
+    except TorchrelayError as error:
+        return [f"runs that wait for it may stay held: {error}"]
+    return []
+
+
+def _is_final(run: RunDir) -> bool:
+    return History.load(run).is_cancelled_for_good
+
+
+def _end_jobs(run: RunDir) -> list[str]:
+    """Cancel the run's jobs, also those submitted by hand. Returns what went wrong."""
+    try:
+        found = slurm_jobs(run, slurm.jobs())
+    except TorchrelayError as error:
+        return [f"its job may still run, because Slurm does not list the jobs: {error}"]
+    problems = list[str]()
+    for job_id in found:
+        try:
+            slurm.cancel(job_id)
+        except TorchrelayError as error:
+            problems.append(f"job {job_id} may still run: {error}")
+    return problems

@@ -1,0 +1,185 @@
+"""Reads logs that grow, of any size: in blocks, and only what is new. Runs on the login node."""
+
+import errno
+import functools
+import heapq
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from hpc.run.rundir import RunDir
+
+_BLOCK_BYTES = 2**17
+# A file that was deleted while it was read, here or by another NFS client.
+_DELETED = {errno.ENOENT, errno.ESTALE}
+# As Python's logging and most others write times: 2026-11-21 09:00:05,123; and as torch does: W1121 09:00:05.123456.
+_TIME = re.compile(r"\W{0,2}(?:(\d{4}-)(\d\d)-(\d\d)[T ]|[A-Z](\d\d)(\d\d) )(\d\d:\d\d:\d\d(?:[.,]\d+)?)")
+
+Line = dict[str, int | float | str | None]
+
+
+@dataclass
+class Tail:
+    """One log, and its read position. Keeps no file open: there may be a thousand ranks."""
+
+    path: Path
+    offset: int = 0
+    time: str = ""
+    """The time of the last line that has one; times compare as text."""
+    _file: tuple[int, int] | None = None
+    _rest: bytes = b""
+
+    def lines(self, *, ended: bool = False) -> Iterator[str]:
+        """New lines; with `ended` also the text after the last line break.
+
+        A log that was replaced or truncated is read from its beginning; a missing one has no lines.
+        """
+        while block := self._block():
+            *whole, self._rest = (self._rest + block).split(b"\n")
+            if len(self._rest) > _BLOCK_BYTES:  # no line of text: cut it rather than keep it in memory
+                whole, self._rest = [*whole, self._rest], b""
+            yield from map(_visible, whole)
+        if ended and self._rest:
+            yield _visible(self._rest)
+            self._rest = b""
+
+    def _block(self) -> bytes:
+        try:
+            status = self.path.stat()
+            file = status.st_dev, status.st_ino
+            if self._file not in {file, None} or status.st_size < self.offset:
+                self.offset, self._rest = 0, b""
+            self._file = file
+            block = b"" if status.st_size == self.offset else _read(self.path, self.offset)
+        except OSError as error:
+            if error.errno not in _DELETED:
+                raise
+            return b""
+        self.offset += len(block)
+        return block
+
+
+def _read(path: Path, offset: int, size: int = _BLOCK_BYTES) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        file.seek(offset)
+        return file.read(size)
+
+
+def _visible(line: bytes) -> str:
+    """A line as a terminal shows it: without what a progress bar has overwritten."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, str]]:
+    """The new lines of several logs, sorted by the times with which lines begin.
+
+    A line without a time stays with the one before it; logs without times come one after the other.
+    """
+
+    def timed(tail: Tail) -> Iterator[tuple[str, Tail, str]]:
+        for line in tail.lines(ended=ended):
+            if found := _TIME.match(line):
+                tail.time = "".join(part.replace(",", ".") for part in found.groups()[1:] if part)
+            yield tail.time, tail, line
+
+    return (entry[1:] for entry in heapq.merge(*map(timed, tails), key=lambda entry: entry[0]))
+
+
+def time_of(line: str) -> float | None:
+    """The time with which a line begins, in seconds since the epoch; None if it begins with none, or without a year."""
+    found = _TIME.match(line)
+    try:
+        return datetime.fromisoformat(line[found.start(1) : found.end()]).timestamp() if found and found[1] else None
+    except ValueError:  # such as month 13
+        return None
+
+
+def offset_of_last(path: Path, text: str) -> int | None:
+    """The offset of the last occurrence of a text in a log, read from the end; None without one, or without a log."""
+    wanted, after = text.encode(), b""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return None
+    for offset in range((size - 1) // _BLOCK_BYTES * _BLOCK_BYTES, -1, -_BLOCK_BYTES):
+        block = _read(path, offset)
+        if (found := (block + after).rfind(wanted)) >= 0:
+            return offset + found
+        after = block[: len(wanted)]
+    return None
+
+
+def lines_before(path: Path, offset: int, count: int) -> int:
+    """The offset of the line that is `count` lines before the one at `offset`; at most one block back."""
+    first = max(0, offset - _BLOCK_BYTES)
+    before = _read(path, first, offset - first)
+    end = len(before)
+    for _ in range(count + 1):
+        end = before.rfind(b"\n", 0, end)
+        if end < 0:
+            return first
+    return first + end + 1
+
+
+@dataclass
+class LogReader:
+    """The chosen logs of a run, and their read positions."""
+
+    run: RunDir
+    rank: int | None = None
+    attempt: int | None = None
+    most_bytes: int | None = None
+    """Read at most this many bytes from the end of each log."""
+    shortened: bool = False
+    """Whether `most_bytes` left anything out."""
+    _tails: dict[Path, Tail] = field(default_factory=dict)
+    _over: set[int] = field(default_factory=set)
+
+    def new_lines(self, *, ended: bool = False) -> Iterator[Line]:
+        """The lines added since the last call, each with its origin."""
+        numbers = [_numbers(path)[0] for path in self.run.logs.glob("attempt-[0-9]*")]
+        attempts = sorted(one for one in numbers if self.attempt in {one, None} and one not in self._over)
+        # There may be thousands of logs. Ranks of the last attempt but one may still print their last lines.
+        over = attempts[:-2]
+        rank = "[0-9]*" if self.rank is None else f"{self.rank:02d}"
+        groups = [(number, self.run.attempt_logs(number).glob(f"rank-{rank}.log")) for number in attempts]
+        if self.rank is None and self.attempt is None:
+            # An agent's log is that of a job, which may have several attempts.
+            groups.insert(0, (0, self.run.logs.glob("[0-9]*_[0-9]*_log.out")))
+        for number, paths in groups:
+            tails = map(self._tail, sorted(paths, key=_numbers))
+            for tail, line in merged(tails, ended=ended or number in over):
+                yield {**origin_of(tail.path), "time": time_of(line), "line": line}
+        self._over.update(over)
+
+    def start_at(self, path: Path, offset: int) -> None:
+        """Start to read a log at an offset."""
+        self._tails[path] = Tail(path, offset)
+
+    def _tail(self, path: Path) -> Tail:
+        if path not in self._tails:
+            size = path.stat().st_size if self.most_bytes and path.exists() else 0
+            skipped = max(0, size - (self.most_bytes or size))
+            self.shortened = self.shortened or skipped > 0
+            self.start_at(path, lines_before(path, skipped, 0) if skipped else 0)
+        return self._tails[path]
+
+
+def ranks_with_logs(run: RunDir) -> set[int]:
+    """The ranks that have written a log in any attempt."""
+    return {_numbers(path)[0] for path in run.logs.glob("attempt-[0-9]*/rank-[0-9]*.log")}
+
+
+def _numbers(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]
+
+
+@functools.cache
+def origin_of(path: Path) -> Line:
+    """Whose log a file is: a rank's in an attempt, or the agent's of a node in a job (submitit's file name)."""
+    if path.suffix == ".out":
+        job, node = _numbers(path)
+        return {"agent": f"job {job}", "node": node}
+    return {"attempt": _numbers(path.parent)[0], "rank": _numbers(path)[0]}

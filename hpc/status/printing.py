@@ -1,0 +1,88 @@
+"""Prints of runs: their table, their interruptions, and the wait for the end of one. Runs on the login node."""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.run.events.downtime import Interruption
+from hpc.run.rundir import RunDir
+from hpc.status.cells import wait_reason
+from hpc.status.details import interruption_table
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL, Summary
+from hpc.status.table import view
+
+_WAIT_SECONDS, _PIPE_WIDTH = 1.0, 1000
+
+
+def print_table(rows: list[Summary], *, details: bool) -> None:
+    """Print the table; into a file or pipe with all its columns."""
+    console = _console()
+    console.print(view(console, rows, details=details))
+
+
+def print_interruptions(interruptions: Sequence[Interruption]) -> None:
+    """Print the interruptions of a run, and what each cost."""
+    console = _console()
+    console.print(interruption_table(console, interruptions))
+
+
+def _console() -> Console:
+    console = Console()
+    console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
+    return console
+
+
+def summaries(runs: Sequence[RunDir]) -> list[Summary]:
+    """One summary per run, with one call of squeue for all; a warning on stderr if Slurm does not answer."""
+    cache = StatusCache()
+    rows = cache.summaries(runs)
+    if cache.problem:
+        print(visible(cache.problem), file=sys.stderr)
+    return rows
+
+
+def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
+    """Wait for the end; 0 if the run completed, 1 if it failed or was cancelled.
+
+    With `answer`, the submission's JSON document, nothing is printed but that document with the final state in it.
+    """
+    if answer is None:
+        print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
+    printed, cache = "", StatusCache()
+    while (row := cache.summary(run)).state not in TERMINAL:
+        now = visible(progress(row))
+        if answer is None and now != printed:
+            print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)
+            printed = now
+        time.sleep(_WAIT_SECONDS)
+    if answer is not None:
+        cli.print_json({**answer, "status": row.document()})
+    else:
+        print_table([row], details=True)
+        if why := [text for text in (row.reason, row.detail) if text]:
+            print(visible(": ".join([row.state, *why])), file=sys.stderr)
+        result = f"\nresult   {run.final}" if run.final.exists() else ""
+        print(f"logs     {run.logs}{result}")
+        cli.print_next(run, "status", "logs")
+    return 0 if row.state == "completed" else 1
+
+
+def progress(row: Summary) -> str:
+    """The progress of a run in one line."""
+    if row.state == "pending":
+        return ": ".join(filter(None, ["pending", wait_reason(row)]))
+    if last := row.last_output:
+        return f"attempt {row.attempt}: {last.line}"
+    if row.step is None:
+        return f"attempt {row.attempt or 1}: starting"
+    # A user's script may log a part of them.
+    loss = None if row.train_loss is None else f"{row.train_loss:.4f}"
+    known = {"epoch": row.epoch, "step": row.step, "loss": loss}
+    words = [f"{name} {value}" for name, value in known.items() if value is not None]
+    return f"attempt {row.attempt}: {' '.join(words)}"

@@ -1,0 +1,153 @@
+"""The runs of a group: what they have in common, how one is started, and their supervision. Runs on the login node."""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from hpc.base import program
+from hpc.base.errors import UserError
+from hpc.base.git import git_revision
+from hpc.commands import cli
+from hpc.run.events.history import History
+from hpc.run.rundir import RunDir
+from hpc.run.spec import program_of
+from hpc.status.summary import Summary
+from hpc.studies.group_dir import GroupDir, GroupSpec
+from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
+from hpc.submit.new_run import start_run
+from hpc.submit.options import SubmitScript, SubmitTraining, options_for
+from hpc.submit.resumed_run import options_of, resume_run
+from hpc.submit.settings import changed
+from hpc.supervise.check import SuperviseOptions, check_runs
+
+_SUPERVISE_SECONDS = 60.0
+# What a run has of its own, or not at all.
+_NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "json", "debug"}
+
+
+def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode:
+    """The code for all runs. Raises UserError if it cannot be found."""
+    if not isinstance(options, SubmitScript):
+        return find_code(Path.cwd(), script, (), options.runs_dir)
+    elsewhere = own_environment(options)
+    if options.in_place:
+        return code_in_place(Path.cwd(), script, elsewhere=elsewhere)
+    return find_code(Path.cwd(), script, options.include, options.runs_dir, elsewhere=elsewhere)
+
+
+class CommonPart(TypedDict):
+    """The fields of a GroupSpec but `parallel`."""
+
+    settings: dict[str, Any]
+    script: tuple[str, ...]
+    working_directory: str
+    names: tuple[str, ...] | None
+    revision: str | None
+
+
+def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart:
+    """Return what all runs have, with the defaults and files of the user as they are now."""
+    # The runs look for others in the directory of the group.
+    after, after_ok = (
+        tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
+        for names in (options.after, options.after_ok)
+    )
+    options = dataclasses.replace(options, after=after, after_ok=after_ok)
+    kind = options_for(code.script)
+    asked = program.values_of(options)
+    own = {name: asked[name] for name in program.default_values(kind) if name not in _NOT_COMMON}
+    return {
+        "settings": changed(own, kind),
+        "script": code.script,
+        "working_directory": str(code.root / code.working_directory) if code.in_place else code.working_directory,
+        "names": None if code.in_place else code.names,
+        "revision": None if code.in_place else git_revision(code.root),
+    }
+
+
+def start_member(
+    group: GroupDir[Any], spec: GroupSpec, run: RunDir, settings: Mapping[str, Any], values: Mapping[str, str]
+) -> bool:
+    """Submit a run of a group with its own settings, and the values for its script.
+
+    If an earlier submission was killed, submits that run as it is. Returns False if another process has just done so.
+
+    Raises:
+        UserError: the run cannot be submitted.
+        TorchrelayError: Slurm does not answer, or another process is about to submit the run.
+    """
+    is_made = run.spec.exists()
+    try:
+        if is_made:
+            resume_run(options_of({"run": str(run.path)}))
+        else:
+            _submit_member(group, spec, run, settings, values)
+    except UserError:
+        # A run that Slurm refused was removed, or stays without a job.
+        if History.load(run).last_job_id if is_made else run.spec.exists():
+            return False
+        raise
+    return True
+
+
+def lacks_job(summary: Summary) -> bool:
+    """Return whether the submission of a run was killed before it queued a job."""
+    return summary.state == "failed" and summary.job_id is None
+
+
+def _submit_member(
+    group: GroupDir[Any], spec: GroupSpec, run: RunDir, settings: Mapping[str, Any], values: Mapping[str, str]
+) -> None:
+    script = tuple(filled(word, values) for word in spec.script)
+    place, is_file = spec.working_directory, script[:1] not in {(), ("-m",)}
+    if spec.names is None:
+        code = code_in_place(Path(place), script, elsewhere=True)
+    else:
+        code = UserCode(
+            root=group.code, names=spec.names, working_directory=place, script=script, revision=spec.revision,
+            entry=os.path.normpath(Path(place, script[0])) if is_file else "",
+        )  # fmt: skip
+    # An absolute path: it can be checked from any current directory.
+    typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script
+    own = {"name": run.name, "runs-dir": group.path, **settings}
+    start_run(program.build(options_for(typed), {**spec.settings, **own}), typed, code=code)
+
+
+def filled(word: str, values: Mapping[str, str]) -> str:
+    """A word of a script's command line with the values of a run; other braces stay."""
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word
+
+
+def check_placeholders(names: Iterable[str], script: Sequence[str], flag: str) -> None:
+    """Raise UserError if a script's command line has no place for one of the names."""
+    for name in names:
+        if not any(f"{{{name}}}" in word for word in script):
+            raise UserError(f"{flag} {name}: the command line of {program_of(script)} has no {{{name}}} for its value")
+
+
+class Supervision:
+    """Has lost runs of a group go on: nobody else may watch them.
+
+    Args:
+        group: the directory.
+        tell: is called with each line for people.
+    """
+
+    def __init__(self, group: GroupDir[Any], tell: Callable[[str], None]) -> None:
+        self._group, self._tell = group, tell
+        self._checked = 0.0
+
+    def check(self) -> None:
+        """Do what `hpc supervise --once` does, once a minute. Raises TorchrelayError if Slurm does not answer."""
+        if time.monotonic() - self._checked < _SUPERVISE_SECONDS:
+            return
+        if any(run.script.exists() for run in cli.all_runs(self._group.path)):
+            self._checked = time.monotonic()
+            for line in check_runs(SuperviseOptions(runs_dir=self._group.path), []):
+                if line["problem"]:
+                    self._tell(f"{line['run']}: {line['action']} ({line['reason']}): {line['problem']}")

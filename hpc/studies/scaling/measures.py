@@ -1,0 +1,213 @@
+"""What was measured of each size of a scaling study, and what follows from it. Runs on the login node."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from hpc.base.files import number_in, read_json_lines
+from hpc.run.events.history import History
+from hpc.run.events.kinds import TrainStarted
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.status.summary import Summary
+from hpc.studies.scaling.scaling_dir import Size
+
+# Added ranks pay if they bring half of what those before did; a wait of this share of the time is worth a word.
+_PAYS, _NOTABLE = 0.5, 0.1
+Curve = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """Of one size; None: not known."""
+
+    size: Size
+    run: str
+    """Its name."""
+    state: str
+    cause: str | None = None
+    """Why the run failed or was not submitted."""
+    lr: float | None = None
+    """The highest learning rate."""
+    batch_size: int | None = None
+    """Images per step of all ranks."""
+    steps_per_epoch: int | None = None
+    epoch_seconds: float | None = None
+    """The mean."""
+    epochs: float | None = None
+    """How many were trained in the time."""
+    images_per_second: float | None = None
+    """Of all ranks; the median of the log's lines, without the first of each attempt."""
+    val_loss: float | None = None
+    """The best."""
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    data_wait_share: float | None = None
+    """The share of the time in which a rank waits for data."""
+    allreduce_wait_share: float | None = None
+    """The share of the time in which rank 0 has computed its gradients and waits for the all-reduce."""
+    allreduce_seconds: float | None = None
+    """How long the all-reduce of a step takes; the median."""
+    gradient_bytes: int | None = None
+    """What is reduced in a step."""
+    gpu_hours: float | None = None
+    train_loss: Curve = ()
+    """By seconds of training."""
+    validation_loss: Curve = ()
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second that each rank sends in the all-reduce, at least, if it is a ring.
+
+        A ring sends 2 (n - 1) / n times the gradients: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
+        for clusters of workstations" (2009).
+        """
+        if not self.allreduce_seconds or not self.gradient_bytes:
+            return None
+        return 2 * (self.size.ranks - 1) / self.size.ranks * self.gradient_bytes / self.allreduce_seconds
+
+
+def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
+    """Read what a run has measured so far."""
+    lines, evaluations = list(read_json_lines(run.train_metrics)), list(read_json_lines(run.eval_metrics))
+    train = RunSpec.load(run).train
+    started = History.load(run).of(TrainStarted)
+    # The first line of an attempt has what starting costs.
+    steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
+    last = lines[-1] if lines else {}
+    step, seconds, epoch = (number_in(last, name) for name in ("step", "train_seconds", "epoch"))
+    of_epoch = round((started[-1].total_steps or 0) / train.epochs) if started and train else None
+    epochs = step / of_epoch if step and of_epoch else epoch
+    test = _last(evaluations, "test")
+    validation = [line for line in evaluations if line.get("split") == "val" and number_in(line, "loss") is not None]
+    return Measures(
+        size=size, run=run.name, state=summary.state,
+        cause=summary.detail or summary.reason if summary.state == "failed" else None,
+        lr=max(_column(lines, "lr"), default=None),
+        batch_size=train.batch_size if train else None, steps_per_epoch=of_epoch,
+        epoch_seconds=seconds / epochs if seconds and epochs else None, epochs=epochs,
+        images_per_second=_middle(steady, "images_per_second"),
+        val_loss=min(_column(validation, "loss"), default=None),
+        test_loss=number_in(test, "loss"), test_accuracy=number_in(test, "accuracy"),
+        data_wait_share=_mean(steady, "data_wait_share"),
+        allreduce_wait_share=_mean(steady, "allreduce_wait_share"),
+        allreduce_seconds=_middle(steady, "allreduce_seconds"),
+        gradient_bytes=started[-1].gradient_bytes if started else None,
+        gpu_hours=(summary.gpu_hours or {}).get("allocated"), train_loss=_curve(lines, lines),
+        validation_loss=_curve(validation, lines),
+    )  # fmt: skip
+
+
+def efficiency(measured: Sequence[Measures]) -> dict[Size, float]:
+    """Images per second of a rank, relative to that of the smallest size that has been measured."""
+    per_rank = {one.size: one.images_per_second / one.size.ranks for one in measured if one.images_per_second}
+    base = next(iter(per_rank.values()), 1.0)
+    return {size: value / base for size, value in per_rank.items()}
+
+
+def conclusions(measured: Sequence[Measures]) -> list[str]:
+    """Up to which size more ranks pay, why not further, and whether GPUs of one node or of several are faster."""
+    known = [one for one in measured if one.images_per_second]
+    fastest = list[Measures]()
+    for one in known:  # of sizes with as many ranks, the fastest
+        if fastest and fastest[-1].size.ranks == one.size.ranks:
+            fastest[-1] = max(fastest[-1], one, key=_speed)
+        else:
+            fastest.append(one)
+    if len(fastest) < 2:
+        return []
+    found = list[str]()
+    limit = next((pair for pair in pairwise(fastest) if not _pays(*pair)), None)
+    if limit is None:
+        largest = fastest[-1]
+        share = efficiency(known)[largest.size]
+        found.append(
+            f"More ranks pay up to the largest size, {_words(largest.size)}: each rank has {share:.0%} of its speed "
+            "in the smallest size."
+        )
+        found += _reason(largest)
+    else:
+        before, after = limit
+        ratio = _speed(after) / _speed(before)
+        gain = f"{ratio:.2f} times as fast, not {after.size.ranks / before.size.ranks:.3g} times"
+        loss = f"slower, at {ratio:.0%} of that speed"
+        found.append(
+            f"More ranks pay up to {_words(before.size)}: {_words(after.size)} are {gain if ratio >= 1 else loss}."
+        )
+        found += _reason(after) or ["They wait neither for data nor for each other: look at hpc top, hpc doctor."]
+    return found + _up_or_out(known)
+
+
+def _pays(before: Measures, after: Measures) -> bool:
+    gain = _speed(after) / _speed(before) - 1
+    return gain >= _PAYS * (after.size.ranks / before.size.ranks - 1)
+
+
+def _reason(one: Measures) -> list[str]:
+    """What the ranks of a size wait for, and what helps."""
+    waits = {"all-reduce": one.allreduce_wait_share or 0.0, "data": one.data_wait_share or 0.0}
+    name, share = max(waits.items(), key=lambda item: item[1])
+    if share < _NOTABLE:
+        return []
+    if name == "data":
+        return [f"They wait {share:.0%} of the time for data: use more --num-workers and CPUs, or --pack on."]
+    cost = ""
+    if one.bandwidth is not None and one.gradient_bytes is not None:
+        cost = (
+            f" of {one.gradient_bytes / 1e6:.3g} MB of gradients a step ({one.allreduce_seconds:.3g} s, at least "
+            f"{one.bandwidth / 1e6:.3g} MB/s)"
+        )
+    helps = "more images per rank (--batch-size, --grad-accum-steps), --compress-gradients bf16, more GPUs per node"
+    return [f"They wait {share:.0%} of the time for the all-reduce{cost}. What helps: {helps}."]
+
+
+def _up_or_out(known: Sequence[Measures]) -> list[str]:
+    """For each number of ranks that was tried on few and on many nodes, which is faster."""
+    found = list[str]()
+    for ranks in sorted({one.size.ranks for one in known}):
+        alike = [one for one in known if one.size.ranks == ranks]
+        few, many = alike[0], alike[-1]
+        if few.size.nodes < many.size.nodes:
+            slow, fast = sorted((many, few), key=_speed)
+            ratio, advice = _speed(fast) / _speed(slow), "scale up" if fast is few else "scale out"
+            found.append(f"{ranks} ranks: {fast.size.name} is {ratio:.2f} times as fast as {slow.size.name}: {advice}.")
+    return found
+
+
+def _words(size: Size) -> str:
+    return f"{size.ranks} rank{'s' * (size.ranks > 1)} ({size.name})"
+
+
+def _speed(one: Measures) -> float:
+    return one.images_per_second or 0.0
+
+
+def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [value for line in lines if (value := number_in(line, name)) is not None]
+
+
+def _mean(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = _column(lines, name)
+    return fmean(values) if values else None
+
+
+def _middle(lines: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    values = _column(lines, name)
+    return median(values) if values else None
+
+
+def _last(evaluations: Sequence[Mapping[str, Any]], split: str) -> Mapping[str, Any]:
+    return next((line for line in reversed(evaluations) if line.get("split") == split), {})
+
+
+def _curve(points: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> Curve:
+    """Losses by the seconds of training; those of evaluations, which have none, by the line of their step."""
+    seconds = {line.get("step"): number_in(line, "train_seconds") for line in lines}
+    found = list[tuple[float, float]]()
+    for point in points:
+        at, loss = number_in(point, "train_seconds") or seconds.get(point.get("step")), number_in(point, "loss")
+        if at is not None and loss is not None:
+            found.append((at, loss))
+    return tuple(found)

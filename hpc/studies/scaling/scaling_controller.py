@@ -1,0 +1,111 @@
+"""Starts the runs of a scaling study, one size after the other, and follows them. Runs on the login node.
+
+All that it knows is in the runs: it may be killed at any moment and started again.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+from hpc.base.errors import UserError
+from hpc.base.files import read_json_lines
+from hpc.slurm.cancellation import cancel_run
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL, Summary
+from hpc.studies.members import Supervision, lacks_job, start_member
+from hpc.studies.scaling.measures import Measures, measure
+from hpc.studies.scaling.scaling_dir import ScalingDir, ScalingSpec, Size
+from hpc.studies.scaling.scaling_result import write_page
+
+
+class ScalingController:
+    """The runs of one study.
+
+    Args:
+        study: the directory.
+        spec: what is asked for.
+        tell: is called with each line for people.
+    """
+
+    def __init__(self, study: ScalingDir, spec: ScalingSpec, tell: Callable[[str], None]) -> None:
+        self._study, self._spec, self._tell = study, spec, tell
+        self._cache, self._supervision = StatusCache(), Supervision(study, tell)
+        self._refused = dict[Size, str]()
+        self._ended, self._on_page = set[Size](), set[Size]()
+
+    def step(self) -> bool:
+        """Follow the runs that run, and start others. Returns whether the study is over.
+
+        Raises:
+            UserError: the first run cannot be submitted.
+            TorchrelayError: Slurm does not answer.
+        """
+        missing, running = list[Size](), 0
+        self._cache = StatusCache()  # a run that another controller just submitted has not failed
+        for size in self._spec.sizes:
+            run = self._study.run(size.name)
+            summary = self._cache.summary(run) if run.spec.exists() else None
+            if summary is None or lacks_job(summary):
+                missing.append(size)
+            elif size not in self._ended:
+                running += self._follow(size, summary)
+        if self._study.cancelled.exists():
+            return not running
+        for size in missing:
+            if running < self._spec.parallel and size not in self._refused:
+                running += self._start(size)
+        self._supervision.check()
+        return not running and all(size in self._refused for size in missing)
+
+    def measures(self) -> list[Measures]:
+        """What was measured so far, by size."""
+        found = list[Measures]()
+        for size in self._spec.sizes:
+            run = self._study.run(size.name)
+            if run.spec.exists():
+                found.append(measure(size, run, self._cache.summary(run)))
+            else:
+                cause = self._refused.get(size)
+                found.append(Measures(size=size, run=run.name, state="refused" if cause else "waiting", cause=cause))
+        return found
+
+    def write_result(self) -> None:
+        """Write the page, if another run has ended."""
+        if self._ended == self._on_page:
+            return
+        write_page(self._study, self._spec, self.measures())
+        self._on_page = {*self._ended}
+
+    def _start(self, size: Size) -> bool:
+        """Submit the run of a size; of the first one, an error is the user's."""
+        run = self._study.run(size.name)
+        try:
+            if start_member(self._study, self._spec, run, self._spec.settings_of(size), script_values(size)):
+                self._tell(f"{run.name} is submitted")
+        except UserError as error:
+            if size == self._spec.sizes[0]:
+                raise
+            self._refused[size] = str(error)
+            self._tell(f"{run.name} cannot be submitted: {error}")
+            return False
+        return True
+
+    def _follow(self, size: Size, summary: Summary) -> bool:
+        """Whether a run still runs. A user's script, which does not know of the time, is cancelled after it."""
+        state, run = summary.state, self._study.run(size.name)
+        if state in TERMINAL:
+            self._ended.add(size)
+            speed = measure(size, run, summary).images_per_second
+            measured = f", {speed:.0f} images per second" if speed else ""
+            self._tell(f"{run.name} is {state}{measured}")
+            return False
+        if self._spec.script:
+            first = next(iter(read_json_lines(run.train_metrics)), None)
+            began = first.get("time") if first else None
+            if isinstance(began, float) and time.time() - began > 60 * self._spec.minutes:
+                cancel_run(run, state, final=True)
+        return True
+
+
+def script_values(size: Size) -> Mapping[str, str]:
+    """What stands for the names in braces in a script's command line."""
+    return {"nodes": str(size.nodes), "gpus_per_node": str(size.gpus), "ranks": str(size.ranks)}

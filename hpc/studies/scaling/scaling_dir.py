@@ -1,0 +1,107 @@
+"""The directory of a scaling study: a group with a run for each size."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
+from hpc.base.errors import UserError
+from hpc.studies.group_dir import GroupDir, GroupSpec
+
+Mode = Literal["weak", "strong"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """What one run of the study gets."""
+
+    nodes: int
+    gpus: int
+    """Per node; 0: one rank per node on its CPUs."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks on all nodes."""
+        return self.nodes * max(1, self.gpus)
+
+    @property
+    def name(self) -> str:
+        """The name of the run: `2x4`, 2 nodes with 4 GPUs each."""
+        return f"{self.nodes}x{self.gpus}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalingSpec(GroupSpec):
+    """A study, resolved."""
+
+    nodes: tuple[int, ...]
+    gpus: tuple[int, ...]
+    gpu_type: str | None
+    minutes: float
+    """How long each run trains."""
+    mode: Mode
+    """weak: the global batch grows with the ranks; strong: it is the same for all sizes."""
+    batch_size: int | None
+    """Images per step of the smallest size; None: a user's script has its own."""
+
+    @property
+    def sizes(self) -> Sequence[Size]:
+        """All combinations, the one with the fewest ranks first, and of those the one with the fewest nodes."""
+        sizes = [Size(nodes=nodes, gpus=gpus) for nodes, gpus in product(self.nodes, self.gpus)]
+        return sorted(sizes, key=lambda size: (size.ranks, size.nodes))
+
+    def settings_of(self, size: Size) -> dict[str, Any]:
+        """Return the settings by which the run of a size differs from the others."""
+        gpus = f"{self.gpu_type}:{size.gpus}" if self.gpu_type else size.gpus
+        settings: dict[str, Any] = {"nodes": size.nodes, "gpus-per-node": gpus}
+        if self.batch_size is not None:
+            growth = size.ranks / self.sizes[0].ranks if self.mode == "weak" else 1.0
+            settings |= {"batch-size": round(self.batch_size * growth), "max-hours": float(f"{self.minutes / 60:.6g}")}
+        return settings
+
+
+class ScalingDir(GroupDir[ScalingSpec]):
+    """The files of a study, by name."""
+
+    KIND, TITLE = "scaling", "scaling study"
+    SPEC = ScalingSpec
+
+
+def split_sizes(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """The values of `--nodes`, those of `--gpus-per-node`, and the other arguments.
+
+    `--nodes 1 2 4`, `--nodes=1,2,4` and `-N 1 2 4` are the same.
+    """
+    values: dict[str, list[str]] = {"--nodes": [], "--gpus-per-node": []}
+    others, current = list[str](), None
+    for word in arguments:
+        name, separator, value = word.partition("=")
+        name = {"-N": "--nodes"}.get(name, name.replace("_", "-"))
+        if name in values:
+            current = values[name]
+            current += value.split(",") if separator else []
+        elif current is not None and word[:1].isalnum():
+            current += word.split(",")
+        else:
+            current = None
+            others.append(word)
+    return values["--nodes"], values["--gpus-per-node"], others
+
+
+def read_nodes(values: Sequence[str]) -> tuple[int, ...]:
+    """Numbers of nodes. Raises UserError if one is not a number from 1, or is there twice."""
+    if not all(value.isdecimal() and int(value) for value in values) or len({*values}) < len(values):
+        raise UserError(f"--nodes is {' '.join(values)!r}: use different numbers, such as --nodes 1 2 4 8")
+    return tuple(map(int, values))
+
+
+def read_gpus(values: Sequence[str]) -> tuple[str | None, tuple[int, ...]]:
+    """The type of the GPUs, None if it was not given, and their numbers per node. Raises UserError as `read_nodes`."""
+    split = [value.rpartition(":")[::2] for value in values]
+    types = {kind for kind, _ in split if kind}
+    numbers = [number for _, number in split]
+    if len(types) > 1 or not all(map(str.isdecimal, numbers)) or len({*numbers}) < len(numbers):
+        raise UserError(
+            f"--gpus-per-node is {' '.join(values)!r}: use different numbers, such as 1 4, or a100:1 a100:4"
+        )
+    return next(iter(types), None), tuple(map(int, numbers))

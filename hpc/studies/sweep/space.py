@@ -1,0 +1,80 @@
+"""What `--param` says: the values that each trial may take. Pure."""
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from hpc.base.errors import UserError
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+
+_EXAMPLES = "lr=log:1e-4,1e-1  momentum=float:0.8,0.99  epochs=int:5,20  batch-size=64,128,256"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+def read_space(params: Sequence[str]) -> "dict[str, BaseDistribution]":
+    """The values of each parameter, by its name.
+
+    Raises:
+        UserError: a parameter is not what it should be.
+    """
+    space: dict[str, BaseDistribution] = {}
+    for param in params:
+        name, _, values = param.partition("=")
+        if not _NAME.fullmatch(name) or not values:
+            raise UserError(f"--param {param!r}: use NAME=VALUES, such as {_EXAMPLES}")
+        name = name.replace("_", "-")
+        if name in space:
+            raise UserError(f"--param {name} is given twice: write all of its values into one --param")
+        space[name] = _distribution(param, values)
+    return space
+
+
+def _distribution(param: str, values: str) -> "BaseDistribution":
+    from optuna.distributions import (  # noqa: PLC0415 - takes a second
+        CategoricalDistribution,
+        FloatDistribution,
+        IntDistribution,
+    )
+
+    kind, separator, limits = values.partition(":")
+    if not separator:
+        return CategoricalDistribution(_distinct(param, values.split(",")))
+    low, _, high = limits.partition(",")
+    try:
+        if kind == "int":
+            return IntDistribution(int(low), int(high))
+        if kind in {"float", "log"}:
+            return FloatDistribution(float(low), float(high), log=kind == "log")
+    except ValueError as error:
+        raise UserError(f"--param {param}: {error}: use KIND:LOW,HIGH, such as {_EXAMPLES}") from error
+    raise UserError(f"--param {param}: there is no kind {kind!r}: use log, float or int, or a list of values")
+
+
+def _distinct(param: str, values: Sequence[str]) -> list[str]:
+    if len({*values}) < len(values) or not all(values):
+        raise UserError(f"--param {param}: a value is empty, or given twice")
+    return list(values)
+
+
+def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
+    """All combinations; those of the last parameter follow each other. Raises UserError if a parameter is a range."""
+    lists: list[list[str]] = []
+    for name, values in space.items():
+        choices = getattr(values, "choices", None)
+        if choices is None:
+            raise UserError(f"--param {name} is a range, and a grid needs a list: {name}=1e-4,1e-3,1e-2")
+        lists.append(list(choices))
+    return [dict(zip(space, values, strict=True)) for values in product(*lists)]
+
+
+def shown(value: object) -> str:
+    """A value of a trial, as a flag takes it: six digits of a number."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def settings_text(params: Mapping[str, Any]) -> str:
+    """The values of a trial for people."""
+    return " ".join(f"{name}={shown(value)}" for name, value in params.items())

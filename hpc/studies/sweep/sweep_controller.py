@@ -1,0 +1,153 @@
+"""Starts the trials of a sweep, follows them, and tells Optuna. Runs on the login node.
+
+All that it knows is in Optuna's journal and the runs: it may be killed at any moment and started again. A second one
+does no harm, because one of them makes the run directory, and one tells Optuna of the trial.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+import optuna
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.trial import FrozenTrial, TrialState
+
+from hpc.base.compat import running_trial
+from hpc.base.errors import UserError
+from hpc.run.rundir import RunDir
+from hpc.services.tracking.points import read_points
+from hpc.slurm.cancellation import cancel_run
+from hpc.status.run_view import StatusCache
+from hpc.status.summary import TERMINAL, Summary
+from hpc.studies.members import Supervision, lacks_job, start_member
+from hpc.studies.sweep.space import grid_of, read_space, settings_text, shown
+from hpc.studies.sweep.sweep_dir import SweepDir, SweepSpec
+from hpc.studies.sweep.sweep_result import write_result
+
+
+def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
+    """The study in the journal of a sweep, made if it is not there."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    samplers: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
+        # Trials that run at the same time are taken for bad ones, so that they differ.
+        "tpe": lambda: optuna.samplers.TPESampler(seed=spec.seed, constant_liar=True),
+        "random": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
+        # Optuna's own stops the study by itself, which only its optimize() allows: ask() is told the values.
+        "grid": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
+    }
+    pruners = {"median": optuna.pruners.MedianPruner(), "none": optuna.pruners.NopPruner()}
+    return optuna.create_study(
+        storage=JournalStorage(JournalFileBackend(str(sweep.journal))), study_name=sweep.path.name,
+        sampler=samplers[spec.sampler](), pruner=pruners[spec.pruner], direction=spec.direction, load_if_exists=True,
+    )  # fmt: skip
+
+
+class SweepController:
+    """The trials of one sweep.
+
+    Args:
+        sweep: the directory.
+        spec: what is asked for.
+        tell: is called with each line for people.
+    """
+
+    def __init__(self, sweep: SweepDir, spec: SweepSpec, tell: Callable[[str], None]) -> None:
+        self._sweep, self._spec, self._tell = sweep, spec, tell
+        self.study = open_study(sweep, spec)
+        self._on_page = 0
+        self._cache, self._supervision = StatusCache(), Supervision(sweep, tell)
+
+    def step(self) -> bool:
+        """Follow the trials that run, and start others. Returns whether the sweep is over.
+
+        Raises:
+            UserError: the first trial cannot be submitted.
+            TorchrelayError: Slurm does not answer.
+        """
+        self._cache = StatusCache()  # a run that another controller just submitted has not failed
+        for trial in self._running():
+            self._follow(trial)
+        if self._sweep.cancelled.exists():
+            return not self._running()
+        space = read_space(self._spec.param)
+        grid = grid_of(space) if self._spec.sampler == "grid" else []
+        trials = min(self._spec.trials, len(grid)) if grid else self._spec.trials
+        while len(self._running()) < self._spec.parallel and self._started() < trials:
+            if grid:
+                self.study.enqueue_trial(grid[self._started()], skip_if_exists=True)
+            # The values are in the journal before there is a run.
+            asked = self.study.ask(space)
+            self._start(self.study.trials[asked.number])
+        self._supervision.check()
+        return not self._running()
+
+    def write_result(self) -> None:
+        """Write the best trial and the page if another trial has ended."""
+        ended = sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
+        if ended == self._on_page:
+            return
+        write_result(self._sweep, self._spec, self.study)
+        self._on_page = ended
+
+    def _running(self) -> Sequence[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+    def _started(self) -> int:
+        return sum(trial.state != TrialState.WAITING for trial in self.study.get_trials(deepcopy=False))
+
+    def _follow(self, trial: FrozenTrial) -> None:
+        run = self._sweep.trial(trial.number)
+        summary = self._cache.summary(run) if run.spec.exists() else None
+        if summary is None or lacks_job(summary):
+            self._start(trial)  # the controller ended before
+            return
+        state = summary.state
+        values = self._values(run)
+        live = running_trial(self.study, trial)
+        for step in sorted(values.keys() - trial.intermediate_values.keys()):
+            live.report(values[step], step)
+        if state in TERMINAL:
+            self._end(trial, summary, values)
+        elif live.should_prune():
+            cancel_run(run, state, final=True)
+            self._give_up(trial, TrialState.PRUNED, "other trials were better after the same number of steps")
+            self._tell(f"{run.name} is cancelled: other trials were better after the same number of steps")
+
+    def _values(self, run: RunDir) -> dict[int, float]:
+        """The metric by step."""
+        points = read_points(run.train_metrics.parent, {})
+        return {point.step: point.values[self._spec.metric] for point in points if self._spec.metric in point.values}
+
+    def _end(self, trial: FrozenTrial, summary: Summary, values: Mapping[int, float]) -> None:
+        state, detail = summary.state, summary.detail or summary.reason
+        name = self._sweep.trial(trial.number).name
+        best = (max if self._spec.direction == "maximize" else min)(values.values(), default=None)
+        if state == "completed" and best is not None:
+            self.study.tell(trial.number, best, skip_if_finished=True)
+            self._tell(f"{name}: {self._spec.metric} {best:.6g} with {settings_text(trial.params)}")
+        else:
+            cause = f"it has no {self._spec.metric}" if state == "completed" else detail or state
+            self._give_up(trial, TrialState.FAIL, cause)
+            why = f", but has no {self._spec.metric}" if state == "completed" else f" ({detail})" if detail else ""
+            self._tell(f"{name} is {state}{why}: {settings_text(trial.params)}")
+
+    def _start(self, trial: FrozenTrial) -> None:
+        """Submit the run of a trial; of the first one, an error is the user's."""
+        spec, run = self._spec, self._sweep.trial(trial.number)
+        values = {name: shown(value) for name, value in trial.params.items()}
+        try:
+            if start_member(self._sweep, spec, run, {} if spec.script else values, values):
+                self._tell(f"{run.name} is submitted with {settings_text(trial.params)}")
+        except UserError as error:
+            self._give_up(trial, TrialState.FAIL, str(error))
+            if trial.number == 0:
+                raise
+            self._tell(f"{run.name} cannot be submitted with {settings_text(trial.params)}: {error}")
+
+    def _give_up(self, trial: FrozenTrial, state: TrialState, cause: str) -> None:
+        """Tell Optuna that a trial has no result, and store the cause for the page."""
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another controller did so first
+            running_trial(self.study, trial).set_user_attr("cause", cause)
+        self.study.tell(trial.number, state=state, skip_if_finished=True)

@@ -1,0 +1,47 @@
+"""The directory of a sweep: a group whose runs are Optuna's trials, with its journal."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hpc.run.rundir import RunDir
+from hpc.studies.group_dir import GroupDir, GroupSpec
+
+Sampler = Literal["tpe", "random", "grid"]
+Direction = Literal["maximize", "minimize"]
+Pruner = Literal["median", "none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepSpec(GroupSpec):
+    """A sweep, resolved."""
+
+    param: tuple[str, ...]
+    trials: int
+    metric: str
+    """By its name at trackers: `val/accuracy`."""
+    direction: Direction
+    sampler: Sampler
+    pruner: Pruner
+    seed: int
+
+
+class SweepDir(GroupDir[SweepSpec]):
+    """The files of a sweep, by name."""
+
+    KIND = TITLE = "sweep"
+    SPEC = SweepSpec
+
+    @property
+    def journal(self) -> Path:
+        """Optuna's journal."""
+        return self.path / "journal.log"
+
+    @property
+    def best(self) -> Path:
+        """The flags of the best trial, for --config."""
+        return self.path / "best.yaml"
+
+    def trial(self, number: int) -> RunDir:
+        """The run of a trial, by its number from 0."""
+        return self.run(f"{number:03d}")

@@ -1,0 +1,147 @@
+"""What the verbs about groups share: the directory is made or found, and looked after until the group is over."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import is_temporary, new_directory, remove_directory
+from hpc.base.text import visible
+from hpc.run.ownership import check_is_own
+from hpc.run.rundir import RunDir
+from hpc.run.spec import check_run_name
+from hpc.studies.group_dir import GroupDir, GroupSpec
+from hpc.submit.code_copy import UserCode, copy_files
+from hpc.submit.options import SubmitOptions
+
+_POLL_SECONDS = 5.0
+_MOST_POLL_SECONDS = 300.0
+NOT_OF_GROUPS = frozenset({"dry_run", "wait"})
+"""Fields of SubmitOptions that have no meaning for a group."""
+Group = TypeVar("Group", bound=GroupDir[Any])
+Spec = TypeVar("Spec", bound=GroupSpec)
+
+
+class GroupController(Protocol):
+    """Starts and follows the runs of a group."""
+
+    def step(self) -> bool:
+        """Follow the runs that run, and start others. Returns whether the group is over."""
+        ...
+
+    def write_result(self) -> None:
+        """Write what is known so far."""
+        ...
+
+
+def typed_flags(words: Sequence[str]) -> set[str]:
+    """Return the flags of a command line, without their dashes and values."""
+    return {word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
+
+
+def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
+    """The directory of a group of this name. Raises UserError if the name is missing, or none for a directory."""
+    if name is None:
+        raise UserError(
+            f"the {kind.TITLE} has no name: add --name NAME; later, hpc {kind.KIND} --name NAME continues it"
+        )
+    check_run_name(name)
+    return kind(runs_dir.expanduser().resolve() / name)
+
+
+def check_is_new(group: GroupDir[Any], options: SubmitOptions) -> None:
+    """Raise UserError if the directory exists, or with flags that a group cannot have."""
+    kind = group.KIND
+    if options.dry_run or options.wait:
+        raise UserError(f"hpc {kind} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")
+    if group.path.exists():
+        raise _exists(group)
+
+
+def _exists(group: GroupDir[Any]) -> UserError:
+    name, kind = group.path.name, group.KIND
+    if group.spec_file.exists():
+        return UserError(
+            f"{group.TITLE} {name} exists already: type hpc {kind} --name {name} to continue it, or choose another "
+            "--name"
+        )
+    return UserError(f"{group.path} exists already: choose another --name")
+
+
+def make(group: GroupDir[Spec], spec: Spec, code: UserCode) -> None:
+    """Make the directory with the request and the code. Raises UserError if another process has made it meanwhile."""
+    try:
+        with new_directory(group.path) as path:
+            draft = type(group)(path)
+            if not code.in_place:
+                copy_files(code, draft.code)
+            draft.save(spec)
+    except FileExistsError as error:
+        raise _exists(group) from error
+
+
+def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> Spec:
+    """What the group was started with, with the changes that are not None; a cancellation is taken back.
+
+    Raises:
+        UserError: there is no such group; `hint` says how one is started.
+    """
+    if not group.spec_file.exists():
+        raise UserError(f"there is no {group.TITLE} {group.path.name} in {runs_dir}: {hint}")
+    check_is_own(RunDir(group.path))
+    spec = dataclasses.replace(group.load(), **{name: value for name, value in changes.items() if value is not None})
+    group.cancelled.unlink(missing_ok=True)
+    group.save(spec)
+    return spec
+
+
+def tell_on(*, as_json: bool) -> Callable[[str], None]:
+    """A function that prints a line with the time: on standard error if a document follows."""
+    out = sys.stderr if as_json else sys.stdout
+    return lambda line: print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
+
+
+def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool, is_new: bool) -> None:
+    """Let the controller work until the group is complete, or only once with `once`.
+
+    Raises:
+        UserError: the first run cannot be submitted. If this process has made the directory, it removes it.
+        TorchrelayError: with `once`, Slurm does not answer; without it, that is tried again.
+    """
+    try:
+        _work(group, controller, once=once)
+    except UserError:
+        if is_new and not any(is_temporary(path) or RunDir(path).spec.exists() for path in group.path.iterdir()):
+            remove_directory(group.path)  # nothing was started, and no other process is about to start anything
+        raise
+    except KeyboardInterrupt:
+        name = group.path.name
+        print(
+            f"\nthe runs of {name} continue: type hpc {group.KIND} --name {name} to continue the {group.TITLE}, or "
+            f"hpc cancel {name} to stop the runs",
+            file=sys.stderr,
+        )
+        raise
+
+
+def _work(group: GroupDir[Any], controller: GroupController, *, once: bool) -> None:
+    pause, is_over = _POLL_SECONDS, False
+    while not is_over:
+        try:
+            ended, pause = controller.step(), _POLL_SECONDS
+            controller.write_result()
+            is_over = ended
+        except UserError:
+            raise
+        except (TorchrelayError, OSError) as error:
+            if once:
+                raise
+            pause = min(2 * pause, _MOST_POLL_SECONDS)
+            print(f"hpc {group.KIND}: next check in {pause:.0f} s: {error}", file=sys.stderr, flush=True)
+        if once:
+            return
+        if not is_over:
+            time.sleep(pause)

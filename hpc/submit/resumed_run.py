@@ -1,0 +1,329 @@
+"""The next job of a run that was cancelled, has failed, or is to train longer (`hpc resume`). Runs on the login node.
+
+It happens whole or not at all: if Slurm refuses the job, everything is as it was. One process can resume a run: the one
+that claims its next job (`hpc.slurm.resubmit`), as agents and supervisors do.
+"""
+
+import dataclasses
+import getpass
+import os
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tyro
+
+from hpc.base import program
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import last_json_line, write_atomic
+from hpc.base.git import git_revision, repository
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.run.causes import Cause
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
+from hpc.run.events.ledger import EventWriter
+from hpc.run.events.resumption import (
+    is_cancelled_now,
+    next_resumption,
+    record_resumption,
+    resumption_file,
+)
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, is_flat, program_of
+from hpc.services.notification.recipients import with_known_names
+from hpc.slurm import client as slurm
+from hpc.slurm import resubmit
+from hpc.slurm.alive import local_jobs, slurm_jobs
+from hpc.slurm.executor import SlurmExecutor, start_local
+from hpc.slurm.predecessors import redirect_waiting_jobs
+from hpc.submit import checks
+from hpc.submit.code_copy import copy_code, find_code, own_environment
+from hpc.submit.new_run import preemption_grace
+from hpc.submit.settings import adaptable_settings_of, plain, settings_of
+from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
+from training.config.train_config import Adjustable, TrainConfig, check_world
+from training.relay import list_checkpoints
+
+# Longer than most jobs take to save and end after hpc cancel.
+_ENDING_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(cli.RunOptions):
+    """Continue a run after hpc cancel or a failure, or train a complete one longer, from its newest saved state.
+
+    Flags that you leave out keep the values that they have in the run. The counts of failures start again from zero.
+    Flags that would change the steps of the training, such as --lr, need hpc fork.
+    """
+
+    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
+    recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
+    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
+    notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
+    train: tyro.conf.OmitArgPrefixes[Adjustable] = field(default_factory=Adjustable)
+    new_code: bool = False
+    """Run the present code of the repository in the current directory instead of the copy from the submission."""
+    wait: bool = False
+    """Wait until the run ends, and print its result."""
+
+
+def options_of(given: Mapping[str, Any]) -> ResumeOptions:
+    """Complete the flags that are given with the settings of the run. Raises UserError if one is wrong."""
+    name = given.get("run")
+    if name is None:
+        raise UserError("no run is named: type hpc resume NAME; hpc status lists the runs")
+    runs_dir = cli.runs_dir(given)
+    run = cli.find_own_run(name, runs_dir)
+    spec = RunSpec.load(run)
+    of_training = {program.flag_name(field) for field in program.flags(TrainConfig)}
+    if spec.train is None and (unknown := sorted(given.keys() & of_training)):
+        raise UserError(
+            f"--{unknown[0]} is a flag of the image classifier, but run {run.name} runs {program_of(spec.script)}, "
+            "whose arguments hpc resume cannot change: leave it out"
+        )
+    refuse_on_resume(given.keys(), name, run.best)
+    adjustable = program.default_values(ResumeOptions)
+    own = {name: value for name, value in adaptable_settings_of(spec).items() if name in adjustable}
+    return program.build(ResumeOptions, {**own, **given, "runs-dir": runs_dir})
+
+
+def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
+    """Check, put the new spec into force, and submit the run's next job.
+
+    Returns:
+        The run, and the document of `hpc resume --json`.
+
+    Raises:
+        UserError: the run goes on or cannot, or a flag cannot change.
+        TorchrelayError: Slurm refuses the job, or another process has resumed the run.
+    """
+    # What the run is made of must be writable by its user alone (hpc.run.ownership).
+    os.umask(os.umask(0) | 0o022)
+    run = cli.find_own_run(options.run, options.runs_dir)
+    before = RunSpec.load(run)
+    _wait_for_end(run, before)
+    # Before the jobs: what another process submits after this is then seen by the claim, what it did before by squeue.
+    history = History.load(run)
+    if options.new_code and before.in_place:
+        raise UserError(
+            f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
+            "leave it out"
+        )
+    after = _adjusted(run, before, options, history)
+    _check_has_ended(run, before, history, shlex.quote(options.run))
+    job_id = _continue(run, before, after, history, new_code=options.new_code)
+    changed = changed_settings(before, after)
+    return run, {
+        "run": run.name, "run_dir": str(run.path), "job_id": job_id, "cluster": after.cluster, "changed": changed,
+    }  # fmt: skip
+
+
+# --- what must hold ---
+
+
+def _wait_for_end(run: RunDir, spec: RunSpec) -> None:
+    """Wait for the job of a run that is cancelled or complete: it saves, and ends a moment later."""
+    if not (is_cancelled_now(run) or run.final_result.exists()) or not (job := _job_of(run, spec)):
+        return
+    print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while _job_of(run, spec) and time.monotonic() < deadline:
+        time.sleep(1)
+
+
+def _job_of(run: RunDir, spec: RunSpec) -> str | None:
+    """What works on the run, or waits in the queue; None: nothing does."""
+    if spec.cluster == "slurm":
+        listed = slurm.jobs()
+        found = [f"job {job_id}, which is {listed[job_id].state.lower()}" for job_id in slurm_jobs(run, listed)]
+    else:
+        found = [f"process {pid}" for pid in local_jobs(run)]
+    return next(iter(found), None)
+
+
+def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -> None:
+    """Refuse a run that was cancelled for good, that a job works on, or that has lost what it would continue with.
+
+    `typed` is how its user has named it.
+    """
+    if history.is_cancelled_for_good:
+        raise UserError(
+            f"run {run.name} was cancelled with --final: continue under a new name with hpc fork {typed} --name NEW"
+        )
+    if job := _job_of(run, spec):
+        raise UserError(
+            f"run {run.name} has {job}: hpc resume is for runs that have ended; type hpc cancel {typed}, and repeat "
+            "hpc resume"
+        )
+    if spec.cluster == "slurm" and not resubmit.has_own_script(run):
+        raise UserError(
+            f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
+            f"{typed} --name NEW"
+        )
+    forked = spec.training is not None and spec.training.forked_from is not None
+    saved = forked or any(isinstance(event, CheckpointSaved | SnapshotSaved) for event in history.events)
+    if spec.train and saved and not list_checkpoints(run.checkpoints):
+        raise UserError(
+            f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would start from the beginning: type "
+            "hpc submit for a new run"
+        )
+
+
+def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: History) -> RunSpec:
+    """The spec with the flags of the command line, checked as by hpc submit where something has changed."""
+    adjusted = {name: getattr(options.train, name) for name in ADJUSTABLE}
+    train = dataclasses.replace(before.train, **adjusted) if before.train else None
+    resources, has_default_time = options.resources, options.resources.time is None
+    if has_default_time and resources.partition == before.resources.partition:
+        resources = dataclasses.replace(resources, time=before.resources.time)
+    after = dataclasses.replace(
+        before.with_training(train=train), resources=resources, recovery=options.recovery, network=options.network,
+        notification=_adjusted_notification(before, options), has_default_time=has_default_time,
+    )  # fmt: skip
+    complete = history.is_complete
+    if before.evaluation and complete:
+        raise UserError(f"run {run.name} is a complete evaluation: type hpc evaluate {before.evaluation.source} again")
+    if before.train and train:
+        completed = history.last(TrainCompleted)
+        ended = completed.ended if completed else None
+        epoch = (last_json_line(run.train_metrics) or {}).get("epoch", 0)
+        check_adjusted(before.train, train, Begun(run=options.run, epoch=epoch, ended=ended, complete=complete))
+    elif complete:
+        raise UserError(f"run {run.name} is complete: its script ended with exit code 0; submit it under a new name")
+    if (after.resources, after.recovery, after.network) == (before.resources, before.recovery, before.network):
+        return after
+    checks.check_setup(after.resources.setup, after.cluster)
+    if after.cluster == "slurm":
+        resources = checks.resolve_resources(after.resources, slurm.partitions(), after.recovery.spares)
+    else:
+        resources = checks.local_resources(after.resources)
+    after = dataclasses.replace(after, resources=resources)
+    checks.check_recovery(after)
+    if train:
+        check_world(train, resources.max_nodes * resources.ranks_per_node)
+    return after
+
+
+def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notification:
+    """What it had may name what is in the user's file no more: that costs a message, not the resumption."""
+    asked = options.notification
+    return before.notification if asked == before.notification else with_known_names(asked)
+
+
+def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
+    """Return the flags that differ between two specs, with their new values. Pure."""
+    old, new = plain(settings_of(before)), plain(settings_of(after))
+    return {f"--{name}": value for name, value in new.items() if value != old[name]}
+
+
+# --- what is done ---
+
+
+def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *, new_code: bool) -> str:
+    """Put the spec into force and start the run's next job. Returns its id; an error leaves everything as it was."""
+    attempts, number = history.attempts, next_resumption(run)
+    attempt = attempts[-1].attempt if attempts else 0
+    with ExitStack() as cleanup, ExitStack() as undo:
+        copy = _copy_code(run, after, cleanup) if new_code else None
+        if not resubmit.claim_next_job(run, attempt, history):
+            raise TorchrelayError(f"another process submits the next job of run {run.name}: see hpc status {run.name}")
+        if copy:
+            after = after.with_script(copy.script)
+            _replace_code(run, copy.run, undo)
+        after.save(run, number, flat=not new_code and is_flat(run))
+        if after.cluster == "slurm" and (new_code or after != before):
+            undo.callback(write_atomic, run.script, run.script.read_bytes())
+            write_atomic(run.script, SlurmExecutor(run, after).script())
+        if attempts and attempts[-1].ended is None:
+            cause = Cause.CANCELLED if history.is_cancelled else Cause.LOST
+            resubmit.record_missing_end(run, attempts[-1], "its agents recorded no end", cause=cause)
+        if run.final.exists():
+            kept = run.earlier_final(number)
+            run.final.rename(kept)
+            undo.callback(kept.rename, run.final)
+        resumed = Resumed(
+            attempt=attempt,
+            number=number,
+            cancellations=len(history.of(Cancelled)),
+            by=getpass.getuser(),
+            changed=changed_settings(before, after),
+            revision=git_revision(Path.cwd()) if copy else None,
+            stop_lead_seconds=after.stop_lead_seconds,
+            grace_seconds=preemption_grace(after),
+        )
+        if not record_resumption(run, resumed):
+            raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
+        undo.callback(resumption_file(run, number).unlink)
+        try:
+            job_id = _start(run, after, number, attempt, history)
+        except TorchrelayError as error:
+            raise type(error)(f"run {run.name} stays as it was: {error}") from error
+        undo.pop_all()
+    return job_id
+
+
+class _CodeCopy(NamedTuple):
+    """A copy of the code that is not yet the run's."""
+
+    run: RunDir
+    """A temporary directory that has it as its `code/`."""
+    script: tuple[str, ...]
+    """`RunSpec.script` in it."""
+
+
+def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
+    """Copy the repository that the current directory is in.
+
+    Raises:
+        UserError: that repository does not track the run's script.
+    """
+    temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
+    cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)
+    place = (repository(Path.cwd()) or Path.cwd()) / spec.working_directory
+    if not place.is_dir():
+        raise UserError(
+            f"--new-code: run {run.name} starts in {place}, which does not exist: type hpc resume in its repository"
+        )
+    code = find_code(
+        place,
+        spec.script,
+        spec.include,
+        run.path.parent,
+        elsewhere=own_environment(spec),
+    )
+    copy_code(temporary, code)
+    return _CodeCopy(temporary, code.script)
+
+
+def _replace_code(run: RunDir, copy: RunDir, undo: ExitStack) -> None:
+    """Replace `code/`, and keep the old one beside the copy."""
+    old = copy.path / "old"
+    run.code.rename(old)
+    undo.callback(old.rename, run.code)
+    copy.code.rename(run.code)
+    undo.callback(run.code.rename, copy.code)
+
+
+def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, history: History) -> str:
+    writer = EventWriter(resumption_file(run, number), attempt)
+    old, excluded = history.last_job_id, list[str]()
+    if spec.cluster == "slurm":
+        excluded = resubmit.nodes_to_exclude(spec, history)
+        job_id = resubmit.submit_next_job(run, spec, excluded, history.job_ids)
+    else:
+        job_id = start_local(run)
+    writer.append(Resubmitted(job_id=job_id, old_job_id=old, excluded=tuple(excluded)))
+    if spec.cluster == "slurm":
+        try:
+            redirect_waiting_jobs(run)
+        except TorchrelayError as error:
+            print(f"hpc resume: runs that wait for {run.name} may stay held: {error}", file=sys.stderr)
+    return job_id

@@ -1,0 +1,206 @@
+"""The archive of a Python environment: packed once on the login node, fetched and unpacked by compute nodes.
+
+A shared file system delivers one large file in seconds, and the 30,000 small files of an environment in minutes, at
+every start of every rank.
+"""
+
+import contextlib
+import io
+import json
+import os
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import IO
+
+import zstandard
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import fsync_directory, remove_abandoned
+from hpc.base.kernel import is_alive, start_time
+from hpc.commands import cli
+from hpc.run.events.resumption import current_spec
+from hpc.run.ownership import user_name
+from jobs.staging.python_environment import DESCRIPTION, EnvironmentDescription, PackedFileEntry, PythonEnvironment
+
+DIRECTORY = ".environments"
+_BUFFER_BYTES = 2**20
+_KEEP_SECONDS = 7 * 86400
+# A process that packs writes all the time: a temporary file of another host that is older belongs to a dead process.
+_ABANDONED_SECONDS = 3600
+_LONGEST_SCRIPT = 2**20
+# To the shell the second line is a no-op, to Python the start of a string that ends after the third.
+_PORTABLE = """#!/bin/sh
+''':'
+exec "${0%/*}/python" "$0" "$@"
+'''
+"""
+
+Progress = Callable[[int], object]
+"""Receives the number of bytes packed since the last call."""
+Watch = Callable[[int], AbstractContextManager[Progress]]
+"""Receives the total number of bytes; opens a display of the progress."""
+
+
+def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | None = None) -> Path:
+    """The archive of an environment: the existing one, or a new one.
+
+    Args:
+        environment: the environment to pack.
+        runs_dir: the archives are in a directory of their own below it; those that its unfinished runs need are kept.
+        watch: displays the progress if a new archive is made.
+
+    Raises:
+        UserError: another user can write to the directory of the archives.
+        TorchrelayError: the environment cannot be read, or the archive cannot be written, or the environment changed
+            while it was packed.
+    """
+    directory = runs_dir / DIRECTORY
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.lstat()
+    except OSError as error:
+        raise UserError(f"--runs-dir {runs_dir} cannot be written: {error}") from error
+    # A user who can write there can run code as this user.
+    if status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise UserError(
+            f"{directory} belongs to {user_name(status.st_uid)} and has mode {status.st_mode & 0o777:o}, so others can "
+            "change the environments in it: use a --runs-dir of your own, or omit --stage-env"
+        )
+    remove_abandoned(directory, ".*.tmp", _is_abandoned)
+    try:
+        archive = directory / f"{environment.fingerprint}.tar.zst"
+        if not _mark_used(archive):
+            size = sum(member.size for member in environment.members)
+            with watch(size) if watch else nullcontext(lambda _: None) as progress:
+                _make(environment, archive, progress)
+            _mark_used(archive)
+    except (OSError, tarfile.TarError) as error:
+        raise TorchrelayError(
+            f"the environment {environment.prefix} cannot be packed into {directory}: {error}; correct that, or omit "
+            "--stage-env"
+        ) from error
+    _delete_unused(archive, runs_dir)
+    return archive
+
+
+def _mark_used(archive: Path) -> bool:
+    """Record a use in the access time. Returns whether the archive exists.
+
+    The modification time stays: it is part of the name of the nodes' copies.
+    """
+    try:
+        os.utime(archive, ns=(time.time_ns(), archive.stat().st_mtime_ns))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> None:
+    """Pack under a temporary name, then rename, unless another process was faster: its archive stays."""
+    pid = os.getpid()
+    temporary = archive.with_name(f".{archive.name}.{_host()}.{pid}.{start_time(pid)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            temporary.chmod(0o600)
+            _pack(environment, file, progress)
+            file.flush()
+            os.fsync(file.fileno())
+        if replace(environment).fingerprint != environment.fingerprint:
+            raise TorchrelayError(f"{environment.prefix} was changed while it was packed: submit again")
+        # Nodes read the archive as soon as it exists: another one of the same content must not replace it.
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, archive)
+    finally:
+        temporary.unlink(missing_ok=True)
+    fsync_directory(archive.parent)
+
+
+def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -> None:
+    links = {member.name: member.target for member in environment.members if member.target and member.target[0] == "/"}
+    described = EnvironmentDescription(
+        python=environment.python, torch=environment.torch, torch_version=environment.torch_version, links=links
+    )
+    description = json.dumps(asdict(described)).encode()
+    # Level 1 takes three quarters of the time of level 3, for 8% more bytes. The login node is shared by all users.
+    compressor = zstandard.ZstdCompressor(level=1, threads=min(len(os.sched_getaffinity(0)), 8))
+    with (
+        compressor.stream_writer(file, closefd=False) as compressed,
+        tarfile.open(fileobj=compressed, mode="w|", bufsize=_BUFFER_BYTES) as tar,
+    ):
+        vars(tar)["copybufsize"] = _BUFFER_BYTES  # tarfile's own 16 kB would cost a Python call each
+        entry = PackedFileEntry(DESCRIPTION, len(description), time.time_ns(), executable=False)
+        tar.addfile(_tar_info(entry), io.BytesIO(description))
+        for member in environment.members:
+            if member.name in links:
+                continue
+            if member.target is not None:
+                tar.addfile(_tar_info(member))
+                continue
+            with (environment.prefix / member.name).open("rb") as content:
+                if member.name.startswith("bin/") and member.size < _LONGEST_SCRIPT:
+                    script = portable_script(content.read(), environment.prefix)
+                    tar.addfile(_tar_info(member._replace(size=len(script))), io.BytesIO(script))
+                else:
+                    tar.addfile(_tar_info(member), content)
+            progress(member.size)
+
+
+def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(member.name)
+    info.size, info.mode = member.size, 0o700 if member.executable else 0o600
+    # Python compares the whole seconds of a source with its byte code's record of them.
+    info.mtime = member.modified_ns // 10**9
+    if member.target is not None:
+        info.type, info.linkname = tarfile.SYMTYPE, member.target
+    return info
+
+
+def portable_script(script: bytes, prefix: Path) -> bytes:
+    """Make a console script run with the interpreter beside it. Pure.
+
+    A file whose first line does not name the environment's interpreter is returned unchanged.
+    """
+    first, _, rest = script.partition(b"\n")
+    if not first.startswith(b"#!" + os.fsencode(prefix / "bin" / "python")):
+        return script
+    return _PORTABLE.encode() + rest
+
+
+def _is_abandoned(temporary: Path) -> bool:
+    """Whether the process that wrote a temporary file is dead."""
+    _, host, pid, started, _ = temporary.name.rsplit(".", 4)
+    if host == _host():
+        return not is_alive(pid, int(started))
+    return time.time() - temporary.stat().st_mtime > _ABANDONED_SECONDS
+
+
+def _host() -> str:
+    return os.uname().nodename.replace(".", "-")
+
+
+def _delete_unused(current: Path, runs_dir: Path) -> None:
+    """Delete the other archives that were not used for a week and that no unfinished run needs."""
+    others = [archive for archive in current.parent.glob("*.tar.zst") if archive != current]
+    old = [archive for archive in others if time.time() - archive.stat().st_atime > _KEEP_SECONDS]
+    if not old:
+        return
+    needed = "".join(current_spec(run).read_text() for run in cli.all_runs(runs_dir) if not run.final_result.exists())
+    for archive in old:
+        if archive.name not in needed:
+            archive.unlink(missing_ok=True)
+
+
+@contextmanager
+def show_progress(size: int) -> Iterator[Progress]:
+    """A progress bar on stderr."""
+    from rich import progress  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415 - a submission that packs nothing need not load it
+
+    columns = (progress.BarColumn(), progress.DownloadColumn(), progress.TimeRemainingColumn())
+    with progress.Progress("{task.description}", *columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("packing the environment", total=size)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,177 @@
+"""The checks of `--python` and `--container`, the user's own environment, before the queue. Runs on the login node.
+
+torchrun and the ranks of a user's script run in it, the agents in that of `hpc`. Of ours, torchrun_main and the
+rendezvous that it loads, the rank wrapper and the preflight run there, on the standard library and torch alone.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc.base.errors import UserError
+from hpc.submit.checks import check_is_shared
+from jobs.staging import container
+
+# Those of pyproject.toml.
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+# Importing torch from slow storage takes minutes.
+_IMPORT_SECONDS = 300.0
+_MARK = "torchrelay:"
+# Any Python 3 can read it.
+_LOOK = f"""
+import json, sys
+print("\\n{_MARK}" + json.dumps(list(sys.version_info[:2])))
+sys.stdout.flush()
+import torch, torch.distributed.run
+print("\\n{_MARK}" + json.dumps([str(torch.__version__), torch.__file__]))
+"""
+
+
+def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool) -> None:
+    """Refuse `--python` and `--container` with the trainer, and with `--stage-env`. Raises UserError."""
+    if value is None:
+        return
+    if trains:
+        raise UserError(
+            f"{flag} is {value}, but it applies only to your own script (-- script.py): the image classifier needs the "
+            "packages that torchrelay depends on; leave it out, or install torchrelay in that environment and submit "
+            "with the hpc of that environment"
+        )
+    if stages:
+        raise UserError(
+            f"{flag} is {value}, but --stage-env copies the environment of hpc, in which no rank would start: leave "
+            "one of the two flags out"
+        )
+
+
+def resolve(
+    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool
+) -> tuple[str | None, str | None]:
+    """The absolute path of the image of `--container`, and the interpreter, in it or of `--python`; None: not given.
+
+    Raises UserError if torchrun and the ranks cannot run there.
+    """
+    if image is None:
+        return None, check(python, setup, on_cluster=on_cluster) if python else None
+    path, interpreter = _find_image(image, on_cluster=on_cluster), str(python or "python3")
+    _check_in_container(path, interpreter, setup)
+    return str(path), interpreter
+
+
+def check(given: Path, setup: Sequence[str], *, on_cluster: bool, seconds: float = _IMPORT_SECONDS) -> str:
+    """The absolute path of an interpreter that can run torchrun and the ranks; UserError if it cannot.
+
+    It is tried without the lines of `--setup`, which are for the nodes: with some of them, an environment that does not
+    import torch here is let through with a warning.
+    """
+    path = _executable(given)
+    if on_cluster:
+        for used in (path.parent, path):
+            check_is_shared("--python", used)
+    torch_file = _check_answers(f"--python is {given}", [str(path)], setup, seconds)
+    if on_cluster and torch_file:
+        check_is_shared("--python imports torch from", torch_file)
+    return str(path)
+
+
+def _find_image(given: str, *, on_cluster: bool) -> Path:
+    """The absolute path of an image of `--container`. Raises UserError if there is none, or nodes could not read it."""
+    if "://" in given:
+        raise UserError(
+            f"--container is {given}, which every node would have to download: type apptainer pull image.sif {given}, "
+            "and use --container image.sif"
+        )
+    path = Path(given).expanduser().absolute()
+    if not path.exists():
+        raise UserError(f"--container is {given}, which does not exist: give the path of an Apptainer image")
+    if on_cluster:
+        check_is_shared("--container", path)
+    return path
+
+
+def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
+    """As `check`, for an interpreter in an image. Where Apptainer comes from --setup, on the nodes, nothing is checked.
+
+    Raises UserError.
+    """
+    flag, engine = f"--container is {image}", container.find_engine()
+    if engine is None:
+        problem = "there is neither apptainer nor singularity here"
+        if not setup:
+            raise UserError(
+                f"{flag}, and {problem}: load its module, also on the nodes: --setup 'module load apptainer'"
+            )
+        print(f"hpc submit: warning: {flag}, which is not checked: {problem}", file=sys.stderr)
+        return
+    program = container.inside(engine, image, [python])
+    _check_answers(f"{flag}, with the interpreter {python}", program, setup, _IMPORT_SECONDS)
+
+
+def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float) -> Path | None:
+    """Check the versions of an interpreter and its torch; the file of torch, if it is imported here."""
+    answers, problem = _ask(program, seconds)
+    if not answers:
+        raise UserError(f"{flag}, which does not run as a Python interpreter here ({problem})")
+    if tuple(answers[0]) < OLDEST_PYTHON:
+        raise UserError(f"{flag}, which is Python {_dotted(answers[0])}: use {_dotted(OLDEST_PYTHON)} or newer")
+    if len(answers) == 1:
+        if not setup:
+            raise UserError(
+                f"{flag}, which does not import torch ({problem}): install torch there, or use another environment"
+            )
+        print(
+            f"hpc submit: warning: {flag}, which imports torch only with --setup, if at all ({problem})",
+            file=sys.stderr,
+        )
+        return None
+    version, torch_file = answers[1]
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCH:
+        raise UserError(f"{flag}, which has torch {version}: install torch {_dotted(OLDEST_TORCH)} or newer there")
+    return Path(torch_file)
+
+
+def _executable(given: Path) -> Path:
+    # A venv's interpreter is a link, and finds its environment by the link's place. Links to that place may be missing
+    # on other nodes.
+    path = given.expanduser().absolute()
+    path = path.parent.resolve() / path.name
+    if path.is_dir():
+        raise UserError(f"--python is {given}, which is a directory: use its interpreter, such as {given}/bin/python")
+    if not os.access(path, os.X_OK):
+        problem = "is not executable" if path.exists() else "does not exist"
+        raise UserError(
+            f"--python is {given}, which {problem}: use the interpreter of your environment, such as ENV/bin/python"
+        )
+    return path
+
+
+def _ask(program: Sequence[str], seconds: float) -> tuple[list[list[Any]], str]:
+    """What the interpreter says of itself and its torch, as far as it comes; and what stopped it."""
+    try:
+        # In /, because `-c` would import from the current directory first.
+        done = subprocess.run(
+            [*program, "-c", _LOOK],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        out, problem = error.stdout or b"", f"it took longer than {seconds:.0f} s"
+    except OSError as error:
+        return [], str(error)
+    else:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        out, problem = done.stdout, lines[-1] if lines else f"exit code {done.returncode}"
+    said = out.decode(errors="replace").splitlines()
+    return [json.loads(line.removeprefix(_MARK)) for line in said if line.startswith(_MARK)], problem
+
+
+def _dotted(version: Sequence[object]) -> str:
+    return ".".join(map(str, version))

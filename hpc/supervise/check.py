@@ -1,0 +1,158 @@
+"""One check of all runs: observe each, decide, act, and send the messages that are due. Runs on the login node."""
+
+import functools
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hpc.base.environment import REASON, RUN_DIR, STATE
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import modified, storage_time
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.run.causes import JobState
+from hpc.run.events.kinds import Notified
+from hpc.run.events.ledger import record_once
+from hpc.run.ownership import check_is_own
+from hpc.run.spec import RunSpec
+from hpc.services.notification.delivery import is_due, run_delivery
+from hpc.slurm import client as slurm
+from hpc.slurm import resubmit
+from hpc.slurm.squeue import jobs_by_script
+from hpc.supervise.decide import STARTS, Action, Decision, decide
+from hpc.supervise.observe import ObservedRun, observe, with_final_states
+from hpc.supervise.perform import perform
+
+# Nobody is told of runs that ended longer ago, before there was a supervisor.
+_NEWS_SECONDS = 3600.0
+_ON_END_TIMEOUT_SECONDS = 60
+# Two heartbeats of an agent, and a margin.
+_CONFIRM_SECONDS = 12.0
+Line = dict[str, str | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuperviseOptions(cli.RunsOptions):
+    """Watch the queue and restart runs sooner: end requeue delays, and resubmit runs that lost their job or nodes."""
+
+    once: bool = False
+    """Check all runs once and exit: for cron."""
+    interval: str = "10s"
+    """Time between two checks."""
+    dry_run: bool = False
+    """Print what hpc supervise would do with each run, and why, without doing it."""
+    max_parallel_requeues: int = 20
+    """Start at most this number of runs per check, because each run stages its data."""
+    on_end: str = ""
+    """Command to run once for each run that is complete or has failed for good.
+    Its environment has TORCHRELAY_RUN_DIR, TORCHRELAY_STATE and TORCHRELAY_REASON."""
+
+
+def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
+    """Decide about every run, and act; one line of --json for each. A TorchrelayError if squeue does not answer."""
+    lines, started = list[Line](), 0
+    for one, decided in _decisions(options):
+        decision, problem = decided, None
+        if decision.action in STARTS and started >= options.max_parallel_requeues:
+            decision = Decision(reason=f"{started} runs start at once: retried at the next check")
+        elif not options.dry_run:
+            problem = _act(one, decision, on_end)
+        started += decision.action in STARTS and problem is None
+        lines.append({
+            "run": one.run.name,
+            "run_dir": str(one.run.path),
+            "action": decision.action,
+            "reason": decision.reason,
+            "job_id": decision.job_id,
+            "problem": problem,
+        })  # fmt: skip
+    return lines
+
+
+def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
+    """The decision about every run. Silent ones get the time for another heartbeat."""
+    found = [(one, decide(one.known)) for one in _observed(options.runs_dir)]
+    silent = {one.run for one, decision in found if decision.action is Action.RESUBMIT and decision.job_id}
+    if silent and not options.dry_run:
+        # A clock may be wrong, and storage that recovers may be back for this machine first.
+        time.sleep(_CONFIRM_SECONDS)
+    alive = {one.run for one, _ in found if one.run in silent and modified(one.run.alive) != one.heartbeat_mtime}
+    keep = Decision(reason="its agents send heartbeats again")
+    return [(one, keep if one.run in alive else decision) for one, decision in found]
+
+
+def _observed(runs_dir: Path) -> list[ObservedRun]:
+    """All runs of Slurm's below a directory."""
+    jobs = jobs_by_script(slurm.jobs().values())
+    storage_now = storage_time(runs_dir.expanduser())
+    found = list[ObservedRun]()
+    for run in cli.all_runs(runs_dir):
+        try:
+            check_is_own(run)
+            if run.script.exists():  # a run without a script is not Slurm's
+                found.append(observe(run, jobs, storage_now))
+        except UserError as error:
+            _skip(str(error))
+        except Exception as error:  # noqa: BLE001 - a damaged run, in whatever way, must not stop the others
+            print(visible(f"hpc supervise: {run.path}: {error!r}"), file=sys.stderr, flush=True)
+    found = with_final_states(found)
+    for number, one in enumerate(found):
+        new = [job for job in one.known.running_jobs if not one.known.made_last_attempt(job)]
+        headless = frozenset(job.job_id for job in new if slurm.is_headless(job))
+        if headless:
+            found[number] = replace(one, known=replace(one.known, headless=headless))
+        if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
+            # Nodes that the pending job can still do without: fewer when others go down.
+            excludable = resubmit.nodes_to_exclude(RunSpec.load(one.run), one.history)
+            found[number] = replace(one, known=replace(one.known, excludable=excludable))
+    return found
+
+
+@functools.cache
+def _skip(reason: str) -> None:
+    """Say why a run is left alone: once, not at every check."""
+    print(visible(f"hpc supervise: skipped: {reason}"), file=sys.stderr, flush=True)
+
+
+def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
+    """Perform a decision; the error's message, or None."""
+    try:
+        if decision.action is not Action.KEEP:
+            perform(one, decision)
+        elif on_end and decision.is_final:
+            _call_on_end(one, decision.state, decision.reason, on_end)
+        _send_messages(one, decision)
+    except (TorchrelayError, OSError, subprocess.SubprocessError) as error:
+        return str(error)
+    return None
+
+
+def _send_messages(one: ObservedRun, decision: Decision) -> None:
+    """Send, for --notify, what the nodes could not, or what no node has seen."""
+    # The events of complete runs are not read at every check.
+    times = [modified(one.run.final_result)] if one.known.complete else [event.time for event in one.history.events]
+    last_news = max(filter(None, times), default=None)
+    if last_news is None or time.time() - last_news > _NEWS_SECONDS:
+        return
+    failure = decision.reason if decision.is_final and decision.state == "failed" else None
+    if is_due(one.run, RunSpec.load(one.run).notification, retry=True, failure=failure):
+        run_delivery(one.run, retry=True, failure=failure)
+
+
+def _call_on_end(one: ObservedRun, state: str, reason: str, command: list[str]) -> None:
+    """Call the user's command, once, for a run that has just ended."""
+    last, run = one.known.last, one.run
+    ended = run.final_result.stat().st_mtime if one.known.complete else (last.ended if last else None)
+    marker = run.events / f"notified-{state}-{one.known.attempt:03d}.jsonl"
+    if (ended is not None and time.time() - ended > _NEWS_SECONDS) or marker.exists():
+        return
+    variables = {RUN_DIR: str(run.path), STATE: state, REASON: reason}
+    if record_once(marker, Notified(state=state)):
+        try:
+            subprocess.run(command, env={**os.environ, **variables}, check=True, timeout=_ON_END_TIMEOUT_SECONDS)
+        except (OSError, subprocess.SubprocessError):
+            marker.unlink()  # the next check calls it again
+            raise

@@ -1,0 +1,116 @@
+"""What an attempt tells others while it lasts: the job's comment, messages to people, metrics. Runs on compute nodes.
+
+None of them can stop or delay the training.
+"""
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import last_json_line
+from hpc.services.notification.delivery import is_due, run_delivery
+from hpc.services.tracking import sender
+from hpc.slurm import client as slurm
+from jobs.node_attempt import NodeAttempt, log
+from jobs.stop_request import STOP_SIGNALS
+
+# An epoch may take a second, and every change is a request to Slurm's controller.
+_COMMENT_SECONDS = 30.0
+# For the last points of a run that has ended, because its job ends all processes. An interrupted run does not wait.
+_LAST_SECONDS = 30.0
+
+# --- the comment of the run's job, which `squeue -o %k` shows: run, attempt, epoch ---
+
+
+@contextmanager
+def commenting(node: NodeAttempt) -> Iterator[None]:
+    """Keep the comment up to date while an attempt lasts, unless the user has given one (--sbatch comment=)."""
+    is_given = any(option.partition("=")[0] == "comment" for option in node.spec.resources.sbatch)
+    over = threading.Event()
+    if node.on_slurm and not is_given:
+        threading.Thread(target=_keep_up_to_date, args=(node, over), daemon=True, name="comment").start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _keep_up_to_date(node: NodeAttempt, over: threading.Event) -> None:
+    shown = ""
+    while not over.is_set():
+        text = comment(node)
+        try:
+            if text != shown:
+                slurm.set_comment(node.allocation.job_id, text)
+                shown = text
+        except TorchrelayError as error:
+            log(f"the comment of this job is not up to date: {error}")
+            return
+        over.wait(_COMMENT_SECONDS)
+
+
+def comment(node: NodeAttempt) -> str:
+    """Run, attempt, and the epoch of the last logged step, if it is known."""
+    epoch = (last_json_line(node.run.train_metrics) or {}).get("epoch")
+    words = [node.run.name, f"attempt {node.attempt.attempt}", *([] if epoch is None else [f"epoch {epoch}"])]
+    return ", ".join(words)
+
+
+# --- messages about the run ---
+
+
+def start_notifying(node: NodeAttempt) -> threading.Thread:
+    """Send what is to be told of the run now, for at most half a minute.
+
+    An agent that ends joins the thread, because its job ends its processes. What could not be sent is left to the
+    supervisor.
+    """
+    thread = threading.Thread(target=_notify, args=(node,), daemon=True, name="notify")
+    thread.start()
+    return thread
+
+
+def _notify(node: NodeAttempt) -> None:
+    # The process inherits this. A requeue signals all processes of the job, and leaves them KillWait, 30 s by default.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        if is_due(node.run, node.spec.notification):
+            run_delivery(node.run)
+    except (OSError, subprocess.SubprocessError, TorchrelayError) as error:
+        log(f"messages about the run were not sent: {error}")
+
+
+# --- the metrics, for the trackers: a process for each, beside the training ---
+
+
+@contextmanager
+def sending(node: NodeAttempt) -> Iterator[None]:
+    """Send the metrics of an attempt while it lasts."""
+    started = list[subprocess.Popen[bytes]]()
+    for service in node.spec.tracker:
+        command = [sys.executable, "-P", "-m", sender.__name__, str(node.run.path), service, str(node.attempt.attempt)]
+        try:
+            started.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+        except OSError as error:
+            log(f"{service} does not get the metrics: {error}")
+    try:
+        yield
+    finally:
+        for process in started:
+            if process.stdin:
+                process.stdin.close()
+        if started:
+            _wait(started, _LAST_SECONDS if node.history().outcome else 0.0)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,99 @@
+"""How the nodes of a job share the staging of one data set: cache states and the plan. Pure.
+
+`jobs.staging.node_staging` exchanges them between the node agents of a job.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Address(NamedTuple):
+    """Of a node's server (`jobs.staging.peers`)."""
+
+    node: str
+    """The node's name."""
+    host: str
+    """At which the other nodes reach it."""
+    port: int
+
+
+class CacheStatus(StrEnum):
+    """State of one node's copy of a data set."""
+
+    MISSING = "missing"
+    """The node is about to make a copy."""
+    COMPLETE = "complete"
+    WAITING = "waiting"
+    """Another job on this node is making the same copy."""
+    UNAVAILABLE = "unavailable"
+    """The node will have no copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeCache:
+    """What one node reports about one data set."""
+
+    source: str
+    status: CacheStatus
+    port: int = 0
+    """Of its server; 0: it serves nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagingPlan:
+    """The head node's decisions about one data set."""
+
+    source: str
+    version: str
+    """Name of the version of the data set (`SourceListing.version`)."""
+    listing_port: int
+    """On which the head node serves the listing."""
+    owners: tuple[Address, ...] | None = None
+    """Nodes that read or already have the data: batch b belongs to owner b modulo their number. None: undecided."""
+    done: bool = False
+    """Whether no node copies any more."""
+
+
+class StagingGroup:
+    """The nodes of a job, seen from one of them. This base class is a node without peers, which reads everything."""
+
+    is_head = True
+    """Whether this node lists the source."""
+    has_peers = False
+    """Whether the job has more than one node."""
+    host = "localhost"
+    """This node's name."""
+    secret = ""
+    """The secret by which the nodes of the job authenticate each other; empty: this node serves nothing."""
+    ports: Sequence[int] = ()
+    """On one of which to serve; none: the kernel chooses."""
+
+    def head(self, port: int) -> Address:
+        """A port of the head node."""
+        return Address("localhost", "localhost", port)
+
+    def publish_listing(self, version: str, port: int) -> None:
+        """On the head node: announce the version, and the port that serves its listing."""
+
+    def plan(self) -> StagingPlan | None:
+        """The head node's plan; None until this node has received it."""
+        return StagingPlan(source="", version="", listing_port=0, owners=(), done=True)
+
+    def report(self, status: CacheStatus, port: int) -> None:
+        """Report the state of this node's copy, and the port that serves it."""
+
+
+def choose_owners(caches: Iterable[tuple[Address, CacheStatus]]) -> tuple[Address, ...] | None:
+    """Choose the nodes that have the data, or else those about to read them; None while that is unknown.
+
+    `caches` are the server's address (port 0: none) and the report of each node that has reported.
+    """
+    known = list(caches)
+    for wanted in (CacheStatus.COMPLETE, CacheStatus.MISSING):
+        found = tuple(address for address, status in known if status is wanted and address.port)
+        if found:
+            return found
+    # A node that waits for another job's copy may still become an owner.
+    return () if known and all(status is CacheStatus.UNAVAILABLE for _, status in known) else None

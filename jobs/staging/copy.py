@@ -1,0 +1,242 @@
+"""Copying batches from the source and from peers, in threads. Runs on compute nodes.
+
+One node, the owner, reads each batch from shared storage; the others fetch it from there. A batch that its owner does
+not send is read from the source instead.
+"""
+
+import os
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jobs.staging.coordination import Address
+from jobs.staging.copy_progress import CopyProgress, Watch, stop_if
+from jobs.staging.peers import ChunkStore, Peer, PeerError
+from jobs.staging.source import FileChunk, SourceListing, read_chunk
+from jobs.staging.store import CopiedFile, checksum, write_all
+
+# Two readers keep one and a half cores busy, and more of them only contend; but storage with a high latency answers
+# several requests at a time.
+_SOURCE_THREADS, _MAX_SOURCE_THREADS, _PEER_THREADS = 2, 8, 2
+_POLL_SECONDS = 0.1
+_JOIN_SECONDS = 5.0
+
+
+@dataclass
+class CopyStats:
+    """Bytes by origin."""
+
+    from_source: int = 0
+    from_peers: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Number of batches that peers should have sent but that were read from the source, by reason."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes copied so far."""
+        return self.from_source + self.from_peers
+
+
+class Copy:
+    """One copy in progress."""
+
+    def __init__(self, listing: SourceListing, target: Path, chunks: ChunkStore) -> None:
+        self._listing, self._target, self._chunks = listing, target, chunks
+        self.stats = CopyStats()
+        self.checksums: dict[int, tuple[str, ...]] = {}
+        """Those of the chunks of each copied batch."""
+        self._to_read: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._read_seconds = self._write_seconds = 0.0
+        """Totals of all readers."""
+        self._at_storage = 0
+        """How many threads read or write just now."""
+        self._error: BaseException | None = None
+        self._cancelled = threading.Event()
+        self._peers = dict[Address, Peer]()
+
+    def run(self, owners: Sequence[Address], own: tuple[str, int], secret: str, watch: Watch) -> None:
+        """Copy all files, into directories that exist.
+
+        Batch b belongs to owner b modulo the number of owners; without owners this node reads all.
+
+        Args:
+            owners: the addresses of the nodes that read the data, or already have them.
+            own: name of this node and port of its server, which need not be an owner's.
+            secret: the secret by which the nodes authenticate each other.
+            watch: receives the progress, and returns whether to stop.
+
+        Raises:
+            StagingStopped: `watch` returned true.
+            TorchrelayError: a file could not be read, or has changed.
+            OSError: the copy could not be written.
+        """
+        batches = range(len(self._listing.batches))
+        by_owner = {owner: list(batches[index :: len(owners)]) for index, owner in enumerate(owners)}
+        this = next((owner for owner in owners if (owner.node, owner.port) == own), None)
+        for number in by_owner.pop(this, []) if this else [] if owners else batches:
+            self._to_read.put(number)
+        readers = [self._start(self._read_batches, "stage-source") for _ in range(_SOURCE_THREADS)]
+        # Each fetching thread asks some of the owners.
+        groups = [dict(list(by_owner.items())[first::_PEER_THREADS]) for first in range(_PEER_THREADS)]
+        fetchers = [self._start(self._fetch_batches, "stage-peer", group, secret) for group in groups]
+        try:
+            self._monitor(readers, fetchers, watch)
+        except BaseException as error:
+            self._cancel(error)
+            raise
+        finally:
+            # A thread that went on would write into a directory that is being removed; but one that hangs in a read
+            # from unresponsive storage must not delay the agent until Slurm kills it.
+            deadline = time.monotonic() + _JOIN_SECONDS
+            for thread in (*readers, *fetchers):
+                thread.join(max(0.0, deadline - time.monotonic()))
+            self._close_peers()
+
+    def _monitor(self, readers: list[threading.Thread], fetchers: list[threading.Thread], watch: Watch) -> None:
+        """Report the progress until all threads are done."""
+        began = time.monotonic()
+        total = self._listing.size
+
+        def report() -> None:
+            if len(readers) < _MAX_SOURCE_THREADS and self._read_seconds > 2 * self._write_seconds:
+                readers.append(self._start(self._read_batches, "stage-source"))
+            seconds = time.monotonic() - began
+            done, at_storage = self.stats.bytes, self._at_storage > 0
+            stop_if(watch(CopyProgress(bytes_done=done, bytes_total=total, seconds=seconds, at_storage=at_storage)))
+
+        # Fetchers first: batches that an owner does not send are added to those that the readers read.
+        for threads in (fetchers, readers):
+            while alive := [thread for thread in threads if thread.is_alive()]:
+                report()
+                # Not the last one: it may end before the others, and this loop would spin.
+                alive[0].join(_POLL_SECONDS)
+            self._to_read.put(None)
+        if self._error is not None:
+            raise self._error
+        report()
+
+    def _start(self, work: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
+        def guarded() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:  # noqa: BLE001 - `_monitor` raises it again
+                self._cancel(error)
+
+        thread = threading.Thread(target=guarded, daemon=True, name=name)
+        thread.start()
+        return thread
+
+    def _cancel(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+        self._cancelled.set()
+        self._chunks.fail(f"it gave up ({error or type(error).__name__})")
+        self._close_peers()
+        self._to_read.put(None)
+
+    def _close_peers(self) -> None:
+        for peer in tuple(self._peers.values()):
+            peer.close()
+
+    def _new_buffer(self) -> memoryview:
+        """A buffer for one chunk, reused by its thread: fresh memory for each chunk costs as much as the copying."""
+        return memoryview(bytearray(self._listing.batch_bytes))
+
+    def _read_batches(self) -> None:
+        """Read batches from the source until None shows that none is left, and pass it on to the other readers."""
+        buffer = self._new_buffer()
+        while (number := self._to_read.get()) is not None and not self._cancelled.is_set():
+            checksums = []
+            for chunk in self._listing.batches[number]:
+                content, began = buffer[: chunk.length], time.monotonic()
+                with self._using_storage():
+                    read_chunk(self._listing, chunk, content, self._cancelled)
+                read = time.monotonic()
+                checksums.append(checksum(content))  # now, while the content is in the CPU's cache
+                self._write(chunk, content)
+                with self._lock:
+                    self._read_seconds += read - began
+                    self._write_seconds += time.monotonic() - read
+                    self.stats.from_source += chunk.length
+            self._complete(number, tuple(checksums), from_source=True)
+        self._to_read.put(None)
+
+    def _fetch_batches(self, by_owner: dict[Address, list[int]], secret: str) -> None:
+        """Fetch the batches of some owners, one from each in turn."""
+        buffer = self._new_buffer()
+        while waiting := {owner: numbers for owner, numbers in by_owner.items() if numbers}:
+            for owner, numbers in waiting.items():
+                if self._cancelled.is_set():
+                    return
+                try:
+                    if owner not in self._peers:
+                        self._peers[owner] = Peer(owner, secret, self._listing.version)
+                    self._fetch(self._peers[owner], numbers[0], buffer)
+                    numbers.pop(0)
+                except PeerError as error:
+                    # Read the rest of what this peer should have sent from the source.
+                    with self._lock:
+                        self.stats.fallbacks[str(error)] += len(numbers)
+                    for number in numbers:
+                        self._to_read.put(number)
+                    numbers.clear()
+
+    def _fetch(self, peer: Peer, number: int, buffer: memoryview) -> None:
+        checksums = peer.ask(number)
+        for chunk, expected in zip(self._listing.batches[number], checksums, strict=True):
+            self._write(chunk, peer.receive(buffer[: chunk.length], expected))
+            with self._lock:
+                self.stats.from_peers += chunk.length
+        self._complete(number, checksums)
+
+    def _write(self, chunk: FileChunk, content: memoryview) -> None:
+        file = self._listing.files[chunk.file]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        with self._using_storage():
+            descriptor = os.open(f"{self._target}/{file.name}", flags, 0o700 if file.executable else 0o600)
+            try:
+                write_all(descriptor, content, chunk.offset)
+            finally:
+                os.close(descriptor)
+
+    @contextmanager
+    def _using_storage(self) -> Iterator[None]:
+        with self._lock:
+            self._at_storage += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._at_storage -= 1
+
+    def _complete(self, number: int, checksums: tuple[str, ...], *, from_source: bool = False) -> None:
+        """Record a batch and serve it to peers from now on."""
+        with self._lock:
+            self.checksums[number] = checksums
+        self._chunks.put(number, checksums, read=from_source)
+
+
+def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) -> tuple[CopiedFile, ...]:
+    """The files of a copy, from the checksums of each batch's chunks."""
+    by_file: list[list[str]] = [[] for _ in listing.files]
+    for number, batch in enumerate(listing.batches):
+        for chunk, digest in zip(batch, checksums[number], strict=True):
+            by_file[chunk.file].append(digest)
+    return tuple(
+        CopiedFile(file.name, file.size, listing.batch_bytes, tuple(digests))
+        for file, digests in zip(listing.files, by_file, strict=True)
+    )
+
+
+def checksums_by_batch(listing: SourceListing, files: Sequence[CopiedFile]) -> dict[int, tuple[str, ...]]:
+    """The inverse of `copied_files`."""
+    remaining = [iter(file.checksums) for file in files]
+    return {
+        number: tuple(next(remaining[chunk.file]) for chunk in batch) for number, batch in enumerate(listing.batches)
+    }

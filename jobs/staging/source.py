@@ -1,0 +1,315 @@
+"""The source of a data set: listing its files, dividing them into batches, and reading these. Runs on compute nodes.
+
+One node of a job lists the source and sends the listing to the others: listing a million files takes a shared file
+system minutes.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import queue
+import stat
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, TypeVar
+
+from hpc.base.errors import TorchrelayError
+from jobs.staging.copy_progress import stop_if
+
+ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
+# Enough to keep a parallel file system busy; a local one is as fast with one.
+_LISTING_THREADS = 8
+_POLL_SECONDS = 0.2
+# A restarting server or a stale NFS handle recovers within seconds.
+_RETRY_SECONDS = (0.5, 2.0, 5.0)
+_LONGEST_NAME, _RECORDS_PER_LINE = 200, 1000
+# A batch is many small files or a part of a large one. A small data set is divided into at least 64 batches if it can
+# be, so that every node has some to read.
+_LARGEST_BATCH, _SMALLEST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
+_Result = TypeVar("_Result")
+
+
+def absolute(path: Path) -> Path:
+    """The absolute path of a source: one data set under two names would be copied twice.
+
+    Symlinks stay, as in `datasets/current`.
+    """
+    return Path(os.path.abspath(path))  # noqa: PTH100 - pathlib leaves `..` in
+
+
+def is_archive(path: Path) -> bool:
+    """Whether it is a file that staging unpacks, by its name."""
+    return path.name.endswith(ARCHIVES) and path.is_file()
+
+
+class SourceFile(NamedTuple):
+    """One file of the data set."""
+
+    name: str
+    """Its path below the source."""
+    size: int
+    modified_ns: int
+    executable: bool
+
+
+class FileChunk(NamedTuple):
+    """A part of a file, or a whole file."""
+
+    file: int
+    """Index in the listing's files."""
+    offset: int
+    length: int
+
+
+Batch = tuple[FileChunk, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceListing:
+    """All files of a source, directory by directory, each in the order of the names."""
+
+    source: Path
+    files: tuple[SourceFile, ...]
+    directories: tuple[str, ...] = ()
+    """Paths below the source: a directory without files may be a class without images."""
+
+    @property
+    def is_archive(self) -> bool:
+        """Whether the source is an archive, which is unpacked."""
+        return self.source.name.endswith(ARCHIVES) and [file.name for file in self.files] == [self.source.name]
+
+    @property
+    def base(self) -> Path:
+        """The directory that the files' names are relative to."""
+        return self.source.parent if self.is_archive else self.source
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes in all files."""
+        return sum(file.size for file in self.files)
+
+    @cached_property
+    def version(self) -> str:
+        """Name of this version of the data set: it changes with the path, and with any file's name, size or time."""
+        digest = hashlib.sha256(repr(str(self.source)).encode())
+        for file in self.files:
+            digest.update(repr(tuple(file)).encode())
+        digest.update(repr(self.directories).encode())
+        # Not a hidden name, and not longer than file systems allow.
+        return f"{self.source.name.lstrip('.')[:_LONGEST_NAME]}-{digest.hexdigest()[:16]}"
+
+    @cached_property
+    def batch_bytes(self) -> int:
+        """Bytes in the longest batch, and in the longest chunk of a file."""
+        return min(max(self.size // _BATCHES, _SMALLEST_BATCH), _LARGEST_BATCH)
+
+    @cached_property
+    def batches(self) -> tuple[Batch, ...]:
+        """The data set divided into what one request reads or fetches."""
+        batches, batch, left = list[Batch](), list[FileChunk](), self.batch_bytes
+        for number, file in enumerate(self.files):
+            for offset in range(0, max(1, file.size), self.batch_bytes):  # an empty file has one chunk, too
+                length = min(self.batch_bytes, file.size - offset)
+                if batch and length > left:
+                    batches.append(tuple(batch))
+                    batch, left = [], self.batch_bytes
+                batch.append(FileChunk(number, offset, length))
+                left -= length
+        return (*batches, tuple(batch)) if batch else tuple(batches)
+
+    def pack(self) -> bytes:
+        """Serialize for another node."""
+        return pack_records(str(self.source), [*self.directories, *self.files])
+
+    @classmethod
+    def unpack(cls, content: bytes) -> "SourceListing":
+        """The inverse of `pack`.
+
+        Raises:
+            TorchrelayError: a name leads out of the data set.
+            ValueError: the content is malformed.
+        """
+        source, records = unpack_records(content)
+        files = tuple(SourceFile(*record) for record in records if not isinstance(record, str))
+        directories = tuple(record for record in records if isinstance(record, str))
+        for name in (*directories, *(file.name for file in files)):
+            inside_name(name)
+        return cls(source=Path(source), files=files, directories=directories)
+
+
+def pack_records(head: Any, records: Sequence[Any]) -> bytes:
+    """Compressed JSON lines: one document with a million files would hold the GIL, and miss the node's heartbeats."""
+    compressor = zlib.compressobj(level=1)
+    groups = (records[first : first + _RECORDS_PER_LINE] for first in range(0, len(records), _RECORDS_PER_LINE))
+    chunks = [compressor.compress(json.dumps(line).encode() + b"\n") for line in itertools.chain([head], groups)]
+    return b"".join([*chunks, compressor.flush()])
+
+
+def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
+    """The head and the records that `pack_records` packed. Raises ValueError if the content is malformed."""
+    try:
+        head, *lines = zlib.decompress(content).splitlines()
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    return json.loads(head), [record for line in lines for record in json.loads(line)]
+
+
+def inside_name(name: str) -> str:
+    """Normalize a path below a directory. Raises TorchrelayError if it is absolute, contains `..`, or is empty."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise TorchrelayError(f"{name!r} leads out of its directory: rename that file of the data set")
+    return str(path)
+
+
+def list_source(source: Path) -> SourceListing:
+    """List every file of a directory, following symlinks, or one archive. Raises TorchrelayError as `SourceWalk`."""
+    return SourceWalk(source).run()
+
+
+class _Directory(NamedTuple):
+    name: str
+    ancestors: tuple[tuple[int, int], ...]
+    """Device and inode of each directory above it."""
+
+
+class SourceWalk:
+    """Lists a source, several directories at a time."""
+
+    def __init__(self, source: Path) -> None:
+        self._source = source
+        self._files: dict[str, list[SourceFile]] = {}
+        """By directory, whose name is empty for the source."""
+        self._queue: queue.Queue[_Directory] = queue.Queue()
+        self._errors = list[BaseException]()
+        self._ended = threading.Event()
+        self.cancelled = threading.Event()
+        """Set it to end the walk."""
+        self.found = 0
+        """Files and directories so far, about: it shows that there is progress."""
+
+    def run(self) -> SourceListing:
+        """List everything. It waits for storage that hangs: call it in a thread that can be abandoned.
+
+        Raises:
+            StagingStopped: it was cancelled.
+            TorchrelayError: the source does not exist, or contains what cannot be copied.
+        """
+        source = self._source
+        try:
+            if is_archive(source):
+                return SourceListing(source=source, files=(_file(source.name, source),))
+            if not source.is_dir():
+                raise TorchrelayError(f"{source} does not exist on this node: put the data on shared storage")
+            self._walk()
+        except OSError as error:
+            raise TorchrelayError(
+                f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
+            ) from error
+        # One call that sorts ten million names holds the GIL for half a minute: this node would count as lost.
+        directories = sorted(self._files)
+        files = tuple(file for name in directories for file in self._files[name])
+        return SourceListing(source=source, files=files, directories=tuple(directories[1:]))
+
+    def _walk(self) -> None:
+        self._queue.put(_Directory("", ()))
+        for _ in range(_LISTING_THREADS):
+            threading.Thread(target=self._work, daemon=True, name="stage-list").start()
+        done = self._queue.all_tasks_done
+        try:
+            while self._queue.unfinished_tasks and not self._errors:
+                stop_if(self.cancelled.is_set())
+                with done:
+                    done.wait_for(lambda: not self._queue.unfinished_tasks, _POLL_SECONDS)
+        finally:
+            self._ended.set()
+        if self._errors:
+            raise self._errors[0]
+
+    def _work(self) -> None:
+        while not self._ended.is_set():
+            try:
+                directory = self._queue.get(timeout=_POLL_SECONDS)
+            except queue.Empty:
+                continue
+            try:
+                self._list(directory)
+            except BaseException as error:  # noqa: BLE001 - `run` raises it again
+                self._errors.append(error)
+            self._queue.task_done()
+
+    def _list(self, directory: _Directory) -> None:
+        path = self._source / directory.name
+        status = path.stat()
+        identity = (status.st_dev, status.st_ino)
+        if identity in directory.ancestors:
+            raise TorchrelayError(f"{path} is a symlink to a directory above it: remove it")
+        ancestors = (*directory.ancestors, identity)
+        files = list[SourceFile]()
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if self._ended.is_set():
+                    break
+                self.found += 1
+                name = os.path.join(directory.name, entry.name)  # noqa: PTH118 - a million of them
+                if entry.is_dir():
+                    self._queue.put(_Directory(name, ancestors))
+                else:
+                    files.append(_file(name, entry))
+        self._files[directory.name] = sorted(files)
+
+
+def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:
+    status = entry.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise TorchrelayError(f"{os.fspath(entry)} is not a regular file ({stat.filemode(status.st_mode)}): remove it")
+    return SourceFile(name, status.st_size, status.st_mtime_ns, bool(status.st_mode & stat.S_IXUSR))
+
+
+def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
+    """Read a chunk from the source into a buffer of its length, and retry after errors until `cancelled` is set.
+
+    Raises:
+        TorchrelayError: the file cannot be read, or has changed since it was listed.
+    """
+    file = listing.files[chunk.file]
+    path = f"{listing.base}/{file.name}"
+
+    def read() -> None:
+        descriptor, filled = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0
+        try:
+            # A file that has become shorter ends this loop early, and fails the check.
+            while filled < len(into) and (count := os.preadv(descriptor, [into[filled:]], chunk.offset + filled)):
+                filled += count
+            check_unchanged(path, os.fstat(descriptor), (file.size, file.modified_ns))
+        finally:
+            os.close(descriptor)
+
+    read_with_retries(path, read, cancelled)
+
+
+def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threading.Event) -> _Result:
+    """Call `read` again after errors of shared storage. Raises TorchrelayError if it failed every time."""
+    for pause in (*_RETRY_SECONDS, None):
+        try:
+            return read()
+        except OSError as error:
+            if pause is None or cancelled.wait(pause):
+                raise TorchrelayError(
+                    f"{path} could not be read on {os.uname().nodename} ({error.strerror or error}), "
+                    f"{len(_RETRY_SECONDS) + 1} times: restore it, or leave that node out with --exclude"
+                ) from error
+    raise AssertionError
+
+
+def check_unchanged(path: str, status: os.stat_result, listed: tuple[int, int]) -> None:
+    """Raise TorchrelayError if a file of the source has not the listed size and modification time (ns) any more."""
+    if (status.st_size, status.st_mtime_ns) != listed:
+        raise TorchrelayError(
+            f"{path} was changed while the data were being copied: submit again when nothing writes to them any more"
+        )

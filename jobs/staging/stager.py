@@ -1,0 +1,361 @@
+"""Staging one data set on this node: find an intact copy, or make one. Runs on compute nodes.
+
+The methods of `Stager` stand in the order in which they run.
+"""
+
+import os
+import shutil
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+from hpc.base.errors import BadNodeError, TorchrelayError
+from hpc.base.files import DISK_FULL
+from hpc.run.nodedir import NoLocksError
+from jobs.staging.archive import unpack
+from jobs.staging.coordination import Address, CacheStatus, StagingGroup
+from jobs.staging.copy import Copy, CopyStats, checksums_by_batch, copied_files
+from jobs.staging.copy_progress import CancellableWait, CopyProgress, NoProgressError, Watch
+from jobs.staging.peers import ChunkStore, Peer, PeerError, PeerServer
+from jobs.staging.source import SourceListing, SourceWalk, absolute, check_unchanged
+from jobs.staging.store import (
+    CacheEntry,
+    CopiedFile,
+    Manifest,
+    StalledError,
+    available_bytes,
+    boot_id,
+    is_memory,
+    open_store,
+)  # fmt: skip
+
+# The head node assigns the batches within seconds; without its plan this node reads everything.
+_PLAN_SECONDS = 60.0
+# How long a node keeps its archive after unpacking, for peers that still fetch it.
+_KEEP_ARCHIVE_SECONDS = 60.0
+# Archives of images unpack to about their own size; with less room than this, unpacking is not attempted.
+_UNPACKED_FACTOR = 1.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged:
+    """Result of one staging."""
+
+    path: Path
+    """Where this node reads the data."""
+    reused: bool = False
+    in_place: str | None = None
+    """Why the data are read from shared storage after all; None if they were staged."""
+    seconds: float = 0.0
+    bytes_from_source: int = 0
+    bytes_from_peers: int = 0
+    fallback: str | None = None
+    """Why this node read from shared storage what a peer should have sent."""
+    repaired: int = 0
+    """Number of damaged files in the copy that this one replaces."""
+    evicted: tuple[str, ...] = ()
+    """Names of the copies that were deleted to make room."""
+    in_memory: bool = False
+    """Whether the copy is RAM-backed."""
+    shared: str | None = None
+    """Why the copy is on no disk of this node's own; None if it is."""
+
+
+class NoRoomError(TorchrelayError):
+    """There is no room to unpack an archive, and an archive cannot be read in place."""
+
+    def __init__(self, reason: str, archive: Path) -> None:
+        super().__init__(
+            f"{reason}: unpack {archive} on shared storage and submit with that directory as --data, or use "
+            "--stage-dir with a larger disk"
+        )
+        self.reason = reason
+
+
+class Stager:
+    """One staging. Until it is closed the copy cannot be deleted, and peers can fetch it."""
+
+    def __init__(
+        self,
+        stage_dir: Path,
+        *,
+        group: StagingGroup | None = None,
+        watch: Watch = lambda _: False,
+        keep_seconds: float = float("inf"),
+        timeout_seconds: float = float("inf"),
+    ) -> None:
+        """Prepare.
+
+        Args:
+            stage_dir: a directory on this node's disk.
+            group: the nodes of the job; by default this one alone.
+            watch: receives the progress several times a second, and returns whether to stop.
+            keep_seconds: copies that were not used for this long are deleted; with 0, this one too when it is closed.
+            timeout_seconds: how long reading the source may make no progress.
+        """
+        self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
+        self._group, self._wait = group or StagingGroup(), CancellableWait(watch, timeout_seconds)
+        self._timeout_seconds = timeout_seconds
+        self._held = ExitStack()
+        self._server: PeerServer | None = None
+        self._archive: Path | None = None
+        self._shared: str | None = None
+        self._notes = list[str]()
+        self._evicted = list[str]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def check(self) -> None:
+        """Raise, once, what has unexpectedly gone wrong in serving the peers (`Server.check`)."""
+        if self._server:
+            self._server.check()
+
+    def stage(self, source: Path) -> Staged:
+        """Find a copy of a directory or of the content of an archive, or make one.
+
+        Raises:
+            StagingStopped: `watch` returned true.
+            BadNodeError: this node reads nothing from the source: its mount hangs.
+            TorchrelayError: the source cannot be read, or the cache directory is not safe to use.
+        """
+        began = time.monotonic()
+        if self._group.secret:
+            self._server = PeerServer(self._group.secret, self._group.ports)
+            self._held.callback(self._server.close)
+        try:
+            staged = self._list_and_copy(absolute(source))
+        except NoProgressError:
+            raise BadNodeError(
+                f"{os.uname().nodename} has got nothing of {source} for {self._timeout_seconds:.0f} s: that mount "
+                f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
+                "--stage-timeout"
+            ) from None
+        # Again: the node that shares it may have begun at the same moment.
+        shared = None if staged.in_place else self._shared or open_store(self._stage_dir).why_shared()
+        return replace(
+            staged,
+            seconds=time.monotonic() - began,
+            fallback="; ".join(self._notes) or None,
+            evicted=tuple(self._evicted),
+            in_memory=is_memory(self._stage_dir) and staged.in_place is None,
+            shared=shared,
+        )
+
+    @property
+    def _port(self) -> int:
+        return self._server.port if self._server else 0
+
+    def _list_and_copy(self, source: Path) -> Staged:
+        listing = self._find_listing(source)
+        try:
+            return self._find_or_copy(listing)
+        except (StalledError, NoLocksError) as error:
+            return self._read_in_place(listing, str(error))
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            return self._read_in_place(listing, f"the disk of {self._stage_dir} filled up during the copy")
+
+    def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
+        """Read from shared storage. Raises NoRoomError if the source is an archive."""
+        if listing.is_archive:
+            raise NoRoomError(reason, listing.source)
+        self._group.report(CacheStatus.UNAVAILABLE, 0)
+        return Staged(path=listing.source, in_place=reason)
+
+    # --- the listing, which one node makes for all ---
+
+    def _find_listing(self, source: Path) -> SourceListing:
+        """List the source on the head node; fetch its listing on the others."""
+        if not self._group.is_head:
+            try:
+                return self._fetch_listing(source)
+            except PeerError as error:
+                self._notes.append(str(error))
+        walk = SourceWalk(source)
+        listing = self._wait.run_in_thread(walk.run, cancel=walk.cancelled, done=lambda: walk.found)
+        if self._group.is_head:
+            if self._server:
+                self._server.listings[listing.version] = listing.pack()
+            self._group.publish_listing(listing.version, self._port)
+            return listing
+        plan = self._group.plan()
+        if plan and plan.version and plan.version != listing.version:
+            raise TorchrelayError(
+                f"{source} has changed since {self._group.head(0).node} listed it: submit again when nothing writes to "
+                "it any more"
+            )
+        return listing
+
+    def _fetch_listing(self, source: Path) -> SourceListing:
+        # Listing a million files takes minutes; `watch` stops this wait if the head node dies.
+        while (plan := self._group.plan()) is None:
+            self._wait.wait()
+        head = self._group.head(plan.listing_port)
+        with Peer(head, self._group.secret, plan.version) as peer:
+            listing = self._wait.run_in_thread(peer.listing)
+        if listing.source != source or listing.version != plan.version:
+            raise PeerError(f"{head.node} sent the listing of another data set")
+        return listing
+
+    # --- the copy ---
+
+    def _find_or_copy(self, listing: SourceListing) -> Staged:
+        store = open_store(self._stage_dir)
+        self._shared = store.why_shared()
+        if not self._keep_seconds:
+            self._held.callback(store.delete_unused, 0)
+        entry = store.entry(listing.version)
+        in_use = self._held.enter_context(ExitStack())
+        with entry.locked_for_copy(self._wait_for_other_job):
+            self._wait.heartbeat = entry.send_heartbeat
+            in_use.callback(os.close, self._lock_for_use(entry))
+            manifest = entry.manifest()
+            damaged = entry.find_damaged(manifest, self._wait.stopped) if manifest else []
+            if manifest is None or damaged:
+                in_use.close()
+                # A damaged copy must not take the room of the new one, but stays if another job reads it.
+                self._wait.run_in_thread(entry.delete)
+                in_use.callback(os.close, self._lock_for_use(entry))
+                staged = self._make(entry, listing, len(damaged))
+            else:
+                self._serve_copy(entry, listing, manifest.files)
+                staged = Staged(path=entry.data, reused=True)
+            if staged.in_place is None:
+                entry.mark_used()
+                in_use.callback(entry.mark_used)
+        self._keep_archive_for_peers()
+        return staged
+
+    def _wait_for_other_job(self) -> None:
+        self._group.report(CacheStatus.WAITING, 0)
+        self._wait.wait()
+
+    def _lock_for_use(self, entry: CacheEntry) -> int:
+        while (descriptor := entry.lock_for_use()) is None:
+            self._wait.wait()
+        return descriptor
+
+    def _serve_copy(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
+        """Serve an intact copy to peers.
+
+        Not that of an archive: its peers need the archive, which this node no longer has.
+        """
+        if self._server is None or listing.is_archive:
+            self._group.report(CacheStatus.COMPLETE, 0)
+            return
+        chunks = ChunkStore(listing, entry.data)
+        self._held.callback(chunks.close)
+        for number, checksums in checksums_by_batch(listing, files).items():
+            chunks.put(number, checksums)
+        self._server.chunk_stores[listing.version] = chunks
+        self._group.report(CacheStatus.COMPLETE, self._server.port)
+
+    def _make(self, entry: CacheEntry, listing: SourceListing, num_damaged: int) -> Staged:
+        # Deleting a million files takes minutes.
+        shortage = self._wait.run_in_thread(lambda: self._make_room(entry, listing))
+        if shortage:
+            return self._read_in_place(listing, shortage)
+        partial = entry.new_partial()
+        for name in listing.directories:
+            (partial / "data" / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            stats, files = self._fill(entry, partial / "data", listing)
+            manifest = Manifest(
+                source=str(listing.source), boot=boot_id(), files=files, directories=listing.directories
+            )
+            entry.commit(partial, manifest)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._group.report(CacheStatus.COMPLETE, self._port)
+        self._notes += [f"{reason}: {count} batches" for reason, count in stats.fallbacks.items()]
+        return Staged(
+            path=entry.data,
+            bytes_from_source=stats.from_source,
+            bytes_from_peers=stats.from_peers,
+            repaired=num_damaged,
+        )
+
+    def _make_room(self, entry: CacheEntry, listing: SourceListing) -> str | None:
+        """Delete what is not needed. Returns why the copy does not fit all the same."""
+        entry.store.remove_partials(entry.name)
+        self._evicted += entry.store.delete_unused(self._keep_seconds)
+        size, files = listing.size, len(listing.files)
+        if listing.is_archive:
+            size = int(size * (_UNPACKED_FACTOR + self._group.has_peers))
+        evicted, shortage = entry.store.make_room(size, files)
+        self._evicted += evicted
+        return shortage
+
+    def _fill(
+        self, entry: CacheEntry, target: Path, listing: SourceListing
+    ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
+        """Copy, or unpack. An archive that peers fetch from here is copied to a directory of its own first."""
+        if not listing.is_archive:
+            return self._copy(target, listing)
+        if not self._group.has_peers:
+            return CopyStats(from_source=listing.size), self._unpack(listing.source, target, listing)
+        self._archive = entry.new_partial()
+        self._held.callback(shutil.rmtree, self._archive, ignore_errors=True)
+        stats, _ = self._copy(self._archive / "data", listing)
+        return stats, self._unpack(self._archive / "data" / listing.source.name, target, listing)
+
+    def _copy(self, target: Path, listing: SourceListing) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
+        chunks = ChunkStore(listing, target)
+        self._held.callback(chunks.close)
+        if self._server:
+            self._server.chunk_stores[listing.version] = chunks
+        self._group.report(CacheStatus.MISSING, self._port)
+        copy = Copy(listing, target, chunks)
+        copy.run(self._wait_for_owners(), (self._group.host, self._port), self._group.secret, self._wait.update)
+        return copy.stats, copied_files(listing, copy.checksums)
+
+    def _wait_for_owners(self) -> tuple[Address, ...]:
+        """The owners of the batches; none if the head node does not name them in time."""
+        deadline = time.monotonic() + _PLAN_SECONDS
+        while time.monotonic() < deadline:
+            plan = self._group.plan()
+            if plan is not None and plan.owners is not None:
+                return plan.owners
+            self._wait.wait()
+        self._notes.append(f"the head node did not assign the batches within {_PLAN_SECONDS:.0f} s")
+        return ()
+
+    def _unpack(self, archive: Path, target: Path, listing: SourceListing) -> tuple[CopiedFile, ...]:
+        """Unpack the source itself, or a copy of it."""
+        began, cancel, bytes_done = time.monotonic(), threading.Event(), 0
+
+        def update(count: int) -> bool:
+            nonlocal bytes_done
+            bytes_done = count
+            return cancel.is_set()
+
+        def work() -> tuple[CopiedFile, ...]:
+            try:
+                return unpack(archive, target, available_bytes(target), update)
+            finally:
+                if archive == listing.source:  # a change explains the damage
+                    [file] = listing.files
+                    check_unchanged(str(archive), archive.stat(), (file.size, file.modified_ns))
+
+        return self._wait.run_in_thread(
+            work,
+            lambda: CopyProgress(activity="unpacking", bytes_done=bytes_done, seconds=time.monotonic() - began),
+            cancel,
+        )
+
+    def _keep_archive_for_peers(self) -> None:
+        """Delete the copy of an archive as soon as no peer fetches it any more."""
+        if self._archive is not None:
+            deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
+            while time.monotonic() < deadline and (plan := self._group.plan()) and not plan.done:
+                self._wait.wait()
+            shutil.rmtree(self._archive, ignore_errors=True)

@@ -1,0 +1,396 @@
+"""This node's cache of data sets, `<stage-dir>/torchrelay-<uid>/`, writable by its owner only. Runs on compute nodes.
+
+    NAME-FINGERPRINT/data/       the copy
+    NAME-FINGERPRINT/manifest    its files with sizes and checksums
+    locks/NAME-FINGERPRINT.use   shared by the readers of the copy, exclusive for its deletion
+    locks/NAME-FINGERPRINT.copy  exclusive for making the copy
+    locks/node                   the name of the node that was the last to use this cache
+    .NAME-FINGERPRINT.ID.partial an unfinished copy; renamed when it is complete
+
+All locks are the kernel's (flock): it releases those of a killed process.
+"""
+
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from hpc.base.errors import TorchrelayError
+from hpc.base.files import fsync_directory, remove_abandoned, write_atomic
+from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED, available_memory_bytes, file_system_type
+from hpc.run.nodedir import open_lock, private_directory, try_lock
+from jobs.staging.copy_progress import stop_if
+from jobs.staging.source import pack_records, unpack_records
+
+# A copying process sends a heartbeat every few seconds; after this long without one it is suspended, or its storage
+# hangs.
+_STALLED_SECONDS = 60.0
+# Part of the disk that a copy leaves free, for other users' files and for what the job itself writes to /tmp.
+_RESERVED_DISK_SHARE = 0.05
+# Part of the free memory that a copy in RAM may take: it counts as the job's, and the ranks need memory, too.
+_USABLE_MEMORY_SHARE = 0.5
+# A file takes whole blocks, and an inode.
+_FILE_OVERHEAD_BYTES = 4096 + 512
+
+
+class StalledError(TorchrelayError):
+    """Another process is making the same copy and has stalled."""
+
+    def __init__(self) -> None:
+        super().__init__("another job on this node is making the same copy and has stalled: is it suspended?")
+
+
+# --- the manifest of a copy ---
+
+
+class CopiedFile(NamedTuple):
+    """One file of a copy."""
+
+    name: str
+    size: int
+    chunk_bytes: int
+    checksums: tuple[str, ...]
+    """XXH3 (128 bits) of each chunk of `chunk_bytes`, the last one shorter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The files that a copy must have."""
+
+    source: str
+    boot: str
+    """Boot id when the copy was last known to be intact: a power cut may lose what was not yet on the disk."""
+    files: tuple[CopiedFile, ...]
+    directories: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Bytes in all files."""
+        return sum(file.size for file in self.files)
+
+
+def checksum(content: memoryview | bytes) -> str:
+    """XXH3 with 128 bits, as hex: detects errors of disks and networks, at the speed of memory.
+
+    It does not detect forgery; but a process that can write to a copy can write to its manifest, too.
+    """
+    return str(xxhash.xxh3_128_hexdigest(content))
+
+
+def boot_id() -> str:
+    """The kernel's id of this boot of the machine."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest of a copy."""
+    content = pack_records((manifest.source, manifest.boot), [*manifest.directories, *manifest.files])
+    write_atomic(directory / "manifest", content, mode=0o600)
+
+
+def write_all(descriptor: int, content: memoryview, offset: int) -> None:
+    """Write all of the content at an offset."""
+    while content:
+        written = os.pwrite(descriptor, content, offset)
+        content, offset = content[written:], offset + written
+
+
+def describe_file(directory: Path, name: str, chunk_bytes: int, stopped: Callable[[], bool]) -> CopiedFile:
+    """Describe a file as it is on the disk, not in the page cache. Raises StagingStopped if `stopped` returns true."""
+    checksums = list[str]()
+    with (directory / name).open("rb", buffering=0) as content:
+        os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        size = os.fstat(content.fileno()).st_size
+        for _ in range(0, max(1, size), chunk_bytes):  # an empty file has one chunk, too
+            stop_if(stopped())
+            checksums.append(checksum(content.read(chunk_bytes)))
+    return CopiedFile(name, size, chunk_bytes, tuple(checksums))
+
+
+# --- the disk ---
+
+
+def is_memory(directory: Path) -> bool:
+    """Whether a directory is RAM-backed: its files take memory, not disk."""
+    return file_system_type(directory) in RAM_BACKED
+
+
+def available_bytes(directory: Path) -> int:
+    """Bytes that a new copy may take in a directory."""
+    usage = shutil.disk_usage(directory)
+    free = usage.free - int(usage.total * _RESERVED_DISK_SHARE)
+    if is_memory(directory):
+        free = min(free, int(available_memory_bytes() * _USABLE_MEMORY_SHARE))
+    return max(0, free)
+
+
+def bytes_on_disk(size: int, files: int) -> int:
+    """Bytes that files take on a disk, given the total of their sizes."""
+    return size + files * _FILE_OVERHEAD_BYTES
+
+
+# --- the copies ---
+
+
+@contextmanager
+def _locked_if_free(path: Path) -> Iterator[bool]:
+    """Hold a lock if no other process does. Yields whether it is held."""
+    descriptor = open_lock(path)
+    try:
+        yield try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheEntry:
+    """One copy, which need not exist yet."""
+
+    store: "CacheStore"
+    name: str
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+        return self.store.root / self.name
+
+    @property
+    def data(self) -> Path:
+        """The copied files."""
+        return self.path / "data"
+
+    @property
+    def used_at(self) -> float:
+        """Time of its last use in seconds since the epoch; 0 if it has just been deleted."""
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    @property
+    def _use_lock(self) -> Path:
+        return self.store.locks / f"{self.name}.use"
+
+    @property
+    def _copy_lock(self) -> Path:
+        return self.store.locks / f"{self.name}.copy"
+
+    def manifest(self) -> Manifest | None:
+        """Its manifest; None if it is missing or unreadable."""
+        try:
+            (source, boot), records = unpack_records((self.path / "manifest").read_bytes())
+            directories = tuple(record for record in records if isinstance(record, str))
+            copied = (record for record in records if not isinstance(record, str))
+            files = tuple(CopiedFile(name, size, chunk_bytes, tuple(sums)) for name, size, chunk_bytes, sums in copied)
+            return Manifest(source=source, boot=boot, files=files, directories=directories)
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read_all: bool = False) -> list[str]:
+        """Names of the files that differ from the manifest. Creates directories that are missing.
+
+        If the copy was made or verified since the last boot, compares sizes alone. Otherwise, or with `read_all`, reads
+        every file. Calls `stopped` for every file and every chunk.
+
+        Raises:
+            StagingStopped: `stopped` returned true.
+        """
+        for name in manifest.directories:
+            with contextlib.suppress(FileExistsError):
+                (self.data / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not read_all and manifest.boot == boot_id():
+            return [file.name for file in manifest.files if self._has_other_size(file, stopped)]
+        damaged = [file.name for file in manifest.files if self._differs(file, stopped)]
+        if not damaged and manifest.boot != boot_id():
+            write_manifest(self.path, replace(manifest, boot=boot_id()))
+        return damaged
+
+    def distrust(self) -> None:
+        """Have the next staging make it again."""
+        (self.path / "manifest").unlink(missing_ok=True)
+
+    def _has_other_size(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+        stop_if(stopped())
+        try:
+            return (self.data / file.name).stat().st_size != file.size
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+
+    def _differs(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+        try:
+            return describe_file(self.data, file.name, file.chunk_bytes, stopped) != file
+        except OSError:
+            return True  # it is missing, or the disk has a read error
+
+    def lock_for_use(self) -> int | None:
+        """Prevent its deletion until the returned descriptor is closed; None while another process deletes it."""
+        descriptor = open_lock(self._use_lock)
+        if not try_lock(descriptor, shared=True):
+            os.close(descriptor)
+            return None
+        return descriptor
+
+    @contextmanager
+    def locked_for_copy(self, wait: Callable[[], None]) -> Iterator[None]:
+        """Let one process of this node make the copy at a time; the others call `wait` until it is done.
+
+        Raises:
+            StalledError: that process sends no heartbeat; its job may be suspended, perhaps in favour of this one.
+        """
+        descriptor = open_lock(self._copy_lock)
+        try:
+            heartbeat, seen_at = 0, 0.0
+            while not try_lock(descriptor):
+                # Not compared with the time of day, which somebody may set.
+                if (newest := os.fstat(descriptor).st_mtime_ns) != heartbeat:
+                    heartbeat, seen_at = newest, time.monotonic()
+                if time.monotonic() - seen_at > _STALLED_SECONDS:
+                    raise StalledError
+                wait()
+            self.send_heartbeat()
+            yield
+        finally:
+            os.close(descriptor)
+
+    def send_heartbeat(self) -> None:
+        """Show that this process, which holds the copy lock, is making progress."""
+        os.utime(self._copy_lock)
+
+    def in_use(self) -> bool:
+        """Whether a process reads it."""
+        with _locked_if_free(self._use_lock) as locked:
+            return not locked
+
+    def delete(self) -> bool:
+        """Delete it unless a process reads it. Returns whether it is gone."""
+        with _locked_if_free(self._use_lock) as locked:
+            if not locked:
+                return False
+            doomed = self._new_name()
+            with contextlib.suppress(FileNotFoundError):  # another process was quicker
+                self.path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            return True
+
+    def _new_name(self) -> Path:
+        return self.store.root / f".{self.name}.{uuid.uuid4().hex}.partial"
+
+    def new_partial(self) -> Path:
+        """Create a directory for an unfinished copy, with an empty `data` in it."""
+        partial = self._new_name()
+        partial.mkdir(mode=0o700)
+        (partial / "data").mkdir(mode=0o700)
+        return partial
+
+    def commit(self, partial: Path, manifest: Manifest) -> None:
+        """Give a complete copy its name.
+
+        Where a damaged copy still has it, because other processes read that one, its files are replaced one by one: the
+        readers see each file either as it was or new.
+        """
+        write_manifest(partial, manifest)
+        if not self.path.exists():
+            partial.rename(self.path)
+            fsync_directory(self.store.root)
+            return
+        for file in manifest.files:
+            (self.data / file.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (partial / "data" / file.name).replace(self.data / file.name)
+        (partial / "manifest").replace(self.path / "manifest")
+        shutil.rmtree(partial)
+
+    def mark_used(self) -> None:
+        """Record a use now. The locks get the same time, or a job that cleans up /tmp would delete them as old."""
+        for path in (self.path, self._use_lock, self._copy_lock):
+            with contextlib.suppress(FileNotFoundError):
+                os.utime(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStore:
+    """All copies of this user below one directory of this node."""
+
+    root: Path
+
+    @property
+    def locks(self) -> Path:
+        """The lock files. Never deleted: if they were, two processes could lock two files of the same name."""
+        return self.root / "locks"
+
+    def why_shared(self) -> str | None:
+        """Why this is no disk of this node's own; None if it seems to be. Leaves this node's name for the others."""
+        own, last = os.uname().nodename, self.locks / "node"
+        before = last.read_text().strip() if last.exists() else own
+        with contextlib.suppress(OSError):  # the disk may be full
+            write_atomic(last, f"{own}\n", mode=0o600)
+        if before != own:
+            return f"{before} uses it too"
+        kind = file_system_type(self.root)
+        return f"it is on {kind}, a network file system" if kind in NETWORK_BACKED else None
+
+    def entry(self, name: str) -> CacheEntry:
+        """A copy, which need not exist."""
+        return CacheEntry(store=self, name=name)
+
+    def entries(self) -> list[CacheEntry]:
+        """The existing copies, least recently used first, those that are being packed included."""
+        names = [path.name for path in self.root.iterdir() if path.name != "locks" and not path.name.startswith(".")]
+        used = [(entry.used_at, entry) for entry in map(self.entry, names)]
+        return [entry for used_at, entry in sorted(used, key=lambda pair: pair[0]) if used_at]
+
+    def remove_partials(self, locked: str) -> None:
+        """Remove the unfinished copies of killed processes. The caller holds the lock of the copy named `locked`."""
+
+        def is_abandoned(partial: Path) -> bool:
+            name = partial.name[1:].rsplit(".", 2)[0]
+            with _locked_if_free(self.locks / f"{name}.copy") as is_free:
+                return name == locked or is_free
+
+        remove_abandoned(self.root, ".*.partial", is_abandoned)
+
+    def delete_unused(self, keep_seconds: float) -> list[str]:
+        """Delete the copies that were not used for this long. Returns their names."""
+        old = [entry for entry in self.entries() if time.time() - entry.used_at > keep_seconds]
+        return [entry.name for entry in old if entry.delete()]
+
+    def make_room(self, size: int, files: int) -> tuple[list[str], str | None]:
+        """Delete copies, least recently used first, if that makes room for `files` files of `size` bytes together.
+
+        Returns:
+            Names of the deleted copies, and why the new one does not fit all the same (None: it fits).
+        """
+
+        def missing_bytes() -> int:
+            return bytes_on_disk(size, files) - available_bytes(self.root)
+
+        deleted = list[str]()
+        unused = [entry.manifest() for entry in self.entries() if not entry.in_use()] if missing_bytes() > 0 else []
+        if 0 < missing_bytes() <= sum(manifest.size for manifest in unused if manifest):
+            for entry in self.entries():
+                if missing_bytes() <= 0:
+                    break
+                if entry.delete():
+                    deleted.append(entry.name)
+        inodes, needed, available = os.statvfs(self.root), bytes_on_disk(size, files), available_bytes(self.root)
+        if inodes.f_files and files > inodes.f_favail:
+            return deleted, f"{self.root} has {inodes.f_favail} free inodes, but the data set has {files} files"
+        if needed <= available:
+            return deleted, None
+        kind = " (RAM-backed)" if is_memory(self.root) else ""
+        megabytes = f"{available // 2**20} MB available, but the data need {needed // 2**20} MB"
+        return deleted, f"{self.root}{kind} has {megabytes}"
+
+
+def open_store(stage_dir: Path) -> CacheStore:
+    """Open or make this user's cache on this node. Raises TorchrelayError if others could have put something there."""
+    store = CacheStore(root=private_directory(stage_dir))
+    store.locks.mkdir(mode=0o700, exist_ok=True)
+    return store

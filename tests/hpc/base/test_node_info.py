@@ -1,0 +1,88 @@
+"""What a machine is like, from what its kernel, its Slurm and its torch say."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.cluster import mounted_volume
+
+from hpc.base.kernel import driver_version, file_system_type, mounted_type
+from hpc.base.node_info import inspect_node, parse_torch_version
+from hpc.cluster.doctor.findings import nccl_interfaces
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "asked", "taken"),
+    [
+        (("lo", "docker0", "eno1", "eth0"), "", ["eno1", "eth0"]),
+        (("lo", "eth0", "ib0", "ib1"), "", ["ib0", "ib1"]),
+        (("lo", "eth0", "eth1", "eno1"), "eth,x", ["eth0", "eth1"]),
+        (("lo", "eth0", "eth01"), "=eth0", ["eth0"]),
+        (("lo", "eth0", "eno1"), "^lo,eno", ["eth0"]),
+        (("lo", "eth0", "eth01"), "^=eth0,lo", ["eth01"]),
+    ],
+)
+def test_interfaces_that_nccl_uses(interfaces: tuple[str, ...], asked: str, taken: list[str]) -> None:
+    assert nccl_interfaces(interfaces, asked) == taken
+
+
+def test_file_system_is_the_innermost_and_last_mount() -> None:
+    mounts = (
+        "rootfs / rootfs rw 0 0\n/dev/sda1 / ext4 rw 0 0\nserver:/home /home nfs4 rw 0 0\n"
+        "tmpfs /home/a\\040b tmpfs rw 0 0\n"
+    )
+    paths = ("/home/me", "/home/a b/c", "/homes", "/")
+    assert [mounted_type(mounts, Path(path)) for path in paths] == ["nfs4", "tmpfs", "ext4", "ext4"]
+    assert mounted_type("", Path("/")) is None
+
+
+def test_overlay_in_memory_is_memory(tmp_path: Path) -> None:
+    """The root of a diskless node; but of one whose upper directory is hidden, as in a container, nothing is known."""
+    (tmp_path / "lower").mkdir()
+    with mounted_volume(tmp_path / "ram disk", "size=1m") as memory:
+        for name in ("upper", "work", "root"):
+            (memory / name).mkdir()
+        options = f"lowerdir={tmp_path}/lower,upperdir={memory}/upper,workdir={memory}/work"
+        subprocess.run(["mount", "-t", "overlay", "-o", options, "overlay", str(memory / "root")], check=True)
+        try:
+            assert file_system_type(memory / "root" / "tmp") == "tmpfs"
+        finally:
+            subprocess.run(["umount", str(memory / "root")], check=True)
+    hidden = "overlay / overlay rw,lowerdir=/a,upperdir=/b/c,workdir=/b/w 0 0\n"
+    assert mounted_type(hidden, Path("/tmp")) == "overlay"
+
+
+@pytest.mark.parametrize(
+    ("lines", "accelerator"),
+    [
+        ("__version__ = '2.15.0+cu132'\ncuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n", "CUDA 13.2"),
+        ("__version__ = '2.4.0'\ncuda = '12.1'\nhip = None\n", "CUDA 12.1"),
+        ("__version__ = '2.9.0+rocm6.4'\ncuda: Optional[str] = None\nhip: Optional[str] = '6.4'\n", "ROCm 6.4"),
+        ("__version__ = '2.9.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", None),
+    ],
+)
+def test_accelerator_of_a_torch_build(lines: str, accelerator: str | None) -> None:
+    build = parse_torch_version(lines)
+    assert build.accelerator == accelerator
+    assert build.version.startswith("2.")
+
+
+MODULE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12\n"
+OPEN_MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (root@x)\n"
+DRIVERS = {MODULE: "550.54.15", OPEN_MODULE: "570.86.10", "": None}
+
+
+@pytest.mark.parametrize("text", DRIVERS)
+def test_driver_version(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert driver_version(file) is None, "there is no such file without a driver"
+    file.write_text(text)
+    assert driver_version(file) == DRIVERS[text]
+
+
+def test_processors_and_memory_of_this_machine(tmp_path: Path) -> None:
+    node = inspect_node(tmp_path)
+    memory = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal:"))
+    assert (node.cpus, node.memory_bytes) == (os.cpu_count(), int(memory.split()[1]) * 1024)
+    assert node.cpu

@@ -1,0 +1,116 @@
+"""Words of a command line, of files and of Python become the values of a dataclass, or are refused with a reason."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc.base import program
+from hpc.base.errors import UserError
+from hpc.commands.cluster.doctor import DoctorOptions
+from hpc.commands.start.status import StatusOptions
+from hpc.submit.options import SubmitScript, SubmitTraining
+from hpc.submit.resumed_run import ResumeOptions
+from hpc.submit.sbatch_flags import explain
+from training.config.train_config import TrainConfig
+from training.inference.predict import PredictOptions
+
+
+def read(options: type[Any], *words: str) -> dict[str, Any]:
+    return program.read((options,), words, "hpc x", explain)
+
+
+@pytest.mark.parametrize(
+    ("options", "words", "values"),
+    [
+        (SubmitTraining, ("-N2", "-t", "1h", "--batch_size=8"), {"nodes": "2", "time": "1h", "batch-size": "8"}),
+        (SubmitTraining, ("--elastic", "--no-wait", "--lr", "-1"), {"elastic": True, "wait": False, "lr": "-1"}),
+        (SubmitTraining, ("--setup=a", "--setup", "b c", "--lr=1", "--lr=2"), {"setup": ["a", "b c"], "lr": "2"}),
+        (SubmitTraining, ("--name", "resume", "--data=--x", "--mem="), {"name": "resume", "data": "--x", "mem": ""}),
+        (ResumeOptions, ("--elastic", "--time", "2h", "r"), {"elastic": True, "time": "2h", "run": "r"}),
+        (StatusOptions, ("a", "--json", "b"), {"run": ["a", "b"], "json": True}),
+        (StatusOptions, ("--", "a", "b"), {"run": ["a", "b"]}),
+        (StatusOptions, (), {"run": []}),
+        (DoctorOptions, ("--node", "a", "b", "--json"), {"node": ["a", "b"], "json": True}),
+        (DoctorOptions, ("--node",), {"node": []}),
+        (PredictOptions, ("m", "a.png", "b.png"), {"model": "m", "images": ["a.png", "b.png"]}),
+    ],
+)  # fmt: skip
+def test_words_are_read(options: type[Any], words: tuple[str, ...], values: dict[str, Any]) -> None:
+    assert read(options, *words) == values
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--epoch", "3"), "there is no flag --epoch: did you mean --epochs?"),
+        (("--max_epochs=3",), "there is no flag --max_epochs: did you mean --epochs?"),
+        (("--no-epochs",), "there is no flag --no-epochs"),
+        (("-x", "a"), "there is no flag -x: use --exclude instead"),
+        (("--mail-type=END",), "there is no flag --mail-type: use --sbatch mail-type=VALUE"),
+        (("--time", "--elastic"), "--time has no value"),
+        (("--setup", "--setup=a"), "--setup has no value"),
+        (("--wait=true",), "--wait takes no value"),
+        (("--wait", "a.py", "--lr"), "put -- before a.py: --wait -- a.py --lr"),
+        (("a",), "unexpected argument: a"),
+        (("--",), "nothing follows --"),
+    ],
+)
+def test_words_that_are_not_understood_are_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        read(SubmitTraining, *words)
+
+
+def test_a_value_of_python_is_what_its_text_would_be() -> None:
+    typed = {"data": "x", "nodes": "2", "lr": "1", "setup": ["a"], "stage-dir": "/x", "elastic": "true"}
+    given = {"data": Path("x"), "nodes": 2, "lr": 1, "setup": ("a",), "stage-dir": Path("/x"), "elastic": True}
+    made = program.build(SubmitTraining, given)
+    assert made == program.build(SubmitTraining, typed)
+    assert (made.train.lr, made.resources.nodes, made.stage_dir) == (1.0, "2", Path("/x"))
+    assert program.build(SubmitTraining, program.values_of(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("epochs", "1.5", "--epochs is '1.5': expected a whole number"),
+        ("epochs", 1.5, "--epochs is '1.5': expected a whole number"),
+        ("epochs", True, "--epochs is 'True': expected a whole number"),
+        ("epochs", None, "--epochs is 'None': expected a whole number"),
+        ("lr", "high", "--lr is 'high': expected a number"),
+        ("lr", [1], r"--lr is '\[1\]': expected a number"),
+        ("lr", -1, "--lr is -1.0: use a number above 0"),
+        ("compile", "yes", "--compile is 'yes': expected true or false"),
+        ("compile", 1, "--compile is '1': expected true or false"),
+        ("model", {}, "--model is '{}': expected text"),
+        ("optimizer", "adan", "--optimizer is 'adan': use one of 'sgd', 'adamw', 'adam'"),
+        ("tracker", ("wandb", "x"), "--tracker is 'x': use one of 'wandb', 'mlflow'"),
+        ("stage-dir", 5, "--stage-dir is '5': expected a path"),
+        ("nodes", 0, "--nodes is '0': use a number such as 2"),
+        ("epoch", 3, r"there is no flag --epoch: did you mean --epochs\?"),
+    ],
+)
+def test_a_wrong_value_is_refused_wherever_it_comes_from(name: str, value: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        program.build(SubmitTraining, {"data": "x", name: value})
+
+
+def test_what_must_be_given_is_asked_for() -> None:
+    with pytest.raises(UserError, match="missing argument RUN: Run directory or name"):
+        program.build(ResumeOptions, {})
+
+
+def test_flags_of_another_program_are_read_to_be_refused() -> None:
+    assert program.read((SubmitScript, SubmitTraining), ["--lr=1"], "x") == {"lr": "1"}
+    assert program.read((ResumeOptions, TrainConfig), ["r", "--lr=1"], "x") == {"run": "r", "lr": "1"}
+
+
+@pytest.mark.parametrize("module", ["hpc.submit", "training"])
+def test_every_program_answers_in_one_line(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", module, "--data=x", "--max-epochs", "3"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith(": there is no flag --max-epochs: did you mean --epochs?\n")
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,41 @@
+"""Text from outside on a terminal and in a spreadsheet."""
+
+import pytest
+
+from hpc.base.text import csv_cell, csv_text, few, visible
+
+
+def test_of_many_nodes_the_first_and_the_last_are_named() -> None:
+    names = [f"gpu{number:03d}" for number in range(1, 33)]
+    assert [few(names[:count]) for count in (1, 4, 5, 32)] == [
+        "gpu001", "gpu001, gpu002, gpu003, gpu004", "gpu001 ... gpu005 (5)", "gpu001 ... gpu032 (32)",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+        ("a\nb\rc\x00\x7f", r"a\nb\rc\x00\x7f"),
+        ("\x9b2J", r"\x9b2J"),
+        ("safe\u202eexe.txt\u2066", r"safe\u202eexe.txt\u2066"),
+        ("\udcff", r"\udcff"),
+        ("tab\tand Größe, 図, 😀", "tab\tand Größe, 図, 😀"),
+    ],
+)
+def test_control_characters_are_seen(text: str, shown: str) -> None:
+    assert visible(text) == shown
+    assert visible(shown) == shown
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "'=1", "''-1"])
+def test_text_that_would_be_a_formula_is_escaped_and_read_back(text: str) -> None:
+    assert csv_cell(text) == "'" + text
+    assert csv_text(f"'{text}") == text
+
+
+@pytest.mark.parametrize("cell", ["cat", "", "a=b", "'quoted'", 5, -5, -0.5, None])
+def test_other_cells_stay(cell: object) -> None:
+    assert csv_cell(cell) == cell
+    if isinstance(cell, str):
+        assert csv_text(cell) == cell

@@ -1,0 +1,190 @@
+"""The exception that ended a program is found in what the program printed."""
+
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+
+import pytest
+
+from hpc.base.traceback_text import describe_exception, exception_lines
+from hpc.run.causes import cause_of_exit
+
+
+def multiline() -> None:
+    raise AssertionError("shapes differ:\n  expected (3, 4)\n  found (4, 3)")
+
+
+def without_a_first_line() -> None:
+    raise AssertionError("\nNot equal to tolerance rtol=1e-07\nMismatched elements: 1 / 3")
+
+
+def noted() -> None:
+    error = ValueError("no luck")
+    error.add_note("in sample 7")
+    raise error
+
+
+def bad_syntax() -> None:
+    compile("a b", "config.py", "exec")
+
+
+def bare() -> None:
+    raise KeyboardInterrupt
+
+
+class LocalError(Exception):
+    """An exception whose name Python prints with its module."""
+
+
+def local() -> None:
+    raise LocalError("no luck")
+
+
+def cuda() -> None:
+    advice = "\nSearch for `cudaErrorECCUncorrectable' for more.\nFor debugging consider CUDA_LAUNCH_BLOCKING=1"
+    raise RuntimeError(f"CUDA error: uncorrectable ECC error encountered{advice}")
+
+
+def full_disk() -> None:
+    try:
+        raise OSError(28, "No space left on device")
+    finally:
+        raise RuntimeError("unexpected pos 64 vs 0")
+
+
+def raised_from() -> None:
+    try:
+        os.environ["LR_OF_NO_SCHEDULE"]
+    except KeyError as error:
+        raise ValueError("no learning rate") from error
+
+
+def group() -> None:
+    found = list[Exception]()
+    for one in (local, cuda):
+        try:
+            one()
+        except Exception as error:  # noqa: BLE001
+            found.append(error)
+    raise ExceptionGroup("two failed", found)
+
+
+def loader_worker() -> None:
+    try:
+        noted()
+    except ValueError:
+        raise ValueError(
+            f"Caught ValueError in DataLoader worker process 0.\nOriginal {traceback.format_exc()}"
+        ) from None
+
+
+def quoted() -> None:
+    try:
+        cuda()
+    except RuntimeError:
+        text = traceback.format_exc().replace("\n", "\n    ")
+        raise RuntimeError(f"worker 3 says:\n    {text}") from None
+
+
+def recursion() -> None:
+    recursion()
+
+
+CASES: list[tuple[Callable[[], None], str, str]] = [
+    (multiline, "AssertionError: shapes differ: expected (3, 4)", "crashed"),
+    (without_a_first_line, "AssertionError: Not equal to tolerance rtol=1e-07", "crashed"),
+    (noted, "ValueError: no luck", "crashed"),
+    (bad_syntax, "SyntaxError: invalid syntax", "crashed"),
+    (bare, "KeyboardInterrupt", "crashed"),
+    (local, f"{__name__}.LocalError: no luck", "crashed"),
+    (cuda, "RuntimeError: CUDA error: uncorrectable ECC error encountered", "bad_node"),
+    (
+        full_disk,
+        "RuntimeError: unexpected pos 64 vs 0 (with OSError: [Errno 28] No space left on device)",
+        "no_space",
+    ),
+    (raised_from, "ValueError: no learning rate (with KeyError: 'LR_OF_NO_SCHEDULE')", "crashed"),
+    (group, f"ExceptionGroup: two failed (2 sub-exceptions) (with {__name__}.LocalError: no luck)", "crashed"),
+    (
+        loader_worker,
+        "ValueError: no luck (with ValueError: Caught ValueError in DataLoader worker process 0.)",
+        "crashed",
+    ),
+    (
+        quoted,
+        "RuntimeError: worker 3 says: (with RuntimeError: CUDA error: uncorrectable ECC error encountered)",
+        "bad_node",
+    ),
+    (recursion, "RecursionError: maximum recursion depth exceeded", "crashed"),
+]
+
+
+def printed(function: Callable[[], None], prefix: str = "") -> list[str]:
+    try:
+        function()
+    except BaseException:  # noqa: BLE001
+        lines = traceback.format_exc().split("\n")
+    # torch's hook adds the rank in the same way.
+    return [f"{prefix}{line}" if line else "" for line in lines]
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank1]: ", "[rank11]: [rank0]: "])
+@pytest.mark.parametrize(("function", "message", "cause"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_message_and_cause(function: Callable[[], None], message: str, cause: str, prefix: str) -> None:
+    lines = ["epoch 1", *printed(local), *["epoch 2"] * 5, *printed(function, prefix), "a destructor complains"]
+    assert describe_exception(lines) == message
+    assert cause_of_exit(1, None, False, describe_exception(lines), {}) == cause
+    shown = exception_lines(lines)
+    assert shown[0].endswith("Traceback (most recent call last):")
+    assert function.__name__ in "".join(shown)
+    if prefix:
+        expected = "\n".join(printed(function)).rstrip().split("\n")
+        assert shown == expected, "torch marks the end of the message, too"
+
+
+RICH = """\
+╭───────────────────── Traceback (most recent call last) ──────────────────────╮
+│ /home/u/train.py:7 in <module>                                               │
+│ ❱ 7 step(batch)                                                              │
+╰──────────────────────────────────────────────────────────────────────────────╯
+ValueError: no luck"""
+FRAMES = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    f()\n'
+RAISED = f"{FRAMES}ValueError: no luck"
+LATER = "".join(f"wandb: {number}\n" for number in range(30))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch 1\nepoch 2", ""),
+        (RICH, "ValueError: no luck"),
+        (f"{RAISED}\nException ignored in: <function f at 0x7f>\n{FRAMES}OSError: gone", "ValueError: no luck"),
+        (f"{RAISED}\nError in atexit._run_exitfuncs:\n{FRAMES}OSError: gone", "ValueError: no luck"),
+        (f"Exception in thread Thread-1 (run):\n{FRAMES}OSError: gone", "OSError: gone"),
+        (f"{RAISED}\n{FRAMES}", "ValueError: no luck"),
+        (f"{FRAMES}ValueError: caught\n{LATER}", ""),
+        ("\n".join(f"[rank1]: {line}" for line in RAISED.split("\n")) + f"\n{LATER}", "ValueError: no luck"),
+        (f"{FRAMES}ValueError: a\n{FRAMES}OSError: b", "OSError: b"),
+        (f"{FRAMES}ValueError: {'x' * 999}", f"ValueError: {'x' * 488}"),
+    ],
+)
+def test_other_texts(text: str, message: str) -> None:
+    assert describe_exception(text.splitlines()) == message
+
+
+def test_every_text_has_an_answer() -> None:
+    for case, *_ in CASES:
+        lines = printed(case, "[rank1]: ")
+        for number in range(len(lines)):
+            assert isinstance(describe_exception(lines[:number]), str)
+            assert exception_lines(lines[number:]) is not None
+
+
+def test_interpreter_prints_what_is_read() -> None:
+    """Frames look as this version of Python prints them."""
+    done = subprocess.run(
+        [sys.executable, "-c", "def f(): return 1 / 0\nf()"], capture_output=True, text=True, check=False
+    )
+    assert describe_exception(done.stderr.splitlines()) == "ZeroDivisionError: division by zero"

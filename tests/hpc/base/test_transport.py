@@ -1,0 +1,285 @@
+"""The authenticated transport, over real sockets, with clients and servers that lack the secret."""
+# ruff: noqa: SLF001  # a client without the secret does what the public methods do not
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from support.waiting import wait_for
+
+from hpc.base import transport
+from hpc.base.transport import Connection, Limits, Server, TransportError, connect
+
+SECRET, PURPOSE = "the run's secret", "test"
+LIMITS = Limits(timeout_seconds=10, max_message_bytes=2_000_000)
+
+
+def echo(connection: Connection) -> None:
+    while True:
+        connection.send({"echo": connection.receive()})
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    servers = list[Server]()
+
+    def start(**options: int) -> Server:
+        servers.append(Server(SECRET, PURPOSE, echo, Limits(timeout_seconds=30, max_message_bytes=1000, **options)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+@pytest.fixture
+def server(serve: Callable[..., Server]) -> Server:
+    return serve()
+
+
+def client(port: int, secret: str = SECRET, purpose: str = PURPOSE) -> Connection:
+    return connect(("127.0.0.1", port), secret, purpose, LIMITS)
+
+
+def raw(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), 20)
+
+
+def works(server: Server) -> bool:
+    with client(server.port) as connection:
+        connection.send({"text": "ä"})
+        return connection.receive() == {"echo": {"text": "ä"}}
+
+
+def is_closed(unauthenticated: socket.socket) -> bool:
+    try:
+        return unauthenticated.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_messages_arrive_in_both_directions(server: Server) -> None:
+    with client(server.port) as connection:
+        for number in range(3):
+            connection.send({"number": number})
+            assert connection.receive() == {"echo": {"number": number}}
+
+
+@pytest.mark.parametrize(("secret", "purpose"), [("guess", PURPOSE), ("", PURPOSE), (SECRET, "another purpose")])
+def test_client_without_the_secret_or_for_another_purpose_is_refused(server: Server, secret: str, purpose: str) -> None:
+    with pytest.raises(TransportError, match="does not have the run's secret"):
+        client(server.port, secret, purpose)
+    assert works(server)
+
+
+def test_server_does_not_serve_a_client_that_ignores_its_wrong_proof(server: Server) -> None:
+    with raw(server.port) as unauthenticated:
+        unauthenticated.sendall(bytes(32))
+        assert len(unauthenticated.recv(64, socket.MSG_WAITALL)) == 64
+        unauthenticated.sendall(bytes(32))
+        assert is_closed(unauthenticated)
+
+
+def test_the_secret_is_never_on_the_wire(server: Server) -> None:
+    with raw(server.port) as unauthenticated:
+        unauthenticated.sendall(bytes(32))
+        first = unauthenticated.recv(64, socket.MSG_WAITALL)
+    with raw(server.port) as unauthenticated:
+        unauthenticated.sendall(bytes(32))
+        second = unauthenticated.recv(64, socket.MSG_WAITALL)
+    assert first[:32] != second[:32], "each challenge is a new one"
+    assert first[32:] != second[32:]
+    assert SECRET.encode() not in first + second
+
+
+def test_reflected_proof_is_refused(server: Server) -> None:
+    with raw(server.port) as unauthenticated:
+        unauthenticated.sendall(bytes(32))
+        unauthenticated.sendall(unauthenticated.recv(64, socket.MSG_WAITALL)[32:])
+        assert is_closed(unauthenticated)
+
+
+def test_reflected_challenge_is_no_proof() -> None:
+    """Another program on a server's former port sends back what it gets."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def reflect() -> None:
+            accepted, _ = listener.accept()
+            with accepted:
+                challenge = accepted.recv(32, socket.MSG_WAITALL)
+                accepted.sendall(challenge + challenge)
+
+        threading.Thread(target=reflect, daemon=True).start()
+        with pytest.raises(TransportError, match="does not have the run's secret"):
+            client(listener.getsockname()[1])
+
+
+def test_client_that_replays_a_session_is_refused(server: Server) -> None:
+    recorded = list[bytes]()
+
+    class Recorder(Connection):
+        def send_bytes(self, content: bytes) -> None:
+            recorded.append(content)
+            super().send_bytes(content)
+
+    with Recorder(raw(server.port), LIMITS) as connection:
+        connection.handshake(SECRET, PURPOSE, is_server=False)
+        connection.send({"text": "again"})
+        assert connection.receive() == {"echo": {"text": "again"}}
+    with raw(server.port) as unauthenticated:
+        for content in recorded:
+            unauthenticated.sendall(content)
+        answer = unauthenticated.recv(64, socket.MSG_WAITALL)
+        assert len(answer) == 64, "a challenge and a proof for it, as everybody gets"
+        assert is_closed(unauthenticated)
+
+
+def test_message_that_was_altered_or_repeated_ends_the_connection(server: Server) -> None:
+    with client(server.port) as connection:
+        text = b'{"text":"good"}'
+        mac = transport._mac(connection._send_key, transport._NUMBER.pack(0), text)
+        connection.send_bytes(transport._LENGTH.pack(len(text)) + mac + text.replace(b"good", b"evil"))
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    with client(server.port) as connection:
+        connection.send({"text": "once"})
+        connection.receive()
+        connection._sent = 0
+        connection.send({"text": "once"})
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    assert works(server)
+
+
+def test_altered_answer_is_not_believed(server: Server) -> None:
+    with client(server.port) as connection:
+        connection._receive_key = bytes(32)
+        connection.send({})
+        with pytest.raises(TransportError, match="altered, repeated or added"):
+            connection.receive()
+
+
+def test_silent_client_times_out_while_others_are_served(
+    serve: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "HANDSHAKE_SECONDS", 0.5)
+    server = serve()
+    with raw(server.port) as silent, raw(server.port) as half:
+        half.sendall(bytes(31))
+        assert works(server)
+        assert is_closed(silent), "sooner than a client that is known"
+        assert is_closed(half)
+
+
+def test_silent_server_does_not_hold_up_a_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "HANDSHAKE_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(TimeoutError, match="sent nothing in time"):
+        client(listener.getsockname()[1])
+
+
+def test_idle_unauthenticated_connections_keep_no_agent_out(server: Server) -> None:
+    idle = [raw(server.port) for _ in range(200)]
+    try:
+        assert works(server)
+        assert is_closed(idle[0]), "the oldest made room"
+        assert works(server)
+    finally:
+        for connection in idle:
+            connection.close()
+
+
+def test_authenticated_connections_are_limited_and_none_is_cut(serve: Callable[..., Server]) -> None:
+    server = serve(max_connections=2)
+    with client(server.port) as first, client(server.port) as second:
+        for connection in (first, second):
+            connection.send({})
+            assert connection.receive() == {"echo": {}}
+        with client(server.port) as third, pytest.raises(TransportError):
+            third.receive()
+        first.send({})
+        assert first.receive() == {"echo": {}}
+    wait_for(lambda: not server._authenticated)
+    assert works(server), "places are given back"
+
+
+def test_oversized_message_is_refused_by_its_length(server: Server) -> None:
+    with client(server.port) as connection:
+        connection.send_bytes(transport._LENGTH.pack(2**32 - 1))
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    with client(server.port) as connection:
+        connection.send({"text": "x" * 1000})
+        with pytest.raises(TransportError):
+            connection.receive()
+    assert works(server)
+
+
+def test_half_a_message_is_none(server: Server) -> None:
+    with client(server.port) as connection:
+        connection.send_bytes(transport._LENGTH.pack(100) + bytes(40))
+        connection.socket.shutdown(socket.SHUT_WR)
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    assert works(server)
+
+
+@pytest.mark.parametrize("text", [b"[" * 900, b'{"a":' * 180, b"[1]", b"null", b"", b"\xff\xfe", b"{", b"NaN"])
+def test_what_is_no_json_object_ends_the_connection(server: Server, text: bytes) -> None:
+    with client(server.port) as connection:
+        connection._send_text(text)
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    assert works(server)
+
+
+def test_deeply_nested_json_is_an_error_of_the_transport() -> None:
+    server = Server(SECRET, PURPOSE, lambda connection: connection._send_text(b"[" * 10**6), LIMITS)
+    with client(server.port) as connection, pytest.raises(TransportError, match="not JSON: RecursionError"):
+        connection.receive()
+    server.close()
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.0\r\n\r\n", b"\x16\x03\x01" * 100, b"x" * 100_000])
+def test_noise_is_not_answered(server: Server, noise: bytes) -> None:
+    with raw(server.port) as unauthenticated:
+        received = b""
+        try:
+            unauthenticated.sendall(noise)
+            unauthenticated.shutdown(socket.SHUT_WR)
+            while data := unauthenticated.recv(1000):
+                received += data
+        except OSError:
+            pass  # the server has closed the connection already
+        assert len(received) <= 64
+    assert works(server)
+
+
+def test_closed_server_ends_its_connections(server: Server) -> None:
+    with client(server.port) as connection:
+        connection.send({})
+        connection.receive()
+        server.close()
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    with pytest.raises(OSError, match="refused"):
+        client(server.port)
+
+
+def test_defect_in_what_serves_a_connection_is_raised_once_and_ends_that_connection_alone() -> None:
+    def serve(connection: Connection) -> None:
+        connection.send({"answer": connection.receive()["question"]})
+
+    server = Server(SECRET, PURPOSE, serve, LIMITS)
+    server.check()
+    with client(server.port) as connection:
+        connection.send({})
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    with pytest.raises(KeyError, match="question"):
+        server.check()
+    server.check()
+    with client(server.port) as connection:
+        connection.send({"question": 1})
+        assert connection.receive() == {"answer": 1}
+    server.close()

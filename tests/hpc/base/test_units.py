@@ -1,0 +1,35 @@
+import pytest
+
+from hpc.base.errors import UserError
+from hpc.base.units import format_minutes, slurm_seconds, walltime_minutes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("5", 300), ("5:30", 330), ("1:02:03", 3723), ("1-2", 93600), ("1-02:03", 93780), ("2-00:00:01", 172801)],
+)
+def test_slurm_durations(text: str, seconds: int) -> None:
+    assert slurm_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["infinite", "UNLIMITED", "n/a"])
+def test_no_limit(text: str) -> None:
+    assert slurm_seconds(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"), [("90m", 90), ("12h", 720), ("2d", 2880), ("30s", 1), ("01:00:01", 61), ("7", 7)]
+)
+def test_walltime(text: str, minutes: int) -> None:
+    assert walltime_minutes(text) == minutes
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1.5h", "-5", "1:2:3:4", "unlimited", "0", "0h"])
+def test_bad_walltime(text: str) -> None:
+    with pytest.raises(UserError, match="--time"):
+        walltime_minutes(text)
+
+
+@pytest.mark.parametrize("minutes", [1, 59, 60, 1439, 1440, 20160])
+def test_formatted_minutes_parse_as_slurm_durations(minutes: int) -> None:
+    assert slurm_seconds(format_minutes(minutes)) == minutes * 60

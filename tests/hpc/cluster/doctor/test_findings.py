@@ -1,0 +1,284 @@
+"""The findings of `hpc doctor` about configurations and machines."""
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+
+from hpc.base.errors import UserError
+from hpc.base.node_info import NodeInfo, TorchBuild
+from hpc.cluster.doctor.findings import (
+    OF_LOGIN,
+    OF_NODE,
+    OF_RUN,
+    Finding,
+    LoginNode,
+    RunMeasurements,
+    Severity,
+    judge,
+    merge,
+)
+from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
+from hpc.slurm.client import ClusterConfig, choose_partition, leading_number, parse_config, parse_records
+from hpc.submit.runs_storage import Feature
+
+# As Slurm 22.05.8 prints them, shortened.
+CONFIG = """Configuration data as of 2026-11-21T18:38:39
+AccountingStorageType   = accounting_storage/none
+AuthInfo                = socket=/run/munge/munge.socket
+JobContainerType        = job_container/none
+JobRequeue              = 1
+KillWait                = 15 sec
+PreemptMode             = REQUEUE
+PreemptType             = preempt/partition_prio
+PropagateResourceLimits = ALL
+PropagateResourceLimitsExcept = (null)
+PowerPlugin             =\x20
+SlurmctldHost[0]        = login(10.77.0.254)
+SlurmctldParameters     = (null)
+SlurmdTimeout           = 300 sec
+SLURM_VERSION           = 22.05.8
+
+Slurmctld(primary) at login is UP
+"""
+PARTITIONS = (
+    "PartitionName=gpu AllowGroups=ALL AllocNodes=ALL Default=YES GraceTime=20 Hidden=NO Nodes=gpu[01-06] "
+    "PriorityTier=1 OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TRES=cpu=48,mem=192G\n"
+    "PartitionName=urgent AllocNodes=ALL Default=NO GraceTime=0 PriorityTier=10 PreemptMode=OFF State=UP\n"
+)
+NODES = (
+    "NodeName=gpu01 Arch=x86_64 Gres=gpu:4 OS=Linux 6.18 #1 SMP @0  State=MIXED TmpDisk=0 Partitions=gpu,urgent \n"
+    "NodeName=gpu02 Gres=gpu:4 State=DOWN Partitions=gpu,urgent Reason=Not responding [slurm@2026-11-21T18:37:59]\n"
+)
+# What other versions print differently.
+NEWER = """JobRequeue              = 1
+NamespaceType           = namespace/tmpfs
+
+Cgroup Support Configuration:
+ConstrainRAMSpace       = yes
+JobRequeue              = 0
+"""
+
+
+def cluster(config: dict[str, str], partition: dict[str, str], **others: Any) -> ClusterConfig:
+    gpu, urgent = parse_records(PARTITIONS)
+    own = {**gpu, **partition}
+    return ClusterConfig(config={**parse_config(CONFIG), **config}, partition=own, partitions=(own, urgent), **others)
+
+
+def experience(seconds: float | None, **others: Any) -> RunMeasurements:
+    return RunMeasurements(name="r", save_seconds=seconds, **{"is_script": False, **others})
+
+
+def one(found: list[Finding], check: str) -> Finding:
+    (finding,) = [finding for finding in found if finding.check == check]
+    return finding
+
+
+def test_configuration_as_printed() -> None:
+    config = parse_config(CONFIG)
+    assert (config["SLURM_VERSION"], config["PowerPlugin"], leading_number(config, "KillWait")) == ("22.05.8", "", 15)
+    assert (leading_number(config, "SlurmctldParameters"), leading_number(config, "Nothing")) == (None, None)
+    assert parse_config(NEWER)["JobRequeue"] == "1", "later sections replace nothing"
+    assert parse_config("") == {}
+
+
+def test_partition_is_the_one_named_or_the_default() -> None:
+    partitions = parse_records(PARTITIONS)
+    assert choose_partition(None, partitions)["PartitionName"] == "gpu"
+    assert choose_partition("urgent", partitions)["GraceTime"] == "0"
+    with pytest.raises(UserError, match="--partition 'gpux' does not exist: use --partition with one of gpu, urgent"):
+        choose_partition("gpux", partitions)
+    with pytest.raises(UserError, match="no default partition"):
+        choose_partition(None, partitions[1:])
+
+
+def test_nodes_with_words_in_their_fields() -> None:
+    first, second = parse_records(NODES)
+    assert (first["State"], first["TmpDisk"]) == ("MIXED", "0")
+    assert second["Reason"] == "Not responding [slurm@2026-11-21T18:37:59]"
+
+
+MEASURED = experience(12.0)
+SCRIPT = experience(1.0, is_script=True)
+NO_GRACE = {"GraceTime": "0"}
+NOT_PREEMPTED = {"PreemptMode": "OFF"}
+GANG = {"PreemptMode": "GANG,SUSPEND", "SchedulerTimeSlice": "30 sec"}
+TEXTS = {
+    "qos": {"PreemptType": "preempt/qos"},
+    "signal": {"SlurmctldParameters": "idle_on_node_suspend,preempt_send_user_signal"},
+    "wait 60": {"KillWait": "60 sec"},
+    "expire": {"AuthInfo": "socket=/x,cred_expire=600"},
+    "short": {"AuthInfo": "cred_expire=30"},
+}
+
+
+@pytest.mark.parametrize(
+    ("check", "config", "partition", "run", "severity", "words"),
+    [
+        ("preemption", {}, {}, None, "ok", ["10 s to save"]),
+        ("preemption", {}, {}, MEASURED, "cost", ["GraceTime=20", "took 12.0 s", "PartitionName=gpu", "GraceTime=60"]),
+        ("preemption", {}, {"GraceTime": "30"}, MEASURED, "ok", ["20 s to save"]),
+        ("preemption", {}, {"GraceTime": "30"}, experience(100.0), "cost", ["GraceTime=135"]),
+        ("preemption", {}, NO_GRACE, None, "note", ["15 s to save", "GraceTime=60"]),
+        ("preemption", TEXTS["wait 60"], NO_GRACE, experience(30.0), "cost", ["20 s to save"]),
+        ("preemption", {}, NO_GRACE, experience(5.0), "ok", []),
+        ("preemption", {}, NOT_PREEMPTED, MEASURED, "ok", ["not preempted"]),
+        ("preemption", {"PreemptType": "preempt/none"}, NO_GRACE, MEASURED, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PriorityTier": "10"}, MEASURED, "ok", ["not preempted"]),
+        ("preemption", {}, {**NO_GRACE, "PreemptMode": "GANG,SUSPEND"}, MEASURED, "ok", ["not preempted"]),
+        ("preemption", TEXTS["qos"], NO_GRACE, MEASURED, "note", ["sacctmgr show qos"]),
+        ("PreemptMode", {}, {}, None, "ok", ["PreemptMode=REQUEUE"]),
+        ("PreemptMode", {}, {"PreemptMode": "CANCEL"}, None, "note", ["partition gpu", "hpc supervise"]),
+        ("PreemptMode", {"PreemptType": "preempt/none"}, {"PreemptMode": "CANCEL"}, None, "ok", []),
+        ("PreemptMode", {}, {"PreemptMode": "GANG,SUSPEND"}, None, "note", ["stands still", "says suspended"]),
+        ("preempt_send_user_signal", {}, {}, None, "note", ["SIGTERM", "SlurmctldParameters="]),
+        ("preempt_send_user_signal", {}, {}, SCRIPT, "note", []),
+        ("preempt_send_user_signal", {}, {}, MEASURED, "ok", ["also saves on SIGTERM"]),
+        ("preempt_send_user_signal", {}, NOT_PREEMPTED, SCRIPT, "ok", []),
+        ("preempt_send_user_signal", TEXTS["signal"], {}, SCRIPT, "ok", []),
+        ("KillWait", {}, {}, None, "note", ["KillWait=15 s", "KillWait=30 in slurm.conf"]),
+        ("KillWait", {}, {}, experience(11.0), "ok", []),
+        ("KillWait", TEXTS["wait 60"], {}, None, "ok", []),
+        ("KillWait", TEXTS["wait 60"], {}, experience(17.0), "note", ["20 s to save", "shorter --checkpoint-every"]),
+        ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
+        ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, None, "ok", []),
+        ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, None, "cost", ["never"]),
+        ("cred_expire", {}, {}, None, "note", ["120 s, Slurm's default", "hpc supervise"]),
+        ("cred_expire", TEXTS["expire"], {}, None, "cost", ["waits 600 s"]),
+        ("cred_expire", TEXTS["short"], {}, None, "ok", []),
+        ("AllocNodes", {}, {}, None, "ok", []),
+        ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, None, "note", ["login[1-2]", "PartitionName=gpu"]),
+        ("private /tmp", {}, {}, None, "ok", []),
+        ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, None, "note", ["--stage-dir"]),
+        ("oversubscription", {}, {"OverSubscribe": "NO"}, None, "ok", []),
+        ("oversubscription", {}, {"OverSubscribe": "YES:4"}, None, "ok", []),
+        ("oversubscription", {}, {"OverSubscribe": "FORCE:1"}, None, "ok", []),
+        ("oversubscription", {}, {"OverSubscribe": "FORCE:4"}, None, "note", ["slowest one", "PartitionName=gpu"]),
+        ("oversubscription", GANG, {"OverSubscribe": "FORCE:4"}, None, "note", ["suspends", "alternat", "--partition"]),
+    ],
+)  # fmt: skip
+def test_finding_about_slurm(
+    check: str, config: dict[str, str], partition: dict[str, str], run: RunMeasurements | None, severity: str,
+    words: list[str],
+) -> None:  # fmt: skip
+    found = judge(OF_SLURM, ClusterFacts(cluster=cluster(config, partition), run=run), "cluster")
+    finding = one(found, check)
+    text = f"{finding.value} {finding.cost} {finding.what_to_do}"
+    assert finding.severity == severity, text
+    assert [word for word in words if word not in text] == [], text
+    if finding.severity in {Severity.COST, Severity.NOTE}:
+        assert finding.cost
+        assert finding.what_to_do
+
+
+def test_newer_names_are_known() -> None:
+    config = parse_config(NEWER)
+    found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config=config, partition={})), "cluster")
+    assert one(found, "private /tmp").severity is Severity.NOTE
+
+
+def test_what_is_not_reported_is_not_judged() -> None:
+    found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config={}, partition={})), "cluster")
+    assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == {"accounting"}
+
+
+def test_odd_values_are_not_judged() -> None:
+    odd = dict.fromkeys(("KillWait", "SlurmdTimeout"), "?")
+    found = judge(OF_SLURM, ClusterFacts(cluster=cluster(odd, {"GraceTime": "UNLIMITED"})), "cluster")
+    assert {one(found, check).severity for check in (*odd, "preemption")} == {Severity.UNKNOWN}
+
+
+def test_accounting_is_judged_by_sacct() -> None:
+    site = ClusterFacts(cluster=cluster({}, {}, sacct_error="Slurm accounting storage is disabled"))
+    assert one(judge(OF_SLURM, site, "cluster"), "accounting").severity is Severity.NOTE
+
+
+@pytest.mark.parametrize(("most", "severity"), [(None, "unknown"), (1, "note"), (8, "ok"), (inf, "ok")])
+def test_one_job_at_a_time_is_a_note(most: float | None, severity: str) -> None:
+    site = ClusterFacts(cluster=cluster({}, {}, max_submit_jobs=most))
+    assert one(judge(OF_SLURM, site, "cluster"), "MaxSubmitJobs").severity == severity
+
+
+def test_run_that_read_in_place_and_took_no_snapshots() -> None:
+    run = experience(
+        1.0, in_place="/tmp has room for 5 MB", no_snapshots="/dev/shm has 60 MB free", not_forked="torch 9 asked"
+    )
+    assert [finding.severity for finding in judge(OF_RUN, run, "run r")] == [Severity.COST] * 3
+    assert [finding.severity for finding in judge(OF_RUN, MEASURED, "run r")] == [Severity.OK] * 3
+
+
+CUDA = TorchBuild(version="2.15.0+cu132", accelerator="CUDA 13.2")
+LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA)
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "severity"),
+    [
+        ("runs directory", {}, "ok"),
+        ("runs directory", {"runs_type": "lustre"}, "ok"),
+        ("runs directory", {"runs_type": None}, "unknown"),
+        ("runs directory", {"runs_type": "ext4"}, "note"),
+        ("runs directory", {"runs_type": "ext4", "nodes_see_runs": True}, "ok"),
+        ("runs directory", {"runs_type": "tmpfs"}, "cost"),
+        ("runs directory", {"runs_lack": (Feature.HARD_LINKS, Feature.DIRECTORY_FSYNC)}, "cost"),
+        ("runs directory", {"runs_lack": (Feature.DIRECTORY_FSYNC,)}, "note"),
+        ("runs directory", {"automounted": "/net"}, "note"),
+        ("runs directory", {"automounted": "/net", "nodes_see_runs": True}, "ok"),
+        ("torch", {}, "ok"),
+        ("torch", {"torch": None}, "cost"),
+        ("torch", {"torch": TorchBuild(version="2.15.0+cpu", accelerator=None)}, "cost"),
+    ],
+)
+def test_finding_about_the_login_node(check: str, changes: dict[str, Any], severity: str) -> None:
+    assert one(judge(OF_LOGIN, replace(LOGIN, **changes), "login"), check).severity == severity
+
+
+NODE = NodeInfo(
+    name="gpu01", cpu="EPYC", cpus=64, memory_bytes=2**38, kernel="6.1", driver=None, stage_dir="/tmp",
+    stage_type="xfs", stage_free_bytes=10**12, shm_free_bytes=10**11, interfaces=("lo", "eth0"),
+    num_gpus=2, sees_runs=True, interface="eth0", preflight="preflight: 2 ranks on GPU, all-reduce 9.1 GB/s, 0.4 s",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "severity", "word"),
+    [
+        ("stage directory", {}, "ok", "1000.0 GB"),
+        ("stage directory", {"stage_type": "tmpfs"}, "note", "memory"),
+        ("stage directory", {"stage_type": "nfs4"}, "note", "on nfs4, which is on other machines"),
+        ("stage directory", {"stage_free_bytes": 10**9}, "note", "shared storage"),
+        ("stage directory", {"stage_free_bytes": None}, "cost", "--stage-dir"),
+        ("/dev/shm", {"shm_free_bytes": 64 * 2**20}, "cost", "bus error"),
+        ("/dev/shm", {"shm_free_bytes": None}, "cost", "/dev/shm does not exist"),
+        ("locked memory", {}, "ok", "no InfiniBand"),
+        ("locked memory", {"locked_bytes": -1}, "ok", ""),
+        ("locked memory", {"locked_bytes": 8 * 2**20}, "cost", "ulimit -l unlimited"),
+        ("runs directory", {"sees_runs": False}, "cost", "--runs-dir"),
+        ("Slurm's commands", {"slurm_error": "sbatch: not on the PATH"}, "cost", "sbatch: not"),
+        ("network interface", {"interfaces": ("lo", "docker0")}, "cost", "no interface leads"),
+        ("network interface", {"interfaces": ("lo", "eno1", "eth0")}, "note", "NCCL_SOCKET_IFNAME==eth0"),
+        ("network interface", {"interfaces": ("lo", "eno1", "eth0"), "interface": None}, "ok", ""),
+        ("network interface", {"interfaces": ("lo", "eth0", "ib0")}, "ok", ""),
+        ("network interface", {"nccl_interfaces": "ib0"}, "cost", "unset NCCL_SOCKET_IFNAME"),
+        ("preflight", {"problem": "gpu01 computes wrongly"}, "cost", "computes wrongly"),
+        ("preflight", {"preflight": "preflight: 2 ranks on CPU, 0.1 s"}, "cost", "nvidia-smi"),
+        ("preflight", {"preflight": "preflight: 1 rank on CPU, 0.1 s", "num_gpus": 0}, "ok", "1 rank on CPU"),
+    ],
+)  # fmt: skip
+def test_finding_about_a_node(check: str, changes: dict[str, Any], severity: str, word: str) -> None:
+    finding = one(judge(OF_NODE, replace(NODE, **changes), "gpu01"), check)
+    assert finding.severity == severity
+    assert word in f"{finding.value} {finding.cost} {finding.what_to_do}"
+
+
+def test_healthy_node_passes_every_check() -> None:
+    assert {finding.severity for finding in judge(OF_NODE, NODE, "gpu01")} == {Severity.OK}
+
+
+def test_same_finding_of_several_nodes_is_one() -> None:
+    slow = replace(NODE, stage_type="tmpfs")
+    found = merge([*judge(OF_NODE, slow, "gpu01"), *judge(OF_NODE, slow, "gpu02"), *judge(OF_NODE, NODE, "gpu03")])
+    assert [finding.where for finding in found if finding.check == "stage directory"] == ["gpu01 gpu02", "gpu03"]
+    assert one(found, "preflight").where == "gpu01 gpu02 gpu03"

@@ -1,0 +1,192 @@
+"""`hpc evaluate` without Slurm: the model of a run, a checkpoint and exported files, on one and on several ranks."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster import (
+    SHORT_LOCAL_CONSTANT_LR,
+    Run,
+    Site,
+    refused,
+    site_without_slurm,
+    submit_and_wait,
+    tiny_data,
+)
+from support.events import script_spec
+from support.reported_runs import pending_run
+from support.trainings import make_folder
+
+from hpc.base.files import read_json_lines
+from hpc.run.rundir import RunDir
+
+pytestmark = pytest.mark.timeout(400)
+_COUNTED = ("test_accuracy", "test_top5_accuracy", "test_loss", "test_correct", "test_total")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with site_without_slurm() as site:
+        tiny_data(site.path / "other", train=64, test=50)
+        yield site
+
+
+@pytest.fixture(scope="module")
+def source(site: Site) -> Run:
+    """A complete training of 2 epochs on one rank, with a moving average; all its checkpoints are left."""
+    return submit_and_wait(
+        site, *SHORT_LOCAL_CONSTANT_LR, "--name=source", "--epochs=2", "--keep-checkpoints=8", "--ema-decay=0.9"
+    )
+
+
+@pytest.fixture(scope="module")
+def once(site: Site, source: Run) -> RunDir:
+    """An evaluation of its best model."""
+    return evaluate(site, source.directory.name, "--name=once")[0]
+
+
+def files_of(run: Run) -> dict[str, bytes]:
+    """All files of a run, by their paths in it."""
+    path = run.directory.path
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def evaluate(site: Site, *arguments: str) -> tuple[RunDir, dict[str, Any]]:
+    """Evaluate, wait, and read the result."""
+    done = site.hpc("evaluate", *arguments, "--wait", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDir(Path(json.loads(done.stdout)["run_dir"]))
+    return run, json.loads(run.final_result.read_text())
+
+
+def counted(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: result[name] for name in _COUNTED}
+
+
+def test_three_ranks_count_what_the_test_of_the_training_did_and_change_nothing(site: Site, source: Run) -> None:
+    before = files_of(source)
+    run, result = evaluate(site, "source", "--checkpoint=last", "--gpus-per-node=3")
+    assert result["world_size"] == 3
+    assert counted(result) == counted(json.loads(source.directory.final_result.read_text()))
+    for name in ("confusion.csv", "classes.csv", "samples.json"):
+        assert (run.final / name).read_bytes() == (source.directory.final / name).read_bytes()
+    assert not list(run.final.glob("*.safetensors"))
+    assert files_of(source) == before
+
+
+@pytest.mark.slow
+def test_report_of_an_evaluation_says_what_was_evaluated(site: Site, source: Run, once: RunDir) -> None:
+    assert site.hpc("report", "once").returncode == 0
+    page = once.report.read_text()
+    assert f"Evaluation of best model of {source.directory.path}" in page
+    assert "Confusion matrix" in page
+    assert "python -m hpc.evaluate" in page
+    assert "--checkpoint=best" in page
+
+
+@pytest.mark.slow
+def test_checkpoint_of_a_step_is_what_the_validation_after_that_step_saw(site: Site, source: Run) -> None:
+    """With the weights of the moving average, as every validation."""
+    _, result = evaluate(site, "source", "--checkpoint=4", "--split=val")
+    lines = read_json_lines(source.directory.eval_metrics)
+    seen = next(line for line in lines if line["split"] == "val" and line["step"] == 4)
+    assert (result["test_correct"], result["test_total"]) == (seen["correct"], seen["total"])
+    assert result["test_loss"] == pytest.approx(seen["loss"], abs=1e-6)
+    assert (result["evaluation"]["step"], result["split"]) == (4, "val")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torch", "onnx"])
+def test_exported_file_counts_as_the_model_that_it_was_made_from(site: Site, source: Run, kind: str) -> None:
+    output = site.path / ("frozen.pt2" if kind == "torch" else "frozen.onnx")
+    command = [sys.executable, "-m", "training.inference.export", str(source.directory.path), f"--output={output}"]
+    subprocess.run([*command, f"--format={kind}"], check=True, capture_output=True)
+    flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=2", "--cpus-per-gpu=1", "--data=data")
+    _, result = evaluate(site, str(output), *flags, f"--name=frozen-{kind}")
+    trained = json.loads(source.directory.final_result.read_text())
+    assert (result["test_correct"], result["test_total"]) == (trained["test_correct"], trained["test_total"])
+    assert result["test_loss"] == pytest.approx(trained["test_loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_other_data_are_evaluated_whole(site: Site, source: Run) -> None:
+    _, result = evaluate(site, "source", "--data=other", "--split=train")
+    assert (result["test_total"], result["split"]) == (64, "train")
+    assert result["evaluation"]["source"] == str(source.directory.path)
+
+
+@pytest.mark.slow
+def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(site: Site) -> None:
+    """A checkpoint that two ranks have written (FSDP), on three ranks, on data without a test set."""
+    make_folder(site.path / "folder")
+    shutil.rmtree(make_folder(site.path / "some", ("train",)) / "train" / "green")
+    flags = ("--cluster=local", "--nodes=1", "--cpus-per-gpu=1", "--gpus-per-node=2", "--data=folder")
+    trained = (*flags, "--strategy=fsdp", "--image-size=32", "--batch-size=18", "--epochs=2", "--name=sharded")
+    sharded = submit_and_wait(site, *trained)
+    first = min(sharded.directory.checkpoints.glob("step-*"))
+    run, result = evaluate(site, "sharded", f"--checkpoint={int(first.name[5:])}", "--split=val", "--gpus-per-node=3")
+    assert len(list(run.model.glob("state-*-of-00002.safetensors"))) == 2
+    seen = next(line for line in read_json_lines(sharded.directory.eval_metrics) if line["split"] == "val")
+    assert (result["test_correct"], result["test_total"]) == (seen["correct"], seen["total"])
+    assert result["test_loss"] == pytest.approx(seen["loss"], abs=1e-5)
+    _, some = evaluate(site, "sharded", "--checkpoint=last", "--data=some", "--name=some-classes")
+    assert (some["test_total"], some["classes"]) == (18, ["blue sky", "green", "red"])
+
+
+@pytest.mark.slow
+def test_run_that_trains_is_evaluated_at_its_newest_checkpoint(site: Site) -> None:
+    flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--data=data", "--batch-size=64")
+    training = site.submit(*flags, "--epochs=100000", "--checkpoint-every=5", "--name=training")
+    training.wait("the first validation", (training.directory.best / "model.json").exists)
+    training.wait("a checkpoint", lambda: list(training.directory.checkpoints.glob("step-*")))
+    _, result = evaluate(site, "training", "--checkpoint=last")
+    assert result["evaluation"]["step"] > 0
+    assert training.status()["state"] == "running"
+    training.cancel()
+
+
+@pytest.mark.slow
+def test_rank_that_is_killed_in_the_middle_costs_no_count(site: Site, source: Run) -> None:
+    """Its two ranks start again, from the first image on."""
+    flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=2", "--cpus-per-gpu=1", "--name=killed")
+    done = site.hpc(
+        "evaluate", "source", *flags, "--checkpoint=last", "--wait", "--json", TORCHRELAY_FAULT="evaluate@0:1"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run(site, RunDir(site.path / "runs" / "killed"), "")
+    assert len(run.events("train_started")) == 2
+    result = json.loads(run.directory.final_result.read_text())
+    assert counted(result) == counted(json.loads(source.directory.final_result.read_text()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "no run is named: type hpc evaluate NAME"),
+        (("sourc",), "there is no run 'sourc': existing runs: source"),
+        (("source", "--checkpoint=newest"), "--checkpoint is 'newest': use best, last, or the step of a checkpoint"),
+        (("source", "--checkpoint=99"), "run source has no checkpoint of step 99: it has 8"),
+        (("source", "--data=nowhere"), "nowhere, which does not exist"),
+        (("gone.pt2",), "gone.pt2 does not exist: give a run, or a .pt2 or .onnx file of hpc export"),
+        (("source", "--learning-rate=1"), "there is no flag --learning-rate"),
+    ],
+)
+def test_wrong_command_lines_of_an_evaluation(site: Site, source: Run, arguments: tuple[str, ...], says: str) -> None:
+    before = sorted(path.name for path in source.directory.path.parent.iterdir())
+    assert says in refused(site, "evaluate", *arguments)
+    assert sorted(path.name for path in source.directory.path.parent.iterdir()) == before
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("once")
+def test_evaluations_and_own_scripts_are_not_evaluated_forked_or_resumed(site: Site, source: Run) -> None:
+    assert f"run once is itself an evaluation: evaluate {source.directory.path}" in refused(site, "evaluate", "once")
+    assert "run once is an evaluation" in refused(site, "fork", "once", "--name=again")
+    assert "run once is a complete evaluation" in refused(site, "resume", "once")
+    pending_run(site.path / "runs" / "mine", script_spec("mine.py", name="mine"))
+    assert "run mine runs mine.py, and only that script knows its model" in refused(site, "evaluate", "mine")

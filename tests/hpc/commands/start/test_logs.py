@@ -1,0 +1,309 @@
+"""`hpc logs`: what it prints, from where on, and how it follows logs that grow."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import pytest
+from support.cluster import ROOT
+from support.events import attempt_ended, claimed, interruption, rank_failed, recorded_run, write_events
+
+from hpc.commands.start import logs
+from hpc.run.events.ledger import Event
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources
+from hpc.status.log_reader import Tail, lines_before, merged, offset_of_last
+
+BLOCK = 2**17
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    attempts = (claimed(None, number, nodes=("gpu01", "gpu02")) for number in (1, 2))
+    found = recorded_run(tmp_path / "r", *attempts, resources=Resources(nodes="2", gpus_per_node="4"))
+    for number in (1, 2):
+        found.attempt_logs(number).mkdir(parents=True)
+    return found
+
+
+def printed(capsys: pytest.CaptureFixture[str], run: RunDir, *arguments: str) -> list[str]:
+    assert logs.main([str(run.path), *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_agents_come_first_then_attempts_and_ranks_by_number(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("10_0_log.out", "9_1_log.out", "9_0_log.out"):
+        (run.logs / name).write_text("agent\n")
+    for attempt, rank in ((2, 0), (1, 100), (1, 11), (1, 2)):
+        run.rank_log(attempt, rank).write_text("trained\n")
+    agents = ["[job 9:0] agent", "[job 9:1] agent", "[job 10:0] agent"]
+    ranks = ["[1:2] trained", "[1:11] trained", "[1:100] trained", "[2:0] trained"]
+    assert printed(capsys, run) == [*agents, *ranks]
+    assert printed(capsys, run, "--attempt=1", "--rank=100") == ["[1:100] trained"]
+    assert printed(capsys, run, "--rank=0") == ["[2:0] trained"]
+
+
+def test_ranks_are_merged_by_the_times_in_their_lines(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rank_log(1, 0).write_text("head\n2026-11-21 09:00:01,500 a\n  more of a\n2026-11-21 09:00:03,000 c\n")
+    run.rank_log(1, 1).write_text("[2026-11-21T09:00:02.25] b\nW1121 09:00:04.000001 7 torch/x.py:1] d\n")
+    texts = [line.split("] ", 1)[1] for line in printed(capsys, run)]
+    assert [text[-4:].strip() for text in texts] == ["head", "00 a", "of a", "25] b"[-4:], "00 c", "1] d"]
+
+
+def test_json_is_one_document(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert logs.main([str(run.path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    noon = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
+    texts = {
+        'a "b"': None,
+        "2026-11-21 12:00:00,5 c": noon + 0.5,
+        "2026-13-21 12:00:00 d": None,
+        "I1121 12:00:00 e": None,
+    }
+    run.rank_log(1, 0).write_text("\n".join(texts))
+    assert logs.main([str(run.path), "--json"]) == 0
+    lines = [{"schema": 1, "attempt": 1, "rank": 0, "time": moment, "line": text} for text, moment in texts.items()]
+    assert json.loads(capsys.readouterr().out) == lines
+
+
+def test_run_without_logs_has_a_notice(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert logs.main([str(run.path)]) == 0
+    assert "has no such log yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--rank=8"], "--rank is 8, but run r has ranks 0 to 7"),
+        (["--rank=-1"], "--rank is -1, but run r has ranks 0 to 7"),
+        (["--attempt=3"], "--attempt is 3, but run r has attempts 1 to 2"),
+        (["--attempt=4", "--follow"], "--attempt is 4, but run r has attempts 1 to 2"),
+    ],
+)
+def test_rank_or_attempt_that_cannot_be_is_refused(
+    flags: list[str], problem: str, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert logs.main([str(run.path), *flags]) == 2
+    assert capsys.readouterr().err == f"hpc logs: {problem}\n"
+    run.rank_log(1, 8).write_text("before the run was resumed on fewer nodes\n")
+    assert len(printed(capsys, run, "--rank=8")) == 1
+
+
+def test_control_characters_are_shown_unless_raw_output_is_asked_for(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hostile = "\x1b]0;owned\x07\x1b[2Jloss \x9b1A"
+    run.rank_log(1, 0).write_text(f"{hostile}\n")
+    (run.logs / "9_0_log.out").write_text(f"{hostile}\n")
+    shown = r"\x1b]0;owned\x07\x1b[2Jloss \x9b1A"
+    assert printed(capsys, run) == [f"[job 9:0] {shown}", f"[1:0] {shown}"]
+    assert printed(capsys, run, "--raw", "--rank=0") == [f"[1:0] {hostile}"]
+    assert logs.main([str(run.path), "--rank=0", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert json.loads(out)[0]["line"] == hostile
+
+
+def test_line_is_shown_as_a_terminal_would(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rank_log(1, 0).write_bytes(b" 10%\r 50%\r100%\nwindows\r\n\xff\xfe\nno line break")
+    assert printed(capsys, run) == ["[1:0] 100%", "[1:0] windows", "[1:0] \ufffd\ufffd", "[1:0] no line break"]
+
+
+def fail(run: RunDir, *, detail: str = "KeyError: 'x'", named: int | None = 5) -> None:
+    """Rank 3 fails and is restarted; then rank 5 fails, rank 3 because of it, and the run has ended."""
+    peer = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
+    same = {"attempt": 2, "step": 0, "node": "gpu02", "signature": "1: KeyError"}
+
+    def failed(rank: int, round_: int, at: float, message: str) -> Event:
+        return rank_failed(None, rank, attempt=2, round_=round_, node="gpu02", failed_at=at, detail=message)
+
+    first = failed(3, 1, 10.0, peer), interruption(rank=3, failed_at=10.0, **same)
+    second = failed(3, 2, 19.5, peer), failed(5, 2, 20.0, detail)
+    write_events(run, *first, *second, attempt_ended(None, "crashed", rank=named, failed_at=20.0, **same))
+
+
+@pytest.mark.parametrize("named", [5, None])
+def test_failed_run_starts_before_its_first_error(
+    named: int | None, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail(run, named=named)
+    for rank in (3, 5):
+        run.rank_log(2, rank).write_text("".join(f"step {i}\n" for i in range(500)) + "KeyError: 'x'\nthe end\n")
+    assert logs.main([str(run.path)]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [f"[2:5] step {i}" for i in range(460, 500)] + ["[2:5] KeyError: 'x'", "[2:5] the end"]
+    assert "attempt 2 failed; first failure: rank 5 on gpu02 (crashed)" in err
+    assert "--all shows everything" in err
+    assert len(printed(capsys, run, "--all")) == 2 * 502
+    assert len(printed(capsys, run, "--rank=3")) == 502
+    assert logs.main([str(run.path), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 2 * 502
+
+
+@pytest.mark.parametrize("detail", ["", "what the log does not have"])
+def test_error_that_is_not_in_the_log_shows_its_end(
+    detail: str, run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fail(run, detail=detail)
+    run.rank_log(2, 5).write_text("killed\n")
+    assert printed(capsys, run) == ["[2:5] killed"]
+
+
+def test_run_that_failed_without_a_rank_shows_everything(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.logs / "7_0_log.out").write_text("torchrelay: no space\n")
+    run.rank_log(2, 0).write_text("a\n")
+    write_events(run, attempt_ended(None, "no_space", attempt=2, step=0))
+    assert printed(capsys, run) == ["[job 7:0] torchrelay: no space", "[2:0] a"]
+
+
+def test_failure_that_another_attempt_follows_hides_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run.rank_log(2, 0).write_text("a\n")
+    write_events(run, rank_failed(attempt=2, detail="a"), attempt_ended(None, "crashed", attempt=2, step=9, rank=0))
+    run.rank_log(2, 1).write_text("b\n")
+    assert printed(capsys, run) == ["[2:0] a", "[2:1] b"]
+
+
+def test_of_a_huge_log_only_the_end_is_read(run: RunDir) -> None:
+    """A hole of 8 GB, in a process that may not have a tenth of that."""
+    with run.rank_log(1, 0).open("wb") as file:
+        file.truncate(2**33)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\n" + b"".join(b"step %06d\n" % i for i in range(200_000)))
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (2**29, 2**29)); "
+        "from hpc.commands.start.logs import main; sys.exit(main(sys.argv[1:]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(run.path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "[1:0] step 199999"
+    assert lines == [f"[1:0] step {i:06d}" for i in range(200_000 - len(lines), 200_000)]
+    assert 2**20 <= len(lines) * len("step 000000\n") < 2**20 + 100
+    assert "only the ends of long logs are shown: --all shows everything" in done.stderr
+
+
+def test_endless_line_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b"x" * (5 * BLOCK) + b"\nlast\n")
+    lines = list(Tail(tmp_path / "log").lines())
+    assert ("".join(lines), lines[-1]) == ("x" * (5 * BLOCK) + "last", "last")
+    assert max(map(len, lines)) <= 2 * BLOCK
+
+
+def test_tail_reads_what_is_new_in_whole_lines(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    tail = Tail(log)
+    assert list(tail.lines()) == [], "it is not there yet"
+    with log.open("a", buffering=1) as file:
+        file.write("one\ntw")
+        assert list(tail.lines()) == ["one"]
+        file.write("o\n\nthr")
+        assert list(tail.lines()) == ["two", ""]
+        assert list(tail.lines()) == []
+        assert list(tail.lines(ended=True)) == ["thr"]
+
+
+def test_tail_begins_anew_with_a_log_that_was_cut_or_replaced(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("a long first line\nhalf")
+    tail = Tail(log)
+    assert list(tail.lines()) == ["a long first line"]
+    log.write_text("cut\n")
+    assert list(tail.lines()) == ["cut"]
+    (tmp_path / "new").write_text("replaced by more\n")
+    (tmp_path / "new").replace(log)
+    assert list(tail.lines()) == ["replaced by more"]
+    log.unlink()
+    assert list(tail.lines()) == []
+    log.write_text("again\n")
+    assert list(tail.lines()) == ["again"]
+
+
+def test_merging_goes_on_where_it_was(tmp_path: Path) -> None:
+    one, two = Tail(tmp_path / "1"), Tail(tmp_path / "2")
+    one.path.write_text("2026-01-01 00:00:05 a\n")
+    two.path.write_text("2026-01-01 00:00:01 b\n")
+    assert [line[-1] for _, line in merged([one, two])] == ["b", "a"]
+    with one.path.open("a") as file:
+        file.write("still a\n")
+    two.path.open("a").close()
+    assert [line for _, line in merged([one, two])] == ["still a"]
+    assert one.time > two.time
+
+
+@pytest.mark.parametrize("position", [0, BLOCK - 5, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
+def test_last_place_of_a_text_is_found_across_blocks(position: int, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(b"." * position + b"\nneedle\n" + b"." * BLOCK)
+    assert offset_of_last(log, "needle") == position + 1
+    assert offset_of_last(log, "hay") is None
+    assert offset_of_last(tmp_path / "none", "needle") is None
+
+
+def test_lines_before_a_place(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("0\n1\n2\n3\n")
+    assert [lines_before(log, 4, count) for count in (0, 1, 2, 9)] == [4, 2, 0, 0]
+    assert lines_before(log, 5, 0) == 4, "the beginning of its line"
+
+
+@pytest.fixture
+def following(run: RunDir) -> Iterator["subprocess.Popen[str]"]:
+    command = [sys.executable, "-u", "-m", "hpc.logs", "--follow", str(run.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        yield child
+        child.kill()
+
+
+def line_of(child: "subprocess.Popen[str]") -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().rstrip("\n")
+
+
+def add(log: Path, text: str) -> None:
+    with log.open("a") as file:
+        file.write(text)
+
+
+def test_following_goes_on_over_attempts_to_the_last_line(run: RunDir, following: "subprocess.Popen[str]") -> None:
+    add(run.rank_log(1, 0), "one\n")
+    assert line_of(following) == "[1:0] one"
+    add(run.rank_log(1, 0), "two\n")
+    assert line_of(following) == "[1:0] two"
+    write_events(run, attempt_ended(None, "preempted"))
+    add(run.rank_log(2, 3), "three\n")
+    assert line_of(following) == "[2:3] three"
+    run.rank_log(2, 3).unlink()
+    add(run.rank_log(1, 0), "late, and killed in the middle of a li")
+    run.attempt_logs(3).mkdir()
+    add(run.rank_log(3, 0), "four\nand no line break")
+    assert {line_of(following), line_of(following)} == {"[1:0] late, and killed in the middle of a li", "[3:0] four"}
+    write_events(run, attempt_ended(attempt=2, step=9))
+    out, err = following.communicate(timeout=60)
+    assert (following.returncode, out, err) == (0, "[3:0] and no line break\n", "")
+
+
+def test_ctrl_c_ends_the_following_silently(run: RunDir, following: "subprocess.Popen[str]") -> None:
+    add(run.rank_log(1, 0), "one\n")
+    assert line_of(following) == "[1:0] one"
+    following.send_signal(signal.SIGINT)
+    out, err = following.communicate(timeout=60)
+    assert (following.returncode, out, err) == (130, "", "")
+
+
+def test_closed_pipe_ends_it_silently(run: RunDir) -> None:
+    run.rank_log(1, 0).write_text("line\n" * 100_000)
+    command = [sys.executable, "-m", "hpc.logs", "--all", str(run.path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        streams: list[IO[str]] = [stream for stream in (child.stdout, child.stderr) if stream]
+        assert streams[0].readline() == "[1:0] line\n"
+        streams[0].close()
+        assert streams[1].read() == ""
+    assert child.returncode == 0

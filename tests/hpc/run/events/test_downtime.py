@@ -1,0 +1,258 @@
+"""What interruptions cost, from ledgers as the agents and rank 0 write them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from support.events import (
+    attempt_ended,
+    claimed,
+    event,
+    first_step,
+    interruption,
+    resubmitted,
+    resumed,
+    staged,
+    train_started,
+    train_stopped,
+    write_events,
+)
+
+from hpc.base.files import append_json_line
+from hpc.run.events.downtime import PARTS, Interruption, goodput, interruptions_of, recovery_by_cause
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Event
+from hpc.run.rundir import RunDir
+from hpc.status.run_view import summarize
+
+
+def interruptions(directory: Path, *events: Event) -> list[Interruption]:
+    """The interruptions in these events, written by two writers."""
+    for number in (0, 1):
+        write_events(RunDir(directory), *events[number::2], file=f"writer-{number}.jsonl")
+    return interruptions_of(History.load(RunDir(directory)))
+
+
+def began(at: float, attempt: int = 1) -> Event:
+    return claimed(at, attempt, restart=attempt - 1, nodes=("a", "b"))
+
+
+def started(at: float, step: int, attempt: int = 1) -> Event:
+    """Rank 0, 5 s after its process began, of which it took 3 to meet the others."""
+    return train_started(at, step, attempt=attempt, world_size=4, seconds=5.0, connect_seconds=3.0)
+
+
+def seconds(**parts: float | None) -> dict[str, float | None]:
+    return {**dict.fromkeys(PARTS, 0.0), **parts}
+
+
+FIRST = (
+    began(1.0),
+    staged(2.0, node="a"),
+    started(10.0, step=0),
+    first_step(11.0, 1),
+)
+
+
+def test_run_without_interruption_has_none(tmp_path: Path) -> None:
+    assert interruptions(tmp_path, *FIRST, attempt_ended(50.0, step=90)) == []
+
+
+def test_worker_that_was_restarted_in_place(tmp_path: Path) -> None:
+    (found,) = interruptions(
+        tmp_path,
+        *FIRST,
+        interruption(31.0, step=57, rank=3, node="b", detail="KeyError: 1", failed_at=30.5, round=1),
+        started(40.0, step=55),
+        first_step(41.5, 56),
+    )
+    assert (found.cause, found.attempt, found.step, found.failed_at) == (
+        "crashed",
+        1,
+        57,
+        30.5,
+    )
+    assert (found.rank, found.node, found.detail) == (3, "b", "KeyError: 1")
+    assert found.steps_lost == 2
+    assert found.seconds == seconds(notice=0.5, rendezvous=7.0, restore=2.0, first_step=1.5, total=11.0)
+
+
+def test_worker_that_trained_again_before_its_failure_was_recorded(tmp_path: Path) -> None:
+    again = replace(started(30.9, step=55), seconds=0.3, connect_seconds=0.2)
+    crash = interruption(31.6, step=57, rank=3, failed_at=30.5, round=1)
+    [found] = interruptions(tmp_path, *FIRST, again, first_step(31.0, 56), crash)
+    assert found.steps_lost == 2
+    assert found.seconds == seconds(notice=0.3, restore=0.1, first_step=0.1, total=0.5)
+    [attempt] = History.load(RunDir(tmp_path)).attempts
+    assert attempt.restored_step == 55, "the ranks that run now have this step"
+    assert attempt.interruptions[0].restored_step == 0
+
+
+def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:
+    (found,) = interruptions(
+        tmp_path,
+        *FIRST,
+        train_stopped(33.0, 60, seconds=2.0),
+        attempt_ended(34.0, "preempted", step=60),
+        event("requeued", 35.0, attempt=1, job_id="7"),
+        began(155.0, attempt=2),
+        staged(156.0, 2, node="a"),
+        staged(158.0, 2, node="b"),
+        started(166.0, step=60, attempt=2),
+        first_step(167.0, 61, attempt=2),
+    )
+    assert found.failed_at == 31.0, "the stop signal"
+    assert found.steps_lost == 0
+    assert found.seconds == seconds(
+        notice=3.0, release=1.0, start=120.0, stage=3.0, rendezvous=6.0, restore=2.0, first_step=1.0, total=136.0
+    )
+
+
+def test_pause_until_the_user_resumes_is_no_recovery(tmp_path: Path) -> None:
+    (found,) = interruptions(
+        tmp_path,
+        *FIRST,
+        attempt_ended(34.0, "cancelled", step=60),
+        resumed(9034.0, cancellations=1),
+        resubmitted(9035.0),
+        began(9040.0, attempt=2),
+        staged(9041.0, 2, node="a"),
+        started(9050.0, step=60, attempt=2),
+        first_step(9051.0, 61, attempt=2),
+    )
+    assert (found.cause, found.steps_lost) == ("cancelled", 0)
+    assert found.seconds["total"] == 17.0
+
+
+def test_attempt_that_ended_without_reporting_is_noticed_by_the_next(tmp_path: Path) -> None:
+    (found,) = interruptions(
+        tmp_path,
+        *FIRST,
+        began(330.0, attempt=2),
+        attempt_ended(330.1, "node_failure", step=60, last_heard=29.0, detail="down: b"),
+        started(340.0, step=40, attempt=2),
+    )
+    assert found.steps_lost == 20
+    assert found.seconds == seconds(notice=301.0, rendezvous=8.0, restore=2.0, first_step=None, total=311.0), (
+        "no record of the first step: until the training started"
+    )
+
+
+def test_lost_node_failed_when_it_was_last_heard_of(tmp_path: Path) -> None:
+    (found,) = interruptions(
+        tmp_path,
+        *FIRST,
+        event("node_lost", 35.0, attempt=1, node="b", last_heard=31.0, detail="no word for 4 s"),
+        interruption(35.2, "node_failure", step=60, failed_at=None, round=1),
+    )
+    assert (found.failed_at, found.node) == (31.0, "b")
+    assert found.seconds["notice"] == pytest.approx(4.2)
+    assert found.seconds["total"] is None, "the ranks have not started yet"
+
+
+def test_second_failure_before_the_ranks_are_back_has_the_steps_of_both(tmp_path: Path) -> None:
+    first, second = interruptions(
+        tmp_path,
+        *FIRST,
+        interruption(31.0, step=57, failed_at=31.0, round=1),
+        interruption(35.0, "bad_node", step=None, failed_at=35.0, round=1),
+        started(45.0, step=50),
+    )
+    assert (first.steps_lost, first.seconds["total"]) == (None, None)
+    assert (second.steps_lost, second.seconds["total"]) == (7, 10.0)
+
+
+def test_interruption_that_ended_the_attempt_after_all_is_one(tmp_path: Path) -> None:
+    """A node is lost, and too few are left to go on without it."""
+    (found,) = interruptions(
+        tmp_path,
+        *FIRST,
+        interruption(31.0, "node_failure", step=57, node="b", failed_at=30.0, round=1),
+        attempt_ended(33.0, "node_failure", step=57, node="b", failed_at=30.0),
+        began(40.0, attempt=2),
+        started(50.0, step=50, attempt=2),
+    )
+    assert (found.steps_lost, found.seconds["notice"], found.seconds["total"]) == (7, 3.0, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("cause", "interrupted"),
+    [("crashed", True), ("preempted", True), ("bad_input", False), ("cancelled", False), ("completed", False)],
+)
+def test_last_end_is_an_interruption_if_the_run_should_go_on(tmp_path: Path, cause: str, interrupted: bool) -> None:
+    found = interruptions(tmp_path, *FIRST, attempt_ended(40.0, cause, step=60, failed_at=39.0))
+    assert [interruption.cause for interruption in found] == [cause] * interrupted
+
+
+def test_end_after_too_many_failures_is_none(tmp_path: Path) -> None:
+    failure = {"cause": "crashed", "step": 60, "signature": "1: KeyError"}
+    found = interruptions(
+        tmp_path,
+        *FIRST,
+        interruption(40.0, failed_at=39.0, **failure),
+        started(45.0, step=60),
+        attempt_ended(46.0, failed_at=45.0, **failure),
+    )
+    assert [interruption.recorded_at for interruption in found] == [40.0]
+
+
+def test_recovery_by_cause(tmp_path: Path) -> None:
+    found = interruptions(
+        tmp_path,
+        *FIRST,
+        interruption(30.0, step=20, failed_at=30.0),
+        started(40.0, step=19),
+        interruption(50.0, step=30, failed_at=50.0),
+        started(70.0, step=25),
+        interruption(80.0, "hang", step=40, failed_at=80.0),
+    )
+    assert recovery_by_cause(found) == {
+        "crashed": {"count": 2, "median_seconds": 15.0, "steps_lost": 6},
+        "hang": {"count": 1, "median_seconds": None, "steps_lost": None},
+    }
+
+
+def test_goodput_is_unknown_where_the_time_is_not_recorded() -> None:
+    assert goodput(None, 0.0, 10.0) is None
+    assert goodput(6.0, 2.0, 10.0) == 0.75
+
+
+def test_steps_that_a_script_lost_are_unknown(tmp_path: Path) -> None:
+    """It reports none; how many it repeats is its own affair."""
+    run = RunDir(tmp_path)
+    write_events(
+        run,
+        began(1.0),
+        interruption(31.0, step=None, failed_at=30.0),
+        attempt_ended(40.0, "preempted", step=None),
+        began(50.0, attempt=2),
+        attempt_ended(90.0, attempt=2, step=None),
+    )
+    summary = summarize(run, None)
+    assert (len(summary.interruptions), summary.steps_lost) == (2, None)
+    assert [cost.steps_lost for cost in summary.recovery.values()] == [None, None]
+
+
+def test_run_without_interruption_lost_no_step(tmp_path: Path) -> None:
+    write_events(RunDir(tmp_path), began(1.0))
+    assert summarize(RunDir(tmp_path), None).steps_lost == 0
+
+
+def test_summary_has_the_interruptions(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.train_metrics.parent.mkdir()
+    write_events(
+        run,
+        *FIRST,
+        interruption(31.0, step=57, failed_at=30.0),
+        event("rendezvous", 32.0, attempt=1, round=2, port=1, members=[1]),
+        started(40.0, step=55),
+        attempt_ended(81.0, step=90),
+    )
+    append_json_line(run.train_metrics, {"step": 90, "epoch": 1, "time": 80.0, "train_seconds": 60.0})
+    summary = json.loads(json.dumps(summarize(run, None).document()))
+    assert (summary["state"], summary["steps_lost"], summary["goodput"]) == ("completed", 2, 0.75)
+    assert [interruption["cause"] for interruption in summary["interruptions"]] == ["crashed"]
+    assert summary["recovery"]["crashed"]["median_seconds"] == 10.0
+    assert (summary["attempts"][0]["nodes"], summary["attempts"][0]["members"]) == (["a", "b"], ["b"])

@@ -1,0 +1,220 @@
+"""The directory of a run in a node's memory."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.cluster import ROOT, need
+from support.staging_nodes import hanging
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import DEV_SHM
+from hpc.run.events.kinds import Cancelled
+from hpc.run.events.ledger import EventWriter
+from hpc.run.nodedir import HeldNodeDir, check_stage_dir, private_directory, stage_dir_on_node
+from hpc.run.rundir import RunDir
+
+
+@pytest.fixture
+def run() -> Iterator[Path]:
+    path = Path(f"/runs/{uuid.uuid4().hex}")
+    yield path
+    HeldNodeDir(path, 0).close(remove=True)
+
+
+def test_only_the_owner_can_use_the_directory(run: Path) -> None:
+    held = HeldNodeDir(run, 0)
+    assert held.files.path.is_relative_to(DEV_SHM)
+    for path in (held.files.path.parent, *held.files.directories):
+        assert path.stat().st_mode & 0o777 == 0o700
+    held.close(remove=True)
+    assert not held.files.path.exists()
+
+
+@contextmanager
+def agent_of(run: Path) -> Iterator["subprocess.Popen[str]"]:
+    """Another process that holds the directory of a run; killed in the end."""
+    code = (
+        "import sys, time; from pathlib import Path; from hpc.run.nodedir import HeldNodeDir\n"
+        "held = HeldNodeDir(Path(sys.argv[1]), 0); (held.files.snapshots / 'x').touch()\n"
+        "print(held.files.path, flush=True); time.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as agent:
+        yield agent
+        agent.kill()
+
+
+def test_directory_of_a_killed_agent_is_reused_by_its_run_and_removed_by_others(run: Path) -> None:
+    with agent_of(run) as agent:
+        assert agent.stdout is not None
+        left = Path(agent.stdout.readline().strip())
+        HeldNodeDir(Path("/runs/other"), 0).close(remove=False)
+        assert left.exists(), "its agent lives"
+
+    held = HeldNodeDir(run, 0)
+    assert held.files.path == left
+    assert (held.files.snapshots / "x").exists()
+    held.close(remove=False)
+
+    other = HeldNodeDir(Path("/runs/other"), 0)
+    assert not left.exists()
+    other.close(remove=True)
+
+
+def left_by(run: Path, *snapshots: str) -> Path:
+    """What the killed agent of a run has left."""
+    held = HeldNodeDir(run, 0)
+    for name in snapshots:
+        (held.files.snapshots / name).mkdir()
+    held.close(remove=False)
+    return held.files.path
+
+
+def start_another(tmp_path: Path) -> None:
+    """Start an agent of another run on this node."""
+    HeldNodeDir(tmp_path / "another", 0).close(remove=True)
+
+
+def test_snapshot_that_is_newer_than_the_checkpoints_of_its_run_is_kept(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    (run.checkpoints / "step-00000040").mkdir(parents=True)
+    left = left_by(run.path, "step-00000030", "step-00000050")
+    start_another(tmp_path)
+    assert (left / "snapshots" / "step-00000050").exists()
+    (run.checkpoints / "step-00000050").mkdir()
+    start_another(tmp_path)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("over", ["completed", "cancelled for good", "deleted", "replaced"])
+def test_snapshot_of_a_run_that_is_over_is_removed(tmp_path: Path, over: str) -> None:
+    run = RunDir(tmp_path / "run")
+    run.events.mkdir(parents=True)
+    run.spec.write_text("{}")
+    left = left_by(run.path, "step-00000050")
+    start_another(tmp_path)
+    assert left.exists()
+    if over == "completed":
+        run.final.mkdir()
+        run.final_result.write_text("{}")
+    elif over == "cancelled for good":
+        EventWriter(run.events / "cancel.jsonl").append(Cancelled(by="me", final=False))
+        start_another(tmp_path)
+        assert left.exists(), "hpc resume may continue from it"
+        EventWriter(run.events / "cancel.jsonl").append(Cancelled(by="me", final=True))
+    else:
+        shutil.rmtree(run.path)
+        if over == "replaced":
+            run.path.mkdir()
+            run.spec.write_text('{"name": "another"}')
+    start_another(tmp_path)
+    assert not left.exists()
+
+
+@pytest.mark.timeout(60)
+def test_run_on_storage_that_hangs_keeps_no_other_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc.run.nodedir._REMOVE_SECONDS", 0.3)
+    run = tmp_path / "storage" / "run"
+    run.mkdir(parents=True)
+    left = left_by(run, "step-00000050")
+    with hanging(run.parent):
+        start_another(tmp_path)
+    assert left.exists()
+    shutil.rmtree(left)
+
+
+def test_second_agent_of_a_run_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpc.run.nodedir._LOCK_TIMEOUT_SECONDS", 0.0)
+    with agent_of(run) as agent:
+        assert agent.stdout is not None
+        agent.stdout.readline()
+        with pytest.raises(TorchrelayError, match="another agent of this run is on this node"):
+            HeldNodeDir(run, 0)
+
+
+def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    root = private_directory(tmp_path)
+    root.chmod(0o777)
+    with pytest.raises(TorchrelayError, match="not a directory that only you can use"):
+        private_directory(tmp_path)
+
+
+def on_a_node_with(mounts: str, code: str) -> "subprocess.CompletedProcess[str]":
+    """Run code as root where these commands have mounted a /dev/shm of its own."""
+    need("unshare", "mount")
+    script = f"{mounts}\nexec {shlex.join([sys.executable, '-c', code])}"
+    return subprocess.run(
+        ["unshare", "--mount", "sh", "-ec", script], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+OPEN = """
+from pathlib import Path
+from hpc.run.nodedir import HeldNodeDir, node_dirs
+run = Path("/runs/unusable")
+held = HeldNodeDir(run, 0)
+assert node_dirs(run) == [held.files]
+print(held.files.path.parent, held.problem)
+held.close(remove=True)
+"""
+UNUSABLE = {
+    "planted": (
+        "mount -t tmpfs -o mode=1777 none /dev/shm; mkdir /dev/shm/torchrelay-0; chown 65534 /dev/shm/torchrelay-0",
+        "belongs to nobody",
+    ),
+    "no inodes": ("mount -t tmpfs -o mode=1777,nr_inodes=3 none /dev/shm", "No space left on device"),
+    "read-only": ("mount -t tmpfs -o mode=1777,ro none /dev/shm", "Read-only file system"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_memory_that_cannot_be_used_is_replaced_by_tmp(kind: str) -> None:
+    mounts, reason = UNUSABLE[kind]
+    done = on_a_node_with(mounts, OPEN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("/tmp/torchrelay-0 ")
+    assert reason in done.stdout
+    assert "--stage-dir" not in done.stdout, "that flag changes nothing here"
+
+
+def empty_memory_of(held: HeldNodeDir) -> None:
+    """What systemd does at the user's logout with RemoveIPC=yes, and some clusters' epilogs; here for one run."""
+    subprocess.run(["find", str(held.files.path), "-user", str(os.getuid()), "-delete"], check=True)
+
+
+def test_directory_that_was_emptied_under_its_agent_is_made_again(run: Path) -> None:
+    held = HeldNodeDir(run, 0)
+    assert not held.restore()
+    empty_memory_of(held)
+    assert held.restore()
+    assert not held.restore()
+    assert all(path.is_dir() for path in held.files.directories)
+    HeldNodeDir(Path("/runs/other"), 0).close(remove=True)
+    assert held.files.path.exists(), "its lock is held again"
+    held.close(remove=True)
+
+
+def test_variables_of_a_stage_dir_are_those_of_the_node(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    job = {"SCRATCH": str(tmp_path), "SLURM_JOB_ID": "7", "EMPTY": ""}
+    for given in ("$SCRATCH/${SLURM_JOB_ID}", f"{tmp_path}/$SLURM_JOB_ID"):
+        assert stage_dir_on_node(check_stage_dir(given), job) == tmp_path / "7"
+    assert check_stage_dir("disk") == f"{Path.cwd()}/disk"
+    with pytest.raises(UserError, match=r"--stage-dir is '\$\(pwd\)': write variables as \$NAME"):
+        check_stage_dir("$(pwd)")
+    for missing in ("NOWHERE", "EMPTY"):
+        with pytest.raises(
+            TorchrelayError, match=rf"is \${missing}/x, but the job has no variable {missing} on .* srun"
+        ):
+            stage_dir_on_node(f"${missing}/x", job)
+    with pytest.raises(TorchrelayError, match=r"is \$SCRATCH/8, which is .*/8, but .* has no such directory: submit"):
+        stage_dir_on_node("$SCRATCH/8", job)

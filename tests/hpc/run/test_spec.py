@@ -1,0 +1,200 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.events import of_training, script_spec
+
+from hpc.base.errors import UserError
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Recovery, Resources, RunSpec, check_run_name, is_flat
+from hpc.run.spec_file import script_program
+from training.config.evaluation_task import EvaluationTask
+from training.config.train_config import TrainConfig
+from training.config.training_spec import Training, trainer_program
+
+EARLIER = Path(__file__).with_name("earlier_specs")
+TRAINER_PART = ("train", "recipe", "forked_from", "evaluation")
+
+
+def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    spec = RunSpec(
+        name="a b", cluster="slurm", data="/d", stage_dir="/tmp",
+        resources=Resources(nodes="2:4", gpus_per_node="a100:4", cpus_per_gpu=2, sbatch=("mail-type=END", "hold")),
+        **of_training(TrainConfig(data="/d", lr=0.3), evaluation=EvaluationTask(source="/r")),
+        recovery=Recovery(elastic=True, spares=1, hang_timeout="90s", signal_before="2m"),
+    )  # fmt: skip
+    spec.save(run)
+    assert RunSpec.load(run) == spec
+    script = script_spec("a.py", "x")
+    script.save(run)
+    assert RunSpec.load(run) == script
+
+
+def test_spec_without_recovery_has_the_defaults(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    spec = script_spec()
+    spec.save(run)
+    fields = json.loads(run.spec.read_text())
+    del fields["recovery"]
+    run.spec.write_text(json.dumps(fields))
+    assert RunSpec.load(run) == spec
+
+
+@pytest.mark.parametrize("name", ["training", "evaluation", "script"])
+def test_flat_spec_of_an_earlier_version_is_read_and_written(name: str, tmp_path: Path) -> None:
+    earlier, run = EARLIER / f"{name}.json", RunDir(tmp_path)
+    run.spec.write_bytes(earlier.read_bytes())
+    run.events.mkdir()
+    spec, flat = RunSpec.load(run), json.loads(earlier.read_text())
+    assert is_flat(run)
+    assert (spec.pack, spec.python, spec.working_directory) == tuple(
+        flat[each] for each in ("pack", "python", "working_directory")
+    )
+    if name == "script":
+        assert spec.program == script_program(("train.py", "--data", "{data}", "--lr", "0.1"))
+        assert spec.training is None
+    else:
+        assert spec.program == trainer_program(has_data=flat["data"] is not None)
+        assert spec.training == Training.from_json({each: flat[each] for each in TRAINER_PART})
+    spec.save(run, 1, flat=True)
+    assert json.loads(run.revised_spec(1).read_text()) == flat
+    spec.save(run)
+    assert RunSpec.load(run) == spec
+    assert not is_flat(run)
+
+
+@pytest.mark.parametrize("gpus", ["", "a100", "a100:", ":2", "a100:0", "-1", "1.5", "gpu:a100:2", "a b:2"])
+def test_gpus_that_cannot_be_read_are_refused(gpus: str) -> None:
+    with pytest.raises(UserError, match=r"--gpus-per-node is '.*use a number such as 2, or .* a100:2"):
+        Resources(gpus_per_node=gpus)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mem": "64"}, "--mem is 64, which Slurm takes for megabytes: use 64G or 64M"),
+        ({"mem": "64 G"}, "--mem is '64 G': use a whole number with a unit, such as 64G"),
+        ({"time": "24"}, "--time is 24, which Slurm takes for minutes: use 24h or 24m"),
+        ({"time": "12:00"}, "--time is 12:00, which Slurm takes for minutes and seconds: use 12:00:00 for"),
+    ],
+)
+def test_what_slurm_takes_for_something_much_smaller_is_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Resources(**given)  # type: ignore[arg-type]  # only these two
+
+
+def test_memory_and_times_that_say_what_they_mean() -> None:
+    for memory, time in (("0", "90m"), ("64G", "12:00:00"), ("64gb", "1-0"), ("512M", "00:01:30")):
+        asked = Resources(mem=memory, time=time)
+        assert (asked.mem, asked.time) == (memory, time), "as they were typed"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("requeue", "--sbatch requeue: runs are always requeued"),
+        ("wait", "--sbatch wait: use --wait instead"),
+        ("gpus=4", "--sbatch gpus: use --nodes and --gpus-per-node instead"),
+        ("exclusive=", "--sbatch 'exclusive=': use KEY=VALUE, .* or KEY, such as exclusive"),
+        ("gres=nvme:1,gpu:a100:2", "--sbatch gres=nvme:1,gpu:a100:2: use --gpus-per-node instead"),
+    ],
+)
+def test_sbatch_options_that_we_set_are_refused(option: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Resources(sbatch=(option,))
+
+
+def test_gres_that_we_do_not_set_is_taken() -> None:
+    assert Resources(gpus_per_node="2", sbatch=("gres=nvme:1",)).sbatch == ("gres=nvme:1",)
+    assert Resources(gpus_per_node="0", sbatch=("gres=gpu:1",)).sbatch == ("gres=gpu:1",)
+
+
+def test_directory_without_spec_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a run directory"):
+        RunSpec.load(RunDir(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "..", ".", "a..b", "a\nb", "", "-x", ".x", "a%j", "a\\b", " a", "x" * 101, "a\0b"]
+)
+def test_bad_run_name(name: str) -> None:
+    with pytest.raises(UserError, match="--name") as caught:
+        check_run_name(name)
+    assert "\n" not in str(caught.value)
+    suggested = str(caught.value).rpartition("--name ")[2]
+    check_run_name(suggested)
+
+
+@pytest.mark.parametrize("name", ["run", "a b", "it's", '"x"', "$HOME", "a;b", "ünï", "a.b", "x" * 100])
+def test_good_run_name(name: str) -> None:
+    check_run_name(name)
+
+
+@pytest.mark.parametrize("nodes", ["0", "x", "4:2", "1:", ":3", "-1", "1:2:3", "1.5", ""])
+def test_bad_nodes(nodes: str) -> None:
+    with pytest.raises(UserError, match="--nodes"):
+        Resources(nodes=nodes)
+
+
+def test_node_range() -> None:
+    resources = Resources(nodes="2:5")
+    assert (resources.min_nodes, resources.max_nodes) == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("nodes=3", "use --nodes"), ("output=x", "use --runs-dir"), ("signal=USR1@9", "use --signal-before"),
+     ("requeue=1", "leave it out"), ("X", "KEY=VALUE"),
+     ("=y", "KEY=VALUE"), ("comment=a\nb", "KEY=VALUE")],
+)  # fmt: skip
+def test_bad_sbatch_option(option: str, hint: str) -> None:
+    with pytest.raises(UserError, match=hint):
+        Resources(sbatch=(option,))
+
+
+@pytest.mark.parametrize(
+    ("recovery", "message"),
+    [
+        ({"spares": -1}, "--spares is -1: use 0 or more"),
+        ({"hang_timeout": "soon"}, "--hang-timeout is 'soon': use a duration such as 90s"),
+        ({"hang_timeout": "0s"}, "--hang-timeout is 0s: use 1s or more, or auto"),
+        ({"signal_before": "90"}, "--signal-before is '90': use a duration"),
+        ({"signal_before": "9s"}, "--signal-before is 9s: use 15s to 18h"),
+        ({"signal_before": "19h"}, "--signal-before is 19h: use 15s to 18h"),
+        ({"grace_period": "0s"}, "--grace-period is 0s: use 1s to 18h"),
+        (
+            {"grace_period": "60s", "signal_before": "60s"},
+            "--grace-period is 60s, and the requeue takes 10 s more, but --signal-before is 60s",
+        ),
+        ({"stop_signal": "KILL"}, "--stop-signal is 'KILL': use one of USR1, USR2, TERM, INT, HUP, or auto"),
+    ],
+)
+def test_bad_recovery(recovery: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Recovery(**recovery)
+
+
+def spec(recovery: Recovery, time: str | None = None, nodes: str = "2") -> RunSpec:
+    resources = Resources(nodes=nodes, time=time)
+    return script_spec(resources=resources, recovery=recovery)
+
+
+def test_spares_are_additional_nodes() -> None:
+    assert spec(Recovery(spares=2), nodes="2:4").job_nodes == (4, 6)
+
+
+def test_elastic_run_starts_on_all_nodes_and_continues_on_one() -> None:
+    assert spec(Recovery(elastic=True), nodes="4").min_nodes == 1
+    assert spec(Recovery(elastic=True), nodes="4").job_nodes == (4, 4)
+    assert spec(Recovery(), nodes="2:4").min_nodes == 2
+
+
+def test_stop_lead_is_a_tenth_of_the_limit_unless_it_is_given() -> None:
+    assert spec(Recovery(), time="20m").stop_lead_seconds == 120
+    assert spec(Recovery(), time="1m").stop_lead_seconds == 30
+    assert spec(Recovery()).stop_lead_seconds == 300
+    assert spec(Recovery(signal_before="10m"), time="20m").stop_lead_seconds == 600
+    assert spec(Recovery(grace_period="10m"), time="20m").stop_lead_seconds == 610, "the ranks get all of it"
+    assert spec(Recovery(grace_period="10s"), time="20m").stop_lead_seconds == 120

@@ -1,0 +1,81 @@
+"""The sizes of a scaling study, and what follows from its measurements."""
+
+import pytest
+
+from hpc.base.errors import UserError
+from hpc.studies.scaling.measures import Measures, conclusions, efficiency
+from hpc.studies.scaling.scaling_dir import ScalingSpec, Size, read_gpus, read_nodes, split_sizes
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--nodes", "1", "2", "4"), ("--nodes=1,2,4",), ("-N", "1", "2", "4"), ("--nodes=1", "2", "4")]
+)
+def test_nodes_may_be_several_words(arguments: tuple[str, ...]) -> None:
+    nodes, gpus, others = split_sizes([*arguments, "--lr", "0.1", "--gpus_per_node", "a100:1", "a100:4", "--json"])
+    assert (read_nodes(nodes), read_gpus(gpus), others) == ((1, 2, 4), ("a100", (1, 4)), ["--lr", "0.1", "--json"])
+
+
+def test_wrong_sizes_are_refused() -> None:
+    for wrong in (["0"], ["two"], ["1", "1"], ["1:2"]):
+        with pytest.raises(UserError, match="--nodes is"):
+            read_nodes(wrong)
+    for wrong in (["a100:1", "h100:4"], ["x"], ["2", "2"]):
+        with pytest.raises(UserError, match="--gpus-per-node is"):
+            read_gpus(wrong)
+
+
+def study(**changes: object) -> ScalingSpec:
+    values = {
+        "nodes": (2, 1), "gpus": (1, 4), "gpu_type": None, "minutes": 3.0, "mode": "weak", "batch_size": 64,
+        "parallel": 1, "settings": {}, "script": (), "names": None, "revision": None,
+    }  # fmt: skip
+    return ScalingSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_batch_grows_with_the_ranks_or_stays() -> None:
+    assert [size.name for size in study().sizes] == ["1x1", "2x1", "1x4", "2x4"]
+    weak, strong = ([spec.settings_of(size) for size in spec.sizes] for spec in (study(), study(mode="strong")))
+    assert [settings["batch-size"] for settings in weak] == [64, 128, 256, 512]
+    assert weak[3] == {"nodes": 2, "gpus-per-node": 4, "batch-size": 512, "max-hours": 0.05}
+    assert {settings["batch-size"] for settings in strong} == {64}
+
+
+def measured(nodes: int, gpus: int, speed: float | None, **more: float) -> Measures:
+    return Measures(size=Size(nodes=nodes, gpus=gpus), run="x", state="completed", images_per_second=speed, **more)  # type: ignore[arg-type]
+
+
+def test_conclusions_name_the_limit_and_its_reason() -> None:
+    wait = {
+        "allreduce_wait_share": 0.6,
+        "allreduce_seconds": 0.5,
+        "gradient_bytes": 100_000_000,
+        "data_wait_share": 0.1,
+    }
+    sizes = [measured(1, 1, 100), measured(2, 1, 180), measured(4, 1, 200, **wait), measured(8, 1, None)]
+    assert list(efficiency(sizes).values()) == [1.0, 0.9, 0.5]
+    assert sizes[2].bandwidth == 2 * 3 / 4 * 100e6 / 0.5
+    first, second = conclusions(sizes)
+    assert first == "More ranks pay up to 2 ranks (2x1): 4 ranks (4x1) are 1.11 times as fast, not 2 times."
+    assert second.startswith(
+        "They wait 60% of the time for the all-reduce of 100 MB of gradients a step (0.5 s, at least 300 MB/s)"
+    )
+
+
+def test_conclusions_call_slower_what_is_slower() -> None:
+    sizes = [measured(1, 1, 100), measured(1, 2, 20), measured(2, 1, 23)]
+    assert conclusions(sizes)[0] == "More ranks pay up to 1 rank (1x1): 2 ranks (2x1) are slower, at 23% of that speed."
+    assert conclusions(sizes)[-1] == "2 ranks: 2x1 is 1.15 times as fast as 1x2: scale out."
+
+
+def test_conclusions_say_up_or_out() -> None:
+    sizes = [measured(1, 1, 100), measured(1, 2, 190), measured(2, 1, 160)]
+    assert conclusions(sizes) == [
+        "More ranks pay up to the largest size, 2 ranks (1x2): each rank has 95% of its speed in the smallest size.",
+        "2 ranks: 1x2 is 1.19 times as fast as 2x1: scale up.",
+    ]
+    assert conclusions(sizes[:1]) == []
+
+
+def test_waiting_for_data_is_a_reason() -> None:
+    sizes = [measured(1, 1, 100), measured(2, 1, 110, data_wait_share=0.4)]
+    assert conclusions(sizes)[1].startswith("They wait 40% of the time for data")

@@ -1,0 +1,158 @@
+"""`hpc sweep` without Slurm: trials are ordinary runs, and the controller may die at any moment."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cluster import SHORT_LOCAL_CONSTANT_LR, Site, add_script, refused, site_without_slurm
+
+from hpc.base import program
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.studies.sweep.sweep_controller import open_study
+from hpc.studies.sweep.sweep_dir import SweepDir
+from hpc.submit.options import SubmitTraining, with_defaults
+from hpc.submit.plan import plan
+
+pytestmark = pytest.mark.timeout(400)
+# As good as its --x is small, but for trial 5; the second step comes when the test says so.
+SCORED = """
+import json, os, sys, time
+from pathlib import Path
+x, go = float(sys.argv[2]), Path(sys.argv[3])
+metrics = Path(os.environ["TORCHRELAY_RUN_DIR"], "metrics")
+metrics.mkdir()
+x += 100 * metrics.parts.count("pruned-005")
+with open(metrics / "eval.jsonl", "a") as file:
+    for step in (1, 2):
+        print(json.dumps({"step": step, "split": "val", "accuracy": 1 - x + step / 100}), file=file, flush=True)
+        while not go.exists():
+            time.sleep(0.1)
+"""
+LOCAL = ("--cluster=local", "--gpus-per-node=1", "--cpus-per-gpu=1")
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[Site]:
+    with site_without_slurm() as site:
+        add_script(site, "scored.py", SCORED)
+        yield site
+
+
+def sweep(site: Site, *arguments: str, code: int = 0) -> dict[str, Any]:
+    done = site.hpc("sweep", "--json", *arguments)
+    assert done.returncode == code, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.slow
+def test_sweep_survives_its_controller_and_finds_the_best(site: Site) -> None:
+    go, trials = site.path / "go", site.path / "runs/pets"
+    script = ("--", "scored.py", "--x", "{x}", str(go))
+    command = (sys.executable, "-m", "hpc", "sweep", "--name=pets", "--param=x=0.3,0.1,0.2", "--sampler=grid")
+    with subprocess.Popen([*command, "--parallel=2", *LOCAL, *script], cwd=site.path) as controller:
+        while not all((trials / f"pets-00{n}/metrics/eval.jsonl").exists() for n in (0, 1)):
+            assert controller.poll() is None
+            time.sleep(0.1)
+        controller.send_signal(signal.SIGKILL)
+    assert not (trials / "pets-002").exists()
+    # What the trials run is the code of the start.
+    (site.path / "scored.py").write_text("raise SystemExit(1)")
+    go.touch()
+    try:
+        found = sweep(site, "--name=pets")
+    finally:
+        (site.path / "scored.py").write_text(SCORED)
+    values = [one["value"] for one in found["trials"]]
+    assert values == [pytest.approx(value) for value in (0.92, 0.82, 0.72)]
+    assert [one["params"]["x"] for one in found["trials"]] == ["0.1", "0.2", "0.3"]
+    assert {one["state"] for one in found["trials"]} == {"completed"}
+    assert found["best"] == found["trials"][0]["run"]
+    assert (trials / "best.yaml").read_text().splitlines()[-1] == f"# scored.py --x 0.1 {go}"
+    page = (trials / "report/sweep.html").read_text()
+    assert "The best trial is pets-001: val/accuracy 0.92 with x=0.1." in page
+    assert re.findall(r'data-label="val/accuracy".*><b>(.*)</b>', page) == ["0.92"]
+    assert re.findall(r'<a href="../(.*?)"', page) == [f"pets-00{n}/report/index.html" for n in (1, 2, 0)]
+    assert '<h1>pets-001</h1><span class="pill completed">' in (trials / "pets-001/report/index.html").read_text()
+    rows = json.loads(site.hpc("status", "pets", "--json").stdout)
+    assert [(row["run"], row["state"]) for row in rows] == [(f"pets-00{n}", "completed") for n in range(3)]
+    assert site.hpc("report", "pets").stdout.startswith(str(trials / "report/index.html"))
+
+
+@pytest.mark.slow
+def test_best_training_is_a_file_of_flags(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--epochs=1", "--param=lr=0.05,1e-7", "--sampler=grid", "--parallel=2", "--metric=train/loss")
+    found = sweep(site, "--name=train", *SHORT_LOCAL_CONSTANT_LR, *flags)
+    assert [one["params"]["lr"] for one in found["trials"]] == ["0.05", "1e-7"]
+    monkeypatch.chdir(site.path)
+    given = {"config": "runs/train/best.yaml", "name": "again"}
+    _, again = plan(program.build(SubmitTraining, with_defaults(given, SubmitTraining)), ())
+    trial = RunSpec.load(RunDir(site.path / "runs/train" / found["best"]))
+    assert (again.train, again.resources) == (trial.train, trial.resources)
+
+
+def test_a_sweep_that_an_earlier_version_began_is_read(tmp_path: Path) -> None:
+    words = ["--epochs=2", "--elastic", "--setup=a", "--setup=b c"]
+    spec = {
+        "param": ["lr=1,2"], "trials": 2, "metric": "val/accuracy", "direction": "maximize", "sampler": "tpe",
+        "pruner": "none", "seed": 0, "parallel": 1, "arguments": words, "script": [], "names": None, "revision": None,
+    }  # fmt: skip
+    (tmp_path / "sweep.json").write_text(json.dumps(spec))
+    settings = SweepDir(tmp_path).load().settings
+    assert settings == {"epochs": "2", "elastic": True, "setup": ["a", "b c"]}
+    made = program.build(SubmitTraining, {"data": "x", **settings})
+    assert (made.train.epochs, made.recovery.elastic, made.resources.setup) == (2, True, ("a", "b c"))
+
+
+@pytest.mark.slow
+def test_worse_trials_are_pruned_and_a_cancelled_sweep_starts_no_more(site: Site) -> None:
+    go, trials = site.path / "go-pruned", site.path / "runs/pruned"
+    go.touch()
+    flags = ("--param=x=float:0.1,0.2", "--sampler=random", "--trials=1", "--parallel=1", *LOCAL)
+    inner = replace(site, path=site.path / "inner")
+    inner.path.mkdir()
+    script = ("--", "../scored.py", "--x", "{x}", str(go))
+    found = sweep(inner, "--name=pruned", "--runs-dir=../runs", "--in-place", *flags, *script)
+    assert [one["state"] for one in found["trials"]] == ["completed"]
+    # The pruner compares with five trials.
+    study = open_study(SweepDir(trials), SweepDir(trials).load())
+    study.add_trials(study.trials * 4)
+    go.unlink()
+    assert sweep(site, "--name=pruned", "--trials=6")["trials"][-1]["state"] == "pruned"
+    command = [sys.executable, "-m", "hpc", "sweep", "--json", "--name=pruned", "--trials=9", "--parallel=1"]
+    with subprocess.Popen(command, cwd=site.path, stdout=subprocess.PIPE, text=True) as controller:
+        while not (trials / "pruned-006/metrics/eval.jsonl").exists():
+            assert controller.poll() is None
+            time.sleep(0.1)
+        assert site.hpc("cancel", "pruned").returncode == 0
+        ended = json.loads(controller.communicate(timeout=120)[0])["trials"]
+    states = [one["state"] for one in ended]
+    expected = ["other trials were better after the same number of steps", "cancelled"]
+    assert [one["cause"] for one in ended[5:]] == expected
+    causes = r'<span class="pill (?:failed|pruned)">(?:.|\n)*?data-label="cause"[^>]*>(.*)</td>'
+    page = (trials / "report/sweep.html").read_text()
+    assert re.findall(causes, page) == expected
+    assert (states, (trials / "pruned-007").exists()) == (["completed"] * 5 + ["pruned", "failed"], False)
+
+
+def test_wrong_command_lines_leave_nothing(site: Site) -> None:
+    before = sorted(site.path.glob("runs/*"))
+    for arguments, says in (
+        (("--param=lr=1,2", *SHORT_LOCAL_CONSTANT_LR), "the sweep has no name: add --name NAME"),
+        (("--name=x",), "there is no sweep x in runs: add --param NAME=VALUES to start one"),
+        (("--name=x", "--param=lrr=1,2", *SHORT_LOCAL_CONSTANT_LR), "there is no training flag --lrr"),
+        (("--name=x", "--param=lr=1,2", *LOCAL, "--", "scored.py"), "has no {lr} for its value"),
+        (("--name=x", "--param=lr=log:1,2", "--sampler=grid", *SHORT_LOCAL_CONSTANT_LR), "a grid needs a list"),
+        (("--name=x", "--param=lr=1,2", "--trials=0", *SHORT_LOCAL_CONSTANT_LR), "--trials is 0"),
+        (("--name=x", "--param=model=none,other", *SHORT_LOCAL_CONSTANT_LR), "--model is '"),
+    ):
+        assert says in refused(site, "sweep", *arguments)
+    assert sorted(site.path.glob("runs/*")) == before

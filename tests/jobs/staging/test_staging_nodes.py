@@ -1,0 +1,261 @@
+"""Staging on several nodes, without Slurm: real agents' links, a process and a directory for each node."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.events import records_in
+from support.staging_nodes import disk, end_nodes, stage, start_nodes
+from support.waiting import wait_for
+
+from hpc.base.transport import Connection, Limits, Server, TransportError, connect
+from jobs.staging.coordination import Address, CacheStatus, choose_owners
+from jobs.staging.peers import ChunkStore, Peer, PeerError, PeerServer
+from jobs.staging.source import list_source
+
+MB = 2**20
+NODES = 3
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.mkdir()
+    for number in range(60):
+        (path / f"{number}.jpg").write_bytes(os.urandom(100_000))
+    (path / "large").write_bytes(os.urandom(12 * MB))
+    return path
+
+
+@dataclass
+class Nodes:
+    """The nodes of one job."""
+
+    path: Path
+    processes: list["subprocess.Popen[str]"] = field(default_factory=list)
+
+    def local(self, rank: int) -> Path:
+        """A node's disk."""
+        return disk(self.path, rank)
+
+    def start(self, source: Path, count: int = NODES, job: str = "job") -> list["subprocess.Popen[str]"]:
+        """Start a job."""
+        started = start_nodes(self.path, source, count, job=job)
+        self.processes += started
+        return started
+
+    def events(self, job: str = "job") -> list[dict[str, Any]]:
+        """What the nodes of a job have written down."""
+        return records_in(self.path / job / "events")
+
+    def stage(self, source: Path, count: int = NODES, job: str = "job") -> list[dict[str, Any]]:
+        """Run a job to its end. Returns the output of each node."""
+        return [answer(process) for process in self.start(source, count, job)]
+
+
+def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    here = Nodes(tmp_path)
+    yield here
+    end_nodes(here.processes)
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_source_is_read_once_and_every_node_has_all_of_it(nodes: Nodes, source: Path) -> None:
+    answers = nodes.stage(source)
+    size = sum(map(len, contents(source).values()))
+    assert sum(result["bytes_from_source"] for result in answers) == size
+    assert all(result["bytes_from_source"] + result["bytes_from_peers"] == size for result in answers)
+    assert all(result["bytes_from_source"] < size / 2 for result in answers), "each node reads a part"
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
+    assert not any(result["fallback"] for result in answers)
+
+
+def test_nodes_that_have_the_data_give_them_to_those_that_have_not(nodes: Nodes, source: Path) -> None:
+    nodes.stage(source, 2)
+    answers = nodes.stage(source, 3, "next")
+    assert [result["reused"] for result in answers] == [True, True, False]
+    assert [result["bytes_from_source"] for result in answers] == [0, 0, 0]
+    assert contents(Path(answers[2]["path"])) == contents(source)
+
+
+def test_nodes_whose_copies_are_damaged_read_the_source_once(nodes: Nodes, source: Path) -> None:
+    for result in nodes.stage(source, 2):
+        next(path for path in sorted(Path(result["path"]).rglob("*")) if path.is_file()).unlink()
+    answers = nodes.stage(source, 2, "next")
+    assert [(result["repaired"], result["fallback"]) for result in answers] == [(1, None)] * 2
+    assert sum(result["bytes_from_source"] for result in answers) == sum(map(len, contents(source).values()))
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
+
+
+def test_archive_is_read_once_and_unpacked_on_every_node(nodes: Nodes, source: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "data.tar.gz"
+    subprocess.run(["tar", "czf", archive, "-C", source, "."], check=True)
+    answers = nodes.stage(archive)
+    assert sum(result["bytes_from_source"] for result in answers) == archive.stat().st_size
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
+    assert not list(tmp_path.glob("disk-*/torchrelay-*/**/data.tar.gz")), "the archive itself is not kept"
+    assert [result["reused"] for result in nodes.stage(archive, job="next")] == [True] * NODES
+
+
+def test_archive_of_a_job_with_one_node_is_unpacked_from_the_source(nodes: Nodes, source: Path, tmp_path: Path) -> None:
+    archive = tmp_path / "data.tar"
+    subprocess.run(["tar", "cf", archive, "-C", source, "."], check=True)
+    [result] = nodes.stage(archive, 1)
+    assert result["bytes_from_source"] == archive.stat().st_size
+    assert contents(Path(result["path"])) == contents(source)
+    assert [result["reused"] for result in nodes.stage(archive, 1, "next")] == [True]
+
+
+def test_two_jobs_at_once_copy_once_per_node(nodes: Nodes, source: Path) -> None:
+    jobs = [nodes.start(source, job=f"job-{number}") for number in range(2)]
+    answers = [[answer(process) for process in job] for job in jobs]
+    for first, second in zip(*answers, strict=True):
+        assert sorted([first["reused"], second["reused"]]) == [False, True]
+        assert contents(Path(first["path"])) == contents(source)
+
+
+def test_node_that_dies_costs_the_others_a_second_read(nodes: Nodes, source: Path) -> None:
+    (source / "larger").write_bytes(os.urandom(200 * MB))
+    started = nodes.start(source)
+    partial = nodes.local(2) / f"torchrelay-{os.getuid()}"
+    wait_for(lambda: [path for path in partial.glob(".*.partial/data/*") if path.stat().st_size])
+    started[2].send_signal(signal.SIGKILL)
+    answers = [answer(process) for process in started[:2]]
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
+    for result in answers:
+        assert "127.0.0.3" in result["fallback"]
+    [staged] = [event for event in nodes.events() if event["event"] == "staged" and event["node"] == "127.0.0.1"]
+    assert staged["fallback"] == answers[0]["fallback"]
+
+
+def test_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, source: Path) -> None:
+    nodes.local(1).chmod(0o777)
+    started = nodes.start(source)
+    answers = [answer(started[rank]) for rank in (0, 2)]
+    assert all(contents(Path(result["path"])) == contents(source) for result in answers)
+    assert started[1].wait(60) != 0
+
+
+def test_head_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, source: Path) -> None:
+    nodes.local(0).chmod(0o777)
+    started = nodes.start(source)
+    assert started[0].wait(60) != 0
+    for rank in (1, 2):
+        # Without a head node there is no job; but each must have ended by itself.
+        started[rank].communicate(timeout=60)
+
+
+# --- what travels between two nodes ---
+
+
+@pytest.fixture
+def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
+    """A node that has all of the data."""
+    (tmp_path / "disk").mkdir()
+    listing, copy = list_source(source), stage(source, tmp_path / "disk").path
+    server = PeerServer("secret")
+    server.listings[listing.version] = listing.pack()
+    server.chunk_stores[listing.version] = store = ChunkStore(listing, copy)
+    yield server
+    server.close()
+    store.close()
+
+
+def test_listing_arrives_unchanged(server: PeerServer, source: Path) -> None:
+    listing = list_source(source)
+    with Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version) as peer:
+        assert peer.listing() == listing
+
+
+def test_peer_without_the_secret_gets_nothing(server: PeerServer, source: Path) -> None:
+    with (
+        pytest.raises(PeerError, match="does not have the run's secret"),
+        Peer(Address("gpu01", "127.0.0.1", server.port), "guess", list_source(source).version) as peer,
+    ):
+        peer.listing()
+
+
+def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
+    listing = list_source(source)
+    server.chunk_stores[listing.version].put(0, ("0" * 64,) * len(listing.batches[0]))
+    peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
+    with peer, pytest.raises(PeerError, match=r"what gpu01 sent is not what it had read"):
+        peer.receive(memoryview(bytearray(listing.batches[0][0].length)), peer.ask(0)[0])
+
+
+def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source: Path) -> None:
+    listing = list_source(source)
+    threading.Timer(0.3, server.chunk_stores[listing.version].fail, ["its disk is full"]).start()
+    peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
+    with peer, pytest.raises(PeerError, match="its disk is full"):
+        peer.ask(1)
+
+
+@pytest.mark.parametrize("reply", [b"[" * 200_000, b"null", b"[1]", b"", b"\xff\xfe"])
+def test_impostor_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Path, reply: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+
+        def talk() -> None:
+            connection, _ = impostor.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(len(reply).to_bytes(4, "big") + reply)
+
+        threading.Thread(target=talk, daemon=True).start()
+        version = list_source(source).version
+        with pytest.raises(PeerError), Peer(Address("gpu01", *impostor.getsockname()[:2]), "secret", version) as peer:
+            peer.ask(0)
+
+
+@pytest.mark.parametrize("asked", [{}, {"version": 1, "batch": 0}, {"version": "x", "batch": None}, {"batch": "0"}])
+def test_malformed_request_ends_its_connection_alone(server: PeerServer, asked: dict[str, object]) -> None:
+    limits = Limits(timeout_seconds=10, max_message_bytes=2**12)
+    with connect(("127.0.0.1", server.port), "secret", "staging", limits) as connection:
+        connection.send(asked)
+        with pytest.raises(TransportError, match="closed the connection"):
+            connection.receive()
+    server.check()
+
+
+@pytest.mark.parametrize("answer", [{}, {"bytes": -1, "checksum": ""}, {"bytes": 2**80, "checksum": ""}])
+def test_malformed_answer_is_no_listing_and_no_batch(source: Path, answer: dict[str, object]) -> None:
+    def serve(connection: Connection) -> None:
+        while connection.receive():
+            connection.send(answer)
+
+    other = Server("secret", "staging", serve, Limits(timeout_seconds=10, max_message_bytes=2**12))
+    with Peer(Address("gpu01", "127.0.0.1", other.port), "secret", list_source(source).version) as peer:
+        with pytest.raises(PeerError, match="does not send the listing"):
+            peer.listing()
+        with pytest.raises(PeerError, match="another node of the job sent"):
+            peer.ask(0)
+    other.close()
+
+
+def test_owners_have_the_data_or_are_about_to_read_them() -> None:
+    a, b, c, d = (Address(f"gpu0{number}", f"10.0.0.{number}", 9) for number in range(1, 5))
+    reading = [(a, CacheStatus.MISSING), (b, CacheStatus.WAITING), (c, CacheStatus.MISSING)]
+    assert choose_owners(reading) == (a, c)
+    assert choose_owners([*reading, (d, CacheStatus.COMPLETE)]) == (d,)
+    assert choose_owners([*reading, (d._replace(port=0), CacheStatus.COMPLETE)]) == (a, c)
+    assert choose_owners([(a, CacheStatus.UNAVAILABLE), (b, CacheStatus.UNAVAILABLE)]) == ()
+    assert choose_owners([(a, CacheStatus.UNAVAILABLE), (b, CacheStatus.WAITING)]) is None
+    assert choose_owners([]) is None

@@ -1,0 +1,242 @@
+"""A trained model after its training: exported, and used on image files. It predicts what it predicted in its test."""
+
+import csv
+import io
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from support.cluster import checked_json
+from support.trainings import Ask, Starter, make_folder, make_idx
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.text import csv_text
+from training.data.in_memory import read_idx_pair
+from training.inference import export
+from training.inference.classifier import load_classifier
+from training.inference.exported_model import FORMATS, Format, require_packages
+
+# Scaled from 12 to 16 pixels on the device; more classes than five.
+IDX = ("--epochs=16", "--batch-size=20", "--lr=0.05", "--image-size=16", "--ema-decay=0.5")
+FOLDER = ("--epochs=3", "--batch-size=9", "--lr=0.02", "--model=resnet20", "--image-size=24", "--head-hidden=8")
+FOLDER += ("--eval-crop-pct=24/26", "--interpolation=bicubic")
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on IDX files of 8 classes, and its test images as PNG files, in `images`."""
+    directory = tmp_path_factory.mktemp("digits")
+    data = make_idx(directory / "data", classes=8)
+    (directory / "images").mkdir()
+    for number, image in enumerate(read_idx_pair(data, "test")[0]):
+        Image.fromarray(image[0].numpy()).save(directory / "images" / f"{number:03d}.png")
+    Starter(data, directory).complete(*IDX)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def colors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on an image folder."""
+    directory = tmp_path_factory.mktemp("colors")
+    Starter(make_folder(directory / "data"), directory).complete(*FOLDER)
+    return directory
+
+
+def documented(code: int, out: str, err: str) -> Any:
+    """What `hpc predict --json` has printed, which must have the documented shape."""
+    done = subprocess.CompletedProcess(["predict"], code, out, err)
+    return json.loads(checked_json(("predict", "--json"), done).stdout)
+
+
+def result(directory: Path) -> dict[str, float]:
+    return dict(json.loads((directory / "run" / "final" / "result.json").read_text()))
+
+
+@pytest.mark.parametrize("kind", ["run", "torch", "onnx"])
+def test_a_model_predicts_as_in_its_test(digits: Path, tmp_path: Path, ask: Ask, kind: str) -> None:
+    model = digits / "run"
+    if kind in FORMATS:
+        model = tmp_path / f"model{FORMATS[kind].suffix}"
+        code, out, _ = ask(digits / "run", f"--format={kind}", f"--output={model}", program=export.main)
+        assert code == 0
+        assert "input uint8 ['n', 1, 12, 12]; on 64 images of the test set its probabilities differ" in out
+    code, out, err = ask(model, digits / "images", "--json", "--top=5")
+    predictions, labels = documented(code, out, err), read_idx_pair(digits / "data", "test")[1].tolist()
+    assert (code, err, len(predictions)) == (0, "", 101)
+    assert [each["path"] for each in predictions] == [str(path) for path in sorted((digits / "images").iterdir())]
+    tested = result(digits)
+    assert 0.2 < tested["test_accuracy"] < 1, "an eighth would be chance"
+    pairs = list(zip(predictions, labels, strict=True))
+    right = sum(each["class"] == str(label) for each, label in pairs)
+    assert right == tested["test_correct"]
+    five = sum(str(label) in [one["class"] for one in each["top"]] for each, label in pairs)
+    assert five / 101 == tested["test_top5_accuracy"]
+    assert right < five < 101
+
+
+@pytest.mark.parametrize("kind", ["final", "torch"])
+def test_photographs_are_cropped_as_in_the_evaluation(colors: Path, tmp_path: Path, ask: Ask, kind: str) -> None:
+    model = colors / "run" / "final"
+    if kind == "torch":
+        model = tmp_path / "model.pt2"
+        assert ask(colors / "run", f"--output={model}", program=export.main)[0] == 0
+    code, out, _ = ask(model, colors / "data" / "test", "--csv", "--top=2")
+    predictions = list(csv.DictReader(io.StringIO(out)))
+    assert (code, len(predictions)) == (0, 27)
+    right = sum(each["class"] == Path(each["path"]).parent.name for each in predictions)
+    assert right == result(colors)["test_correct"]
+    assert predictions[0].keys() == {"path", "class", "probability", "class_2", "probability_2", "error"}
+    samples = {each["name"]: each for each in json.loads((colors / "run" / "final" / "samples.json").read_text())}
+    same = [each for each in predictions if each["path"] in samples]
+    assert len(same) >= 12
+    for each in same:
+        assert each["class"] == samples[each["path"]]["predicted"]
+        assert float(each["probability"]) == pytest.approx(samples[each["path"]]["probability"], abs=1e-3)
+
+
+def test_an_image_of_another_size_or_mode_is_converted(digits: Path, tmp_path: Path, ask: Ask) -> None:
+    original = Image.open(digits / "images" / "000.png")
+    wide = Image.new("RGB", (30, 12), "white")
+    wide.paste(original.convert("RGB"), (9, 0))
+    wide.save(tmp_path / "wide.png")
+    wide.resize((75, 30)).save(tmp_path / "large.png")
+    _, out, _ = ask(digits / "run", digits / "images" / "000.png", *sorted(tmp_path.glob("*.png")), "--json", "--top=8")
+    original_top, large, wide_top = (each["top"] for each in json.loads(out))
+    assert wide_top == original_top
+    assert len(large) == 8
+
+
+def test_file_may_have_any_name(colors: Path, tmp_path: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "=1+1,\x1b[2J.jpg"
+    shutil.copy(colors / "data" / "test" / "red" / "0.jpg", tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    _, out, _ = ask(colors / "run", name, "--csv")
+    [row] = csv.DictReader(io.StringIO(out))
+    assert csv_text(row["path"]) == name
+    assert row["path"].startswith("'"), "no formula"
+    code, out, err = ask(colors / "run", name)
+    assert code == 0
+    assert r"=1+1,\x1b[2J.jpg" in out
+    assert "\x1b" not in out + err
+
+
+def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, tmp_path: Path, ask: Ask) -> None:
+    torn, missing = tmp_path / "torn.jpg", tmp_path / "missing.jpg"
+    whole = colors / "data" / "test" / "red" / "0.jpg"
+    torn.write_bytes(whole.read_bytes()[:500])
+    code, out, err = ask(colors / "run", torn, whole, missing)
+    assert code == 1
+    assert "red" in out, "a long path is wrapped"
+    assert f"warning: {torn} cannot be read: it is not an image, or it is damaged\n" in err
+    assert f"warning: {missing} cannot be read: No such file or directory\n" in err
+    code, out, err = ask(colors / "run", torn, whole, "--json")
+    assert [("error" in each, "class" in each) for each in documented(code, out, err)] == [(True, False), (False, True)]
+    code, out, _ = ask(colors / "run", torn, whole, "--csv", "--top=2")
+    assert [row["error"] for row in csv.DictReader(io.StringIO(out))] == ["it is not an image, or it is damaged", ""]
+    assert ask(colors / "run", torn)[:2] == (1, "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}"], "there are no images: name files or directories after the model"),
+        (["{run}", "{empty}"], "there are no images in {empty}: give files, or a directory with some"),
+        (["{run}", "x.png", "--top=0"], "--top is 0: use 1 or more"),
+        (
+            ["{empty}", "x.png"],
+            "there is no model in {empty}: give a run that has validated or is complete, its final/",
+        ),
+        (["{torn}", "x.png"], "{torn} cannot be loaded ("),
+        (
+            ["{card}", "x.png"],
+            "{card} is not an exported model: give a run, its final/ or best/ directory, or a .pt2 or .onnx",
+        ),
+    ],
+)
+def test_a_mistake_is_reported_in_one_line(
+    digits: Path, tmp_path: Path, ask: Ask, arguments: list[str], message: str
+) -> None:
+    places = {"run": digits / "run", "empty": tmp_path / "empty", "torn": tmp_path / "torn.pt2"}
+    places["card"] = digits / "run" / "final" / "model.json"
+    places["empty"].mkdir()
+    places["torn"].write_bytes(b"PK")
+    code, out, err = ask(*(argument.format(**places) for argument in arguments))
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {message.format(**places)}")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_mistake_is_a_json_document_too(digits: Path, ask: Ask) -> None:
+    answer = documented(*ask(digits / "run", "x.png", "--json", "--csv"))
+    assert answer["error"] == "--json and --csv exclude each other: use one of them"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--format=onyx", "--output={there}/m.onnx"], "--format is 'onyx': use one of torch, onnx"),
+        (["--output={there}/m.onnx"], "--output is {there}/m.onnx: use a name that ends with .pt2"),
+        (
+            ["--output={there}/none/m.pt2"],
+            "--output is {there}/none/m.pt2, but {there}/none is not a directory: create it",
+        ),
+        (
+            ["--output={there}/m.pt2", "--data={there}/none"],
+            "--data is {there}/none, which does not exist: give a directory, fashion-mnist or digits (images for the",
+        ),
+        (
+            ["--output={there}/m.pt2", "--data=digits"],
+            "--data is digits, whose images or classes are not the model's: give the model's data set",
+        ),
+    ],
+)
+def test_an_export_refuses_what_cannot_work(
+    colors: Path, tmp_path: Path, ask: Ask, flags: list[str], message: str
+) -> None:
+    code, _, err = ask(colors / "run", *(each.format(there=tmp_path) for each in flags), program=export.main)
+    assert code == 2
+    assert err.startswith(f"error: {message.format(there=tmp_path)}")
+    assert len(err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_computes_something_else_is_not_written(
+    colors: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = export.ExportOptions(model=str(colors / "run"), output=tmp_path / "model.pt2")
+    wrong = load_classifier(colors / "run" / "best")
+    wrong.mean += 0.2
+    kind = FORMATS["torch"]
+    monkeypatch.setitem(FORMATS, "torch", replace(kind, serialize=lambda _: kind.serialize(wrong)))
+    with pytest.raises(
+        TorchrelayError,
+        match="nothing was written: on 27 images of the test set the probabilities of the exported",
+    ):
+        export.export(arguments)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_package_is_reported_with_what_to_type() -> None:
+    kind = FORMATS["onnx"]
+    lacking = Format(**{**vars(kind), "packages": ("onnx", "onnx_of_tomorrow")})
+    with pytest.raises(UserError, match="onnx files need onnx_of_tomorrow: pip install onnx onnx_of_tomorrow"):
+        require_packages(lacking)
+
+
+def test_a_damaged_model_is_refused(colors: Path, tmp_path: Path) -> None:
+    for name, content, message in (
+        ("model.json", b"{}", "model.json is damaged or of another version"),
+        ("model.safetensors", b"x" * 100, "model.safetensors cannot be loaded"),
+    ):
+        copy = Path(shutil.copytree(colors / "run" / "final", tmp_path / name))
+        (copy / name).write_bytes(content)
+        with pytest.raises(UserError, match=message):
+            load_classifier(copy)

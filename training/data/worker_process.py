@@ -1,0 +1,19 @@
+"""The processes that a rank starts, such as loader workers: they end with it, and not before. Imports no torch."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable
+
+from hpc.base import kernel
+
+
+def die_with_parent(ignored: Iterable[signal.Signals]) -> None:
+    """In a worker process: ignore signals that the parent handles, and be killed when the parent dies."""
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    kernel.set_parent_death_signal()
+    parent = multiprocessing.parent_process()
+    # The kernel sends nothing if the parent died before the call.
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)

@@ -1,0 +1,129 @@
+"""`hpc export MODEL --format torch --output FILE`: a trained model as one file, for use elsewhere.
+
+Runs anywhere, as one process. The file is compared with the model on images of the test set before it is written.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from torch import Tensor
+
+from hpc.base import program
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import write_atomic
+from training.config.dataset_layout import check_data, resolve_data
+from training.config.train_config import TrainConfig
+from training.data.batch_schedule import BatchRequest
+from training.data.build import load_data
+from training.data.loader import ImageSource
+from training.inference.classifier import Classifier, find_model, load_classifier
+from training.inference.exported_model import FORMATS, Classify, require_packages
+from training.inference.model_card import ModelCard
+from training.models.factory import first_line
+
+_IMAGES = 64
+# Another order of summation changes a probability by about 1e-6; another computation by more.
+_TOLERANCE = 1e-4
+_FORMATS = "\n".join(["File format.", *(f"{name}: {kind.about}" for name, kind in FORMATS.items())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Export a trained model as one file that takes the bytes of images and returns the probabilities of the classes.
+
+    The file includes the normalisation but not the crop. The crop is described in `model.json`, which is in the file,
+    and applied by `hpc predict FILE IMAGES...`. Before the file is written, it is compared with the model on images of
+    the test set. Exit codes: 0 done, 1 failed, 2 your mistake (one line says what to type).
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A run, or its final/ or best/ directory."""
+    output: Path
+    """The file to write."""
+    format: Annotated[str, tyro.conf.arg(help=_FORMATS, metavar="|".join(FORMATS))] = "torch"
+    """A key of `training.inference.exported_model.FORMATS`."""
+    data: str | None = None
+    """Data set for the comparison; by default the one that the model was trained on."""
+
+
+def main() -> int:
+    """Parse, export and print; return the exit code, unless an error is raised."""
+    print(export(program.parse(ExportOptions, sys.argv[1:], program.called("training.inference.export"))))
+    return 0
+
+
+def export(options: ExportOptions) -> str:
+    """Write the file, and return a description for people.
+
+    Raises:
+        UserError: an option cannot work.
+        TorchrelayError: the exporter fails, the file computes something else, or it cannot be written.
+    """
+    kind, output = FORMATS.get(options.format), options.output.expanduser()
+    if kind is None:
+        raise UserError(f"--format is {options.format!r}: use one of {', '.join(FORMATS)}")
+    require_packages(kind)
+    if output.suffix != kind.suffix:
+        raise UserError(f"--output is {options.output}: use a name that ends with {kind.suffix}")
+    if not output.parent.is_dir():
+        raise UserError(f"--output is {options.output}, but {output.parent} is not a directory: create it")
+    classifier = load_classifier(find_model(options.model))
+    split, images = comparison_images(classifier.card, options.data)
+    try:
+        content = kind.serialize(classifier)
+    except Exception as error:
+        # torch's exporters document no exceptions for models that they do not support.
+        reason = first_line(error)
+        raise TorchrelayError(f"{classifier.card.model} cannot be exported as {options.format}: {reason}") from error
+    difference = largest_difference(kind.load(content)[1], classifier, images)
+    compared = f"on {len(images)} images of {split}"
+    if not difference <= _TOLERANCE:
+        raise TorchrelayError(
+            f"nothing was written: {compared} the probabilities of the exported model differ from the model's by up to "
+            f"{difference:.3g}, more than {_TOLERANCE:g}"
+        )
+    try:
+        write_atomic(output, content)
+    except OSError as error:
+        raise TorchrelayError(f"{output} cannot be written ({error}): give another --output") from error
+    return (
+        f"{output}: {len(content) / 1e6:.1f} MB, input uint8 {['n', *classifier.card.image_shape]}; {compared} its "
+        f"probabilities differ from the model's by at most {difference:.1g}"
+    )
+
+
+def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
+    """The name of a split of the model's data set, and images of it (uint8 [n, *card.image_shape]).
+
+    Raises:
+        UserError: the data set is missing, or another one.
+    """
+    name = given or card.made_from["data"]["path"]
+    if not name:
+        raise UserError("the model was trained on synthetic images: give --data, for the comparison with the file")
+    try:
+        layout = check_data(resolve_data(name))
+    except UserError as error:
+        raise UserError(f"{error} (images for the comparison with the exported model)") from error
+    data = load_data(TrainConfig(data=name), layout, card.image_shape[1])
+    if (data.channels, *data.shape) != card.image_shape or data.classes != card.classes:
+        raise UserError(f"--data is {name}, whose images or classes are not the model's: give the model's data set")
+    splits: dict[str, ImageSource | None] = {"the test set": data.test, "the validation set": data.val}
+    split, source = next(((split, each) for split, each in splits.items() if each), ("the training set", data.train))
+    indices = range(0, len(source), max(1, len(source) // _IMAGES))[:_IMAGES]
+    return split, source[BatchRequest(indices=tuple(indices), epoch=None)].images
+
+
+@torch.inference_mode()
+def largest_difference(exported: Classify, classifier: Classifier, images: Tensor) -> float:
+    """The largest difference between two models' probabilities, with the first image as a batch of its own."""
+    batches = [batch for batch in (images[:1], images[1:]) if len(batch)]
+    return float(torch.cat([(exported(batch) - classifier(batch)).abs() for batch in batches]).max())
+
+
+if __name__ == "__main__":
+    sys.exit(program.run(main))

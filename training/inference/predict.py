@@ -1,0 +1,219 @@
+"""`python -m training.inference.predict MODEL IMAGES...`: predicts the classes of images.
+
+Runs anywhere, as one process, on a GPU if there is one. Images are prepared as in the evaluation of the training.
+"""
+
+import csv
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from hpc.base import program
+from hpc.base.errors import UserError
+from hpc.base.text import csv_cell, visible
+from training.config.dataset_layout import is_image
+from training.data.image_folder import JpegDecoder, as_rgb, decode_image, jpeg_decoder, with_image
+from training.data.transforms.crop import center_crop
+from training.inference.classifier import find_model, load_classifier
+from training.inference.exported_model import FORMATS, Classify, load_exported
+from training.inference.model_card import ModelCard
+
+_BATCH = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """Predict the classes of images, with their probabilities.
+
+    An image that cannot be read is reported on stderr; the others are predicted. Exit codes: 0 done, 1 failed or some
+    images could not be read, 2 your mistake (one line says what to type).
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A run, its final/ or best/ directory, or a file that `hpc export` wrote."""
+    images: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="IMAGES...")]
+    """Image files, or directories: all images in and below them."""
+    top: int = 1
+    """Number of classes to print for each image, the most likely first."""
+    json: bool = False
+    """Print one JSON document, and nothing else, on stdout."""
+    csv: bool = False
+    """Print CSV, one line for each image."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One image."""
+
+    path: Path
+    top: tuple[tuple[str, float], ...] = ()
+    """Classes and their probabilities, the most likely first."""
+    error: str = ""
+    """Why the image cannot be read."""
+
+
+def main() -> int:
+    """Parse, predict and print; return the exit code, unless an error is raised."""
+    options = program.parse(PredictOptions, sys.argv[1:], program.called("training.inference.predict"))
+    predictions = predict(options)
+    if options.json:
+        program.print_json([_record(each) for each in predictions])
+    elif options.csv:
+        _print_csv(predictions, options.top)
+    else:
+        _print_table(predictions)
+    unreadable = [each for each in predictions if each.error]
+    for each in unreadable:
+        print(visible(f"warning: {each.path} cannot be read: {each.error}"), file=sys.stderr)
+    return 1 if unreadable else 0
+
+
+def predict(options: PredictOptions) -> list[Prediction]:
+    """A prediction for each image, in the order of the images.
+
+    Raises:
+        UserError: an option cannot work, there is no such model, or it takes neither gray nor color images.
+    """
+    if options.json and options.csv:
+        raise UserError("--json and --csv exclude each other: use one of them")
+    if options.top < 1:
+        raise UserError(f"--top is {options.top}: use 1 or more")
+    if not options.images:
+        raise UserError("there are no images: name files or directories after the model")
+    paths = list(find_images(options.images))
+    card, classify = load(options.model)
+    if card.image_shape[0] not in {1, 3}:
+        raise UserError(f"the model takes images of {card.image_shape[0]} channels: image files have 1 or 3")
+    read = partial(_read, card, jpeg_decoder())
+    predictions: list[Prediction] = []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        for first in range(0, len(paths), _BATCH):
+            batch = paths[first : first + _BATCH]
+            images = list(pool.map(read, batch))
+            readable = [image for image in images if not isinstance(image, str)]
+            likely = iter(_most_likely(classify(torch.stack(readable)), card.classes, options.top) if readable else [])
+            for path, image in zip(batch, images, strict=True):
+                if isinstance(image, str):
+                    predictions.append(Prediction(path=path, error=image))
+                else:
+                    predictions.append(Prediction(path=path, top=next(likely)))
+    return predictions
+
+
+def find_images(given: Sequence[Path]) -> Iterator[Path]:
+    """The given files, and for each given directory the images in and below it, sorted by name.
+
+    Raises:
+        UserError: a directory has none.
+    """
+    for path in given:
+        if not path.is_dir():
+            yield path
+            continue
+        names = sorted(
+            os.path.join(directory, name)  # noqa: PTH118  # of a million
+            for directory, _, files in os.walk(path)
+            for name in files
+            if is_image(name)
+        )
+        if not names:
+            raise UserError(f"there are no images in {path}: give files, or a directory with some")
+        yield from map(Path, names)
+
+
+def load(model: str) -> tuple[ModelCard, Classify]:
+    """A model of a run, or an exported one.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(model).expanduser()
+    if not path.is_file():
+        classifier = load_classifier(find_model(model))
+        classifier.to("cuda" if torch.cuda.is_available() else "cpu")
+        return classifier.card, classifier.classify
+    by_suffix = {kind.suffix: kind for kind in FORMATS.values()}
+    if path.suffix not in by_suffix:
+        suffixes = " or ".join(by_suffix)
+        raise UserError(
+            f"{path} is not an exported model: give a run, its final/ or best/ directory, or a {suffixes} file"
+        )
+    return load_exported(path, by_suffix[path.suffix])
+
+
+def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tensor | str:
+    """The image (uint8 [*card.image_shape]) as the model's evaluation prepared it, or why it cannot be read."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        return error.strerror or str(error)
+    channels, height, width = card.image_shape
+    if channels == 1:
+        gray = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
+        image = None if gray is None else torch.from_numpy(gray)[..., None]
+    else:
+        image = decode_image(content, decode_jpeg)
+    if image is None:
+        return "it is not an image, or it is damaged"
+    if card.crop_pct == 1 and image.shape == (height, width, channels):
+        return image.permute(2, 0, 1)
+    return center_crop(image, (height, width), card.crop_pct, card.interpolation)
+
+
+def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
+    """For each image (row) the names and probabilities of its most likely classes."""
+    values, indices = probabilities.topk(min(top, len(classes)), dim=1)
+    return [
+        tuple((classes[index], value) for index, value in zip(*row, strict=True))
+        for row in zip(indices.tolist(), values.tolist(), strict=True)
+    ]
+
+
+# --- printing ---
+
+
+def _record(prediction: Prediction) -> dict[str, Any]:
+    if prediction.error:
+        return {"path": str(prediction.path), "error": prediction.error}
+    name, probability = prediction.top[0]
+    top = [{"class": name, "probability": value} for name, value in prediction.top]
+    return {"path": str(prediction.path), "class": name, "probability": probability, "top": top}
+
+
+def _print_csv(predictions: Sequence[Prediction], top: int) -> None:
+    columns = max([1, *(len(each.top) for each in predictions)])
+    more = [f"{word}_{number}" for number in range(2, min(top, columns) + 1) for word in ("class", "probability")]
+    writer = csv.writer(sys.stdout)
+    writer.writerow(["path", "class", "probability", *more, "error"])
+    for each in predictions:
+        cells = [cell for name, value in each.top for cell in (name, f"{value:.6f}")]
+        row = [str(each.path), *cells, *[""] * (2 * columns - len(cells)), each.error]
+        writer.writerow(map(csv_cell, row))
+
+
+def _print_table(predictions: Sequence[Prediction]) -> None:
+    table = Table(box=None, header_style="bold")
+    for column in ("image", "class", "probability"):
+        table.add_column(column, justify="right" if column == "probability" else "left", overflow="fold")
+    for each in predictions:
+        for number, (name, value) in enumerate(each.top):
+            table.add_row("" if number else Text(visible(str(each.path))), Text(visible(name)), f"{value:.2%}")
+    if table.rows:
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(program.run(main, report=program.json_report(sys.argv)))

@@ -1,0 +1,100 @@
+"""The private names of torch and Python that training needs, each in a function, with the versions where it was read.
+
+tests/training/runtime/test_compat_torch.py says which one a new version lacks. Runs on every rank, and in torchrun in a
+user's Python: torch and the standard library alone. What takes a second to import is imported where it is used.
+"""
+# ruff: noqa: PLC0415
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # torch 2.11, 2.15: the base of all batch norms
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["BatchNorm"]
+
+
+def copy_each(into: list[Tensor], values: list[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy many tensors with few kernels. Read in torch 2.11 and 2.15; torch.optim itself uses it."""
+    torch._foreach_copy_(into, values, non_blocking=non_blocking)
+
+
+def average_each(averages: list[Tensor], values: list[Tensor], weight: float) -> None:
+    """Move many averages towards values with few kernels. Read in torch 2.11 and 2.15; torch.optim itself uses it."""
+    torch._foreach_lerp_(averages, values, weight)
+
+
+def scaler_tensors(scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:
+    """Return scale and growth tracker on the device; None before the first step. Read in torch 2.11 and 2.15.
+
+    The public `state_dict` waits for the device.
+    """
+    return scaler._scale, scaler._growth_tracker
+
+
+def stop_workers(batches: Any) -> Sequence[Any]:
+    """End the workers of a DataLoader's iterator, and return their processes. Read in torch 2.11 and 2.15.
+
+    The iterator's destructor does the same, but at no certain time.
+    """
+    batches._shutdown_workers()
+    workers: Sequence[Any] = batches._workers
+    return workers
+
+
+def shard_offsets(sharded: Any) -> tuple[int, ...]:
+    """Return where this rank's shard of a DTensor begins, as DCP finds it. Read in torch 2.11 and 2.15."""
+    return tuple(sharded.__create_chunk_list__()[0].offsets)
+
+
+def measure_allreduce(ddp: DistributedDataParallel, every: int) -> None:
+    """Have DDP measure each `every`th step. Read in torch 2.11 and 2.15."""
+    ddp._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
+
+
+def measured_allreduce(ddp: DistributedDataParallel) -> dict[str, Any]:
+    """Return what DDP has measured, times in nanoseconds. Read in torch 2.11 and 2.15."""
+    measured: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    return measured
+
+
+def configure_compiler(cores: int, max_shapes: int) -> None:
+    """Let torch compile for this many shapes, in no more processes than `cores`. Read in torch 2.11 and 2.15."""
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    # The default is the number of the machine's cores, up to 32.
+    inductor.compile_threads = max(1, min(cores, inductor.compile_threads or cores))
+    dynamo.recompile_limit = max_shapes
+
+
+def is_compiler_error(error: RuntimeError) -> bool:
+    """Return whether a compiler has failed, or is missing. Read in torch 2.11 and 2.15."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    return isinstance(error, ShortenTraceback)
+
+
+def replace_end_of_ranks(end: Callable[[Callable[[int], None]], None]) -> None:
+    """Have torchrun call `end` where it ends its ranks, with its own way, which takes seconds until it kills them.
+
+    Read in torch 2.11 and 2.15: `PContext.close` is called wherever torchrun ends ranks, with a timeout of 30 s.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+
+    close = PContext.close
+
+    def close_ranks(ranks: PContext, death_sig: Any = None, timeout: int = 0) -> None:  # noqa: ARG001
+        end(lambda seconds: close(ranks, death_sig, seconds))
+
+    PContext.close = close_ranks  # type: ignore[assignment]
+
+
+def run_exit_functions() -> None:
+    """Run what is registered with atexit, before an `os._exit` that would skip it. Read in Python 3.11."""
+    import atexit
+
+    atexit._run_exitfuncs()
