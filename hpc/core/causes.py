@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-# Exit codes of a rank beside 0 (done, or stopped and saved) and 1 (any other error).
+# Exit codes of a rank besides 0 (done, or stopped and saved) and 1 (any other error).
 EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE, EXIT_DIVERGED = 2, 3, 4, 5
 
 
@@ -33,7 +33,7 @@ class Cause(StrEnum):
 
 
 class JobState(StrEnum):
-    """Slurm's states of a job, as far as they matter to a run."""
+    """The states of a Slurm job that matter to a run."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -55,23 +55,23 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What the head node's agent knows when torchrun has ended."""
+    """The facts that the head node's agent knows when torchrun has ended."""
 
     finished: bool
-    """The work is complete: `final/` exists, or the user's script exited with 0 without a signal to stop."""
+    """Whether the work is complete: `final/` exists, or the user's script exited with 0 without a signal to stop."""
     cancelled: bool
-    """The user called `hpc cancel`."""
+    """Whether the user called `hpc cancel`."""
     signal: str | None
-    """The first signal to stop."""
+    """The first signal to stop; None if there was none."""
     job_state: JobState
     preempted: bool
-    """Slurm has begun to preempt the job."""
+    """Whether Slurm has begun to preempt the job."""
     failure: Cause = Cause.CRASHED
-    """The cause if nothing outside ended the attempt: the `cause_of_exit` of the first rank to fail, a hang, a lost
+    """The cause if nothing outside ended the attempt: `cause_of_exit` of the first rank to fail, a hang, or a lost
     node."""
 
 
-# What it means that Slurm has put a job into this state by itself.
+# The cause if Slurm by itself has put a job into this state.
 _CAUSE_OF_STATE = {
     JobState.CANCELLED: Cause.CANCELLED,
     JobState.TIMEOUT: Cause.TIME_LIMIT,
@@ -82,7 +82,7 @@ _CAUSE_OF_STATE = {
 
 
 def cause_of(ending: Ending) -> Cause:
-    """The cause of an attempt's end: by what the run itself knows, then by Slurm's state, then by the signal.
+    """Return the cause of an attempt's end: from what the run itself knows, then Slurm's state, then the signal.
 
     `sbatch --signal` sends SIGUSR2 before the time limit; a preemption or requeue sends SIGTERM.
     """
@@ -103,8 +103,8 @@ EXIT_CODES = {
     EXIT_NO_SPACE: Cause.NO_SPACE,
     EXIT_DIVERGED: Cause.DIVERGED,
 }
-"""The causes that the exit codes of our own programs stand for."""
-# Messages of Python, torch and the kernel; torch's CPU allocator writes "can't allocate memory".
+"""The causes for which the exit codes of our own programs stand."""
+# Messages of Python, torch and the kernel about lack of memory. torch's CPU allocator writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
 # NCCL reports that an InfiniBand function "cannot allocate memory" if a process may lock too little (ulimit -l).
 _INFINIBAND = "ibv_"
@@ -114,8 +114,8 @@ _PEER_DIED = re.compile(
     r"by peer|remote (?:worker|process|peer)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
     "|[Ww]atchdog caught collective operation timeout"
 )
-# Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or wrongly set up. A launch
-# failure may also be the program's fault: then it happens at the same step on another node, which ends the run.
+# Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or misconfigured. The program may
+# also cause a launch failure: then it happens at the same step on another node, which ends the run.
 _DEAD_DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|busy or unavailable|launch failure|hardware (?:stack )?error|GPU is lost"
     r"|fallen off the bus|ncclInternalError|internal error - please report|\bXid\b"
@@ -125,22 +125,22 @@ _KILLED_WORKER = "killed by signal: Killed"
 
 
 def is_consequence(detail: str) -> bool:
-    """Whether a rank's last message reports the death of another rank."""
+    """Return whether a rank's last message reports the death of another rank."""
     return _PEER_DIED.search(detail) is not None
 
 
 def is_device_failure(detail: str) -> bool:
-    """Whether a rank's message says that its device, or what drives it, has failed."""
+    """Return whether a rank's message says that its device or the device's driver has failed."""
     return _DEAD_DEVICE.search(detail) is not None and not is_consequence(detail)
 
 
 def cause_of_exit(
     exit_code: int, signal: str | None, out_of_memory: bool, detail: str, exit_codes: Mapping[int, Cause]
 ) -> Cause:
-    """Why a rank failed, from its exit code or the name of the signal that killed it, and the last line of its log.
+    """Return why a rank failed, from its exit code or the signal that killed it, and the last line of its log.
 
-    `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory. `exit_codes`: what those
-    of its program stand for; the others may mean anything.
+    `signal` is a name. `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory.
+    `exit_codes`: the causes for which codes of the rank's program stand; other codes may mean anything.
     """
     if signal is None and exit_code in exit_codes:
         return exit_codes[exit_code]
@@ -152,29 +152,29 @@ def cause_of_exit(
     return Cause.NO_SPACE if _NO_SPACE.search(detail) else Cause.CRASHED
 
 
-# The causes after which a run is over without having failed.
+# Causes that end a run without a failure.
 FINAL_CAUSES = frozenset({Cause.COMPLETED, Cause.CANCELLED})
-# A failure at a step that is only so far from that of the one before is at the same step: ranks report the last step
-# that they have finished, and a heartbeat is one step old at most.
+# Two failures at most this many steps apart are at the same step: ranks report the last step that they have finished,
+# and a heartbeat is at most one step old.
 _SAME_STEP = 2
-# Before the ranks start again after the first, second, ... failure without progress. A fault that passes by itself, of
-# storage or a network, lasts longer than a start of the ranks.
+# Pauses before the ranks start again after the first, second, ... failure without progress. A fault of storage or a
+# network that passes by itself lasts longer than a start of the ranks.
 _PAUSES_SECONDS = (0.0, 10.0, 30.0, 90.0)
 _ENDED_FROM_OUTSIDE = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """The budget of some causes together: after so many failures without progress, a run has failed."""
+    """The shared budget of some causes: a run fails after this many failures without progress."""
 
     causes: frozenset[Cause]
     failures: int
     pauses: bool = False
 
 
-# Causes without a rule come from outside the run and are free: preemptions, requeues.
+# Causes without a rule, such as preemptions and requeues, come from outside the run and are free.
 _RULES = (
-    # Only a person can repair these; after a divergence, the next attempt would diverge at the same step.
+    # Only a person can repair these, except a divergence, which the next attempt would repeat at the same step.
     _Rule(causes=frozenset({Cause.BAD_INPUT, Cause.NO_SPACE, Cause.DIVERGED}), failures=1),
     _Rule(
         causes=frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}),
@@ -197,19 +197,19 @@ class PastInterruption:
 
     cause: str
     step: int | None = None
-    """The last step that was done; None if that is unknown."""
+    """The last step that was done; None if unknown."""
     restored_step: int | None = None
-    """The step from which the interrupted ranks had started; None if they had not yet, and of a user's script."""
+    """The step from which the interrupted ranks had started; None if they had not started, or in a user's script."""
     signature: str | None = None
-    """What the same failure would say the next time; None if two that look alike need not be the same."""
+    """The text by which the same failure is recognized; None if two failures that look alike need not be the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a run has used of its budgets, by its last interruption."""
+    """The use of a run's budgets, as of its last interruption."""
 
     cause: str | None = None
-    """Of the last interruption; None if there is none."""
+    """The cause of the last interruption; None if there is none."""
     row: tuple[str, ...] = ()
     """The causes since the last progress."""
     is_repeated: bool = False
@@ -217,7 +217,7 @@ class Budget:
 
     @property
     def failures(self) -> int:
-        """Failures without progress of the last one's kind, itself included."""
+        """The number of failures without progress that count against the budget of the last one, which is included."""
         rule = _rule(self.cause)
         return sum(cause in rule.causes for cause in self.row) if rule else 0
 
@@ -230,7 +230,7 @@ class Budget:
 
     @property
     def pause_seconds(self) -> float:
-        """How long the ranks wait before they start again after the last interruption."""
+        """Seconds for which the ranks wait before they start again."""
         rule = _rule(self.cause)
         if rule is None or not rule.pauses:
             return 0.0
@@ -238,7 +238,7 @@ class Budget:
 
     @property
     def used(self) -> list[dict[str, Any]]:
-        """What is used of each budget: causes, failures, of how many."""
+        """For each budget in use: its causes, its failures, and the number that it allows."""
         found = [(rule, [cause for cause in self.row if cause in rule.causes]) for rule in _RULES]
         return [
             {"causes": list(dict.fromkeys(own)), "failures": len(own), "budget": rule.failures}
@@ -248,11 +248,11 @@ class Budget:
 
 
 def budget_after(history: Iterable[PastInterruption]) -> Budget:
-    """The budget after all interruptions and ends of a run, in order.
+    """Return the budget after all interruptions and ends of a run, in order.
 
-    Ranks that start from a later step than those of the failure before show progress: steps that were done and lost
-    are none. A user's script, whose steps are unknown, made some if it was ended from outside. A time limit counts
-    only if its attempt did no step, for example when staging takes longer than the limit.
+    Ranks that start from a later step than the ranks of the failure before show progress; steps that were done and lost
+    do not. A user's script, whose steps are unknown, has made progress if it was ended from outside. A time limit
+    counts only if its attempt did no step, for example because staging takes longer than the limit.
     """
     budget, before, restored = Budget(), None, 0
     for one in history:
@@ -271,8 +271,8 @@ def budget_after(history: Iterable[PastInterruption]) -> Budget:
 
 
 def _is_same(one: PastInterruption, other: PastInterruption) -> bool:
-    """Whether two failures are the same: of one signature, at the same step if that is known."""
-    # A time limit has none; it is a failure only where no step was done.
+    """Return whether two failures have the same signature and happened at the same step, if that is known."""
+    # A time limit has no signature; it is a failure only if no step was done.
     known = one.signature is not None or one.cause == Cause.TIME_LIMIT
     if not known or (one.cause, one.signature) != (other.cause, other.signature):
         return False
@@ -280,16 +280,16 @@ def _is_same(one: PastInterruption, other: PastInterruption) -> bool:
 
 
 def signature_of(message: str) -> str:
-    """What stays of a message from one time to another: its numbers and addresses change."""
+    """Return a message without its numbers and addresses, which change from one failure to the next."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", message)
 
 
 def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, step: int | None) -> str | None:
-    """The signature of a rank's failure; None if two that look alike need not be the same.
+    """Return the signature of a rank's failure; None if two failures that look alike need not be the same.
 
-    A lost peer says nothing of what the peer died of. A SIGKILL comes from outside, and one rank after the other may
-    get one as soon as they are back; what the kernel kills for lack of memory has a cause of its own. Nor does another
-    signal, or a bad node, say enough without the step.
+    The message about a lost peer does not say why the peer died. A SIGKILL comes from outside, and one rank after the
+    other may get one as soon as they are back; a kill for lack of memory has a cause of its own. Another signal, or a
+    bad node, does not say enough without the step.
     """
     killed = signal == "SIGKILL" and cause != Cause.OUT_OF_MEMORY
     if is_consequence(detail) or killed or (step is None and (signal is not None or cause == Cause.BAD_NODE)):
@@ -298,10 +298,10 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
 
 
 def must_requeue(cause: Cause, job_state: JobState, *, may_restart: bool) -> bool:
-    """Whether the agent must ask for the requeue, if the run may restart: Slurm does not do it by itself.
+    """Return whether the agent must ask for the requeue of a run that may restart, because Slurm does not requeue it.
 
-    Slurm requeues a job that lost a node; somebody's requeue is already pending. But it ends a job that still runs or
-    has reached its time limit, and with PreemptMode=CANCEL one that it preempts.
+    Slurm requeues a job that lost a node, and a requeue by somebody else is already pending. But Slurm ends a job that
+    still runs or has reached its time limit, and with PreemptMode=CANCEL one that it preempts.
     """
     not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:
