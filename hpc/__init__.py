@@ -45,7 +45,7 @@ def _prepare_verb() -> None:
 
 
 def _module_to_run() -> str:
-    """The module of `python -m`, also in `-um`; empty unless Python is looking for it: only then `-m` stands there."""
+    """Return the module that `python -m`, or `-um`, is looking for; empty later, when `-m` is not in `sys.argv`."""
     words = sys.orig_argv if sys.argv[:1] == ["-m"] else []
     pairs = itertools.pairwise(words)
     return next((module for flag, module in pairs if re.fullmatch("-[a-zA-Z]*m", flag)), "")

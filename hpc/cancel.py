@@ -1,4 +1,4 @@
-"""`hpc cancel`: end runs; `hpc resume` continues them, unless they end for good. Runs on the login node.
+"""`hpc cancel`: end runs. `hpc resume` continues them, unless they were ended with --final. Runs on the login node.
 
 Slurm ends the run's jobs first, which works on a full disk too. The event keeps agents and supervisors from continuing
 the run, and ends the work of agents that scancel did not reach. A local run has only the event: its agents would take
@@ -49,7 +49,7 @@ def cancel(options: CancelOptions) -> int:
     for run in runs:
         check_is_own(run)
     for group in filter(None, (cli.find_group(name, options.runs_dir) for name in options.run)):
-        (group / cli.CANCELLED_GROUP).touch()  # before the runs end: it starts others in their place
+        (group / cli.CANCELLED_GROUP).touch()  # marked before the runs end: it starts others in their place
     answers, problems = list[dict[str, str]](), list[str]()
     cache = StatusCache()
     for run in runs:
@@ -70,12 +70,12 @@ def cancel(options: CancelOptions) -> int:
 
 
 def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
-    """End one run, whose state was `before`; False: it had ended. A TorchrelayError if that did not succeed in full."""
+    """End one run, whose state was `before`; False: it had ended. Raises TorchrelayError if a part of this failed."""
     on_slurm = RunSpec.load(run).cluster == "slurm"
     problems = _end_jobs(run) if on_slurm else []
-    # A failed run may be about to continue: the supervisor submits its next job.
+    # A supervisor may be about to submit the next job of a failed run.
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
-    # Ended by scancel: the runs that wait for it do not know.
+    # A run that scancel ended has no recorded outcome, so the runs that wait for it do not know.
     is_new = is_new or recorded_outcome(run) is None
     if is_new:
         try:
@@ -94,7 +94,7 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
 
 
 def _release_waiting_jobs(run: RunDir) -> list[str]:
-    """Let the runs begin that wait for this one, if it had no job. Returns what went wrong."""
+    """Start the runs that wait for this one, if it had no job. Returns what went wrong."""
     try:
         redirect_waiting_jobs(run)
     except TorchrelayError as error:

@@ -1,4 +1,4 @@
-"""`hpc completion SHELL`: what makes a shell complete verbs, flags and their values. Runs on the login node."""
+"""`hpc completion SHELL`: print the script with which a shell completes verbs and flags. Runs on the login node."""
 
 import importlib
 import sys
@@ -12,7 +12,7 @@ import tyro
 from hpc import cli
 from hpc.core import program
 
-# Where each verb's flags are.
+# Where the flags of each verb are.
 OPTIONS = {
     "submit": "hpc.submit.options:SubmitTraining", "status": "hpc.status.__main__:StatusOptions",
     "logs": "hpc.logs.__main__:LogsOptions", "supervise": "hpc.supervise.__main__:SuperviseOptions",
@@ -47,13 +47,13 @@ class CompletionOptions(cli.Common):
 
 
 def completion(options: CompletionOptions) -> int:
-    """Print the script of tyro's generator."""
+    """Print the script that tyro generates."""
     verbs: Any = tuple(
         Annotated[_without_texts(options_of(verb)), tyro.conf.subcommand(name=verb, prefix_name=False)]
         for verb in OPTIONS
     )
-    union: Any = Union[verbs]  # noqa: UP007 - of a tuple
-    with suppress(SystemExit):  # with 0
+    union: Any = Union[verbs]  # noqa: UP007 - the union of a tuple
+    with suppress(SystemExit):  # tyro exits with 0
         tyro.cli(union, args=["--tyro-write-completion", options.shell, "-"], prog="hpc", config=program.TYRO)
     return 0
 
@@ -68,7 +68,7 @@ def _without_texts(options: Any) -> Any:
 
 
 def options_of(command: str) -> Any:
-    """The dataclass of a command's flags, or a union of those of its subcommands."""
+    """Return the dataclass of a command's flags, or the union of its subcommands' dataclasses."""
     module, _, name = OPTIONS[command].partition(":")
     return getattr(importlib.import_module(module), name)
 

@@ -65,8 +65,8 @@ def _built_in() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    # `cli.run` removes the variables of sbatch.
+    """Run the verb."""
+    # `cli.run` removes the variables of sbatch from the environment, so they are read before.
     return cli.run(partial(config, dict(os.environ)), ConfigOptions, "config", argv)
 
 
