@@ -1,1 +1,1 @@
-"""`hpc logs`: what the ranks printed. Runs on the login node."""
+"""`hpc logs`: the output of the ranks. Runs on the login node."""
