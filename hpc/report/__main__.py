@@ -1,4 +1,4 @@
-"""The verb `report`: reads the runs, writes the CSV tables and then the page. Runs on the login node."""
+"""The verb `report`: read the runs, write the CSV tables and then the page. Runs on the login node."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ class ReportOptions(cli.RunsOptions):
 
 
 def report(options: ReportOptions) -> int:
-    """Write the page and the tables, and print their paths; with --watch again and again until all runs have ended."""
+    """Write the page and the tables, and print their paths; with --watch repeatedly, until all runs have ended."""
     if not options.run:
         raise UserError("no run is named: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in cli.find_runs(options.run, options.runs_dir)}.values())
@@ -50,7 +50,7 @@ def report(options: ReportOptions) -> int:
 
 
 def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
-    """Where the page goes; its directory is made. Raises UserError if it cannot be, or is another user's."""
+    """Return the path of the page, and make its directory. Raises UserError if this fails or it is another user's."""
     if output is None and len(runs) == 1:
         try:
             check_is_own(runs[0])  # another user's report/ may be a link to anywhere
