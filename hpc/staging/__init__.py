@@ -1,6 +1,6 @@
 """Staging: a verified copy of the data on each node's own disk, read once from shared storage. Runs on compute nodes.
 
-It runs once per node, before torchrun starts and so outside any collective.
+Staging runs once per node, before torchrun starts and so outside any collective.
 
     stager.py              one staging: find a copy, or make one
     source.py              the listing of a source, divided into batches; reading them
