@@ -1,4 +1,4 @@
-"""`hpc status`: a table of runs, of a single one also its interruptions; and the wait of `submit --wait`."""
+"""`hpc status`: a table of runs, for a single run also its interruptions; and the wait of `submit --wait`."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ from hpc.status.table import view, watch_view
 
 State = Literal["pending", "running", "completed", "failed", "cancelled"]
 _WATCH_SECONDS, _WAIT_SECONDS = 2.0, 1.0
-# The share of a core that --watch takes at most: users share login nodes.
+# The largest share of a core for --watch: users share login nodes.
 _WATCH_SHARE = 0.1
 _PIPE_WIDTH = 1000
 
@@ -45,7 +45,7 @@ class StatusOptions(cli.RunsOptions):
 
 
 def status(options: StatusOptions) -> int:
-    """Print the table, or the contract's JSON."""
+    """Print the table, or the JSON document."""
     runs = _runs(options)
     if options.watch and not options.json:
         _watch(options)
@@ -73,13 +73,13 @@ def _chosen(options: StatusOptions, rows: list[Summary]) -> list[Summary]:
 
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
-    """Print the table; into a file or pipe with all its columns."""
+    """Print the table; into a file or pipe, print all its columns."""
     console = _console()
     console.print(view(console, rows, details=details))
 
 
 def print_interruptions(interruptions: Sequence[Interruption]) -> None:
-    """Print the interruptions of a run, and what each cost."""
+    """Print the interruptions of a run, and their costs."""
     console = _console()
     console.print(interruption_table(console, interruptions))
 
@@ -91,7 +91,7 @@ def _console() -> Console:
 
 
 def summaries(runs: Sequence[RunDir]) -> list[Summary]:
-    """One summary per run, with one call of squeue for all; a warning on stderr if Slurm does not answer."""
+    """Return one summary per run, with one squeue for all. Print a warning on stderr if Slurm does not answer."""
     cache = StatusCache()
     rows = cache.summaries(runs)
     if cache.problem:
@@ -100,7 +100,6 @@ def summaries(runs: Sequence[RunDir]) -> list[Summary]:
 
 
 def _watch(options: StatusOptions) -> None:
-    """Redraw the table until Ctrl-C."""
     console, cache = Console(), StatusCache()
     if not console.is_terminal:
         raise UserError("--watch needs a terminal, and stdout is not one: leave it out, or use --json")
@@ -114,9 +113,9 @@ def _watch(options: StatusOptions) -> None:
 
 
 def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
-    """Wait for the end; 0 if the run completed, 1 if it failed or was cancelled.
+    """Wait for the end. Returns 0 if the run completed, 1 if it failed or was cancelled.
 
-    With `answer`, the submission's JSON document, nothing is printed but that document with the final state in it.
+    With `answer`, the submission's JSON document, print nothing except that document with the final state in it.
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
@@ -140,14 +139,14 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
 
 
 def progress(row: Summary) -> str:
-    """The progress of a run in one line."""
+    """Return the progress of a run in one line."""
     if row.state == "pending":
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
     if last := row.last_output:
         return f"attempt {row.attempt}: {last.line}"
     if row.step is None:
         return f"attempt {row.attempt or 1}: starting"
-    # A user's script may log a part of them.
+    # A user's script may log only some of these.
     loss = None if row.train_loss is None else f"{row.train_loss:.4f}"
     known = {"epoch": row.epoch, "step": row.step, "loss": loss}
     words = [f"{name} {value}" for name, value in known.items() if value is not None]
