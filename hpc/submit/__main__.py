@@ -1,4 +1,4 @@
-"""`hpc submit`: the command line, and what it prints. Runs on the login node."""
+"""`hpc submit`: its command line and its output. Runs on the login node."""
 
 import sys
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from training.config.dataset_layout import title_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
+    """Run the verb."""
     arguments, script = split_script(list(sys.argv[1:] if argv is None else argv))
     options = options_for_help(arguments, script)
     return run_verb("submit", lambda parsed: show(start_run(parsed, script), parsed), options, arguments, script)
 
 
 def show(new: NewRun, options: SubmitOptions) -> int:
-    """Print what was submitted; with --wait, wait for the end. Returns the exit code."""
+    """Print the new run; with --wait, wait for its end. Returns the exit code."""
     if options.dry_run:
         show_dry_run(new.run, new.spec, new.answer, as_json=options.json)
         return 0
@@ -31,7 +31,7 @@ def show(new: NewRun, options: SubmitOptions) -> int:
             print(f"  {starting_place(new.run, new.spec)}")
         sys.stdout.flush()
     if options.wait:
-        # Draws with rich: a mere submission need not load it.
+        # A mere submission need not load rich.
         from hpc.status.__main__ import wait_for_end  # noqa: PLC0415
 
         return wait_for_end(new.run, new.answer if options.json else None)
@@ -51,7 +51,7 @@ def _data_line(spec: RunSpec) -> list[str]:
 
 def _first_line(new: NewRun) -> str:
     run, spec = new.run, new.spec
-    # With --gpus-per-node 0 on Slurm, nothing else is expected.
+    # On Slurm, --gpus-per-node 0 asks for the CPU.
     on_cpu = spec.device != "cuda" and (spec.cluster == "local" or spec.resources.num_gpus > 0)
     where = "; its ranks use the CPU" if on_cpu else ""
     if spec.cluster == "slurm":

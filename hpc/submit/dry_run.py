@@ -1,4 +1,4 @@
-"""`hpc submit --dry-run`: shows what would be sent, and what Slurm says to it. Runs on the login node."""
+"""`hpc submit --dry-run`: show what would be sent, and Slurm's answer. Runs on the login node."""
 
 import sys
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from hpc.spec import RunSpec, program_of
 
 
 def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as_json: bool) -> None:
-    """Ask Slurm when the job would start, and print the script; without Slurm the command.
+    """Ask Slurm when the job would start, and print the script; without Slurm, print the command.
 
     Raises:
         UserError: sbatch would refuse the job.
