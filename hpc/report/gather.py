@@ -323,7 +323,7 @@ def _csv(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> Iterat
     columns = list(dict.fromkeys(["run", *(column for table in tables for column in table.columns)]))
     yield pd.DataFrame(columns=[csv_cell(column) for column in columns]).to_csv(index=False)
     for label, table in zip(labels_of(records), tables, strict=True):
-        # Steps stay whole numbers even if one is unknown: pandas would make them floats.
+        # Steps stay whole numbers even if one is unknown.
         types = {name: column.convert_dtypes().dtype for name, column in table.items()}
         for first in range(0, len(table), _PART_ROWS):
             part = table.iloc[first : first + _PART_ROWS].astype(types).assign(run=label).reindex(columns=columns)

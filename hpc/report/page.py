@@ -88,7 +88,7 @@ def comparison_page(
         now=now,
         reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
         runs=_runs(labelled, links, now, differing),
-        # A large number of settings gets a separate table, with a row for each.
+        # Many settings become rows of a separate table.
         setting_columns=[(name, f"setting {name}", "wrapped") for name in differing if few],
         run_columns=[(label, label, "wrapped") for label, _ in labelled],
         settings=[]
