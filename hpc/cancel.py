@@ -75,7 +75,7 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     problems = _end_jobs(run) if on_slurm else []
     # A supervisor may be about to submit the next job of a failed run.
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
-    # A run that scancel ended has no recorded outcome, so the runs that wait for it do not know.
+    # A run that scancel ended has no recorded outcome: the runs that wait for it do not know.
     is_new = is_new or recorded_outcome(run) is None
     if is_new:
         try:

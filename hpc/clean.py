@@ -36,7 +36,7 @@ from hpc.status.summary import TERMINAL
 
 _ANY_AGE = "0s"
 _ENDING = "removed"
-# A temporary directory of this age is not that of a submission in progress.
+# No submission takes this long.
 _ABANDONED_SECONDS = 86400.0
 _REMOVED = re.compile(rf"\..+\.[0-9a-f]{{32}}\.{_ENDING}")
 
@@ -128,7 +128,7 @@ def clean(options: CleanOptions) -> int:
     return int(bool(problems))
 
 
-# --- what there is ---
+# --- listing ---
 
 
 def _chosen(options: CleanOptions) -> list[Holding]:

@@ -66,7 +66,7 @@ def _built_in() -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the verb."""
-    # `cli.run` removes the variables of sbatch from the environment, so they are read before.
+    # `cli.run` removes the variables of sbatch, so they are read before.
     return cli.run(partial(config, dict(os.environ)), ConfigOptions, "config", argv)
 
 

@@ -138,8 +138,8 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
     _wait_for_end(run, before)
-    # The ledger is read before squeue: a job that another process has submitted by now shows in squeue, and one that it
-    # submits later makes our claim fail.
+    # The ledger is read before squeue: a job of another process shows in squeue if it was submitted before, and makes
+    # our claim fail if later.
     history = History.load(run)
     if options.new_code and before.in_place:
         raise UserError(

@@ -279,9 +279,9 @@ class RunSpec:
     notification: Notification = field(default_factory=Notification)
     """The messages; `all` is replaced by the names in the file at the submission."""
     after: tuple[str, ...] = ()
-    """The directories of the runs that must have ended before this one begins."""
+    """The directories of the runs that must have ended before."""
     after_ok: tuple[str, ...] = ()
-    """The directories of the runs that must be complete before this one begins."""
+    """The directories of the runs that must be complete before."""
     tracker: tuple[Service, ...] = ()
     """The services that get the metrics."""
     id: str = ""

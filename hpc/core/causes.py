@@ -217,7 +217,7 @@ class Budget:
 
     @property
     def failures(self) -> int:
-        """The number of failures without progress that count against the budget of the last one, which is included."""
+        """Failures without progress that share the last one's budget, the last one included."""
         rule = _rule(self.cause)
         return sum(cause in rule.causes for cause in self.row) if rule else 0
 

@@ -21,7 +21,7 @@ from typing import Any
 # Bytes to read from the end of a log for its last record: few at first, more if the record is not among them.
 _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
-# A log may be larger than memory, so it is read in blocks.
+# A log may be larger than memory.
 _BLOCK_BYTES = 2**20
 # The ending of a file or directory that is being written or removed.
 _UNFINISHED = "tmp"

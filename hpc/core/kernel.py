@@ -104,7 +104,7 @@ def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
 
 
 def open_files(beginning: str) -> dict[int, str]:
-    """Return this process's open descriptors, and the paths of their files, that begin with `beginning`."""
+    """Return this process's descriptors of files whose paths begin with `beginning`, and these paths."""
     found = {}
     for descriptor in list(Path("/proc/self/fd").iterdir()):
         with suppress(FileNotFoundError):  # the listing's own descriptor is closed by now
@@ -221,7 +221,7 @@ def file_system_type(path: Path) -> str | None:
 def mounted_directory(path: Path) -> str:
     """Return the directory, in its own file system, that is mounted where a path is: `/` unless it is a bind mount.
 
-    Returns an empty text if this is unknown.
+    The result is empty if this is unknown.
     """
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()

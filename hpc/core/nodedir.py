@@ -30,7 +30,7 @@ _MAX_LINKS = 10
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 # The agent of the previous attempt may not have exited yet.
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
-# The storage of another run may hang, so its removal must not delay this one.
+# The storage of another run may hang: its removal must not delay this one.
 _REMOVE_SECONDS = 5.0
 
 

@@ -55,8 +55,8 @@ def others_may_write(status: os.stat_result) -> bool:
 def who_may_rename(directory: Path) -> str | None:
     """Return a sentence about other users who can rename the contents of a directory; None if nobody can.
 
-    The owner of `/` administers the machine; inside a user namespace that need not be user 0. The permissions of a
-    symbolic link mean nothing: only its owner counts.
+    The owner of `/` administers the machine; inside a user namespace that need not be user 0. For a symbolic link, only
+    the owner counts.
     """
     status = directory.lstat()
     if status.st_uid not in {0, os.getuid(), Path("/").stat().st_uid}:

@@ -281,7 +281,7 @@ def _wrapped(text: str) -> str:
 
 
 def _for_help(options: type[Any], shown: Help) -> type[Any]:
-    """Return the flags to show, without hidden ones and without defaults that tell nothing: None, False and ''."""
+    """Return the flags without hidden ones, and without defaults that tell nothing: None, False and ''."""
     texts = flag_texts(options) if shown.inherited else {}
 
     def mark(name: str) -> Any:

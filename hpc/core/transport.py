@@ -251,7 +251,7 @@ class Server:
         threading.Thread(target=self._accept, daemon=True, name=f"{purpose}-server").start()
 
     def check(self) -> None:
-        """Raise, once, what a connection's thread has raised unexpectedly, in a thread that can end the process."""
+        """Raise, once, an unexpected error of a connection's thread. Call this in a thread that can end the process."""
         defect, self._defect = self._defect, None
         if defect:
             raise defect

@@ -125,7 +125,7 @@ _RANK_FAULTS = {
 
 
 def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
-    """Return the command that causes the failure, and its description. Raises UserError for a local run without it."""
+    """Return the command that causes the failure, and its description. Raises UserError if only Slurm can cause it."""
     if kind in _RANK_FAULTS:
         action, description = _RANK_FAULTS[kind]
         return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)

@@ -50,7 +50,7 @@ class CommonPart(TypedDict):
 
 def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart:
     """Return the settings and code of all runs, with the user's present defaults and files."""
-    # The runs of the group would look for the others in the group's directory, so these get their paths.
+    # The runs look for the others in the group's directory, so these get their paths.
     after, after_ok = (
         tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
         for names in (options.after, options.after_ok)

@@ -55,7 +55,7 @@ def logs(options: LogsOptions) -> int:
     if options.follow:
         _follow(options, reader)
     elif options.json:
-        # The lines of the list are printed as they are read: together they may be larger than the memory.
+        # The list is printed as it is read: it may be larger than the memory.
         separator = "["
         for line in reader.new_lines(ended=True):
             print(separator + json.dumps(cli.versioned(line)), end="")

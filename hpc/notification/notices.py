@@ -18,7 +18,7 @@ class Notice:
     """One message about a run."""
 
     key: str
-    """The key of the occasion, which is the same for all processes that see it, in all of a run's life."""
+    """The key of the occasion: the same for all processes that see it, in all of a run's life."""
     title: str
     body: str
     time: float

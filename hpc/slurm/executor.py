@@ -214,8 +214,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
             # srun no longer inherits this since 22.05: every rank would use the same core.
             f"--cpus-per-task={resources.cpus_per_node}",
             *survive,
-            # With WaitTime, a cluster ends a step so many seconds after its first task, such as a lost node's agent,
-            # has ended.
+            # With WaitTime, Slurm would end a step that many seconds after its first task, such as a lost node's agent.
             "--wait=0",
             "--mpi=none",
         ],

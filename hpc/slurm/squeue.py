@@ -10,8 +10,7 @@ from hpc.core.causes import JobState
 from hpc.core.rundir import RunDir
 
 _SEPARATOR = "|"
-# These are names for `--format`'s long form, `--Format`: the one-letter form has no count of restarts. The last field
-# may hold any characters.
+# Names for `--Format`: the one-letter `--format` has no count of restarts. The last field may hold any characters.
 _FIELDS = ("JobID", "State", "Reason", "NodeList", "BatchHost", "RestartCnt", "EligibleTime", "StartTime", "Command")
 QUEUE_FORMAT = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
 _SCRIPT = RunDir(Path()).script.name

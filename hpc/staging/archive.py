@@ -44,7 +44,7 @@ _EXTENDED_HEADERS = frozenset({
 _DEEPEST = 100
 # File systems do not store later times.
 _LATEST_TIME = 2**33
-# zipfile raises RuntimeError for encrypted, unknown compressed or too deeply nested content.
+# RuntimeError: the archive is encrypted, compressed in an unknown way, or nested too deeply.
 _DAMAGE = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
     RuntimeError, OverflowError,
@@ -124,7 +124,7 @@ class _TarInfo(tarfile.TarInfo):
 
 
 class _RetryingFile(io.FileIO):
-    """A file of an archive, whose reads are repeated on errors of shared storage."""
+    """An archive, which may be on shared storage: reads are tried again after errors."""
 
     def read(self, size: int | None = -1) -> bytes:
         return read_with_retries(str(self.name), partial(super().read, size), threading.Event()) or b""

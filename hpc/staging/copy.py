@@ -113,8 +113,7 @@ class Copy:
         for threads in (fetchers, readers):
             while alive := [thread for thread in threads if thread.is_alive()]:
                 report()
-                # The loop waits for a thread that is alive: waiting for one that has ended before the others would
-                # spin.
+                # A thread that is alive is joined: joining one that ended before the others would spin.
                 alive[0].join(_POLL_SECONDS)
             self._to_read.put(None)
         if self._error is not None:
@@ -235,7 +234,7 @@ def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) 
 
 
 def checksums_by_batch(listing: SourceListing, files: Sequence[CopiedFile]) -> dict[int, tuple[str, ...]]:
-    """Return the checksums of each batch's chunks: the inverse of `copied_files`."""
+    """Return the inverse of `copied_files`: the checksums of each batch's chunks."""
     remaining = [iter(file.checksums) for file in files]
     return {
         number: tuple(next(remaining[chunk.file]) for chunk in batch) for number, batch in enumerate(listing.batches)

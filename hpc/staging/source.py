@@ -211,8 +211,7 @@ class SourceWalk:
             raise TorchrelayError(
                 f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
             ) from error
-        # Files are sorted by directory: sorting ten million names in one call holds the GIL for half a minute, and this
-        # node would count as lost.
+        # Sorting ten million names in one call would hold the GIL for half a minute: this node would count as lost.
         directories = sorted(self._files)
         files = tuple(file for name in directories for file in self._files[name])
         return SourceListing(source=source, files=files, directories=tuple(directories[1:]))

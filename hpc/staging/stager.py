@@ -53,7 +53,7 @@ class Staged:
     bytes_from_source: int = 0
     bytes_from_peers: int = 0
     fallback: str | None = None
-    """The reason for reading data from shared storage that a peer should have sent; None if peers sent all."""
+    """The reason for reading data from shared storage that a peer should have sent."""
     repaired: int = 0
     """Number of damaged files in the copy that this one replaces."""
     evicted: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ class Stager:
                 f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
                 "--stage-timeout"
             ) from None
-        # The store is asked a second time: the node that shares it may have begun at the same moment.
+        # Asked again: the node that shares it may have begun at the same moment.
         shared = None if staged.in_place else self._shared or open_store(self._stage_dir).why_shared()
         return replace(
             staged,

@@ -144,7 +144,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     detail: str | None
     """How the last attempt ended."""
     traceback: Sequence[str] | None
-    """The last lines of the rank that ended a failed run."""
+    """The last traceback of the rank that ended a failed run."""
     last_output: LastOutput | None
     eta_seconds: float | None
     waits_for: tuple[AwaitedRun, ...]

@@ -51,7 +51,7 @@ def _data_line(spec: RunSpec) -> list[str]:
 
 def _first_line(new: NewRun) -> str:
     run, spec = new.run, new.spec
-    # On Slurm, --gpus-per-node 0 asks for the CPU.
+    # With --gpus-per-node 0 on Slurm, the user expects the CPU: no note.
     on_cpu = spec.device != "cuda" and (spec.cluster == "local" or spec.resources.num_gpus > 0)
     where = "; its ranks use the CPU" if on_cpu else ""
     if spec.cluster == "slurm":

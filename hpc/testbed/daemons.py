@@ -99,7 +99,8 @@ def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
         *("setsid", "--fork", "mariadbd", "--no-defaults", data, user),
         f"--socket={paths.database_socket}",
         f"--pid-file={paths.run}/mariadbd.pid",
-        # slurmdbd ends if a transaction conflicts with another. MariaDB 10.11 ignores unknown "loose" options.
+        # slurmdbd ends if a transaction conflicts with another. The option is "loose", as MariaDB 10.11 does not know
+        # it.
         "--loose-innodb-snapshot-isolation=OFF",
         "--skip-networking",
         # The database is temporary: small, and not durable.
