@@ -43,7 +43,7 @@ _CLUSTER = {
 }
 _GROUPS = {"start": _START, "runs": _RUNS, "cluster": _CLUSTER}
 VERBS = {**_START, **_RUNS, **_CLUSTER}
-# Programs of the trainer, each the same as `python -m MODULE`, which a `training` in the current directory would hide.
+# Programs of the trainer. `python -m MODULE` would run a package `training` of the current directory instead.
 PROGRAMS = {
     "train": ("training", "train on this machine, without Slurm"),
     "predict": ("training.inference.predict", "predict the classes of images"),
@@ -94,8 +94,8 @@ def _print_help() -> None:
 
 
 def _run_program(verb: str, arguments: list[str]) -> NoReturn:
-    """Become a program of the trainer, as `python -m` does, but never one of the current directory."""
-    # -P also for the processes that it starts: multiprocessing's import by name, too.
+    """Replace this process by a program of the trainer, as `python -m` does, but never one of the current directory."""
+    # multiprocessing imports by name too: its processes inherit -P.
     command = [sys.executable, "-P", "-m", PROGRAMS[verb][0], *arguments]
     os.execve(sys.executable, command, {**os.environ, CALLED: f"hpc {verb}"})  # noqa: S606 - no shell
 

@@ -1,4 +1,4 @@
-"""The private names of other libraries that hpc needs, each where it is read, with the version in which it was read.
+"""Private names of other libraries that hpc needs, and the version of the library in which we read each.
 
 tests/hpc/base/test_compat_libraries.py says which one a new version lacks. Runs on the login node.
 """
@@ -57,7 +57,7 @@ class SubmititLocal(submitit.LocalExecutor):
 
 
 def running_trial(study: "Study", trial: "FrozenTrial") -> "Trial":
-    """Return a trial of an earlier process, to report to it. Read in Optuna 5.0; there is no public way back to one."""
+    """Return a trial that an earlier process began, to report to it. Read in Optuna 5.0, which has no public way."""
     from optuna import Trial  # noqa: PLC0415 - an optional package
 
     return Trial(study, trial._trial_id)

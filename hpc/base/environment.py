@@ -1,7 +1,7 @@
-"""The environment variables by which processes of a run tell each other, and the user's programs, what they must know.
+"""The environment variables through which processes of a run inform each other and the user's programs.
 
 This is the contract: each variable with who sets it and who reads it. `training.relay`, which users may copy, repeats
-the names. Runs everywhere, in a user's Python too; the standard library alone.
+the names. Runs everywhere, also in a user's Python: uses the standard library alone.
 """
 
 # The node agent sets these for the ranks of a user's script, which reads them itself or through training.relay.
@@ -18,7 +18,7 @@ STOP_SIGNAL = "TORCHRELAY_STOP_SIGNAL"
 HEARTBEAT = "TORCHRELAY_HEARTBEAT"
 """The file into which a rank writes its heartbeat. The process wrapper of each rank sets it."""
 
-# Between our own processes on a node.
+# Variables between our own processes on a node.
 DEVICE = "TORCHRELAY_DEVICE"
 """The agent tells our ranks: `cuda`, they must use a GPU; `cpu`, they use none (training.config.device_choice)."""
 PRELOAD = "TORCHRELAY_PRELOAD"
@@ -30,11 +30,11 @@ RESTARTS = "TORCHRELAY_RESTARTS"
 PYTHONPATH = "TORCHRELAY_PYTHONPATH"
 """The sbatch script keeps PYTHONPATH as --setup left it for the agent, which restores it for a user's script."""
 
-# For the commands, and for tests.
+# Variables for the commands, and for tests.
 STATE = "TORCHRELAY_STATE"
 """`hpc supervise` tells the command of --on-end how the run ended: `completed` or `failed`."""
 REASON = "TORCHRELAY_REASON"
-"""`hpc supervise` tells the command of --on-end why."""
+"""`hpc supervise` tells the command of --on-end why the run ended so."""
 CALLED = "TORCHRELAY_CALLED"
 """`hpc` tells the module of a verb what the user typed, such as `hpc submit`, for its messages."""
 FAULT = "TORCHRELAY_FAULT"

@@ -8,7 +8,7 @@ EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE, EXIT_DIVERGED = 2, 3, 4, 5
 
 
 class TorchrelayError(Exception):
-    """The work failed. The message is one line: what happened, the value seen, what to type."""
+    """The work failed. The message is one line: the event, the value seen, and what to type."""
 
     exit_code = 1
 
@@ -25,12 +25,12 @@ class UserError(TorchrelayError):
     exit_code = 2
 
 
-# What pip calls the packages of an extra of pyproject.toml, if not as the extra. The extra itself would need an index.
+# pip packages of the extras in pyproject.toml whose names differ. Installing the extra itself would need an index.
 _PACKAGES = {"sweep": "optuna", "mlflow": "mlflow-skinny"}
 
 
 def need_package(package: str, extra: str, what: str) -> None:
-    """A UserError if an optional package, that one of our extras brings, is not installed."""
+    """Raise a UserError if an optional package, which one of our extras installs, is missing."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"{what} needs the package {package}, which is not in {sys.prefix}: type pip install "

@@ -20,7 +20,7 @@ from typing import Any
 
 DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
 
-# Bytes read from the end of a log to find its last record: few at first, more if the record is not among them.
+# Bytes to read from the end of a log for its last record: few at first, more if the record is not among them.
 _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
 # A log may be larger than memory.
@@ -28,7 +28,7 @@ _BLOCK_BYTES = 2**20
 # The ending of a file or directory that is being written or removed.
 _UNFINISHED = "tmp"
 MOST = 1e15
-"""The largest number that is accepted from a file: sums of such numbers are still finite, and valid JSON."""
+"""The largest number to accept from a file: sums of such numbers are still finite, and valid JSON."""
 UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
 """Errors of file systems that have no hard links, no locks, or no fsync of directories."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -46,7 +46,7 @@ def sha256_of(path: Path) -> str:
 def fsync_directory(path: Path) -> bool:
     """Make the names in a directory durable: a rename is on the disk only after this.
 
-    False: its file system cannot, of which `hpc submit` has warned.
+    Returns False if the file system cannot do this; `hpc submit` has then warned.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -76,12 +76,12 @@ def refresh_nfs_cache(directory: Path) -> None:
 
 
 def nearest_existing(path: Path) -> Path:
-    """An absolute path itself or, if there is no such file, the nearest directory above it that exists."""
+    """Return an absolute path itself if it exists, else the nearest directory above it that does."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def modified(path: Path) -> float | None:
-    """A file's modification time, by its storage's clock; NFS is sure of it only after an open. None if missing."""
+    """Return a file's modification time by its storage's clock; None if missing. NFS is sure only after an open."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -90,7 +90,7 @@ def modified(path: Path) -> float | None:
 
 
 def storage_time(directory: Path) -> float:
-    """The time by the clock of a directory's storage, which may differ from this machine's."""
+    """Return the time by the clock of a directory's storage, which may differ from this machine's."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b".")
@@ -114,7 +114,7 @@ def can_write(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _temporary_file(path: Path, data: str | bytes | Iterable[str], mode: int) -> Iterator[Path]:
-    """Write durably to a unique name beside `path`, which is removed in the end unless the file has been renamed."""
+    """Write durably to a unique name beside `path`. The file is removed in the end, unless it was renamed."""
     parts = (data,) if isinstance(data, str | bytes) else data
     temporary = _temporary_name(path)
     try:
@@ -136,7 +136,7 @@ def write_atomic(path: Path, data: str | bytes | Iterable[str], mode: int = 0o64
 
 
 def write_exclusive(path: Path, data: str) -> bool:
-    """Create a file with its whole content; False if it exists. Of several concurrent writers, one gets True.
+    """Create a file with its whole content; False if it exists. Only one of several concurrent writers gets True.
 
     A hard link is the exclusive creation that NFS guarantees, and the content appears together with the name.
     """
@@ -144,7 +144,7 @@ def write_exclusive(path: Path, data: str) -> bool:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            # Over NFS the link may have been made and only the reply lost: link(2) advises to check the link count.
+            # NFS may have lost only the reply after making the link: link(2) advises to check the link count.
             return temporary.stat().st_nlink == 2
     fsync_directory(path.parent)
     return True
@@ -152,10 +152,9 @@ def write_exclusive(path: Path, data: str) -> bool:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Make a private directory under a temporary name, and rename it to its own name when the block ends.
+    """Make a private directory under a temporary name, and rename it when the block ends. Make its parents, too.
 
-    Makes its parents, too. An error leaves only these; a kill also leaves the temporary directory, which `is_temporary`
-    recognizes.
+    An error leaves only the parents; a kill also leaves the temporary directory, which `is_temporary` recognizes.
 
     Raises:
         FileExistsError: the name is taken when the block ends.
@@ -163,7 +162,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     temporary = _temporary_name(path)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process that failed may just have removed the parent, which it had made.
+        # Another process, which failed, may have removed the parent that it had made.
         with contextlib.suppress(FileNotFoundError):
             temporary.mkdir(mode=0o700)
             break
@@ -201,7 +200,7 @@ def _temporary_name(path: Path) -> Path:
 def remove_directory(path: Path) -> None:
     """Remove a published directory. It is renamed first, so a kill leaves no incomplete directory under its name.
 
-    Ignores errors. A kill leaves it under a name that `is_temporary` recognizes.
+    Ignores errors. A kill leaves a directory with a name that `is_temporary` recognizes.
     """
     with contextlib.suppress(OSError):
         path = path.rename(_temporary_name(path))
@@ -229,7 +228,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """One record as one line."""
+    """Return one record as one line."""
     return json.dumps(record, separators=(",", ":")) + "\n"
 
 
@@ -241,7 +240,7 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
 def append_line(path: Path, line: str) -> None:
     """Append one line with a single write, so that a kill between lines tears none.
 
-    A kill during an earlier append may have left half a line: a newline first, so that only that line is lost.
+    If a kill during an earlier append has left half a line, a newline comes first, so that only that line is lost.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -255,7 +254,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """The record on a line; None for a torn line (a kill, a full disk)."""
+    """Return the record on a line; None for a line that is torn, by a kill or a full disk."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -265,7 +264,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
     try:
-        # One call takes a third of the time. A torn line makes it fail, or joins with its neighbours.
+        # One call takes a third of the time. A torn line makes it fail, or merges with its neighbours.
         records = json.loads(b"[%b]" % b",".join(lines))
     except (ValueError, RecursionError):
         records = []
@@ -285,7 +284,7 @@ def _blocks_of_lines(path: Path | str) -> Iterator[list[bytes]]:
 
 
 def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the bytes of each line of a log that is not blank; none if it does not exist."""
+    """Yield the number, from 1, and the bytes of each line of a log that is not blank; nothing if there is no log."""
     lines = (line for block in _blocks_of_lines(path) for line in block)
     return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
@@ -317,7 +316,7 @@ def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
 
 
 def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:
-    """The newest whole record that is wanted, among the last megabyte of a log; None if there is none."""
+    """Return the newest wanted record that is whole, from the last megabyte of a log; None if there is none."""
     with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         for tail_bytes in _TAILS_BYTES:
@@ -330,7 +329,7 @@ def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Make a directory with hard links to the files of another one, or on other storage with copies."""
+    """Make a directory with hard links to the files of another one, or with copies if it is on other storage."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         try:

@@ -1,11 +1,11 @@
-"""What git knows of a directory: nothing where there is no repository, or no git. Runs everywhere."""
+"""Asks git about a directory. Without git or a repository the answer is empty. Runs everywhere."""
 
 import subprocess
 from pathlib import Path
 
 
 def git_revision(directory: Path) -> str | None:
-    """The checked out commit, with `+dirty` if tracked files differ from it; None outside of a repository."""
+    """Return the checked out commit, with `+dirty` if tracked files differ; None outside of a repository."""
     commit = _git(directory, "rev-parse", "HEAD")
     if commit is None:
         return None
@@ -13,24 +13,24 @@ def git_revision(directory: Path) -> str | None:
 
 
 def repository(directory: Path) -> Path | None:
-    """The top of the work tree that a directory is in; None outside of a repository."""
+    """Return the top of a directory's work tree; None outside of a repository."""
     top = _git(directory, "rev-parse", "--show-toplevel")
     return Path(top.rstrip("\n")) if top else None
 
 
 def tracked_files(root: Path) -> list[str]:
-    """The files that git tracks and that exist, by their paths below the top of the repository."""
+    """Return the files that git tracks and that exist, as paths relative to the top of the repository."""
     names = (_git(root, "ls-files", "-z") or "").split("\0")
     return [name for name in names if name and (root / name).is_file()]
 
 
 def is_listed_as_untracked(path: Path) -> bool:
-    """Whether `git status` lists something in a directory as untracked."""
+    """Return whether `git status` lists something in a directory as untracked."""
     return bool(_git(path, "ls-files", "--others", "--exclude-standard", "--directory", "."))
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """What git prints; None if it fails (no repository, another user's) or is not installed."""
+    """Return the output of git; None if it fails (no repository, another user's) or is not installed."""
     try:
         done = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=False)
     except FileNotFoundError:

@@ -15,19 +15,20 @@ from pathlib import Path
 
 # Positions after the process name in /proc/PID/stat; proc(5) counts these fields from 3.
 _STATE, _USER_TIME, _SYSTEM_TIME, _START_TIME = 3 - 3, 14 - 3, 15 - 3, 22 - 3
-# Share of a node's memory that is left to other processes.
+# Share of a node's memory to leave to other processes.
 _RESERVE = 0.05
-# The files with the limit and the usage of memory, in both versions of control groups.
+# The files with a group's memory limit and usage, in both versions of control groups.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-# Helper processes of Python and torch end by themselves after their parent, and remove shared memory.
+# Helper processes of Python and torch end soon after their parent, and remove shared memory: they are not killed
+# before.
 _ASK_SECONDS, _KILL_SECONDS, _POLL_SECONDS = 0.1, 0.5, 0.01
-# Lines of address, index, prefix length, scope, flags, interface.
+# Each line has an address, index, prefix length, scope, flags and interface.
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _LINK_LOCAL = 0x20
 RAM_BACKED = frozenset({"tmpfs", "ramfs", "rootfs"})
-"""File systems in memory; `rootfs` is that of a diskless node that runs from its initramfs."""
+"""File systems in memory. A diskless node that runs from its initramfs has its root on `rootfs`."""
 NETWORK_BACKED = frozenset({
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "fuse.ceph-fuse", "cifs", "smb3", "9p", "afs",
     "wekafs", "panfs", "pvfs2", "fuse.glusterfs", "fuse.sshfs", "fuse.juicefs", "fuse.moosefs", "fuse.s3fs",
@@ -37,16 +38,16 @@ _CLOCK_OFFSET = time.time() - time.monotonic()
 
 
 def steady_time(monotonic: float | None = None) -> float:
-    """Seconds since the epoch, now or at a time of time.monotonic(), as the clock was when this process started.
+    """Return seconds since the epoch, now or at a time of time.monotonic(), by the clock when this process started.
 
-    For what is compared later. After somebody has set the clock back by an hour, each rank that starts would seem older
-    than the last failure, and for an hour no failure or hang would count.
+    Use it for times that are compared later. If somebody sets the clock back by an hour, each rank that starts would
+    seem older than the last failure, and for an hour no failure or hang would count.
     """
     return _CLOCK_OFFSET + (time.monotonic() if monotonic is None else monotonic)
 
 
 def _stat(pid: str | int) -> list[str]:
-    """The fields after the process name, which may hold spaces and parentheses; empty if there is no such process."""
+    """Return the fields after the process name, which may hold spaces and parentheses; empty without such a process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -54,26 +55,26 @@ def _stat(pid: str | int) -> list[str]:
 
 
 def start_time(pid: str | int) -> int | None:
-    """When a process started, in clock ticks since boot; with its id this identifies a process for good."""
+    """Return when a process started, in clock ticks since boot; with its id this identifies a process for good."""
     fields = _stat(pid)
     return int(fields[_START_TIME]) if fields else None
 
 
 def process_state(pid: str | int) -> str | None:
-    """The kernel's letter for a process's state (R, S, D, T, Z); None if there is no such process."""
+    """Return the kernel's letter for a process's state (R, S, D, T, Z); None if there is no such process."""
     fields = _stat(pid)
     return fields[_STATE] if fields else None
 
 
 def cpu_seconds(pid: str | int) -> float:
-    """The CPU time of a process so far, without its children's; 0 if there is no such process."""
+    """Return the CPU time of a process, without its children's; 0 if there is no such process."""
     fields = _stat(pid)
     ticks = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME]) if fields else 0
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> list[int]:
-    """The ids of a process's running children."""
+    """Return the ids of a process's running children."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -84,15 +85,15 @@ def children(pid: int) -> list[int]:
 
 
 def is_alive(pid: str | int, started: int | None) -> bool:
-    """Whether the process with this id and `start_time` runs; a zombie does not."""
+    """Return whether the process with this id and `start_time` runs. A zombie does not."""
     fields = _stat(pid)
     return bool(fields) and fields[_STATE] != "Z" and int(fields[_START_TIME]) == started
 
 
 def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
-    """Return whether a mask of a process has a signal: SigCgt those that it handles, SigIgn those that it ignores.
+    """Return whether a mask of a process has a signal: SigCgt has the handled ones, SigIgn the ignored ones.
 
-    A process that has ended has none.
+    The masks of a process that has ended have none.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -103,28 +104,28 @@ def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
 
 
 def open_files(beginning: str) -> dict[int, str]:
-    """Return this process's descriptors of files whose paths begin so, and the paths."""
+    """Return this process's descriptors of files whose paths begin with `beginning`, and these paths."""
     found = {}
     for descriptor in list(Path("/proc/self/fd").iterdir()):
-        with suppress(FileNotFoundError):  # that of the listing itself is closed by now
+        with suppress(FileNotFoundError):  # the listing's own descriptor is closed by now
             found[int(descriptor.name)] = str(descriptor.readlink())
     return {descriptor: path for descriptor, path in found.items() if path.startswith(beginning)}
 
 
 def set_parent_death_signal(number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel signal this process when its parent ends in any way. Survives exec, not fork."""
+    """Make the kernel signal this process when its parent ends in any way. The setting survives exec, not fork."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of each process that a descendant of this one leaves behind. Survives exec, not fork."""
+    """Become the parent of each process that a descendant leaves behind. The setting survives exec, not fork."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children(seconds: float = 30.0) -> list[int]:
-    """End the children of this process and the orphans that it adopts; wait until the kernel has freed what they held.
+    """End the children of this process and the orphans that it adopts; wait until the kernel has freed their resources.
 
-    Processes that do not end by themselves get SIGTERM, then SIGKILL. Returns those that still exist after `seconds`.
+    Processes that do not end by themselves get SIGTERM, then SIGKILL. Returns the ids that still exist after `seconds`.
     """
     began, asked = time.monotonic(), set[int]()
     while left := [child for child in children(os.getpid()) if not _reap(child)]:
@@ -135,14 +136,14 @@ def end_children(seconds: float = 30.0) -> list[int]:
             number = signal.SIGKILL if passed > _KILL_SECONDS else signal.SIGTERM
             if passed > _ASK_SECONDS and (number == signal.SIGKILL or child not in asked):
                 asked.add(child)
-                with suppress(PermissionError):  # another user's, by sudo or su
+                with suppress(PermissionError):  # the process of another user, by sudo or su
                     os.kill(child, number)
         time.sleep(_POLL_SECONDS)
     return []
 
 
 def _reap(child: int) -> bool:
-    """Return whether a child has ended with all its threads: while one lives, its memory, GPUs and ports are in use."""
+    """Return whether a child has ended with all its threads: each may still use memory, GPUs and ports."""
     try:
         return os.waitpid(child, os.WNOHANG) != (0, 0)
     except ChildProcessError:
@@ -150,15 +151,15 @@ def _reap(child: int) -> bool:
 
 
 def raise_open_files_limit() -> None:
-    """Let this process, and those that it starts, open as many files and connections as the administrators allow."""
+    """Let this process and its children open as many files and connections as the administrators allow."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def available_memory_bytes() -> int:
-    """Bytes that this process may still use within the node's memory and the limits of its control groups.
+    """Return the bytes that this process may still use within the node's memory and the limits of its control groups.
 
-    Files in /dev/shm count as used memory of the job, on which Slurm may have set such a limit.
+    Files in /dev/shm count as used memory of the job, which Slurm may have limited.
     """
     node = _read_numbers(Path("/proc/meminfo"))
     available = (node["MemAvailable:"] - int(node["MemTotal:"] * _RESERVE)) * 1024
@@ -166,7 +167,7 @@ def available_memory_bytes() -> int:
 
 
 def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """Return the version of NVIDIA's driver here; None if none is loaded."""
+    """Return the version of NVIDIA's driver; None if none is loaded."""
     with suppress(OSError):
         found = re.search(r"\d+\.\d+(\.\d+)*", path.read_text())
         return found[0] if found else None
@@ -174,12 +175,12 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def resident_memory_bytes() -> int:
-    """Bytes of this process in memory, shared pages included."""
+    """Return the bytes of this process in memory, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def cgroup_available_bytes(membership: str, root: Path) -> Iterator[int]:
-    """Bytes left in each control group with a memory limit; `membership` is a process's /proc/PID/cgroup."""
+    """Yield the bytes left in each control group with a memory limit; `membership` is a process's /proc/PID/cgroup."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in {"", "memory"}:
@@ -194,7 +195,7 @@ def _left_in_group(group: Path) -> int | None:
             statistics = _read_numbers(group / "memory.stat")
         except (OSError, ValueError):
             continue
-        # The kernel reclaims cached files first. Files on tmpfs, such as snapshots, are not among these.
+        # The kernel reclaims cached files first. Files on tmpfs, such as snapshots, do not count as cached.
         cached = sum(
             statistics.get(f"total_{kind}", statistics.get(kind, 0)) for kind in ("inactive_file", "active_file")
         )
@@ -203,13 +204,13 @@ def _left_in_group(group: Path) -> int | None:
 
 
 def _read_numbers(path: Path) -> dict[str, int]:
-    """The numbers in one of the kernel's files, by name."""
+    """Return the numbers in one of the kernel's files, by name."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows}
 
 
 def file_system_type(path: Path) -> str | None:
-    """The type of the file system of a path, which need not exist yet; None if unknown."""
+    """Return the file system type of a path, existing or not; None if unknown."""
     try:
         mounts = Path("/proc/mounts").read_text(errors="replace")
     except OSError:
@@ -218,9 +219,9 @@ def file_system_type(path: Path) -> str | None:
 
 
 def mounted_directory(path: Path) -> str:
-    """The directory, in its own file system, that is mounted where a path is: `/` unless it is a bind mount.
+    """Return the directory, in its own file system, that is mounted where a path is: `/` unless it is a bind mount.
 
-    Empty if unknown.
+    The result is empty if this is unknown.
     """
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
@@ -231,22 +232,23 @@ def mounted_directory(path: Path) -> str:
 
 
 def mounted_type(mounts: str, path: Path) -> str | None:
-    """The type of an absolute path's file system, from the text of /proc/mounts: the innermost and last mount.
+    """Return the type of an absolute path's file system, from the text of /proc/mounts.
 
-    Of an overlay it is that of the directory that it writes to: on a diskless node, that is memory.
+    The innermost and last mount counts. An overlay has the type of the directory to which it writes: on a diskless
+    node, that is memory.
     """
     found = _innermost(mounts.splitlines(), 1, path)
     if not found:
         return None
     _, _, kind, options, *_ = found.split()
     upper = re.search(r"(?:^|,)upperdir=([^,]+)", options)
-    # Unless that directory is hidden, as it is in a container.
+    # The directory may be hidden, as in a container: then the overlay's own type stays.
     below = "\n".join(line for line in mounts.splitlines() if line != found)
     return (mounted_type(below, Path(_unescape(upper[1]))) if upper else None) or kind
 
 
 def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
-    """Of the mounts in which a path lies the innermost and last; `field` is that of the mount point. Empty: none."""
+    """Return the innermost and last of the mounts in which a path lies, or "". `field` has the mount point."""
     found, longest = "", 0
     for line in mounts:
         point = Path(_unescape(line.split()[field]))
@@ -256,7 +258,7 @@ def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
 
 
 def automounted_at(path: Path) -> Path | None:
-    """The directory below which an automounter mounts a path, which need not exist yet, on demand; None: none does."""
+    """Return the directory in which an automounter mounts a path, existing or not, on demand; None if none does."""
     try:
         mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
     except OSError:
@@ -266,14 +268,14 @@ def automounted_at(path: Path) -> Path | None:
 
 
 def _unescape(path: str) -> str:
-    """A path as the kernel prints it in /proc/mounts, with the characters for which it prints octal numbers."""
+    """Return a path of /proc/mounts, with characters for the octal numbers that the kernel prints."""
     return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """The addresses of every network interface that has some, by interface name, in the kernel's order.
+    """Return the addresses of every network interface that has some, by interface name, in the kernel's order.
 
-    The IPv4 address first; then those of IPv6, without the link-local ones, which mean nothing to other nodes.
+    The IPv4 address comes first, then the IPv6 addresses without link-local ones, which mean nothing to other nodes.
     """
     found = dict[str, list[str]]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

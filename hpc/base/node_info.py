@@ -29,7 +29,7 @@ class NodeInfo:
     cpu: str
     """Model of the processor."""
     cpus: int
-    """CPUs of the machine, which may be more than the job's."""
+    """Number of the machine's CPUs, which may be more than the job's."""
     memory_bytes: int
     kernel: str
     driver: str | None
@@ -51,28 +51,28 @@ class NodeInfo:
     num_gpus: int = 0
     """GPUs per node that the job asked for."""
     sees_runs: bool = False
-    """True if the login node's runs directory exists here."""
+    """Whether the login node's runs directory exists here."""
     slurm_error: str = ""
     """Error of Slurm's commands here; empty if they work."""
     interface: str | None = None
-    """Network interface towards the other nodes of the job; None if there are none."""
+    """Network interface towards the other nodes of the job; None if there are no others."""
     nccl_interfaces: str = ""
     """Value of NCCL_SOCKET_IFNAME."""
     preflight: str = ""
     """Result of the preflight, if it passed."""
     problem: str = ""
-    """Error because of which the ranks of this node were not checked or measured; empty if they were."""
+    """Error that prevented checking or measuring this node's ranks; empty if there was none."""
 
     write_bytes_per_second: float | None = None
     """Speed of writing to the stage directory, with fsync; None if it has no room."""
     staged_bytes_per_second: float | None = None
-    """Speed of staging to the stage directory, as a run does it, on all nodes at once; None if nothing was staged."""
+    """Speed of staging to the stage directory, as in a run, on all nodes at once; None if nothing was staged."""
     staging_problem: str = ""
     """Reason why nothing was staged; empty if it was."""
     clock_seconds: float | None = None
     """This node's clock minus the first node's; None if they did not meet."""
     ranks: Mapping[str, Any] | None = None
-    """On the first node, what the ranks have measured (training.engine.rank_benchmark); None on the others."""
+    """Measurements of the ranks, on the first node (training.engine.rank_benchmark); None on the others."""
 
 
 def inspect_node(stage_dir: Path) -> NodeInfo:
@@ -108,7 +108,7 @@ def _free_bytes(directory: Path) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpeed:
-    """One rank's device, while all others compute too."""
+    """The speed of one rank's device, while all others compute too."""
 
     rank: int
     local_rank: int
@@ -121,13 +121,13 @@ class RankSpeed:
 
     @property
     def where(self) -> str:
-        """Name the node and, of a rank with a GPU, the GPU: `gpu01 GPU 3`."""
+        """The node and, if the rank has a GPU, the GPU: `gpu01 GPU 3`."""
         return self.node if self.device == "CPU" else f"{self.node} GPU {self.local_rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllReduceSpeed:
-    """An all-reduce of all ranks, for one size of message."""
+    """The speed of an all-reduce of all ranks, for one size of message."""
 
     message_bytes: int
     seconds: float
@@ -136,13 +136,13 @@ class AllReduceSpeed:
 
     @property
     def where(self) -> str:
-        """Name the size of the message."""
+        """The size of the message."""
         return f"all-reduce of {self.message_bytes:,} bytes"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairSpeed:
-    """Two nodes, from the first rank of the one to that of the other and back, while other pairs do the same."""
+    """The connection of the first ranks of two nodes, there and back, while other pairs do the same."""
 
     nodes: tuple[str, str]
     latency_seconds: float
@@ -152,21 +152,21 @@ class PairSpeed:
 
     @property
     def where(self) -> str:
-        """Name both nodes: `gpu01 - gpu02`."""
+        """The names of both nodes: `gpu01 - gpu02`."""
         return " - ".join(self.nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """The torch of this environment."""
+    """The build of torch in this environment."""
 
     version: str
     accelerator: str | None
-    """Devices that it was built for, beside CPUs: `CUDA 13.2`."""
+    """Accelerator for which torch was built: `CUDA 13.2`; None for CPUs alone."""
 
 
 def torch_build() -> TorchBuild | None:
-    """Read the build from torch's `version.py`, without importing torch; None if it is not installed."""
+    """Read the build from torch's `version.py`, without importing torch; None if torch is not installed."""
     found = importlib.util.find_spec("torch")
     path = Path(found.origin).with_name("version.py") if found and found.origin else None
     return parse_torch_version(path.read_text()) if path and path.exists() else None

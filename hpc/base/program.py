@@ -1,10 +1,8 @@
 """A program from its command line to its exit code: read flags, call, print errors in one line. Runs everywhere.
 
-Words become texts by the names of flags (`read`), and texts become the values of a dataclass (`build`), whoever gives
-them: a person, a file, or a program that has values already. argparse reads the words; tyro makes the help and the
-completion of the shells.
-
-Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
+`read` makes texts by the names of flags from words. `build` makes a dataclass from texts or values, whoever gives them:
+a person, a file, or a program. argparse reads the words; tyro makes the help and the completion of the shells. Exit
+codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
 """
 
 import argparse
@@ -37,44 +35,44 @@ from hpc.base.text import did_you_mean, visible
 INTERRUPTED = 130
 _WIDEST = 100  # columns of a description: longer lines are hard to read
 SCHEMA = 1
-"""Version of docs/json.schema.json: of a change that breaks readers."""
+"""Version of docs/json.schema.json; a change that breaks readers raises it."""
 Options = TypeVar("Options")
 Explanation = Callable[[Sequence[str], int], str | None]
-"""What to type instead of the word at a place of a command line; None: nothing special is known of it."""
+"""Returns what to type instead of the word at this place of a command line; None without advice."""
 TYRO = (
     tyro.conf.FlagCreatePairsOff,
-    tyro.conf.DisallowNone,  # help with STR instead of {None}|STR
+    tyro.conf.DisallowNone,  # help with STR, not {None}|STR
     tyro.conf.PositionalMetavarFromFieldName,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Help:
-    """What `--help` shows of flags, by the names of their fields."""
+    """Flags that `--help` treats specially, by the names of their fields."""
 
     hidden: Collection[str] = ()
-    """Flags that it leaves out."""
+    """Flags that the help leaves out."""
     inherited: Collection[str] = ()
-    """Flags whose default is what a run has: the help of the command says so once, and shows no default for them."""
+    """Flags whose defaults are a run's values: the command's help says so once, and shows no default for them."""
 
 
 ALL_FLAGS = Help()
 
 
 def called(module: str) -> str:
-    """Return what the user typed for this program: `hpc NAME`, or `python -m MODULE`."""
+    """Return the user's words for this program: `hpc NAME`, or `python -m MODULE`."""
     return os.environ.get(CALLED, f"python -m {module}")
 
 
 def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
-    """Yield the fields that are flags, those of groups of flags included."""
+    """Yield the fields that are flags, also those in groups of flags."""
     for field in dataclasses.fields(options):
         group = _group(field)
         yield from flags(group) if group else [field]
 
 
 def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
-    """Make a dataclass of a command line; without `prints`, as on the ranks but 0, a help is not printed.
+    """Make a dataclass from a command line. Without `prints`, as on all ranks except 0, do not print a help.
 
     Raises:
         UserError: names the wrong flag and the reason.
@@ -96,8 +94,8 @@ def read(
 ) -> dict[str, Any]:
     """Read a command line into texts by the names of flags, without dashes, and of positional arguments.
 
-    The program has the flags of the first dataclass. Those of the others are read too, for a caller that refuses them
-    with a reason. `explain` may say what to type instead of the word at a place of `argv` that cannot be read.
+    The program has the flags of the first dataclass. The flags of the others are read too, for a caller that refuses
+    them with a reason. `explain` may say what to type instead of the word at a place of `argv` that cannot be read.
 
     Raises:
         UserError: a flag does not exist or has no value, a switch has one, or a word belongs to no flag.
@@ -105,7 +103,7 @@ def read(
     known = {flag_name(field): field for kind in reversed(options) for field in flags(kind)}
     try:
         typed, others = _parser(known).parse_known_intermixed_args(argv)
-    except argparse.ArgumentError as error:  # Only a switch can be wrong to a parser that takes a missing value.
+    except argparse.ArgumentError as error:  # Only a switch can be wrong: the parser accepts a missing value.
         switch, _, _ = str(error.argument_name).partition("/")
         raise UserError(f"{switch} takes no value (see {prog} --help)") from error
     for word in others:
@@ -117,7 +115,7 @@ def read(
 
 
 def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentParser:
-    """Return a parser that collects the texts of these flags and positional arguments, if they are typed."""
+    """Return a parser that collects the texts of those flags and positional arguments that are typed."""
     parser = argparse.ArgumentParser(
         usage="", add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
@@ -125,7 +123,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
         marks = _marks(field)
         letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
         words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
-        # A missing value is None: argparse would complain of it, but an unknown word in front of it says more.
+        # A missing value becomes None: argparse would report it before an unknown flag, which explains more.
         nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
         if _is_positional(field):
             parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
@@ -137,10 +135,10 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
 
 
 def build(options: type[Options], values: Mapping[str, Any]) -> Options:
-    """Make a dataclass, with its groups, of values by the names of flags: of texts that were typed, or typed values.
+    """Make a dataclass and its groups from values by the names of flags: texts that were typed, or typed values.
 
     Raises:
-        UserError: a value cannot be what its flag takes, a flag does not exist, or an argument is missing.
+        UserError: a value does not fit its flag, a flag does not exist, or an argument is missing.
     """
     fields = {flag_name(field): field for field in flags(options)}
     for name in values.keys() - fields.keys():
@@ -178,7 +176,7 @@ def default_values(options: type[Any]) -> dict[str, Any]:
 
 
 def taken(label: str, kind: Any, value: Any) -> Any:
-    """Return a value as a field of this type holds it: a text is read, and a number may be given for a text.
+    """Return a value as a field of this type holds it. Reads a text, and takes a number for a text.
 
     Raises:
         UserError: says which value `label` has, and what it takes.
@@ -203,7 +201,7 @@ def taken(label: str, kind: Any, value: Any) -> Any:
     raise UserError(f"{label} is {str(value)!r}: expected {expected}")
 
 
-# For each type: how a value is made, from which types, and what an error calls it.
+# For each type: the function that makes a value, the types that it takes, and the words of an error.
 _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
     bool: (lambda value: {"true": True, "false": False}[str(value).lower()], (bool, str), "true or false"),
     int: (int, (int, str), "a whole number"),
@@ -214,7 +212,7 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
 
 
 def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str) -> str:
-    """Say that a word is no flag, and name the flag that is most like it, or that it belongs to none."""
+    """Say that a word is no flag, and name the most similar flag, or say that the word belongs to none."""
     flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
     if not flag.startswith("-"):
         return f"unexpected argument: {word} (see {prog} --help)"
@@ -223,7 +221,6 @@ def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str
 
 
 def _marks(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    """Return what a field tells tyro."""
     return getattr(field.type, "__metadata__", ())
 
 
@@ -237,7 +234,7 @@ def _is_tuple(field: dataclasses.Field[Any]) -> bool:
 
 
 def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
-    """Return the dataclass of a field that is a group of flags."""
+    """Return the dataclass of a field that is a group of flags; None if it is one flag."""
     kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
     return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
 
@@ -248,7 +245,7 @@ def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
 def print_help(
     options: type[Any], argv: Sequence[str], prog: str, shown: Help = ALL_FLAGS, *, prints: bool = True
 ) -> None:
-    """Print the help, and exit, if the command line asks for it; `options` may be a union of subcommands."""
+    """If the command line asks for the help, print it and exit. `options` may be a union of subcommands."""
     if {"-h", "--help"}.isdisjoint(argv):
         return
     views, text = (_for_help(each, shown) for each in get_args(options) or (options,)), _HelpText()
@@ -262,7 +259,7 @@ def print_help(
 
 
 class _HelpText(io.TextIOWrapper):
-    """Collects what tyro prints, with the colors and the characters that stdout can show."""
+    """Collects the output of tyro, in the colors and characters that stdout can show."""
 
     def __init__(self) -> None:
         super().__init__(io.BytesIO(), encoding=sys.stdout.encoding, errors=sys.stdout.errors, newline="\n")
@@ -273,18 +270,18 @@ class _HelpText(io.TextIOWrapper):
 
 
 def _wrapped(text: str) -> str:
-    """Wrap the description above the first box of a help, which tyro leaves as it is, to the width of the boxes."""
+    """Wrap the description above the first box of a help to the width of the boxes: tyro does not."""
     description, box, flags_of_command = text.partition("╭")
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     usage, *lines = description.split("\n")
     for at, line in enumerate(lines):
-        if line[:1].strip():  # not an example
+        if line[:1].strip():  # not an indented example
             lines[at] = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
     return "\n".join([usage, *lines]) + box + flags_of_command
 
 
 def _for_help(options: type[Any], shown: Help) -> type[Any]:
-    """Hide fields, and the defaults that tell nothing: None, False and ''."""
+    """Return the flags without hidden ones, and without defaults that tell nothing: None, False and ''."""
     texts = flag_texts(options) if shown.inherited else {}
 
     def mark(name: str) -> Any:
@@ -299,7 +296,7 @@ def _for_help(options: type[Any], shown: Help) -> type[Any]:
 
 
 def flag_texts(options: type[Any]) -> dict[str, str]:
-    """Return the docstrings of the fields of a dataclass, by name, those of groups included."""
+    """Return the docstrings of the fields of a dataclass and of its groups, by name."""
     found = dict[str, str]()
     for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
@@ -314,7 +311,7 @@ def flag_texts(options: type[Any]) -> dict[str, str]:
 
 
 def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
-    """Return a subclass each of whose flags, also those of groups, carries `mark(its name)` for tyro."""
+    """Return a subclass in which each flag, also in groups, carries `mark(its name)` for tyro."""
     types, values = dict[str, Any](), dict[str, Any]()
     for field in dataclasses.fields(options):
         kind: Any = field.type
@@ -334,12 +331,12 @@ def _default_hint(default: str) -> str:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document, as docs/json.schema.json describes that of each verb."""
+    """Print one JSON document; docs/json.schema.json describes the document of each verb."""
     print(json.dumps(versioned(document), indent=2))
 
 
 def versioned(document: Any) -> Any:
-    """Add the version of the schema to a document, or to each one of a list."""
+    """Add the version of the schema to a document, or to each document of a list."""
     if isinstance(document, list):
         return [versioned(one) for one in document]
     return {"schema": SCHEMA, **document}
@@ -371,7 +368,7 @@ def run(
     except TorchrelayError as error:
         code, message = error.exit_code, " ".join(str(error).split())
     except BrokenPipeError:
-        # The reader (head, less) has closed the pipe. Without this, Python reports it again when it flushes at exit.
+        # The reader (head, less) has closed the pipe. Python would report that once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

@@ -5,41 +5,41 @@ import re
 from collections.abc import Iterable, Sequence
 
 _NAMES_SHOWN = 4
-# Also those of C1, which some terminals obey; those that reverse the direction of text; and parts of surrogate pairs,
-# which stand for bytes that are no UTF-8 and cannot be printed.
+# Control characters, also C1, which some terminals obey; characters that reverse the direction of text; and parts of
+# surrogate pairs, which stand for bytes that are not UTF-8 and cannot be printed.
 _CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 # A spreadsheet takes text that begins with one of these for a formula.
 _FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
 
 
 def visible(text: str) -> str:
-    r"""Text whose control characters are seen, as `\x1b`, instead of obeyed by a terminal. Tabs stay."""
+    r"""Return text whose control characters are visible, as `\x1b`, so that no terminal obeys them. Tabs stay."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def few(names: Sequence[str], separator: str = ", ") -> str:
-    """The names of nodes in a line for people; of more than four the first and the last, and how many there are."""
+    """Return the names of nodes in a line for people; of more than four the first, the last and their number."""
     return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NAMES_SHOWN else separator.join(names)
 
 
 def csv_cell(value: object) -> object:
-    """A cell of a CSV file, with an apostrophe in front of text that would be a formula. Numbers stay numbers."""
+    """Return a cell of a CSV file, with an apostrophe before text that would be a formula. Numbers stay numbers."""
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def csv_text(cell: str) -> str:
-    """The text from which `csv_cell` made a cell."""
+    """Return the text from which `csv_cell` made a cell."""
     return cell[1:] if _ESCAPED.match(cell) else cell
 
 
 def similar(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return the known words that are most like a word that somebody has typed, the most similar one first."""
-    # A single suggestion must be right; of several, one may be.
+    # A single suggestion must be right; among several, one is enough.
     return difflib.get_close_matches(word, list(known), n=count, cutoff=0.7 if count == 1 else 0.5)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, count: int = 3) -> str:
-    """Name the known words that are most like a typed one in a question; `otherwise` is said if none is."""
+    """Return a question that names the known words most like a typed one; `otherwise` if there are none."""
     close = similar(word, known, count)
     return f"did you mean {', '.join(close)}?" if close else otherwise
 

@@ -1,4 +1,4 @@
-"""Finds the exception that ended a Python program in what the program printed. Pure; runs everywhere.
+"""Finds the exception that ended a Python program in the program's output. Pure; runs everywhere.
 
 After torch's `init_process_group` each line of an uncaught exception names the rank: `[rank1]: ValueError: no luck`.
 The process wrapper of each rank imports this module, which therefore imports little.
@@ -12,7 +12,7 @@ _RANK = re.compile(r"(?:\[rank\d+\]: )+")
 # The characters to the left of a traceback inside a message or an exception group.
 _MARGIN = re.compile(r"[\s|+]*")
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(?::|$)")
-# The header of a traceback that is not quoted in another exception's text, as Python, a group or rich prints it.
+# The header of a traceback outside another exception's text, as Python, a group or rich prints it.
 _OWN_HEADER = re.compile(r"(?:  \+ Exception Group |╭─+ )?Traceback")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause of|During handling of the above exception)")
 # The lines that Python prints above a traceback that does not end the process.
@@ -20,14 +20,14 @@ _DOES_NOT_END = re.compile(r"Exception (?:ignored|in thread)|Error in (?:atexit|
 _MOST_LINES_AFTER = 20
 
 _Traceback = tuple[int, int]
-"""The numbers of two lines: the header, and the line that names the exception."""
+"""The numbers of a traceback's header line and of the line that names the exception."""
 
 
 def describe_exception(printed: Sequence[str]) -> str:
     """Return the message of the last exception; empty if there is none, or if later output shows that it was caught.
 
-    The exception that it was raised from, or that it quotes, follows in parentheses: on a full disk, torch.save raises
-    a RuntimeError while it handles the OSError that names the cause.
+    In parentheses follows the exception that it was raised from, or that it quotes: on a full disk, torch.save raises a
+    RuntimeError while it handles the OSError that names the cause.
     """
     lines = _without_ranks(printed)
     found = _last_exception(lines)
@@ -36,7 +36,7 @@ def describe_exception(printed: Sequence[str]) -> str:
     (_, last), uncaught = found[-1], _RANK.match(printed[found[0][0]])
     if not uncaught and sum(any(map(str.isalnum, line)) for line in lines[last + 1 :]) > _MOST_LINES_AFTER:
         return ""
-    # The members of a group stand further to the right.
+    # The members of a group are indented further.
     _, main = min(reversed(found), key=lambda each: _indentation(lines[each[0]]))
     message = _message(lines, main)
     others = [other for _, number in found if (other := _message(lines, number)) != message]
@@ -61,7 +61,7 @@ def _without_ranks(printed: Sequence[str]) -> list[str]:
 
 
 def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
-    """Find the tracebacks of the last exception and of the exceptions that it is chained to or quotes, as printed."""
+    """Return the tracebacks of the last exception and of the exceptions that it is chained to or quotes, as printed."""
     exceptions = list[list[_Traceback]]()
     for header in (number for number, line in enumerate(lines) if _HEADER in line):
         named = _exception_line(lines, header)
@@ -77,7 +77,7 @@ def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
 
 
 def _exception_line(lines: Sequence[str], header: int) -> int | None:
-    """Find the line that names a traceback's exception; frames are indented. None if the traceback is cut off."""
+    """Return the line that names a traceback's exception; frames are indented. None if the traceback is cut off."""
     indentation = _indentation(lines[header])
     for number in range(header + 1, len(lines)):
         own = _indentation(lines[number])
@@ -94,7 +94,7 @@ def _indentation(line: str) -> int:
 
 
 def _message(lines: Sequence[str], number: int) -> str:
-    """Return the first line of a message, and the next one for as long as the text ends with a colon."""
+    """Return the first line of a message, and further lines as long as the text ends with a colon."""
     text = lines[number][_indentation(lines[number]) :].strip()
     for line in lines[number + 1 :]:
         if not text.endswith(":") or _HEADER in line:

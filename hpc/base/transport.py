@@ -2,14 +2,14 @@
 
 Runs on compute nodes.
 
-Handshake, after which both ends know that the other one has the secret, which never travels:
+The handshake proves to each end that the other one has the secret, which never travels:
 
     client -> server   32 random bytes: the client's challenge
     server -> client   32 random bytes: the server's challenge, and the server's proof
     client -> server   the client's proof
 
-A proof is an HMAC-SHA256 of purpose, role and both challenges, keyed with the secret: neither a replayed nor a
-reflected one is valid, nor one for another purpose. Each direction then has a key of its own, made in the same way.
+A proof is an HMAC-SHA256 of purpose, role and both challenges, keyed with the secret: a replayed or reflected proof, or
+one for another purpose, is invalid. Each direction then has a key of its own, made in the same way.
 
 A message is a JSON object: four bytes of length, an HMAC of its number and text, the text. Nothing is encrypted: an
 eavesdropper can read messages, but not alter, repeat, or add any. Bulk data that follow a message have no HMAC. The
@@ -45,22 +45,22 @@ class TransportError(ConnectionError):
 
 
 class DecodeError(TransportError):
-    """The bytes that came are not a message, or the message does not have the fields that its receiver expects."""
+    """The received bytes are not a message, or the message does not have the fields that its receiver expects."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a connection or a server bears with."""
+    """The limits of a connection or a server."""
 
     timeout_seconds: float
-    """How long one send or receive may wait."""
+    """Most seconds that one send or receive may wait."""
     max_message_bytes: int
-    """A longer message ends its connection."""
+    """Most bytes of a message; a longer one ends its connection."""
     max_connections: int = 4096
-    """Authenticated ones of a server at a time; more are closed."""
+    """Most authenticated connections of a server at a time; it closes further ones."""
     max_unauthenticated: int = 128
-    """A server's connections that are not yet authenticated. Beyond this the server closes the oldest. Agents
-    authenticate within milliseconds, so idle connections cannot keep them out."""
+    """Most unauthenticated connections of a server; beyond this it closes the oldest. Agents authenticate within
+    milliseconds, so idle connections cannot keep them out."""
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
@@ -75,7 +75,7 @@ class Connection:
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The kernel's timeouts, on a blocking socket: with Python's, MSG_WAITALL returns after each packet.
+        # These are the kernel's timeouts, on a blocking socket: with Python's, MSG_WAITALL returns after each packet.
         connected.settimeout(None)
         self._set_timeout(min(limits.timeout_seconds, HANDSHAKE_SECONDS))
 
@@ -107,11 +107,11 @@ class Connection:
         self.socket.close()
 
     def handshake(self, secret: str, purpose: str, *, is_server: bool) -> None:
-        """Prove to the other end that this one has the secret, for this purpose, and have it prove the same.
+        """Prove to the other end that this one has the secret for this purpose, and demand the same proof.
 
         Raises:
             TransportError: the other end did not prove it.
-            TimeoutError: or not in time.
+            TimeoutError: the other end did not prove it in time.
         """
         deadline, own = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(_CHALLENGE_BYTES)
         if not is_server:
@@ -142,10 +142,10 @@ class Connection:
         self.send_bytes(_LENGTH.pack(len(text)) + mac + text)
 
     def receive(self) -> dict[str, Any]:
-        """The next message.
+        """Return the next message.
 
         Raises:
-            DecodeError: what came is not a message of the other end.
+            DecodeError: the received bytes are not a message of the other end.
             TransportError: the connection has ended.
             TimeoutError: nothing came.
         """
@@ -165,7 +165,7 @@ class Connection:
         return message
 
     def send_bytes(self, content: bytes) -> None:
-        """Send bulk data: after a message that has their checksum."""
+        """Send bulk data, after a message that has their checksum."""
         try:
             self.socket.sendall(content)
         except BlockingIOError:
@@ -192,15 +192,15 @@ class Connection:
 
 
 def _numeric(address: Sequence[Any]) -> str:
-    # A socket for both versions of IP names an IPv4 address ::ffff:10.0.0.1.
+    # A socket for both versions of IP shows an IPv4 address as ::ffff:10.0.0.1.
     return str(address[0]).removeprefix("::ffff:")
 
 
 def listen(ports: Sequence[int] = ()) -> socket.socket:
-    """Listen at all of this machine's addresses: on a port that the kernel chooses, or on one of some.
+    """Listen at all of this machine's addresses, on one of `ports`, or without these on one that the kernel chooses.
 
     Raises:
-        OSError: all of them are in use.
+        OSError: all ports are in use.
     """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
@@ -217,7 +217,8 @@ def connect(address: tuple[str, int], secret: str, purpose: str, limits: Limits)
     """Connect to a server of the same run.
 
     Raises:
-        OSError: it cannot be reached; TransportError, if the process that listens there is none of this run's servers.
+        OSError: it cannot be reached.
+        TransportError: the process that listens there is not a server of this run.
     """
     timeout_seconds = min(limits.timeout_seconds, HANDSHAKE_SECONDS)
     connection = Connection(socket.create_connection(address, timeout_seconds), limits)
@@ -236,7 +237,7 @@ class Server:
         self, secret: str, purpose: str, serve: Callable[[Connection], None], limits: Limits,
         ports: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Listen, on one of some ports, or on one that the kernel chooses.
+        """Listen on one of `ports`, or without these on one that the kernel chooses.
 
         If `serve` raises an OSError, such as DecodeError, this closes its own connection only. Any other exception is a
         defect, which `check` raises.
@@ -250,7 +251,7 @@ class Server:
         threading.Thread(target=self._accept, daemon=True, name=f"{purpose}-server").start()
 
     def check(self) -> None:
-        """Raise, once, what a connection's thread has raised unexpectedly; for a thread that can end the process."""
+        """Raise, once, an unexpected error of a connection's thread. Call this in a thread that can end the process."""
         defect, self._defect = self._defect, None
         if defect:
             raise defect
@@ -282,7 +283,7 @@ class Server:
                 # The next accept may block for long: no reference may keep a connection without a thread open.
                 del connection, oldest
             except (OSError, RuntimeError):
-                # No descriptor or thread is left. A connection without a thread is closed when it is the oldest.
+                # No descriptor or thread is left. A connection without a thread will be closed when it is the oldest.
                 self._closed.wait(_RETRY_SECONDS)
 
     def _converse(self, connection: Connection) -> None:
@@ -295,7 +296,7 @@ class Server:
                 self._authenticated.add(connection)
             self._serve(connection)
         except DecodeError as error:
-            # Only who has the secret gets here: a defect of the other end, which must not pass for a lost node.
+            # The other end has the secret, so this is its defect and must not pass for a lost node.
             print(f"torchrelay: a connection for {self._purpose} ends: {error}", file=sys.stderr)
         except OSError:
             pass
@@ -309,6 +310,6 @@ class Server:
 
 
 def _shut_down(connection: Connection) -> None:
-    """Wake the thread that owns the connection; it closes it. Closing here could hand its descriptor to another one."""
+    """Wake the thread that owns the connection. It closes it: closing here could give its descriptor to another one."""
     with contextlib.suppress(OSError):
         connection.socket.shutdown(socket.SHUT_RDWR)

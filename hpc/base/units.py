@@ -1,4 +1,4 @@
-"""Durations as Slurm and people write them, and the times for saving that follow from them. Pure; runs everywhere."""
+"""Durations in the forms of Slurm and people, and the time for saving that a limit leaves. Pure; runs everywhere."""
 
 import re
 
@@ -6,25 +6,25 @@ from hpc.base.errors import UserError
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WITH_UNIT = re.compile(r"(\d+)([smhd])")
-# Slurm's own forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
+# Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
 _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 # sbatch may deliver --signal up to a minute early but never late: a tenth of the limit suffices for saving and costs
 # little training time.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 30, 300
-# Part of the time between the signal and the kill that the requeue itself needs.
+# Seconds between the signal and the kill that the requeue itself needs.
 REQUEUE_SECONDS = 10.0
-# Slurm's default between SIGTERM and SIGKILL.
+# Slurm's default seconds between SIGTERM and SIGKILL.
 KILL_WAIT_SECONDS = 30.0
 
 
 def port_range(text: str) -> range:
-    """The ports LOW-HIGH, both included; none of empty text."""
+    """Return the ports LOW-HIGH, both included; an empty range for empty text."""
     low, _, high = text.partition("-")
     return range(int(low), int(high) + 1) if text else range(0)
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds in a duration as Slurm writes it; None for UNLIMITED and its synonyms.
+    """Return the seconds of a duration that Slurm wrote; None for UNLIMITED and its synonyms.
 
     Raises:
         ValueError: the text has none of Slurm's forms.
@@ -44,10 +44,10 @@ def slurm_seconds(text: str) -> int | None:
 
 
 def duration_seconds(flag: str, text: str) -> int:
-    """Seconds of a flag's value with its unit: `90s`, `5m`, `2h`, `1d`.
+    """Return the seconds of a flag's value with its unit: `90s`, `5m`, `2h`, `1d`.
 
     Raises:
-        UserError: it is no duration.
+        UserError: the value is not a duration.
     """
     match = _WITH_UNIT.fullmatch(text)
     if match is None:
@@ -56,10 +56,10 @@ def duration_seconds(flag: str, text: str) -> int:
 
 
 def walltime_minutes(text: str) -> int:
-    """Whole minutes of a `--time` value: Slurm's forms, or `90m`, `36h`, `2d`.
+    """Return the whole minutes of a `--time` value: Slurm's forms, or `90m`, `36h`, `2d`.
 
     Raises:
-        UserError: it is neither.
+        UserError: the value is neither.
     """
     match = _WITH_UNIT.fullmatch(text)
     try:
@@ -72,17 +72,17 @@ def walltime_minutes(text: str) -> int:
 
 
 def format_minutes(minutes: int) -> str:
-    """Minutes as Slurm prints them, `D-HH:MM:SS`."""
+    """Return minutes in the form of Slurm, `D-HH:MM:SS`."""
     days, rest = divmod(minutes, 1440)
     clock = f"{rest // 60:02d}:{rest % 60:02d}:00"
     return f"{days}-{clock}" if days else clock
 
 
 def stop_lead_seconds(limit_minutes: int) -> int:
-    """Default of --signal-before: seconds before the time limit at which the ranks are told to save and exit."""
+    """Return the default of --signal-before: seconds before the time limit at which the ranks save and exit."""
     return min(max(limit_minutes * 60 // 10, _MIN_LEAD_SECONDS), _MAX_LEAD_SECONDS)
 
 
 def save_timeout_seconds(grace_seconds: float) -> float:
-    """Seconds that ranks may take to save after a SIGTERM that SIGKILL follows after `grace_seconds`."""
+    """Return the seconds that ranks may take to save after a SIGTERM, if SIGKILL follows after `grace_seconds`."""
     return max(grace_seconds - REQUEUE_SECONDS, grace_seconds / 2)

@@ -18,7 +18,7 @@ from hpc.run.nodedir import node_dirs
 
 _SIGNALS = {"kill": signal.SIGKILL, "kill-all": signal.SIGKILL, "stop": signal.SIGSTOP}
 _FULL_SECONDS = 10.0
-# More than a heartbeat, less than any model.
+# Larger than a heartbeat, smaller than any model.
 _FULL_BYTES = 64 * 1024
 
 
@@ -37,19 +37,19 @@ def main(argv: list[str]) -> int:
 
 
 def rank_pids(run: Path, rank: int) -> list[int]:
-    """The process of a rank, if it runs on this node, from its heartbeat."""
+    """Return the process of a rank, according to its heartbeat; an empty list if it is not on this node."""
     found = []
     for path in (path for node in node_dirs(run) for path in node.heartbeat(0).parent.glob("local-*")):
         with suppress(ValueError):
             heartbeat = json.loads(path.read_text())
-            # Several processes may have been this rank: the rendezvous after a lost node assigns new ranks.
+            # Several processes may have been this rank: the rendezvous after a lost node assigns the ranks again.
             if heartbeat["rank"] == rank and start_time(heartbeat["pid"]) is not None:
                 found.append((heartbeat["time"], heartbeat["pid"]))
     return [max(found)[1]] if found else []
 
 
 def agent_tree(run: Path) -> list[int]:
-    """This node's agent of the run, and all its descendants."""
+    """Return this node's agent of the run, and all its descendants."""
     tree = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -57,7 +57,7 @@ def agent_tree(run: Path) -> list[int]:
             # The batch script's srun has the agent's command line too, but does not fail with the node.
             if {"jobs.agent", os.fspath(run)} <= set(command) and Path(command[0]).name != "srun":
                 tree.append(int(path.parent.name))
-    for pid in tree:  # grows while it is walked
+    for pid in tree:  # the list grows meanwhile
         tree += [child for child in children(pid) if child not in tree]
     return tree
 

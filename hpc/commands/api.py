@@ -50,12 +50,12 @@ _COLUMNS = ("run", "state", "job_id", "attempt", "epoch", "step", "images_per_se
 
 
 class _Given:
-    """Remembers the flags that it was made with: the others are the user's defaults, which `submit` reads."""
+    """Keeps the flags that were given. `submit` reads the others from the user's defaults."""
 
     given: Mapping[str, Any]
 
     def __new__(cls, **given: Any) -> Self:
-        """Make one, with what was given."""
+        """Make a request and keep what was given."""
         made = super().__new__(cls)
         object.__setattr__(made, "given", given)
         return made
@@ -63,7 +63,7 @@ class _Given:
 
 @dataclass(frozen=True, kw_only=True)
 class _RunRequest(_Given, RunFlags, Resources, Recovery, Network, Notification):
-    nodes: int | str = 1  # type: ignore[assignment]  # for Python
+    nodes: int | str = 1  # type: ignore[assignment]  # Python may give a number
     gpus_per_node: int | str = 1  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
@@ -100,7 +100,7 @@ class Run:
         return self._run.path
 
     def status(self) -> dict[str, Any]:
-        """The run's entry in `hpc status --json` (docs/json.schema.json); values that are not known are None."""
+        """Return the run's entry in `hpc status --json` (docs/json.schema.json); unknown values are None."""
         return StatusCache().summary(self._run).document()
 
     def wait(self, timeout_seconds: float | None = None) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Run:
         return status.document()
 
     def metrics(self, name: str = "train") -> "pd.DataFrame":
-        """The lines of `metrics/NAME.jsonl` (`train`, `eval` or your own) by step; the last line of a repeated step."""
+        """Return the lines of `metrics/NAME.jsonl` (`train`, `eval` or your own) by step, the last line of each."""
         import pandas as pd  # noqa: PLC0415 - takes half a second
 
         from hpc.base.files import read_json_lines  # noqa: PLC0415
@@ -128,7 +128,7 @@ class Run:
         return table if table.empty else table.drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
 
     def logs(self, rank: int | None = None, attempt: int | None = None) -> str:
-        """The output of the ranks and node agents, or of one rank or attempt."""
+        """Return the output of the ranks and node agents, or of one rank or attempt."""
         lines = LogReader(self._run, rank, attempt).new_lines(ended=True)
         return "".join(f"{line['line']}\n" for line in lines)
 
@@ -203,12 +203,12 @@ def submit(request: TrainingRun | ScriptRun) -> Run:
 
 
 def runs(runs_dir: str | Path | None = None) -> Runs:
-    """All runs in a directory, the newest last. Default: the `--runs-dir` that the commands have by default."""
+    """Return all runs in a directory, the newest last. The default is the `--runs-dir` of the commands."""
     return Runs(Run(run.path) for run in cli.all_runs(_runs_dir(runs_dir)))
 
 
 def find_run(name: str, runs_dir: str | Path | None = None) -> Run:
-    """A run by its name, in the same directory as in `runs`, or by its path. Raises UserError if there is none."""
+    """Return a run by its name, in the directory of `runs`, or by its path. Raises UserError if there is none."""
     return Run(cli.find_run(name, _runs_dir(runs_dir)).path)
 
 
@@ -231,7 +231,7 @@ def _html(shown: Sequence[Run]) -> str:
 
 
 class _CallableRoom(ModuleType):
-    """`hpc.submit` is the function of the API and the package of the verb, which Python binds to the same name."""
+    """Lets `hpc.submit`, which Python binds to one object, be the API's function and the verb's package."""
 
     def __call__(self, request: TrainingRun | ScriptRun) -> Run:
         return submit(request)

@@ -21,20 +21,20 @@ from hpc.slurm import client as slurm
 from training.config import defaults
 
 GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
-"""Directories of runs that belong together (hpc.studies) have a file KIND.json; `hpc cancel` puts the other there."""
+"""A group of runs (hpc.studies) has a file KIND.json in its directory; `hpc cancel` adds the file CANCELLED_GROUP."""
 print_json, versioned = program.print_json, program.versioned
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How the command line of a verb is read, where that is more than its own flags."""
+    """How to read the command line of a verb that needs more than its own flags."""
 
     complete: Callable[[dict[str, Any]], Any] | None = None
-    """Makes the options of what was typed (`program.read`), with the defaults that depend on it."""
+    """Makes the options from what was typed (`program.read`), with the defaults that depend on it."""
     refused: tuple[type[Any], ...] = ()
     """Dataclasses of flags that the verb does not have, and for which `complete` gives a reason."""
     explain: program.Explanation = lambda _argv, _at: None
-    """Says what to type instead of a word that cannot be read (`program.read`)."""
+    """Returns what to type instead of a word that cannot be read (`program.read`)."""
     shown: program.Help = program.ALL_FLAGS
     """Flags that the help shows."""
 
@@ -85,14 +85,14 @@ def run(
         if issubclass(kind, RunsOptions):
             values["runs-dir"] = runs_dir(values)
         made = reading.complete(values) if reading.complete else program.build(kind, values)
-        slurm.adopt_environment(os.environ)  # only now: the defaults of flags may be variables of sbatch
+        slurm.adopt_environment(os.environ)  # after parsing: variables of sbatch set defaults of flags
         return verb(made)
 
     return program.run(work, f"hpc {name}", debug="--debug" in arguments, report=program.json_report(arguments))
 
 
 def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any], Sequence[str], str]:
-    """Return the class that the first word names, of a union of subcommands, the other words, and the program's name.
+    """Return the dataclass of the subcommand that the first word names, the other words, and the program's name.
 
     Raises:
         UserError: the first word names none.
@@ -107,12 +107,12 @@ def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any]
 
 
 def runs_dir(given: Mapping[str, Any]) -> Path:
-    """Return the directory of the runs that is given, or the user's default."""
+    """Return the directory of the runs that was typed, or else the user's default."""
     return Path(given.get("runs-dir") or defaults.merge(defaults.read()).get("runs-dir", "runs"))
 
 
 def own_command() -> str:
-    """How to call this environment's `hpc` here: by name if the PATH finds it, else by its path."""
+    """Return how to call this environment's `hpc` here: by name if PATH finds it, else by its path."""
     own = Path(sys.executable).with_name("hpc")
     if Path(shutil.which("hpc") or "") == own:
         return "hpc"
@@ -121,13 +121,13 @@ def own_command() -> str:
 
 
 def print_next(run: RunDir, *verbs: str) -> None:
-    """Print what to type next about a run: with its name if verbs find it by name, or with its path."""
+    """Print what to type next about a run. Verbs find it by name in `runs`; elsewhere they need its path."""
     name = run.name if run.path.parent == Path("runs").resolve() else str(run.path)
     print("next:", *(f"  {own_command()} {verb} {shlex.quote(name)}" for verb in verbs), sep="\n")
 
 
 def find_run(run: str, runs_dir: Path) -> RunDir:
-    """The run with this directory, or this name in the runs directory or a group; a UserError if there is none."""
+    """Return the run with this path, or this name in the runs directory or a group. Raises UserError if none has it."""
     for path in (Path(run).expanduser(), runs_dir.expanduser() / run):
         if (path / "spec.json").is_file():
             return RunDir(path.resolve())
@@ -141,7 +141,7 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
 
 
 def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
-    """The runs with these directories or names, and those of groups. Raises UserError as `find_run`."""
+    """Return the runs with these directories or names, and all runs of groups. Raises UserError as `find_run`."""
     found = list[RunDir]()
     for name in names:
         group = find_group(name, runs_dir)
@@ -150,7 +150,7 @@ def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
 
 
 def find_group(name: str, runs_dir: Path) -> Path | None:
-    """The directory of a sweep or of a scaling study; None if there is none of this name."""
+    """Return the directory of the sweep or scaling study of this name; None if there is none."""
     paths = (Path(name).expanduser(), runs_dir.expanduser() / name)
     return next((path.resolve() for path in paths if _is_group(path)), None)
 
@@ -160,24 +160,24 @@ def _is_group(path: Path) -> bool:
 
 
 def find_own_run(run: str, runs_dir: Path) -> RunDir:
-    """`find_run` for a verb that acts on the run; a UserError too if others made it or can change it."""
+    """Return `find_run`, for a verb that acts on the run. Raises UserError also if others made it or can change it."""
     found = find_run(run, runs_dir)
     check_is_own(found)
     return found
 
 
 def all_runs(runs_dir: Path) -> list[RunDir]:
-    """Every run in a runs directory and its groups, oldest first."""
+    """Return every run in a runs directory and its groups, oldest first."""
     return [RunDir(path) for _, path in sorted(_dated_runs(runs_dir))]
 
 
 def _dated_runs(runs_dir: Path) -> Iterator[tuple[float, Path]]:
-    """When each run was submitted, and where it is."""
+    """Yield the time at which each run was submitted, and its directory."""
     directory = runs_dir.expanduser().resolve()
     if not directory.is_dir():
         return
-    # In a shared directory, the runs of other users are not readable.
-    # A hidden directory is a run that is being removed (hpc.commands.runs.clean).
+    # Other users' runs in a shared directory are not readable. A hidden directory is a run that is being removed
+    # (hpc.commands.runs.clean).
     visible = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
     for entry in visible:
         if not os.access(entry, os.R_OK | os.X_OK):

@@ -1,4 +1,4 @@
-"""What the figures show: one for each number in `metrics/*.jsonl`, whoever wrote it. Pure; runs on the login node."""
+"""The content of the figures: one for each number in `metrics/*.jsonl`, whoever wrote it. Pure; on the login node."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,15 +10,15 @@ from hpc.report.gather import RunRecord, labels_of
 from hpc.services.tracking.points import BOOKKEEPING
 
 SERIES = 8
-"""Colors of lines; then they repeat with other dashes."""
+"""Number of line colors; further lines repeat them with other dashes."""
 DASHES = ("solid", "dashed", "dotted")
 SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
-"""The trend averages over this part of a line: 1/40 for `medium`, for example."""
+"""The divisors by degree of smoothing: `medium` averages over 1/40 of a line."""
 MOST_POINTS = 1000
-"""The most points of a line; each takes up to seven numbers of four bytes on the page."""
-# A loss that falls by this factor gets a logarithmic scale: on a linear one, its start would flatten its end.
+"""The largest number of a line's points; each takes up to seven numbers of four bytes on the page."""
+# A loss that falls by this factor gets a logarithmic scale: on a linear scale, its start would flatten its end.
 _LONG_FALL = 4.0
-# Lines with no more points have no trend.
+# Lines with at most this number of points have no trend.
 _PLAIN_POINTS = 60
 _EVALUATIONS = frozenset({"validation", "test"})
 _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
@@ -26,18 +26,18 @@ _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "second
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """How a number is shown."""
+    """The form in which to show a number."""
 
     title: str
     form: str = "%.5g"
-    """A value as printf writes it."""
+    """A printf format for a value."""
     scale: float = 1.0
-    """By which it is multiplied."""
+    """The factor by which to multiply a value."""
     noisy: bool = True
     """Whether a trend says more than the values."""
     from_zero: bool = False
     prefers_validation: bool = False
-    """In a comparison, which has one line for each run; otherwise the training's is shown."""
+    """Whether a comparison, which has one line for each run, shows the validation's instead of the training's."""
 
 
 LOOKS = {
@@ -56,19 +56,19 @@ LOOKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What the x axis can show."""
+    """A meaning of the x axis."""
 
     name: str
     label: str
     limits: tuple[float, float]
     is_logarithmic: bool = False
     ticks: Mapping[float, str] = field(default_factory=dict)
-    """The label at each labelled value; empty: labels that suit the range."""
+    """The labels by value; empty for labels that suit the range."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line: a table of step, time, epoch and value; a noisy line also has a value for each degree of smoothing."""
+    """One line: a table of step, time, epoch and value. A noisy line also has a value for each degree of smoothing."""
 
     name: str
     color: str
@@ -76,7 +76,7 @@ class Series:
     """One of `DASHES`."""
     points: pd.DataFrame
     has_dots: bool = False
-    """Whether each point gets a dot; evaluations do, because they are few."""
+    """Whether each point gets a dot. Evaluations get dots, because they are few."""
     has_line: bool = True
 
 
@@ -90,7 +90,7 @@ class Chart:
     x: str = "step"
     """The meaning of the numbers in the column `step`."""
     heading: str = ""
-    """The heading of the figure; empty: the title of the number."""
+    """The heading of the figure; if empty, the title of the number."""
 
     @property
     def is_logarithmic(self) -> bool:
@@ -100,7 +100,7 @@ class Chart:
 
     @property
     def description(self) -> str:
-        """It in words, for those who cannot see it."""
+        """A description in words, for people who cannot see the figure."""
         words = [f"{self.look.title} by {self.x}."]
         for one in self.series:
             values, steps = one.points["value"], one.points["step"]
@@ -119,24 +119,24 @@ class Clock:
     unit_seconds: float
 
     def since(self, began: float | None, time: pd.Series) -> pd.Series:
-        """Times in seconds since the epoch, by this clock."""
+        """Convert times in seconds since the epoch to this clock."""
         return (time - (np.nan if began is None else began)) / self.unit_seconds
 
 
 def clock_for(records: Sequence[RunRecord], now: float) -> Clock:
-    """A clock in the largest unit of which the longest run took two."""
+    """Return a clock with the largest unit of which the longest run took at least two."""
     longest = max((one.ended(now) - one.began for one in records if one.began is not None), default=0.0)
     seconds, unit = next((each for each in _UNITS if longest >= 2 * each[0]), _UNITS[-1])
     return Clock(unit=unit, unit_seconds=seconds)
 
 
 def line_style(number: int) -> tuple[str, str]:
-    """The color and the dashes of a line, by its number: every pair is used before one repeats."""
+    """Return the color and the dashes of a line by its number: no pair repeats before all are used."""
     return f"s{number % SERIES + 1}", DASHES[number // SERIES % len(DASHES)]
 
 
 def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
-    """The figures of one run, or of several: those of our trainer first."""
+    """Return the figures of one run or of several, our trainer's first."""
     tables = [_tables(record, records) for record in records]
     columns = [column for named in tables for table in named.values() for column in table if _is_plotted(column, table)]
     found = list[Chart]()
@@ -147,7 +147,7 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
             labelled = zip(labels_of(records), (_compared(each, look) for each in points), strict=True)
             lines = [(number, label, *chosen) for number, (label, chosen) in enumerate(labelled) if chosen]
         else:
-            # A line has the same color in all figures.
+            # A line has the same color in all figures: its name decides.
             names = list(tables[0])
             lines = [(names.index(name), name, name, table) for name, table in points[0].items()]
         series = [
@@ -164,7 +164,7 @@ def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataF
     train, evaluations = record.train, record.evaluations
     if any(record.is_fork_of(other) for other in shown):
         train, evaluations = (table[table["attempt"] != 0] for table in (train, evaluations))
-    # An own script may name none.
+    # A user's script may not name the split.
     splits = evaluations["split"].fillna("val")
     names = {"val": "validation", "test": "test", **{split: split for split in splits.unique() if split != "val"}}
     evaluated = {name: evaluations[splits == split] for split, name in names.items()}
@@ -174,14 +174,14 @@ def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataF
 def _is_plotted(column: str, table: pd.DataFrame) -> bool:
     if column in BOOKKEEPING or not pd.api.types.is_numeric_dtype(table[column]):
         return False
-    # Of an elastic run that has lost nodes.
+    # The number of ranks changes only in an elastic run that has lost nodes.
     return column != "world_size" or table[column].min() < table[column].max()
 
 
 def _points(
     record: RunRecord, tables: Mapping[str, pd.DataFrame], column: str, look: Look, clock: Clock
 ) -> dict[str, pd.DataFrame]:
-    """The points of each line that has some."""
+    """Return the points of each line that has any."""
     found = dict[str, pd.DataFrame]()
     for name, table in tables.items():
         if column not in table:
@@ -190,7 +190,7 @@ def _points(
         values = values[np.isfinite(values)]
         if values.empty:
             continue
-        # Selected before the other columns are computed: a long run has millions of points.
+        # Points are selected before the other columns are computed: a long run has millions of points.
         drawn = extremes(values, MOST_POINTS)
         rows, by_epoch, trends = table.loc[drawn], record.steps_per_epoch, _trends(look, name, values)
         found[name] = pd.DataFrame(
@@ -206,7 +206,6 @@ def _points(
 
 
 def _trends(look: Look, name: str, values: pd.Series) -> Mapping[str, int]:
-    """Return the degrees of smoothing of a line."""
     is_plain = not look.noisy or name in _EVALUATIONS or len(values) <= _PLAIN_POINTS
     return {} if is_plain else {degree: part for degree, part in SMOOTHINGS.items() if part}
 
@@ -226,13 +225,13 @@ def extremes(values: pd.Series, most: int) -> pd.Index:
 
 
 def _compared(points: Mapping[str, pd.DataFrame], look: Look) -> tuple[str, pd.DataFrame] | None:
-    """The one line of a run in a comparison: its name, and its points."""
+    """Return the line of a run in a comparison: its name and its points."""
     preferred = [name for name in ("validation", "test") if look.prefers_validation and name in points]
     return next(((name, points[name]) for name in (*preferred, *points)), None)
 
 
 def axes_of(charts: Sequence[Chart], clock: Clock) -> list[Axis]:
-    """What the x axis can show: those of which every point is known."""
+    """Return the meanings of the x axis for which every point has a value."""
     labels = {"step": "step", "time": f"{clock.unit} since the start", "epoch": "epoch"}
     tables = [series.points for chart in charts for series in chart.series]
     known = [name for name in labels if tables and all(table[name].notna().all() for table in tables)]

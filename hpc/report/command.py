@@ -1,4 +1,4 @@
-"""A run's settings, and the command that submits it once more. Pure; runs on the login node."""
+"""A run's settings, and the command that submits it again. Pure; runs on the login node."""
 
 import shlex
 from dataclasses import asdict, fields
@@ -17,7 +17,7 @@ _OF_ONE_RUN = frozenset({"name", "id", "mlflow-run", "has-default-time"})
 
 
 def submit_command(spec: RunSpec) -> list[str]:
-    """The arguments to type: every setting that is not the default, also those that submit has chosen."""
+    """Return the words to type: every setting that differs from the default, also those that submit has chosen."""
     if spec.evaluation is not None:
         return _evaluate_command(spec, spec.evaluation)
     script = ["--", *spec.script] if spec.script else []
@@ -26,9 +26,9 @@ def submit_command(spec: RunSpec) -> list[str]:
 
 
 def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
-    """The arguments of the same evaluation; nothing that it takes from the other run by itself is left out."""
+    """Return the words that start the same evaluation, with all that it takes from the other run by itself."""
     flags = [task.source, *([f"--checkpoint={task.checkpoint}"] if task.checkpoint else [])]
-    # A run's own data are not named: nothing of other data is held out.
+    # A run's own data are not named: with named data, no part would be held out.
     flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
     flags += [] if task.split == "auto" else [f"--split={task.split}"]
     flags += [f"--cluster={spec.cluster}", *words_of(changed(values_of(spec.resources)))]
@@ -36,7 +36,7 @@ def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
 
 
 def shell_text(command: list[str]) -> str:
-    """The command as one types it in a shell, one flag per line, the user's script with its arguments on one."""
+    """Return the command for a shell, one flag per line. The user's script and its arguments share a line."""
     program, words = " ".join(command[:3]), [shlex.quote(word) for word in command[3:]]
     if "--" in words:
         start = words.index("--")
@@ -45,7 +45,7 @@ def shell_text(command: list[str]) -> str:
 
 
 def flat_settings(spec: RunSpec) -> dict[str, str]:
-    """Every setting of a run by its flag's name."""
+    """Return every setting of a run by its flag's name."""
     settings = {"script" if name == "program" else name: value for name, value in asdict(spec).items()}
     settings["script"] = spec.script
     training = settings.pop("training") or dict.fromkeys(field.name for field in fields(Training))

@@ -6,50 +6,50 @@ from math import isfinite
 
 import pandas as pd
 
-UNKNOWN = "–"  # noqa: RUF001 - a dash, as in any printed table
+UNKNOWN = "–"  # noqa: RUF001 - a dash, as in a printed table
 
 
 def known(value: object) -> bool:
-    """Whether there is a value: not None, NA, NaN, infinite or empty."""
+    """Return whether there is a value: not None, NA, NaN, infinite or empty."""
     if value is None or value is pd.NA:
         return False
     return isfinite(value) if isinstance(value, float) else value != ""
 
 
 def number(value: object, form: str = "{:,.0f}") -> str:
-    """A number."""
+    """Format a number."""
     return form.format(value) if known(value) else UNKNOWN
 
 
 def percent(value: object, digits: int = 2) -> str:
-    """A share, such as 91.25%."""
+    """Format a share: 91.25%."""
     return number(value, f"{{:.{digits}%}}")
 
 
 def significant(value: object) -> str:
-    """A number with six significant digits."""
+    """Format a number with six significant digits."""
     return number(value, "{:.6g}")
 
 
 def text(value: object) -> str:
-    """A text."""
+    """Format a text."""
     return str(value) if known(value) else UNKNOWN
 
 
 def cause(value: object) -> str:
-    """A cause, such as time limit."""
+    """Format a cause: time limit."""
     return text(value).replace("_", " ")
 
 
 def moment(seconds: object) -> str:
-    """A time in seconds since the epoch, by the clock of this machine."""
+    """Format seconds since the epoch as a time by the clock of this machine."""
     if not isinstance(seconds, int | float) or not isfinite(seconds):
         return UNKNOWN
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def duration(seconds: object) -> str:
-    """A duration: 0.4 s, 12 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
+    """Format a duration: 0.4 s, 12 s, 3 min 20 s, 5 h 12 min, 2 d 3 h."""
     if not isinstance(seconds, int | float) or not isfinite(seconds):
         return UNKNOWN
     if seconds < 10:
@@ -61,12 +61,12 @@ def duration(seconds: object) -> str:
 
 
 def hours(value: object) -> str:
-    """Hours, of GPUs: 0.04, 12.5, 1,300."""
+    """Format hours of GPUs: 0.04, 12.5, 1,300."""
     return number(value, "{:,.0f}" if known(value) and value >= 100 else "{:.3g}")  # type: ignore[operator]  # a number
 
 
 def plural(count: int | None, noun: str) -> str:
-    """A count with its noun: 1 step, 2 steps; also one that is not known."""
+    """Format a count, which may be unknown, with its noun: 1 step, 2 steps."""
     return f"{number(count)} {noun}{'s' * (count != 1)}"
 
 

@@ -1,4 +1,4 @@
-"""Reads what the page and the CSV tables of a run show; times are seconds since the epoch. Runs on the login node."""
+"""Reads a run's data for the page and the CSV tables; times are seconds since the epoch. Runs on the login node."""
 
 import json
 import re
@@ -42,7 +42,7 @@ _FILES = {
     "interruptions.csv": "interruptions", "classes.csv": "classes",
 }  # fmt: skip
 _TEXT = {"split", "job_id", "nodes", "cause", "detail", "node", "class", "most_often_confused_with"}
-# The rows that are read or written at a time.
+# Number of rows to read or write at a time.
 _PART_ROWS = 2000
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 
@@ -51,7 +51,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run, read. Tables have the columns above, whatever the files lack."""
+    """One run's data. Tables have the columns above, even if the files lack them."""
 
     run: RunDir
     summary: Summary
@@ -59,7 +59,7 @@ class RunRecord:
     train: pd.DataFrame
     evaluations: pd.DataFrame
     other_metrics: Mapping[str, pd.DataFrame]
-    """Those of the other files in `metrics/`, by name."""
+    """The tables of the other files in `metrics/`, by name."""
     attempts: pd.DataFrame
     interruptions: pd.DataFrame
     classes: pd.DataFrame
@@ -70,7 +70,7 @@ class RunRecord:
     revision: str | None
     """The git revision of the code."""
     notes: list[str]
-    """What is missing or damaged, in sentences."""
+    """Sentences about missing or damaged files."""
 
     @property
     def best_validation(self) -> float:
@@ -84,16 +84,16 @@ class RunRecord:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The last line of the training's metrics; empty before the first, and without what is not known."""
+        """The last line of the training's metrics, without unknown values; empty before the first."""
         return {} if self.train.empty else dict(self.train.iloc[-1].dropna())
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing follows."""
+        """Whether the run has ended for good."""
         return self.summary.state in TERMINAL
 
     def ended(self, now: float) -> float:
-        """The end of the last attempt, or now; seconds since the epoch."""
+        """Return the end of the last attempt, or now, in seconds since the epoch."""
         ended = None if self.attempts.empty else self.attempts["ended"].iloc[-1]
         if ended is not None and not pd.isna(ended) and self.has_ended:
             return float(ended)
@@ -101,12 +101,12 @@ class RunRecord:
 
     @property
     def began(self) -> float | None:
-        """The start of the first attempt; seconds since the epoch."""
+        """The start of the first attempt, in seconds since the epoch."""
         return None if self.attempts.empty else float(self.attempts["started"].iloc[0])
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """None for a user's script, and before the training has started."""
+        """The steps of an epoch; None for a user's script, and before the training has started."""
         total = self.summary.total_steps
         return total / self.spec.train.epochs if total and self.spec and self.spec.train else None
 
@@ -116,15 +116,15 @@ class RunRecord:
         return begin is not None and Path(begin).is_relative_to(other.run.checkpoints)
 
     def periods(self, now: float) -> list[Period]:
-        """What the run did when."""
+        """Return the periods of the run."""
         own_script = self.spec is not None and self.spec.train is None
         return periods_of(self.history, interruptions_of(self.history), self.ended(now), own_script=own_script)
 
 
 def gather(run: RunDir, summary: Summary) -> RunRecord:
-    """Read a run. A missing or damaged file is no error, but a note."""
+    """Read a run. A missing or damaged file makes a note, not an error."""
     notes = list[str]()
-    # The summary reports what is wrong with the spec.
+    # The summary reports any damage of the spec.
     spec = _try([], run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
     train = _lines(notes, run.train_metrics, TRAIN)
     evaluations = _lines(notes, run.eval_metrics, EVALUATIONS)
@@ -170,7 +170,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
 
 
 def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | None:
-    """Read a file; None if it does not exist or, with a note, is damaged."""
+    """Read a file. Returns None if it does not exist or, with a note, if it is damaged."""
     if not path.exists():
         return None
     try:
@@ -181,16 +181,16 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | N
 
 
 def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """A file of metrics: these columns, and all others that have a number; one row for each step, the last written."""
+    """Read a file of metrics: these columns and all others with numbers; the last written row of each step."""
     found = _read_lines(notes, path, columns)
     steps = found["step"]
     finite = np.isfinite(steps)
-    # A script that starts again from a checkpoint writes steps once more.
+    # A script that restarts from a checkpoint writes its steps again.
     kept = finite & (steps <= np.minimum.accumulate(np.where(finite, steps, np.inf)[::-1])[::-1])
     if (np.diff(steps[kept]) == 0).any():
         keys = pd.DataFrame({name: found[name] for name in ("step", "split") if name in found})
         kept[kept] = ~keys[kept].duplicated(keep="last").to_numpy()
-    # Column by column: a second copy of all columns would take twice the memory.
+    # Columns are copied one by one: a second copy of all would take twice the memory.
     return pd.DataFrame({name: found.pop(name)[kept] for name in list(found)}, copy=False)
 
 
@@ -219,7 +219,7 @@ def _read_lines(notes: list[str], path: Path, columns: Sequence[str]) -> dict[st
 
 
 def _records(notes: list[str], path: Path) -> Iterator[dict[str, Any]]:
-    """The whole records of a file, with a note in the end on those that are damaged."""
+    """Yield the whole records of a file. At the end, add a note about damaged ones."""
     total = damaged = 0
     for _, record in numbered_json_lines(path):
         total += 1
@@ -232,7 +232,7 @@ def _records(notes: list[str], path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _table(rows: Sequence[dict[str, Any]] | pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """A table of exactly these columns; all but those of text are numbers."""
+    """Return a table of exactly these columns; all columns except those in `_TEXT` are numbers."""
     table = pd.DataFrame(rows).reindex(columns=list(columns))
     for column in columns:
         values = table[column]
@@ -241,7 +241,7 @@ def _table(rows: Sequence[dict[str, Any]] | pd.DataFrame, columns: Sequence[str]
 
 
 def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_test: bool, samples: int) -> list[str]:
-    """What a page cannot show, and why, in sentences."""
+    """Return sentences about what a page cannot show, and why."""
     script, complete = spec is not None and bool(spec.script), summary.state == "completed"
     over = summary.state in TERMINAL
     evaluates = spec is not None and spec.evaluation is not None
@@ -265,8 +265,8 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
 
 
 def read_confusion(path: Path) -> pd.DataFrame:
-    """The confusion matrix; a ValueError if it is damaged."""
-    # A class may be called NA, or have a number for a name.
+    """Return the confusion matrix. Raises ValueError if it is damaged."""
+    # The name of a class may be NA, or a number.
     cells = pd.read_csv(path, header=None, dtype=str, keep_default_na=False)
     names = [csv_text(cell) for cell in cells.iloc[1:, 0]]
     if names != [csv_text(cell) for cell in cells.iloc[0, 1:]] or not names:
@@ -275,7 +275,7 @@ def read_confusion(path: Path) -> pd.DataFrame:
 
 
 def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
-    """For each class: its images, how many were predicted correctly, and the most frequent wrong prediction."""
+    """Return for each class its images, the number of correct predictions, and the most frequent wrong prediction."""
     if confusion is None:
         return _table([], CLASSES)
     counts = confusion.to_numpy()
@@ -294,7 +294,7 @@ def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """The sample predictions; a ValueError if they are damaged, a KeyError if they are of another version."""
+    """Return the sample predictions. Raises ValueError if damaged, and KeyError if of another version."""
     found: list[dict[str, Any]] = [
         {
             **{key: str(sample[key]) for key in ("kind", "name", "true", "predicted", "png")},
@@ -308,7 +308,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
-    """Return the text, in parts, of the CSV tables next to the page, by file name.
+    """Return the CSV tables next to the page, each as parts of text, by file name.
 
     The first column is the run's name. A table exists even without rows.
     """
@@ -334,7 +334,7 @@ def _csv(records: Sequence[RunRecord], tables: Sequence[pd.DataFrame]) -> Iterat
 
 
 def labels_of(records: Sequence[RunRecord]) -> list[str]:
-    """Each run's name, or its directory where two runs have the same name."""
+    """Return each run's name, or its directory if several runs have the same name."""
     names = [record.run.name for record in records]
     return [
         name if names.count(name) == 1 else str(record.run.path) for name, record in zip(names, records, strict=True)

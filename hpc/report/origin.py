@@ -1,4 +1,4 @@
-"""What a run was made from and what it cost: the head of its page. Pure; runs on the login node."""
+"""The origin of a run and its cost: the head of its page. Pure; runs on the login node."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _NO_REPOSITORY = "in no git repository"
 
 
 def provenance(record: RunRecord) -> list[tuple[str, str]]:
-    """Names and values; what is not known is left out."""
+    """Return names and values, without unknown ones."""
     newest = record.history.last(Software) or Software()
     checked = record.history.of(Preflight)
     commit, _, dirty = (record.revision or _NO_REPOSITORY).partition("+")
@@ -37,12 +37,11 @@ def provenance(record: RunRecord) -> list[tuple[str, str]]:
 
 
 def _recipe(record: RunRecord) -> str | None:
-    """Return the name of the recipe that the flags of a training are based on."""
     return record.spec.training.recipe if record.spec and record.spec.training else None
 
 
 def how_to_get_the_code(record: RunRecord) -> str:
-    """From which commit and recipe the command makes the same run, in a sentence."""
+    """Return a sentence about the commit and the recipe with which the command makes the same run."""
     commit, _, dirty = (record.revision or "").partition("+")
     named = _recipe(record)
     recipe = f"its flags are based on recipe {named}" if named else ""
@@ -54,10 +53,10 @@ def how_to_get_the_code(record: RunRecord) -> str:
 
 
 def cost(record: RunRecord, now: float) -> dict[str, Any]:
-    """The wait in the queue, and the GPU-hours by part, in all and with a color each."""
+    """Return the wait in the queue, and the GPU-hours in all and by part, each with a color."""
     periods = record.periods(now)
     gpus = record.spec.resources.num_gpus if record.spec else 0
-    # Without GPUs a node has one rank.
+    # A node without GPUs has one rank.
     hours = gpu_hours(record.history, periods, gpus or 1, record.last_logged, record.summary.steps_lost)
     waits = [period.seconds for period in periods if period.kind == "queue"]
     return {

@@ -1,4 +1,4 @@
-"""Prepares what the templates show on a run's page and on a comparison's. Pure; runs on the login node."""
+"""Prepares the data of the templates for a run's page and a comparison's. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,9 +21,9 @@ from training.config.dataset_layout import title_of
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import highest_learning_rate
 
-# Nobody reads a matrix of more classes than this, and a thousand would make a page of a million cells.
+# Nobody reads a matrix of more classes, and a thousand classes would make a page of a million cells.
 _MAX_CLASSES, _MAX_LISTED = 30, 20
-# More columns would not fit next to the results.
+# More setting columns would not fit next to the results.
 _MOST_SETTING_COLUMNS = 6
 _RECOVERY = {
     "notice": "until the failure was noticed and all processes had ended",
@@ -45,7 +45,7 @@ _RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)} 
 
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
-    """The HTML of the page of a run; `tables` names the CSV files beside it, `now` is in seconds since the epoch."""
+    """Return the HTML of a run's page. `tables` names the CSV files beside it, `now` is in seconds since the epoch."""
     spec = record.spec
     return render(
         "run.html",
@@ -58,7 +58,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         reload_seconds=None if record.has_ended else RELOAD_SECONDS,
         provenance=provenance(record),
         cost=cost(record, now),
-        # An evaluation is one number for each curve.
+        # An evaluation would have curves of a single point.
         plots=plots_of([] if spec and spec.evaluation else [record], now),
         evaluation=_evaluation(record),
         several_attempts=len(record.attempts) > 1,
@@ -78,7 +78,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
 def comparison_page(
     records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
 ) -> str:
-    """The HTML of the page that compares runs; `links` lead to their own pages, for those that have one."""
+    """Return the HTML of the page that compares runs; `links` lead to the runs' own pages, if they exist."""
     labelled = list(zip(labels_of(records), records, strict=True))
     differing = _differing_settings({label: record.spec for label, record in labelled if record.spec})
     few = len(differing) <= _MOST_SETTING_COLUMNS
@@ -88,7 +88,7 @@ def comparison_page(
         now=now,
         reload_seconds=None if all(record.has_ended for record in records) else RELOAD_SECONDS,
         runs=_runs(labelled, links, now, differing),
-        # Many settings are rows of a separate table.
+        # Many settings become rows of a separate table.
         setting_columns=[(name, f"setting {name}", "wrapped") for name in differing if few],
         run_columns=[(label, label, "wrapped") for label, _ in labelled],
         settings=[]
@@ -106,7 +106,7 @@ def comparison_page(
 
 
 def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
-    """What was trained, and on how many GPUs."""
+    """Return what was trained, and on how many GPUs."""
     nodes, resources = spec.resources.nodes, spec.resources
     gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
     gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if on_cpu else gpus
@@ -123,21 +123,21 @@ def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
 
 
 def _evaluation(record: RunRecord) -> dict[str, Any] | None:
-    """The result of an evaluation; None for a training, and before its end."""
+    """Return the result of an evaluation; None for a training, and before its end."""
     if record.spec is None or record.spec.evaluation is None or record.evaluations.empty:
         return None
     return dict(record.evaluations.iloc[-1])
 
 
 def evaluated(task: EvaluationTask) -> str:
-    """Which model was evaluated, in words."""
+    """Say which model was evaluated."""
     which = f"{task.checkpoint} model of " if task.checkpoint in {"best", "last"} else ""
     after = f", after step {task.step:,}" if task.step is not None else ""
     return f"Evaluation of {which}{task.source}{after}"
 
 
 def _test_about(record: RunRecord, images: int, classes: int) -> str:
-    """What the tables of the test are about, in a sentence."""
+    """Return a sentence about the model and images behind the tables of the test."""
     counts = f"{formats.number(images)} images"
     of_classes = f"of {formats.number(classes)} classes"
     task = record.spec.evaluation if record.spec else None
@@ -159,7 +159,7 @@ def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _time_spent(record: RunRecord, now: float) -> list[tuple[str, float, str]]:
-    """The run's time since its submission in parts: name, seconds, color; empty if it is not known."""
+    """Return the parts of the time since the submission: name, seconds, color. Empty if unknown."""
     trained = record.train["train_seconds"].max()
     if pd.isna(trained):
         return []
@@ -180,7 +180,7 @@ def _by_cause(interruptions: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
-    """What each group of interruptions cost, by the parts of the recovery."""
+    """Return the cost of each group of interruptions, by the parts of the recovery."""
     return [
         {
             "name": name,
@@ -197,13 +197,13 @@ def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
 
 
 def _recovery_legend(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Color, name and meaning of the parts that took time."""
+    """Return the color, name and meaning of the parts that took time."""
     used = {part for group in groups for part, seconds, _ in group["parts"] if seconds > 0}
     return [(_RECOVERY_COLORS[part], part.replace("_", " "), _RECOVERY[part]) for part in PARTS if part in used]
 
 
 def _test(record: RunRecord) -> dict[str, Any]:
-    """The worst classes first, and the confusion matrix or, of many classes, the pairs that were confused most."""
+    """Return the worst classes first, and the confusion matrix or, for many classes, the most confused pairs."""
     classes, confusion = record.classes, record.confusion
     few = len(classes) <= _MAX_CLASSES
     rows = classes.sort_values("accuracy").head(len(classes) if few else _MAX_LISTED).to_dict("records")
@@ -261,7 +261,7 @@ def _runs(
 
 
 def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, Any]:
-    """The accuracy of each class in each run, if they have the same few classes."""
+    """Return the accuracy of each class in each run, if they have the same few classes."""
     tested = [(label, record.classes) for label, record in labelled if len(record.classes)]
     names = {tuple(classes["class"]) for _, classes in tested}
     if len(names) != 1 or len(tested) < 2 or len(tested[0][1]) > _MAX_CLASSES:

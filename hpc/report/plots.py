@@ -1,7 +1,7 @@
-"""The figures as Bokeh draws them in the reader's browser, and the data that it needs. Runs on the login node.
+"""The figures, which Bokeh draws in the reader's browser, and their data. Runs on the login node.
 
 The page has all points, for each x axis and each degree of smoothing; `templates/page.js` chooses among these columns.
-Colors are those of the light page: in dark mode the style sheet inverts whole figures.
+Colors are for the light page: in dark mode the style sheet inverts whole figures.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,52 +40,52 @@ COLORS = {
     "s7": "#7a5c00", "s8": "#55606e", "failure": "#c62828", "outside": "#b58100", "queue": "#7048a8",
     "soft": "#55606e", "rule": "#c3cad4", "shade": "#c9d2de",
 }  # fmt: skip
-"""Of lines, periods and the frame; the style sheet has them as variables."""
+"""Colors of lines, periods and the frame; the style sheet has them as variables."""
 DEFAULT_SMOOTHING = "medium"
 MOST_FIGURES = 40
-# The most points of all lines together.
+# The largest number of points of all lines together.
 _ALL_POINTS = 16_000
-# Causes from outside the run.
+# Causes that come from outside the run.
 _EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
 _FONT = {"text_font": "system-ui, sans-serif", "text_font_size": "12px", "text_color": COLORS["soft"]}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plots:
-    """What the template shows of the figures."""
+    """The figures of a page, for the template."""
 
     charts: Sequence[Chart]
     axes: Sequence[Axis]
-    """What the x axis can show."""
+    """The meanings of the x axis."""
     has_trends: bool
     left_out: Sequence[str]
     """Titles of figures that would make the page too large."""
     data: dict[str, Any]
-    """For `templates/page.js`: Bokeh's document, and the element of each figure."""
+    """The input of `templates/page.js`: Bokeh's document, and the element of each figure."""
 
 
 def bokeh_script() -> str:
-    """Bokeh's own script, to embed in the page."""
+    """Return Bokeh's own script, to embed in the page."""
     (script, *_) = Resources(mode="inline", components=["bokeh"]).js_raw
     return script
 
 
 def plots_of(records: Sequence[RunRecord], now: float) -> Plots:
-    """The figures of one or more runs; none without data."""
+    """Return the figures of one or more runs; none without data."""
     clock = clock_for(records, now)
     charts = charts_of(records, clock)
     shown = charts[:MOST_FIGURES]
     axes = axes_of(shown, clock)
     most = min(MOST_POINTS, _ALL_POINTS // max(1, sum(len(chart.series) for chart in shown)))
     marks = _marks(records[0], clock, now) if len(records) == 1 else []
-    # The same steps in all figures, so that what happened at one is found in the others.
+    # All figures have the same steps, so that an event in one is found in the others.
     x_range = _range(axes[0]) if axes else Range1d()
     figures = [_draw(chart, most, marks, x_range, axes) for chart in shown]
     return _placed(shown, figures, axes, [chart.look.title for chart in charts[MOST_FIGURES:]])
 
 
 def plots_by(charts: Sequence[tuple[Chart, Axis]]) -> Plots:
-    """Draw figures that each have their own x axis."""
+    """Return figures that each have their own x axis."""
     figures = [_draw(chart, MOST_POINTS, (), _range(axis), [axis]) for chart, axis in charts]
     return _placed([chart for chart, _ in charts], figures)
 
@@ -135,7 +135,7 @@ def _draw(chart: Chart, most: int, marks: Sequence[dict[str, Any]], x_range: Ran
     drawn.add_tools(
         HoverTool(
             renderers=lines,
-            # Above each other, many would hide the figure.
+            # Many labels above each other would hide the figure.
             mode="vline" if len(lines) <= 4 and all(one.has_line for one in chart.series) else "mouse",
             tooltips=[("", "@label" if labelled else "$name"), (chart.look.title, value), *places],
             formatters={"@value": "printf"},
@@ -175,10 +175,10 @@ def _has_trend(series: Series) -> bool:
 
 
 def _draw_series(drawn: figure, series: Series, most: int) -> Any:
-    """Draw a line, and return what the reader can point at: a noisy one is faint, behind its trend."""
+    """Draw a line, and return the part at which the reader can point. A noisy line is faint, behind its trend."""
     has_trend, color = _has_trend(series), COLORS[series.color]
     points = series.points.loc[extremes(series.points["value"], most)]
-    # 32 bits are more than an eye sees, and half of the page.
+    # 32 bits are more than an eye sees, and halve the page.
     numbers = points.select_dtypes("number").astype("float32")
     source = ColumnDataSource({name: numbers.get(name, column).to_numpy() for name, column in points.items()})
     common: dict[str, Any] = {"x": "step", "source": source, "color": color, "name": series.name}
@@ -197,7 +197,7 @@ def _draw_series(drawn: figure, series: Series, most: int) -> Any:
 
 
 def _marks(record: RunRecord, clock: Clock, now: float) -> list[dict[str, Any]]:
-    """Strips behind the lines, from and to a step, time and epoch: every other attempt, interruptions, the queue."""
+    """Return strips behind the lines, with step, time and epoch: every other attempt, interruptions, the queue."""
     per_epoch, began = record.steps_per_epoch or np.nan, record.began or np.nan
 
     def strip(color: str, steps: tuple[float, float], times: tuple[float, float], text: str = "") -> dict[str, Any]:

@@ -20,7 +20,7 @@ from hpc.report.plots import COLORS, DEFAULT_SMOOTHING, Plots, bokeh_script, plo
 
 Column = tuple[str, Any, str]
 """The title of a column, its key in the rows, and the kind of its cells."""
-# The CSS class of a column by the kind of its cells; other kinds are numbers.
+# The CSS class of a column by the kind of its cells; all other kinds are numbers.
 _SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words", "wrapped": "wrapped"}
 _KINDS = {"words": "text", "wrapped": "text", "digits": "text", "meter": "percent", "run": "text", "state": "text"}
 
@@ -59,11 +59,11 @@ class GroupPage:
     kind: str
     headline: Sequence[str]
     findings: Sequence[str]
-    """Sentences on the results."""
+    """Sentences about the results."""
     shell: str = ""
-    """A command to type; empty: none."""
+    """A command to type; empty if there is none."""
     results: Sequence[tuple[str, Sequence[Column], Sequence[dict[str, Any]]]]
-    """Tables: the title, the columns and the rows of each."""
+    """Tables, each with title, columns and rows."""
     shares: Sequence[tuple[str, Sequence[tuple[str, float, str]]]] = ()
     """The parts of the time of each run: name, share and color."""
     figures_title: str

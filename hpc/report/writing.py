@@ -15,7 +15,7 @@ from hpc.status.printing import summaries
 
 
 def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
-    """Where the page goes; its directory is made. Raises UserError if it cannot be, or is another user's."""
+    """Return the path of the page, and make its directory. Raises UserError if this fails or it is another user's."""
     if output is None and len(runs) == 1:
         try:
             check_is_own(runs[0])  # another user's report/ may be a link to anywhere

@@ -10,29 +10,29 @@ from typing import Any
 
 from hpc.run.causes import Cause, JobState, is_consequence
 
-# The causes after which a run is over without having failed.
+# Causes that end a run without a failure.
 FINAL_CAUSES = frozenset({Cause.COMPLETED, Cause.CANCELLED})
-# A failure at a step that is only so far from that of the one before is at the same step: ranks report the last step
-# that they have finished, and a heartbeat is one step old at most.
+# Two failures at most this many steps apart are at the same step: ranks report the last step that they have finished,
+# and a heartbeat is at most one step old.
 _SAME_STEP = 2
-# Before the ranks start again after the first, second, ... failure without progress. A fault that passes by itself, of
-# storage or a network, lasts longer than a start of the ranks.
+# Pauses before the ranks start again after the first, second, ... failure without progress. A fault of storage or a
+# network that passes by itself lasts longer than a start of the ranks.
 _PAUSES_SECONDS = (0.0, 10.0, 30.0, 90.0)
 _ENDED_FROM_OUTSIDE = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """The budget of some causes together: after so many failures without progress, a run has failed."""
+    """The shared budget of some causes: a run fails after this many failures without progress."""
 
     causes: frozenset[Cause]
     failures: int
     pauses: bool = False
 
 
-# Causes without a rule come from outside the run and are free: preemptions, requeues.
+# Causes without a rule, such as preemptions and requeues, come from outside the run and are free.
 _RULES = (
-    # Only a person can repair these; after a divergence, the next attempt would diverge at the same step.
+    # Only a person can repair these, except a divergence, which the next attempt would repeat at the same step.
     _Rule(causes=frozenset({Cause.BAD_INPUT, Cause.NO_SPACE, Cause.DIVERGED}), failures=1),
     _Rule(
         causes=frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}),
@@ -55,19 +55,19 @@ class PastInterruption:
 
     cause: str
     step: int | None = None
-    """The last step that was done; None if that is unknown."""
+    """The last step that was done; None if unknown."""
     restored_step: int | None = None
-    """The step from which the interrupted ranks had started; None if they had not yet, and of a user's script."""
+    """The step from which the interrupted ranks had started; None if they had not started, or in a user's script."""
     signature: str | None = None
-    """What the same failure would say the next time; None if two that look alike need not be the same."""
+    """The text by which the same failure is recognized; None if two failures that look alike need not be the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What a run has used of its budgets, by its last interruption."""
+    """The use of a run's budgets, as of its last interruption."""
 
     cause: str | None = None
-    """Of the last interruption; None if there is none."""
+    """The cause of the last interruption; None if there is none."""
     row: tuple[str, ...] = ()
     """The causes since the last progress."""
     is_repeated: bool = False
@@ -75,7 +75,7 @@ class Budget:
 
     @property
     def failures(self) -> int:
-        """Failures without progress of the last one's kind, itself included."""
+        """Failures without progress that share the last one's budget, the last one included."""
         rule = _rule(self.cause)
         return sum(cause in rule.causes for cause in self.row) if rule else 0
 
@@ -88,7 +88,7 @@ class Budget:
 
     @property
     def pause_seconds(self) -> float:
-        """How long the ranks wait before they start again after the last interruption."""
+        """Seconds for which the ranks wait before they start again."""
         rule = _rule(self.cause)
         if rule is None or not rule.pauses:
             return 0.0
@@ -96,7 +96,7 @@ class Budget:
 
     @property
     def used(self) -> list[dict[str, Any]]:
-        """What is used of each budget: causes, failures, of how many."""
+        """For each budget in use: its causes, its failures, and the number that it allows."""
         found = [(rule, [cause for cause in self.row if cause in rule.causes]) for rule in _RULES]
         return [
             {"causes": list(dict.fromkeys(own)), "failures": len(own), "budget": rule.failures}
@@ -106,11 +106,11 @@ class Budget:
 
 
 def budget_after(history: Iterable[PastInterruption]) -> Budget:
-    """The budget after all interruptions and ends of a run, in order.
+    """Return the budget after all interruptions and ends of a run, in order.
 
-    Ranks that start from a later step than those of the failure before show progress: steps that were done and lost
-    are none. A user's script, whose steps are unknown, made some if it was ended from outside. A time limit counts
-    only if its attempt did no step, for example when staging takes longer than the limit.
+    Ranks that start from a later step than the ranks of the failure before show progress; steps that were done and lost
+    do not. A user's script, whose steps are unknown, has made progress if it was ended from outside. A time limit
+    counts only if its attempt did no step, for example because staging takes longer than the limit.
     """
     budget, before, restored = Budget(), None, 0
     for one in history:
@@ -129,8 +129,8 @@ def budget_after(history: Iterable[PastInterruption]) -> Budget:
 
 
 def _is_same(one: PastInterruption, other: PastInterruption) -> bool:
-    """Whether two failures are the same: of one signature, at the same step if that is known."""
-    # A time limit has none; it is a failure only where no step was done.
+    """Return whether two failures have the same signature and happened at the same step, if that is known."""
+    # A time limit has no signature; it is a failure only if no step was done.
     known = one.signature is not None or one.cause == Cause.TIME_LIMIT
     if not known or (one.cause, one.signature) != (other.cause, other.signature):
         return False
@@ -138,16 +138,16 @@ def _is_same(one: PastInterruption, other: PastInterruption) -> bool:
 
 
 def signature_of(message: str) -> str:
-    """What stays of a message from one time to another: its numbers and addresses change."""
+    """Return a message without its numbers and addresses, which change from one failure to the next."""
     return re.sub(r"0x[0-9a-fA-F]+|\d+", "#", message)
 
 
 def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, step: int | None) -> str | None:
-    """The signature of a rank's failure; None if two that look alike need not be the same.
+    """Return the signature of a rank's failure; None if two failures that look alike need not be the same.
 
-    A lost peer says nothing of what the peer died of. A SIGKILL comes from outside, and one rank after the other may
-    get one as soon as they are back; what the kernel kills for lack of memory has a cause of its own. Nor does another
-    signal, or a bad node, say enough without the step.
+    The message about a lost peer does not say why the peer died. A SIGKILL comes from outside, and one rank after the
+    other may get one as soon as they are back; a kill for lack of memory has a cause of its own. Another signal, or a
+    bad node, does not say enough without the step.
     """
     killed = signal == "SIGKILL" and cause != Cause.OUT_OF_MEMORY
     if is_consequence(detail) or killed or (step is None and (signal is not None or cause == Cause.BAD_NODE)):
@@ -156,10 +156,10 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
 
 
 def must_requeue(cause: Cause, job_state: JobState, *, may_restart: bool) -> bool:
-    """Whether the agent must ask for the requeue, if the run may restart: Slurm does not do it by itself.
+    """Return whether the agent must ask for the requeue of a run that may restart, because Slurm does not requeue it.
 
-    Slurm requeues a job that lost a node; somebody's requeue is already pending. But it ends a job that still runs or
-    has reached its time limit, and with PreemptMode=CANCEL one that it preempts.
+    Slurm requeues a job that lost a node, and a requeue by somebody else is already pending. But Slurm ends a job that
+    still runs or has reached its time limit, and with PreemptMode=CANCEL one that it preempts.
     """
     not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:

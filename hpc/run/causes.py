@@ -28,7 +28,7 @@ class Cause(StrEnum):
 
 
 class JobState(StrEnum):
-    """Slurm's states of a job, as far as they matter to a run."""
+    """The states of a Slurm job that matter to a run."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -50,23 +50,23 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What the head node's agent knows when torchrun has ended."""
+    """The facts that the head node's agent knows when torchrun has ended."""
 
     finished: bool
-    """The work is complete: `final/` exists, or the user's script exited with 0 without a signal to stop."""
+    """Whether the work is complete: `final/` exists, or the user's script exited with 0 without a signal to stop."""
     cancelled: bool
-    """The user called `hpc cancel`."""
+    """Whether the user called `hpc cancel`."""
     signal: str | None
-    """The first signal to stop."""
+    """The first signal to stop; None if there was none."""
     job_state: JobState
     preempted: bool
-    """Slurm has begun to preempt the job."""
+    """Whether Slurm has begun to preempt the job."""
     failure: Cause = Cause.CRASHED
-    """The cause if nothing outside ended the attempt: the `cause_of_exit` of the first rank to fail, a hang, a lost
+    """The cause if nothing outside ended the attempt: `cause_of_exit` of the first rank to fail, a hang, or a lost
     node."""
 
 
-# What it means that Slurm has put a job into this state by itself.
+# The cause if Slurm by itself has put a job into this state.
 _CAUSE_OF_STATE = {
     JobState.CANCELLED: Cause.CANCELLED,
     JobState.TIMEOUT: Cause.TIME_LIMIT,
@@ -77,7 +77,7 @@ _CAUSE_OF_STATE = {
 
 
 def cause_of(ending: Ending) -> Cause:
-    """The cause of an attempt's end: by what the run itself knows, then by Slurm's state, then by the signal.
+    """Return the cause of an attempt's end: from what the run itself knows, then Slurm's state, then the signal.
 
     `sbatch --signal` sends SIGUSR2 before the time limit; a preemption or requeue sends SIGTERM.
     """
@@ -98,8 +98,8 @@ EXIT_CODES = {
     EXIT_NO_SPACE: Cause.NO_SPACE,
     EXIT_DIVERGED: Cause.DIVERGED,
 }
-"""The causes that the exit codes of our own programs stand for."""
-# Messages of Python, torch and the kernel; torch's CPU allocator writes "can't allocate memory".
+"""The causes for which the exit codes of our own programs stand."""
+# Messages of Python, torch and the kernel about lack of memory. torch's CPU allocator writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
 # NCCL reports that an InfiniBand function "cannot allocate memory" if a process may lock too little (ulimit -l).
 _INFINIBAND = "ibv_"
@@ -109,8 +109,8 @@ _PEER_DIED = re.compile(
     r"by peer|remote (?:worker|process|peer)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
     "|[Ww]atchdog caught collective operation timeout"
 )
-# Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or wrongly set up. A launch
-# failure may also be the program's fault: then it happens at the same step on another node, which ends the run.
+# Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or misconfigured. The program may
+# also cause a launch failure: then it happens at the same step on another node, which ends the run.
 _DEAD_DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|busy or unavailable|launch failure|hardware (?:stack )?error|GPU is lost"
     r"|fallen off the bus|ncclInternalError|internal error - please report|\bXid\b"
@@ -120,22 +120,22 @@ _KILLED_WORKER = "killed by signal: Killed"
 
 
 def is_consequence(detail: str) -> bool:
-    """Whether a rank's last message reports the death of another rank."""
+    """Return whether a rank's last message reports the death of another rank."""
     return _PEER_DIED.search(detail) is not None
 
 
 def is_device_failure(detail: str) -> bool:
-    """Whether a rank's message says that its device, or what drives it, has failed."""
+    """Return whether a rank's message says that its device or the device's driver has failed."""
     return _DEAD_DEVICE.search(detail) is not None and not is_consequence(detail)
 
 
 def cause_of_exit(
     exit_code: int, signal: str | None, out_of_memory: bool, detail: str, exit_codes: Mapping[int, Cause]
 ) -> Cause:
-    """Why a rank failed, from its exit code or the name of the signal that killed it, and the last line of its log.
+    """Return why a rank failed, from its exit code or the signal that killed it, and the last line of its log.
 
-    `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory. `exit_codes`: what those
-    of its program stand for; the others may mean anything.
+    `signal` is a name. `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory.
+    `exit_codes`: the causes for which codes of the rank's program stand; other codes may mean anything.
     """
     if signal is None and exit_code in exit_codes:
         return exit_codes[exit_code]

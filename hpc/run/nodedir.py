@@ -22,25 +22,25 @@ from hpc.base.files import DEV_SHM, UNSUPPORTED
 from hpc.run.ownership import user_name, who_may_rename
 from hpc.run.rundir import RunDir, SubPath
 
-# In the order of preference. /tmp may be a disk: snapshots take longer there, and all else works.
+# In the order of preference. /tmp may be a disk, where snapshots take longer; everything else works.
 _PARENTS = DEV_SHM, Path("/tmp")  # noqa: S108
 _OTHERWISE = "ask an administrator to fix it"
 _MAX_LINKS = 10
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
-# An agent of the previous attempt may not have exited yet.
+# The agent of the previous attempt may not have exited yet.
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
-# The storage of another run may hang.
+# The storage of another run may hang: its removal must not delay this one.
 _REMOVE_SECONDS = 5.0
 
 
 class NoLocksError(TorchrelayError):
-    """A file system has no locks."""
+    """The file system has no locks."""
 
 
 def private_directory(parent: Path, otherwise: str = "use another --stage-dir") -> Path:
-    """Our own directory `torchrelay-<uid>` in a directory that everybody can write to.
+    """Return our own directory `torchrelay-<uid>` in a directory to which everybody can write; make it if needed.
 
-    `otherwise` is what the user can do if it is refused.
+    `otherwise` says what the user can do if it is refused.
 
     Raises:
         TorchrelayError: other users could have made it, could replace it, or can write to it.
@@ -60,17 +60,17 @@ def private_directory(parent: Path, otherwise: str = "use another --stage-dir") 
 
 
 def check_stage_dir(directory: str) -> str:
-    """--stage-dir as the nodes get it: absolute, but for variables, which mean something on the nodes alone."""
+    """Return --stage-dir for the nodes: absolute, unless it begins with a variable, which only the nodes know."""
     if "$" in _VARIABLE.sub("", directory):
         raise UserError(f"--stage-dir is {directory!r}: write variables as $NAME or ${{NAME}}")
     return directory if directory.startswith("$") else str(Path(directory).absolute())
 
 
 def stage_dir_on_node(directory: str, environment: Mapping[str, str]) -> Path:
-    """--stage-dir on this node, with the variables that the job has here.
+    """Return --stage-dir on this node, with the values of the job's variables.
 
     Raises:
-        TorchrelayError: it has no such variable, or there is no such directory.
+        TorchrelayError: the job has no such variable, or there is no such directory.
     """
     host, names = os.uname().nodename, [plain or braced for plain, braced in _VARIABLE.findall(directory)]
     if missing := next((name for name in names if not environment.get(name)), None):
@@ -92,7 +92,7 @@ def _root(parent: Path) -> Path:
 
 
 def _check_path(path: Path, otherwise: str, links: int = 0) -> None:
-    """Refuse a path on which another user could replace a directory."""
+    """Refuse a path in which another user could replace a directory."""
     for part in (*reversed(path.parents), path):
         if problem := who_may_rename(part):
             raise TorchrelayError(f"{problem}: {otherwise}")
@@ -103,15 +103,15 @@ def _check_path(path: Path, otherwise: str, links: int = 0) -> None:
 
 
 def open_lock(path: Path) -> int:
-    """Open a lock file, without taking the lock, and return its descriptor."""
+    """Open a lock file and return its descriptor. Does not take the lock."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock, alone or shared, unless another process holds it. The kernel releases a killed process's.
+    """Take the lock, alone or shared; False if another process holds it. The kernel releases a killed process's lock.
 
     Raises:
-        NoLocksError: the file system has none.
+        NoLocksError: the file system has no locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -132,31 +132,31 @@ class NodeDir:
     path: Path
 
     snapshots = SubPath("snapshots")
-    """The newest snapshots, each a directory like a checkpoint's."""
+    """The newest snapshots; each is a directory like a checkpoint."""
     exits = SubPath("exits")
     """One file for each rank that failed."""
     stopping = SubPath("exits/stopping")
-    """Exists once a user's script has been asked to stop: how its ranks end then is no failure."""
+    """Exists once a user's script has been asked to stop: no end of its ranks then counts as a failure."""
     not_forked = SubPath("exits/not-forked")
     """Exists if the ranks could not be forked from torchrun, and holds the reason."""
     lock = SubPath("lock")
-    """Held by the run's agent on this node."""
+    """The lock that the run's agent on this node holds."""
     run = SubPath("run")
     """A link to the run directory."""
 
     def heartbeat(self, local_rank: int) -> Path:
-        """The newest progress of one rank, for the node agent."""
+        """Return the file with the newest progress of one rank, for the node agent."""
         return self.path / "heartbeats" / f"local-{local_rank}"
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Itself and what is in it, from the outside in."""
+        """The directory itself and the directories in it, from the outside in."""
         return self.path, self.snapshots, self.exits, self.heartbeat(0).parent
 
     def is_needed(self) -> bool:
-        """Whether its run is not over, and has no checkpoint as new as the newest snapshot.
+        """Return whether the run is not over and has no checkpoint as new as the newest snapshot.
 
-        The agent was killed before it could save that one, or the disk was full.
+        The agent was killed before it could save the snapshot, or the disk was full.
         """
         try:
             run = RunDir(self.run.readlink())
@@ -164,7 +164,8 @@ class NodeDir:
             return False
         if _key(run.path) != self.path.name.rpartition("-")[0] or run.final_result.exists():
             return False
-        # Ranks import this module in the environment of a user's script, which lacks what the history needs.
+        # Ranks import this module in the environment of a user's script, where the packages for the history are
+        # missing.
         from hpc.run.events.history import History  # noqa: PLC0415
 
         if History.load(run).is_cancelled_for_good:
@@ -173,7 +174,7 @@ class NodeDir:
 
 
 class HeldNodeDir:
-    """A run's directory on this node, which this process has made or taken over and holds until it closes it."""
+    """A run's directory on this node, which this process has made or taken over, and holds until it closes it."""
 
     def __init__(self, run: Path, node_rank: int) -> None:
         """Make and lock the directory, or take over the one of the run's previous attempt.
@@ -200,7 +201,7 @@ class HeldNodeDir:
             if lock is None:
                 raise TorchrelayError(f"{self.files.path} is in use: another agent of this run is on this node")
             self._lock, self.problem = lock, "; ".join(problems)
-            """Why it is not in memory; empty if it is."""
+            """The reason why the directory is not in memory; empty if it is."""
             return
         raise TorchrelayError("; ".join(problems))
 
@@ -227,7 +228,7 @@ class HeldNodeDir:
         return None
 
     def _is_whole(self, lock: int) -> bool:
-        """Whether nothing was removed, or replaced, since this process has taken the lock."""
+        """Return whether nothing was removed or replaced since this process took the lock."""
         try:
             same = os.path.samestat(self.files.lock.stat(), os.fstat(lock))
         except FileNotFoundError:
@@ -235,12 +236,13 @@ class HeldNodeDir:
         return same and all(directory.is_dir() for directory in self.files.directories)
 
     def restore(self) -> bool:
-        """Make again what was removed, and return whether something was.
+        """Create what was removed, and return whether something was.
 
         systemd (RemoveIPC=yes, at the user's logout) and some clusters' epilogs empty /dev/shm under a running job.
 
         Raises:
-            TorchrelayError: somebody else has taken its place; an OSError, if it cannot be made.
+            TorchrelayError: somebody else has made the directory.
+            OSError: it cannot be made.
         """
         if self._is_whole(self._lock):
             return False
@@ -252,14 +254,14 @@ class HeldNodeDir:
         return True
 
     def close(self, *, remove: bool) -> None:
-        """Let go of it; with `remove`, remove it first."""
+        """Release the directory, or remove it first."""
         if remove:
             shutil.rmtree(self.files.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _key(run: Path) -> str:
-    """Identifies a run, not only its path: a deleted run directory may have been replaced by another run's."""
+    """Return a key of a run. Its path alone is none: another run may have replaced a deleted run directory."""
     digest = hashlib.sha256(os.fsencode(run))
     spec = RunDir(run).spec
     if spec.exists():
@@ -268,13 +270,13 @@ def _key(run: Path) -> str:
 
 
 def _newest_step(directory: Path) -> int:
-    """The step of the newest checkpoint or snapshot in a directory; -1 if there is none."""
+    """Return the step of the newest checkpoint or snapshot in a directory; -1 if there is none."""
     steps = (path.name.removeprefix("step-") for path in directory.glob("step-*"))
     return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
 
 def node_dirs(run: Path) -> list[NodeDir]:
-    """A run's directories on this machine: one, or one for each pretended node."""
+    """Return a run's directories on this machine: one, or one for each pretended node."""
     found = list[Path]()
     for parent in _PARENTS:
         with contextlib.suppress(TorchrelayError, OSError):
@@ -285,14 +287,14 @@ def node_dirs(run: Path) -> list[NodeDir]:
 def _remove_abandoned(root: Path, own: NodeDir) -> None:
     for found in root.iterdir():
         other = NodeDir(found)
-        # Staged data, which share the directory if there is no /dev/shm, have no such lock.
+        # Staged data are in the same directory if there is no /dev/shm, and have no such lock.
         if found.name.startswith(own.path.name.rpartition("-")[0]) or not other.lock.exists():
             continue
         try:
             descriptor = open_lock(other.lock)
         except FileNotFoundError:
             continue  # another agent has just removed it
-        # The storage of another run may not answer: then its directory stays.
+        # The storage of the other run may not answer: then its directory stays.
         with contextlib.suppress(OSError, NoLocksError):
             if try_lock(descriptor) and not other.is_needed():
                 shutil.rmtree(found, ignore_errors=True)

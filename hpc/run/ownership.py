@@ -1,4 +1,4 @@
-"""Whose a file or directory is, and who else can change it. Runs everywhere."""
+"""The owners of files and directories, and who else can change them. Runs everywhere."""
 
 import os
 import pwd
@@ -12,10 +12,10 @@ from hpc.run.rundir import RunDir
 def check_is_own(run: RunDir) -> None:
     """Refuse to act on a run that another user made or can change: its script and its code run as this user.
 
-    What is missing is no problem: nobody else can add it.
+    A missing file is no problem: nobody else can add it.
 
     Raises:
-        UserError: it is another user's, or others can write to it.
+        UserError: the run is another user's, or others can write to it.
     """
     revised = run.path.glob("spec-*.json")
     for path in (run.path, run.script, run.spec, *revised, run.environment, run.events, run.code):
@@ -37,7 +37,7 @@ def check_is_own(run: RunDir) -> None:
 
 
 def other_owner(path: Path) -> str | None:
-    """The name of the user to whom a file or directory belongs, if that is not this user; None also if it is gone."""
+    """Return the name of a file's owner if that is not this user; None also if the file is gone."""
     try:
         owner = path.stat().st_uid
     except OSError:
@@ -46,16 +46,16 @@ def other_owner(path: Path) -> str | None:
 
 
 def others_may_write(status: os.stat_result) -> bool:
-    """Whether other users than the owner can write to a file or directory."""
+    """Return whether users other than the owner can write to a file or directory."""
     # A group with the user's own name and number has no other members.
     own_group = status.st_gid == os.getgid() == os.getuid()
     return bool(status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not own_group))
 
 
 def who_may_rename(directory: Path) -> str | None:
-    """Which other users can rename what is in a directory, as a sentence; None if nobody can.
+    """Return a sentence about other users who can rename the contents of a directory; None if nobody can.
 
-    The owner of `/` administers the machine; inside a user namespace that need not be user 0. Of a symbolic link, only
+    The owner of `/` administers the machine; inside a user namespace that need not be user 0. For a symbolic link, only
     the owner counts.
     """
     status = directory.lstat()
@@ -68,7 +68,7 @@ def who_may_rename(directory: Path) -> str | None:
 
 
 def user_name(uid: int) -> str:
-    """The name of a user, or the number of one without a name."""
+    """Return the name of a user, or a text with the number if there is no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -1,4 +1,4 @@
-"""RunSpec: one run with everything resolved, as its spec in force holds it; the flags of its resources and recovery."""
+"""RunSpec: one run with everything resolved, as in its spec in force; the flags of its resources and recovery."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ from training.config.training_spec import Training, trainer_program
 
 Cluster = Literal["slurm", "local"]
 Service = Literal["wandb", "mlflow"]
-"""Where metrics can be sent."""
+"""Services that can get the metrics."""
 
-# The options of sbatch that --sbatch may not set, and what to do instead.
+# The options of sbatch that --sbatch may not set, with advice.
 MANAGED_SBATCH = {
     "nodes": "use --nodes instead", "ntasks": "use --nodes and --gpus-per-node instead",
     "ntasks-per-node": "use --gpus-per-node instead", "gpus-per-node": "use --gpus-per-node instead",
@@ -43,19 +43,20 @@ MANAGED_SBATCH = {
     "wait": "use --wait instead", "test-only": "use --dry-run instead",
     "wrap": "to run a script of your own, use -- script.py ARGS",
 }  # fmt: skip
-# As sbatch takes them, and sinfo prints them.
+# The forms that sbatch takes and sinfo prints.
 _GPUS = re.compile(r"((?P<type>[^\s:,=()]+):)?(?P<count>\d+)")
 _MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
-# What Slurm takes for something much smaller than most people mean: pattern, Slurm's unit, what to type.
+# Times that Slurm takes for much smaller ones than most people mean: pattern, Slurm's unit, what to type.
 _UNCLEAR_TIMES = (
     (r"\d+", "minutes", "{0}h or {0}m"),
     (r"\d+:\d+", "minutes and seconds", "{0}:00 for hours, or 00:{0}"),
 )
 _UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is all the memory of a node
 _LONGEST_NAME = 100
-# Of one run on a node: control channel, staging of data and environment, rendezvous, the ranks' store; and other runs.
+# The ports of one run on a node (control channel, staging of data and environment, rendezvous, the ranks' store), and
+# of other runs.
 _MIN_PORTS = 10
-# The requeue itself takes some of it; sbatch holds the number in 16 bits.
+# The requeue itself takes a part of the lead; sbatch holds the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
 
@@ -108,7 +109,7 @@ class Resources:
                 raise UserError(f"--sbatch {option!r}: use KEY=VALUE, such as mail-type=END, or KEY, such as exclusive")
             if key in MANAGED_SBATCH:
                 raise UserError(f"--sbatch {key}: {MANAGED_SBATCH[key]}")
-            # sbatch would ignore it silently: both set the same field of the job.
+            # sbatch would silently ignore --gres: both set the same field of the job.
             if key == "gres" and self.num_gpus and re.search(r"(^|,)(gres:)?gpu\b", given):
                 raise UserError(f"--sbatch {option}: use --gpus-per-node instead, for example --gpus-per-node a100:2")
 
@@ -129,17 +130,17 @@ class Resources:
 
     @property
     def gpu_type(self) -> str | None:
-        """The type that they must have; None: any."""
+        """The required type of the GPUs; None for any."""
         return self.gpus_per_node.rpartition(":")[0] or None
 
     @property
     def ranks_per_node(self) -> int:
-        """One per GPU; without GPUs one."""
+        """Ranks of a node: one per GPU, or one without GPUs."""
         return self.num_gpus or 1
 
     @property
     def cpus_per_node(self) -> int:
-        """CPUs of the one task per node; `cpus_per_gpu` must be resolved by now."""
+        """CPUs of the one task per node. `cpus_per_gpu` must be resolved."""
         return self.ranks_per_node * (self.cpus_per_gpu or 1)
 
 
@@ -216,7 +217,7 @@ class Network:
 
     @property
     def ports(self) -> range:
-        """The ports of `port_range`; none: the kernel chooses."""
+        """The ports of `port_range`; an empty range lets the kernel choose."""
         return port_range(self.port_range or "")
 
 
@@ -238,64 +239,64 @@ class Notification:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One run, resolved."""
+    """One run with everything resolved."""
 
     name: str
     cluster: Cluster
     resources: Resources
     has_default_time: bool = False
-    """Whether nobody has given --time: the time limit is then the partition's, also of another one (hpc resume)."""
+    """Whether --time was not given: the time limit is then that of the partition, also of a new one (hpc resume)."""
     data: str | None
-    """The directory or archive that every node stages; None: no data."""
+    """The directory or archive that every node stages; None without data."""
     program: Program
-    """What the ranks run, as the node agents see it."""
+    """The program of the ranks, as the node agents see it."""
     training: Training | None = None
-    """What the trainer reads; None: the program is a user's script."""
+    """The trainer's part of the spec; None if the program is a user's script."""
     working_directory: str = "."
-    """The directory, relative to the top of the user's code, in which a script was submitted; the ranks start in it."""
+    """The directory in which a script was submitted and the ranks start, relative to the top of the user's code."""
     stage_dir: str
-    """A directory on each node's own disk; variables in it are the node's."""
+    """A directory on each node's own disk; its variables have the values of the node."""
     stage_keep: str = "7d"
-    """How long an unused copy there is kept."""
+    """The time for which an unused copy there is kept."""
     stage_timeout: str = "5m"
-    """How long a node may get nothing of the data before it is left out."""
+    """The longest time for which a node may get none of the data; then it is left out."""
     pack: int | None = None
-    """Side in pixels of the packed images that the nodes train from; None: they do not pack."""
+    """Side in pixels of the packed images from which the nodes train; None if they do not pack."""
     stage_env: str | None = None
-    """The packed environment that every node unpacks for its ranks; None: the shared one."""
+    """The packed environment that every node unpacks for its ranks; None for the shared one."""
     python: str | None = None
-    """The interpreter of torchrun and the ranks of a user's script; None: that of hpc."""
+    """The interpreter of torchrun and the ranks of a user's script; None for that of hpc."""
     container: str | None = None
     """The image in which torchrun and the ranks of a user's script run, with its own `python`; None: no container."""
     include: tuple[str, ...] = ()
-    """Patterns of untracked files in the copy of the code."""
+    """Patterns of untracked files to add to the copy of the code."""
     device: DeviceChoice = "auto"
-    """`cuda`: a node where torch can use no GPU is a bad one."""
+    """The device of the ranks. With `cuda`, a node where torch can use no GPU is a bad node."""
     in_place: str | None = None
-    """The top of the user's code, if the script runs in place, as it is when it starts; None: `code/`."""
+    """The top of the user's code, if the script runs in place, as it is when it starts; None for `code/`."""
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
-    """With the names that `all` stood for at the submission."""
+    """The messages; `all` is replaced by the names in the file at the submission."""
     after: tuple[str, ...] = ()
-    """The directories of the runs that must have ended before it begins."""
+    """The directories of the runs that must have ended before."""
     after_ok: tuple[str, ...] = ()
-    """Those of the runs that must be complete."""
+    """The directories of the runs that must be complete before."""
     tracker: tuple[Service, ...] = ()
-    """Where the metrics are sent."""
+    """The services that get the metrics."""
     id: str = ""
-    """What no other run of the same name has."""
+    """A text that distinguishes the run from others of the same name."""
     mlflow_run: str | None = None
-    """The id that MLflow has given to the run at its submission; None: it was not asked."""
+    """The id that MLflow gave the run at its submission; None if MLflow was not asked."""
 
     @property
     def train(self) -> TrainConfig | None:
-        """The trainer's flags; None: the program is a user's script."""
+        """The trainer's flags; None if the program is a user's script."""
         return self.training.train if self.training else None
 
     @property
     def evaluation(self) -> EvaluationTask | None:
-        """What the run evaluates; None: it does not evaluate another run's model."""
+        """The task of an evaluation; None for other runs."""
         return self.training.evaluation if self.training else None
 
     @property
@@ -308,7 +309,7 @@ class RunSpec:
         return replace(self, program=replace(self.program, argv=script)) if script else self
 
     def with_training(self, **changes: Any) -> "RunSpec":
-        """Return the spec with these changes in what the trainer reads; a script's stays as it is."""
+        """Return the spec with these changes in the trainer's part; a script's spec stays as it is."""
         return replace(self, training=replace(self.training, **changes)) if self.training else self
 
     @property
@@ -318,20 +319,20 @@ class RunSpec:
 
     @property
     def job_nodes(self) -> tuple[int, int]:
-        """The fewest and the most nodes of its job, spares included."""
+        """The fewest and the most nodes of the run's job, spares included."""
         return self.resources.min_nodes + self.recovery.spares, self.resources.max_nodes + self.recovery.spares
 
     def code_directory(self, run: RunDir) -> Path:
-        """The top of the user's code: the copy of it, unless the script runs in place."""
+        """Return the top of the user's code: the copy, unless the script runs in place."""
         return Path(self.in_place or run.code)
 
     def start_directory(self, run: RunDir) -> Path:
-        """The working directory of the ranks."""
+        """Return the working directory of the ranks."""
         return self.code_directory(run) / self.working_directory
 
     @property
     def stop_lead_seconds(self) -> int:
-        """Seconds before the time limit at which the run is signalled to save and exit."""
+        """Seconds from the signal to save and exit to the time limit."""
         if self.recovery.signal_before is not None:
             return duration_seconds("--signal-before", self.recovery.signal_before)
         usual = stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
@@ -339,7 +340,7 @@ class RunSpec:
 
     @property
     def grace_seconds(self) -> int | None:
-        """Seconds from the signal to stop until ranks that have not ended are killed; None: what Slurm leaves."""
+        """Seconds from the signal to stop to the kill of ranks that have not ended; None if Slurm decides."""
         return (
             None
             if self.recovery.grace_period is None
@@ -348,26 +349,26 @@ class RunSpec:
 
     @property
     def stop_signal(self) -> str | None:
-        """The signal that a user's script wants, such as SIGUSR1; None: the one that came, or another it handles."""
+        """The signal that a user's script wants, such as SIGUSR1; None for the one that came or another it handles."""
         name = self.recovery.stop_signal
         return None if name == "auto" else f"SIG{name.removeprefix('SIG')}"
 
     @property
     def stage_timeout_seconds(self) -> int:
-        """`stage_timeout` in seconds."""
+        """The value of `stage_timeout`."""
         return duration_seconds("--stage-timeout", self.stage_timeout)
 
     def save(self, run: RunDir, resumption: int = 0, *, flat: bool = False) -> None:
         """Write `spec.json`, or the spec that a resumption, by its number, is about to put into force.
 
-        `flat`: in the form that the run's own copy of our packages reads (`is_flat`).
+        `flat`: write the form that the run's own copy of our packages reads (`is_flat`).
         """
         fields = asdict(self)
         write_json(run.revised_spec(resumption) if resumption else run.spec, _flattened(fields) if flat else fields)
 
     @classmethod
     def load(cls, run: RunDir) -> "RunSpec":
-        """Read back the spec in force; a UserError if the directory is no run."""
+        """Read the spec in force. Raises UserError if the directory is not a run."""
         path = current_spec(run)
         try:
             return read_spec(path, cls._from_json)
@@ -391,13 +392,13 @@ class RunSpec:
         return cls(**fields)
 
 
-# Before there were programs, a spec had what the trainer reads among its other fields, and `script`. Runs of that time
-# have our packages of that time, too, and those read nothing else.
+# Earlier versions had no programs: a spec had the trainer's part among its other fields, and `script`. Runs of that
+# time also have our packages of that time, which read no other form.
 _FLAT = {"train": None, "recipe": None, "forked_from": None, "evaluation": None}
 
 
 def is_flat(run: RunDir) -> bool:
-    """Whether the spec in force has no program: it was submitted by a version that knew none."""
+    """Return whether the spec in force has no program, because an earlier version submitted the run."""
     return read_spec(current_spec(run), lambda fields: "program" not in fields)
 
 
@@ -418,7 +419,7 @@ def _flattened(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_units(time: str | None, mem: str | None) -> None:
-    """Refuse a --time or --mem that is none, or without a unit, to which Slurm gives one that few people mean."""
+    """Refuse a --time or --mem that is malformed, or whose unit in Slurm's reading few people mean."""
     if time is not None:
         walltime_minutes(time)
         for pattern, unit, advice in _UNCLEAR_TIMES:
@@ -431,12 +432,12 @@ def _check_units(time: str | None, mem: str | None) -> None:
 
 
 def program_of(script: Sequence[str]) -> str:
-    """What a user's command line runs, as it was typed: `train.py`, or `-m package.module`."""
+    """Return the program of a user's command line, as typed: `train.py`, or `-m package.module`."""
     return " ".join(script[: 2 if script[0] == "-m" else 1])
 
 
 def check_run_name(name: str) -> None:
-    """Refuse, with a UserError, a name that is no directory name, or that Slurm would change."""
+    """Raise UserError for a run's name that cannot be a directory's, or that Slurm would change."""
     reason = None
     if not name or len(name) > _LONGEST_NAME:
         reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"

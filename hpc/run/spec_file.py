@@ -1,7 +1,7 @@
-"""The part of a run's spec that the node agents go by, and the one reader of the file. Runs everywhere.
+"""The part of a run's spec for the node agents, and the one reader of the file. Runs everywhere.
 
-The agents run any program in the same way. What differs between the trainer, a script, an evaluation and the preflight
-is a value of `Program`, which `hpc submit` writes into the spec.
+The agents run any program in the same way. What distinguishes the trainer, a script, an evaluation and the preflight is
+a value of `Program`, which `hpc submit` writes into the spec.
 """
 
 import json
@@ -14,7 +14,7 @@ from hpc.base.errors import UserError
 from hpc.run.causes import EXIT_CODES, Cause
 
 LIBRARIES = (
-    # Optimizers and DDP import it at their first use, and many others with it.
+    # Optimizers, DDP and many others import it at their first use.
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -26,26 +26,27 @@ _Part = TypeVar("_Part")
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What torchrun runs as each rank, and what the node agents know of it."""
+    """The program that torchrun runs as each rank, and what the node agents know of it."""
 
     argv: tuple[str, ...]
-    """The file, or `-m` and a module, then its arguments, in which names in braces stand for places on the node."""
+    """The file, or `-m` and a module, then its arguments. Names in braces stand for places on the node."""
     import_path: tuple[str, ...] = ()
-    """Directories that come first on PYTHONPATH, below `{code}` or `{packages}`, in place of the agents' own path.
-    Empty: PYTHONPATH stays as the agents have it."""
+    """Directories that come first on PYTHONPATH, below `{code}` or `{packages}`, in place of the agents' own path. If
+    empty, PYTHONPATH stays as the agents have it."""
     isolated: bool = False
-    """Whether a rank finds none of our modules imported, as if Python had executed the program.
-    torchrun then also imports what the program's source imports, as far as that is safe in a process that forks."""
+    """Whether a rank finds none of our modules imported, as if Python had executed the program. torchrun then also
+    imports the imports of the program's source that are safe in a process that forks."""
     preload: tuple[str, ...] = ()
-    """Modules that torchrun imports before it forks the ranks. It then calls the function of `MODULE:FUNCTION`."""
+    """Modules that torchrun imports before it forks the ranks. For `MODULE:FUNCTION` it then calls the function."""
     exit_codes: Mapping[int, Cause] = field(default_factory=dict)
-    """The causes that exit codes stand for. Empty: after a request to stop, a rank has saved whatever its exit code."""
+    """The causes by exit code. If empty, a rank that was asked to stop has saved, whatever its exit code."""
     reports_steps: bool = False
-    """Whether every failure has a step: 0 if no rank has reported one yet."""
+    """Whether every failure has a step, which is 0 if no rank has reported one yet."""
     writes_result: bool = False
-    """Whether the run is complete once `final/` has a result. Otherwise it is when all ranks have exited with 0."""
+    """Whether the run is complete once `final/` has a result; if not, it is complete when all ranks have exited with
+    0."""
     preflight: "Program | None" = None
-    """The program that checks nodes before this one runs on them for the first time. None: it checks them itself."""
+    """The program that checks nodes before this one first runs on them; None if this one checks them."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Program":
@@ -62,7 +63,7 @@ PREFLIGHT = Program(
     import_path=("{packages}",),
     exit_codes=EXIT_CODES,
 )
-"""The check of the nodes of a script."""
+"""The program that checks the nodes of a script."""
 
 
 def script_program(script: tuple[str, ...]) -> Program:
@@ -72,7 +73,7 @@ def script_program(script: tuple[str, ...]) -> Program:
 
 
 def read_spec(path: Path, part: Callable[[dict[str, Any]], _Part]) -> _Part:
-    """Return what `part` makes of the fields in a spec's file.
+    """Return the result of `part` for the fields in a spec's file.
 
     Raises:
         OSError: the storage does not answer.

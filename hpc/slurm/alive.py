@@ -17,22 +17,22 @@ from hpc.slurm.squeue import SlurmJob, jobs_by_script
 
 
 def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
-    """The ids of the run's jobs among those that squeue lists, also of those that were submitted by hand."""
+    """Return the ids of the run's jobs among the jobs of squeue, also of jobs that were submitted by hand."""
     recorded = History.load(run).job_ids
     own = {job.job_id for job in jobs_by_run([run], jobs)[run.path]}
     return sorted(own | {job.job_id for job in jobs.values() if job.job_id in recorded and _may_be_job_of(run, job)})
 
 
 def local_jobs(run: RunDir) -> list[str]:
-    """The process ids of submitit's controllers of a run that `--cluster local` started on this machine."""
+    """Return the process ids of submitit's controllers of a local run on this machine."""
     submitted = [event for event in History.load(run).of(Submitted) if event.started]
     return [event.job_id for event in submitted if is_alive(event.job_id, event.started)]
 
 
 def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:
-    """Whether a job that the ledger names is alive and runs the run's script, by whatever path it was submitted.
+    """Return whether a job in the ledger is alive and runs the run's script, by whatever path it was submitted.
 
-    The ledger of a copied run directory names the jobs of the original. Slurm gives ids again after some time.
+    The ledger of a copied run directory names the jobs of the original. Slurm reuses ids after some time.
     """
     command = Path(job.command)
     if not job.state.alive or command.parts[-2:] != run.script.parts[-2:]:
@@ -40,11 +40,11 @@ def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:
     try:
         return command.stat().st_ino == run.script.stat().st_ino
     except OSError:
-        return True  # it was submitted where the same storage is mounted on another path
+        return True  # the job was submitted where the same storage has another path
 
 
 def running_job(run: RunDir) -> SlurmJob:
-    """The job in which the run trains now. Raises a UserError if there is none."""
+    """Return the job in which the run trains now. Raises UserError if there is none."""
     if not run.script.exists():
         raise UserError(f"run {run.name} has no job: it runs on this machine (--cluster local)")
     jobs = slurm.jobs()
@@ -55,7 +55,7 @@ def running_job(run: RunDir) -> SlurmJob:
 
 
 def chosen_node(run: RunDir, job: SlurmJob, name: str | None) -> str:
-    """The node of the job with this name, by default the first. Raises a UserError if it has none such."""
+    """Return the job's node of this name, by default the first. Raises UserError if the job has no such node."""
     nodes = slurm.hostnames(job.nodes)
     if name is not None and name not in nodes:
         raise UserError(f"--node is {name!r}, but run {run.name} runs on {', '.join(nodes)}")
@@ -63,7 +63,7 @@ def chosen_node(run: RunDir, job: SlurmJob, name: str | None) -> str:
 
 
 def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:
-    """The jobs in the queue of each run, by its directory, the running ones first; also those submitted by hand."""
+    """Return each run's jobs in the queue, by its directory, running ones first; also jobs submitted by hand."""
     # A job in an unknown state may be alive.
     scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
     found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}

@@ -23,12 +23,12 @@ _OVER = frozenset({"completed", "cancelled"})
 
 
 def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
-    """End one run, whose state was `before`; False: it had ended. A TorchrelayError if that did not succeed in full."""
+    """End one run, whose state was `before`; False: it had ended. Raises TorchrelayError if a part of this failed."""
     on_slurm = RunSpec.load(run).cluster == "slurm"
     problems = _end_jobs(run) if on_slurm else []
-    # A failed run may be about to continue: the supervisor submits its next job.
+    # A supervisor may be about to submit the next job of a failed run.
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
-    # Ended by scancel: the runs that wait for it do not know.
+    # A run that scancel ended has no recorded outcome: the runs that wait for it do not know.
     is_new = is_new or recorded_outcome(run) is None
     if is_new:
         try:
@@ -47,7 +47,7 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
 
 
 def _release_waiting_jobs(run: RunDir) -> list[str]:
-    """Let the runs begin that wait for this one, if it had no job. Returns what went wrong."""
+    """Start the runs that wait for this one, if it had no job. Returns what went wrong."""
     try:
         redirect_waiting_jobs(run)
     except TorchrelayError as error:

@@ -1,4 +1,4 @@
-"""Runs Slurm's commands and parses what they print; nothing else runs them. On login and compute nodes.
+"""Runs Slurm's commands and parses their output; no other module runs them. On login and compute nodes.
 
 No accounting is needed: `final_states` uses it, and `query_cluster` tests it.
 """
@@ -24,9 +24,9 @@ from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 # Without an answer from the controller, each of Slurm's commands retries for tens of seconds.
 _TIMEOUT_SECONDS = 30
 _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
-# The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions, and
-# SLURM_TIME_FORMAT=relative makes times of squeue that cannot be read. A script that is submitted by hand gives the
-# agents those of its user.
+# The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions, and with
+# SLURM_TIME_FORMAT=relative nobody can parse the times of squeue. If a script is submitted by hand, the agents get the
+# variables of that user.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
@@ -37,26 +37,26 @@ Fields = Mapping[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Nodes of one kind in one partition: a line of sinfo."""
+    """The nodes of one kind in one partition: a line of sinfo."""
 
     name: str
     default: bool
     up: bool
     limit_minutes: int | None
     default_minutes: int | None
-    """The time limit of a job that asks for none; None: the partition has no default."""
+    """The time limit of a job that requests none; None if the partition has no default."""
     max_nodes_per_job: int | None
     nodes: int
     cpus: int
     gpu_types: Mapping[str, int]
-    """GPUs of a node by their type, which is empty if they have none."""
+    """Number of a node's GPUs by type; the type is empty for GPUs without one."""
 
     def gpus(self, gpu_type: str | None = None) -> int:
-        """GPUs of a node, of one type or of all."""
+        """Return the number of a node's GPUs, of one type or of all."""
         return sum(self.gpu_types.values()) if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
 
-# Slurm's words for what it will not do however often it is asked (slurm_errno.c): a plugin or a limit forbids it.
+# Slurm's words for a permanent refusal (slurm_errno.c): a plugin or a limit forbids the request.
 _REFUSALS = (
     "presently disabled", "permission denied", "Invalid user id", "violates accounting/QOS policy", "Invalid account",
     "Invalid qos", "Invalid partition", "not permitted to use this partition",
@@ -64,16 +64,15 @@ _REFUSALS = (
 
 
 class SlurmRefusalError(TorchrelayError):
-    """Slurm has understood what it was asked to do, and will not do it."""
+    """Slurm has understood the request, and refuses it."""
 
 
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
     """Prepare an environment for Slurm's commands, in place.
 
     Inside a job, its SLURM_* and SBATCH_* would pass to the new job (SLURM_CPU_BIND would pin every rank to the wrong
-    cores); outside of one they would override our flags, whose defaults some of them are (hpc.submit.defaults). The
-    variable that chooses the cluster stays.
-    Without a cluster's configuration the running testbed's is used.
+    cores). Outside a job they would override our flags; some are read as defaults first (hpc.submit.sbatch_variables).
+    The variable that chooses the cluster stays. Without a cluster's configuration the running testbed's is used.
     """
     kept = _KEPT_IN_A_JOB if "SLURM_JOB_ID" in environment else _KEPT
     for key in [key for key in environment if key.startswith(_LEAKING)]:
@@ -84,7 +83,7 @@ def adopt_environment(environment: MutableMapping[str, str]) -> None:
 
 
 def running_slurm_conf() -> Path | None:
-    """The slurm.conf of the running testbed; None if its slurmctld does not run. Reads files only."""
+    """Return the slurm.conf of the running testbed; None if its slurmctld does not run. Reads only files."""
     try:
         pid = int((TESTBED_DIRECTORY / "run" / "slurmctld.pid").read_text())
         _, name, state, *_ = Path(f"/proc/{pid}/stat").read_text().split()
@@ -95,7 +94,7 @@ def running_slurm_conf() -> Path | None:
 
 
 def is_testbed() -> bool:
-    """Whether Slurm's commands talk to this machine's testbed, whose GPUs are pretended."""
+    """Return whether Slurm's commands talk to this machine's testbed, whose GPUs are pretended."""
     return os.environ.get("SLURM_CONF") == str(TESTBED_DIRECTORY / "slurm.conf")
 
 
@@ -103,7 +102,7 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """Run a command and return its output. Raises TorchrelayError if it is not installed, fails, or times out.
 
     Args:
-        command: its words.
+        command: the words of the command.
         environment: by default this process's.
     """
     done = complete(*command, environment=environment)
@@ -116,11 +115,12 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
 def complete(
     *command: str, environment: Mapping[str, str] | None = None, text: str | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """`run` for a command that may fail, with a text to read from its standard input."""
+    """Run a command that may fail, with a text for its standard input. Raises TorchrelayError as `run`."""
     own = dict(os.environ if environment is None else environment)
     adopt_environment(own)
     # A requeue sends SIGTERM to all processes of the job, and must not kill the scontrol with which an agent excludes
-    # nodes. A child inherits blocked signals; another thread of this process receives its own, or this one afterwards.
+    # nodes. The child inherits the blocked signal. Another thread of this process, or this one afterwards, gets the
+    # SIGTERM.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.run(
@@ -144,31 +144,31 @@ def run_srun(command: Sequence[str]) -> str:
 
 
 def first_error(stderr: str) -> str:
-    """The line of a Slurm command's stderr that names the error."""
+    """Return the line of a Slurm command's stderr that names the error."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    # It follows an option that the command does not know, or that lacks its value.
+    # Slurm prints `Try "..."` last, after an option that is unknown or lacks its value.
     lines = [line for line in lines if not line.startswith('Try "')]
     errors = [line for line in lines if "error" in line.lower() or "unable" in line.lower()]
     return (errors or lines or [""])[-1]
 
 
 def is_configured(environment: Mapping[str, str]) -> bool:
-    """Whether a cluster is configured by SLURM_CONF or in the usual files."""
+    """Return whether a cluster is configured by SLURM_CONF or in the usual files."""
     return "SLURM_CONF" in environment or any(path.exists() for path in _CLUSTER_CONFIGURATIONS)
 
 
 def is_available() -> bool:
-    """Whether Slurm's commands are installed and configured."""
+    """Return whether Slurm's commands are installed and configured."""
     return why_unavailable() is None
 
 
 def why_unavailable() -> str | None:
-    """What Slurm's commands lack here; None if they are installed and configured."""
+    """Return what is missing for Slurm's commands here; None if they are installed and configured."""
     if shutil.which("sbatch") is None:
         return "sbatch is not on the PATH"
     if is_configured(os.environ):
         return None
-    # The configuration may come from DNS, or from a path that is compiled into the commands.
+    # The commands may also get the configuration from DNS, or from a compiled-in path.
     try:
         run("scontrol", "show", "config")
     except TorchrelayError:
@@ -177,9 +177,9 @@ def why_unavailable() -> str | None:
 
 
 def partitions() -> list[Partition]:
-    """All partitions that the user sees, an entry per kind of node. Raises UserError if Slurm does not answer."""
+    """Return all partitions that the user sees, once per kind of node. Raises UserError if Slurm does not answer."""
     try:
-        # Without --noconvert 1024 nodes are "1K".
+        # Without --noconvert sinfo prints 1024 nodes as "1K".
         return parse_partitions(run("sinfo", "--noconvert", "--noheader", "--format=%P|%a|%l|%L|%s|%D|%c|%G"))
     except TorchrelayError as error:
         raise UserError(f"Slurm does not answer ({error}): try again later, or use --cluster local") from error
@@ -206,7 +206,7 @@ def parse_partitions(text: str) -> list[Partition]:
 
 
 def gpus_in(gres: str) -> dict[str, int]:
-    """GPUs by type in a gres text such as `gpu:a100:4(S:0-1),nvme:1`; those without a type as the type ''."""
+    """Return GPUs by type from a gres text such as `gpu:a100:4(S:0-1),nvme:1`; without a type, the type is ''."""
     found = Counter[str]()
     for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
         found[gpu_type] += int(count)
@@ -214,13 +214,13 @@ def gpus_in(gres: str) -> dict[str, int]:
 
 
 def jobs() -> dict[str, SlurmJob]:
-    """All the user's jobs, by id, ended ones for as long as Slurm remembers them (MinJobAge): one call of squeue."""
-    # Without --all, jobs in partitions that are hidden, or closed to the user by now, would be missing.
+    """Return all the user's jobs, by id, with one squeue. Slurm remembers ended jobs for a while (MinJobAge)."""
+    # --all shows jobs in partitions that are hidden, or that have been closed to the user since.
     return parse_jobs(run("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={QUEUE_FORMAT}"))
 
 
 def show_job(job_id: str) -> dict[str, str]:
-    """The fields of `scontrol show job`; empty when Slurm has forgotten the job."""
+    """Return the fields of `scontrol show job`; empty when Slurm has forgotten the job."""
     try:
         return parse_fields(run("scontrol", "--oneliner", "show", "job", job_id))
     except TorchrelayError as error:
@@ -230,13 +230,13 @@ def show_job(job_id: str) -> dict[str, str]:
 
 
 def show_partition(name: str) -> dict[str, str]:
-    """The fields of `scontrol show partition`."""
+    """Return the fields of `scontrol show partition`."""
     return parse_fields(run("scontrol", "--oneliner", "show", "partition", name))
 
 
 def grace_seconds(fields: Fields) -> int | None:
-    """Seconds between SIGTERM and SIGKILL on preemption, from `show_partition`; None if it does not define them."""
-    # With 0, the default, KillWait applies as for every ending job; SUSPEND and OFF end no job.
+    """Return the seconds from SIGTERM to SIGKILL on preemption, from `show_partition`; None if not defined there."""
+    # With 0, the default, KillWait applies as for every ending job. SUSPEND and OFF end no job.
     mode, grace = fields.get("PreemptMode"), fields.get("GraceTime", "")
     return int(grace) or None if mode in {"CANCEL", "REQUEUE"} and grace.isdigit() else None
 
@@ -247,10 +247,10 @@ def parse_fields(text: str) -> dict[str, str]:
 
 
 def ending_state(fields: Fields, restart: int) -> JobState:
-    """The state in which a job ends, from `show_job`; `restart` is its restart count when the attempt began.
+    """Return the state in which a job ends, from `show_job`; `restart` is its restart count when the attempt began.
 
-    While its processes end, every job is COMPLETING. A requeue shows in the restart count, a time limit in the reason;
-    otherwise it was cancelled.
+    While its processes end, every job is COMPLETING. The restart count then shows a requeue and the reason a time
+    limit; the remaining cause is a cancellation.
     """
     state = job_state(fields.get("JobState", ""))
     if state is not JobState.ENDING:
@@ -261,13 +261,13 @@ def ending_state(fields: Fields, restart: int) -> JobState:
 
 
 def is_preempted(fields: Fields) -> bool:
-    """Whether the job was preempted since its last start, from `show_job`; both times are ISO 8601 by one clock."""
+    """Return whether the job was preempted since its last start, from `show_job`; one clock gives both times."""
     preempted = fields.get("PreemptTime", "None")
     return preempted not in {"None", "N/A", ""} and preempted >= fields.get("StartTime", "")
 
 
 def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """The final states, from the accounting, of jobs that squeue has forgotten; some may be missing.
+    """Return the final states, from the accounting, of jobs that squeue has forgotten; some may be missing.
 
     Raises TorchrelayError if there is no accounting, or it does not answer.
     """
@@ -287,18 +287,18 @@ def release(job_id: str) -> None:
 
 
 def usable_nodes(partition: str | None) -> set[str]:
-    """The nodes of a list of partitions, or of the default one, on which jobs may start now or later."""
+    """Return the nodes of a list of partitions, or of the default one, on which jobs may start now or later."""
     return {node for node, state in _node_states(partition).items() if not state.startswith(_UNUSABLE)}
 
 
 def responding_nodes(partition: str | None) -> set[str]:
-    """Those of them that answer Slurm now."""
+    """Return the usable nodes of these partitions that answer Slurm now."""
     states = _node_states(partition).items()
     return {node for node, state in states if not state.startswith(_UNUSABLE) and not state.endswith("*")}
 
 
 def idle_nodes(partition: str | None) -> set[str]:
-    """Those of them on which a job may start now."""
+    """Return the nodes of these partitions on which a job may start now."""
     return {node for node, state in _node_states(partition).items() if state == "idle"}
 
 
@@ -309,8 +309,8 @@ def _node_states(partition: str | None) -> dict[str, str]:
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:
-    """Those of the nodes that Slurm has marked down; a node that only does not respond still holds its jobs."""
-    # Queries all nodes: with --nodes the answer may be minutes old.
+    """Return those `nodes` that Slurm has marked down. A node that only does not respond still holds its jobs."""
+    # The query is for all nodes: with --nodes the answer may be minutes old.
     text = run("sinfo", "--noheader", "--Node", "--format=%N|%T")
     states = dict(line.split("|") for line in text.splitlines())
     return [name for name in nodes if states.get(name, "").startswith("down")]
@@ -320,33 +320,34 @@ def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None
     """Submit a script without a start delay, and return the job's id.
 
     Args:
-        script: with its own sbatch options, except --exclude, --begin and --dependency.
+        script: the script, with its own sbatch options, except --exclude, --begin and --dependency.
         exclude: names or lists (gpu[01-03]) of nodes.
         given: the job's environment; by default this process's.
-        dependency: what it waits for (hpc.slurm.predecessors).
+        dependency: the jobs for which it waits (hpc.slurm.predecessors).
 
     Raises:
         TorchrelayError: sbatch refused it.
     """
-    # What --sbatch dependency= named is over; a job that has failed since then would keep this one for ever.
+    # The dependencies of --sbatch dependency= are over; if one of those jobs has failed since, this one would never
+    # start.
     options = [
         "--parsable",
         "--begin=now",
         f"--dependency={dependency}",
         *([f"--exclude={','.join(exclude)}"] if exclude else []),
     ]
-    # The given environment's PATH may lack sbatch; subprocess would search that one.
+    # The PATH of the given environment, which subprocess would search, may lack sbatch.
     command = [shutil.which("sbatch") or "sbatch", *options, str(script)]
     return run(*command, environment=given).strip().partition(";")[0]
 
 
 def hostnames(nodes: str) -> list[str]:
-    """The names in a list of nodes such as gpu[01-03]."""
+    """Return the names in a list of nodes such as gpu[01-03]."""
     return run("scontrol", "show", "hostnames", nodes).split()
 
 
 def is_headless(job: SlurmJob) -> bool:
-    """Whether a running job has lost the node on which its script runs: with --no-kill it keeps the others."""
+    """Return whether a running job has lost the node of its script: with --no-kill it keeps the others."""
     return job.state is JobState.RUNNING and job.batch_host not in hostnames(job.nodes)
 
 
@@ -366,7 +367,7 @@ def requeue_held(job_id: str) -> None:
 
 
 def set_dependency(job_id: str, dependency: str) -> None:
-    """Set what a pending job waits for; empty: nothing."""
+    """Set the dependency of a pending job; an empty text removes it."""
     run("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}")
 
 
@@ -376,7 +377,7 @@ def set_comment(job_id: str, comment: str) -> None:
 
 
 def cancel(job_id: str) -> None:
-    """Cancel a job; no error if it has already ended."""
+    """Cancel a job. A job that has already ended is no error."""
     try:
         run("scancel", job_id)
     except TorchrelayError as error:
@@ -389,21 +390,21 @@ def cancel(job_id: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """A cluster's configuration, in Slurm's fields. Fields that its version lacks are missing."""
+    """A cluster's configuration, in Slurm's fields. Fields that the cluster's Slurm lacks are missing."""
 
     config: Fields
     partition: Fields
-    """The one that a run would use."""
+    """The partition that a run would use."""
     partitions: tuple[Fields, ...] = ()
-    """All, including those that the user may not use: their jobs may preempt."""
+    """All partitions, including those that the user may not use: their jobs may preempt."""
     sacct_error: str = ""
-    """Empty if sacct works."""
+    """The error of sacct; empty if it works."""
     max_submit_jobs: float | None = None
-    """How many jobs the user may have, running and pending ones; None if Slurm does not say."""
+    """The most jobs that the user may have, running and pending; None if Slurm does not say."""
 
 
 def query_cluster(name: str | None) -> ClusterConfig:
-    """Query a cluster and one of its partitions, by default its default.
+    """Query a cluster and one of its partitions; without a name, the default one.
 
     Raises:
         UserError: there is no such partition.
@@ -426,7 +427,7 @@ def query_cluster(name: str | None) -> ClusterConfig:
 
 
 def _max_submit_jobs() -> float | None:
-    """The least MaxSubmitJobs of the user's accounts; None if sacctmgr does not answer."""
+    """Return the least MaxSubmitJobs of the user's accounts; None if sacctmgr does not answer."""
     user = f"user={getpass.getuser()}"
     try:
         text = run("sacctmgr", "--noheader", "--parsable2", "show", "associations", user, "format=MaxSubmitJobs")
@@ -436,7 +437,7 @@ def _max_submit_jobs() -> float | None:
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
-    """The partition with a name, or the default one. Raises UserError with all names if there is none."""
+    """Return the partition with a name, or the default one. Raises UserError with all names if there is none."""
     for partition in partitions:
         if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
             return partition
@@ -447,17 +448,17 @@ def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
 
 @functools.cache
 def makes_job_directories() -> bool:
-    """Whether jobs have directories of their own, by job_container/tmpfs.
+    """Return whether jobs have directories of their own, by job_container/tmpfs.
 
-    There a requeued job must not start before Slurm's delay is over: on nodes that still remember its last start slurmd
-    does not make its directories again, and the job fails (seen on 22.05.8). 26.05.5 makes them, and calls
+    A requeued job must not start there before Slurm's delay is over: slurmd does not make the directories again on
+    nodes that still remember the job's last start, and the job fails (seen on 22.05.8). 26.05.5 makes them, and calls
     the setting NamespaceType.
     """
     return parse_config(run("scontrol", "show", "config")).get("JobContainerType") == "job_container/tmpfs"
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Parse `scontrol show config`: lines `Name = value`. Of repeated names the first counts."""
+    """Parse `scontrol show config`: lines `Name = value`. The first of repeated names counts."""
     found = dict[str, str]()
     for match in re.finditer(r"^(\S+) *= *(.*?) *$", text, re.MULTILINE):
         found.setdefault(match[1], match[2])
@@ -470,6 +471,6 @@ def parse_records(text: str) -> tuple[dict[str, str], ...]:
 
 
 def leading_number(fields: Fields, name: str) -> int | None:
-    """The number at the beginning of a field (`30 sec`); None if there is none."""
+    """Return the number at the beginning of a field (`30 sec`); None if there is none."""
     match = re.match(r"\d+", fields.get(name, ""))
     return int(match[0]) if match else None

@@ -32,17 +32,17 @@ from hpc.slurm.predecessors import dependency
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.squeue import jobs_by_script
 
-# The srun of the script inherits these from the shell in which sbatch was typed. If that is another job's shell, they
-# pin every rank to the wrong cores, leave a node's one task with one of its GPUs, or make srun refuse. Slurm itself
-# sets such a variable in a job whose sbatch has the option of that name.
+# The script's srun inherits these from the shell in which sbatch was typed. If that is another job's shell, they pin
+# every rank to the wrong cores, leave a node's one task with one of its GPUs, or make srun refuse. Slurm itself sets
+# such a variable in a job whose sbatch has the option of that name.
 _BINDING = (
     "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "MEM_BIND", "GPU_BIND", "TRES_BIND", "GPUS",
     "GPUS_PER_TASK", "GPUS_PER_SOCKET", "TRES_PER_TASK", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "CPUS_PER_GPU",
     "MEM_PER_GPU",
 )  # fmt: skip
-# slurmd may send a signal to this script too, which must outlive its agents.
+# slurmd may also send a signal to this script, which must outlive its agents.
 _OUTLIVE = "trap : TERM USR2"
-# sbatch in the shell of such a job passes its variables on, and srun would obey them.
+# sbatch in the shell of a job array or heterogeneous job passes its variables on, and srun would obey them.
 _REFUSED = (
     "torchrelay: {} is set, so this job is a part of {}, or was submitted in one, but a run is one job. Nothing was "
     "started: type sbatch {} {}, outside of such a job"
@@ -52,7 +52,7 @@ _REFUSED = (
 def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
     """Return a command for a shell that runs a module of the code copy, by default the agent of each node.
 
-    PYTHONPATH names the copy of the code. -P, because python -m would import from the current directory first, where
+    PYTHONPATH names the copy of the code. Without -P, python -m would import from the current directory first, where
     the code may have been edited since.
     """
     path = os.pathsep.join(filter(None, [str(run.packages), os.environ.get("PYTHONPATH")]))
@@ -60,7 +60,7 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
 
 
 def _one_job(run: RunDir) -> list[str]:
-    """Lines that end a job that was submitted by hand as more than one: each part would be a job of the same run."""
+    """Return lines that end a job that was submitted by hand as several: each part would be a job of the run."""
     parts = (
         ("SLURM_ARRAY_JOB_ID", "a job array", "without --array"),
         ("SLURM_HET_SIZE", "a heterogeneous job", "alone"),
@@ -76,10 +76,10 @@ def _unset(resources: Resources) -> str:
 
 
 def setup(run: RunDir, resources: Resources) -> list[str]:
-    """Lines of the script before srun: the user's (--setup), each of which must succeed, or no agent starts. Pure.
+    """Return the script's lines before srun. Each line of the user's (--setup) must succeed, or no agent starts. Pure.
 
-    With eval, a line is exactly itself: it cannot continue in ours. Nor does `exit`, or a `set -e` of its own, end the
-    script without a word.
+    eval isolates a line: it cannot continue in ours, and an `exit` or `set -e` in it does not end the script without a
+    message.
     """
     first = [*_one_job(run), _unset(resources), _OUTLIVE]
     if not resources.setup:
@@ -91,13 +91,13 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
         *first, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
         *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in resources.setup),
         "trap - EXIT", "set +eu",
-        # For the user's script. The agents have an environment of their own, which other packages could break.
+        # This is for the user's script. The agents have an environment of their own, which other packages could break.
         f'export {PYTHONPATH}="${{PYTHONPATH-}}"',
     ]  # fmt: skip
 
 
 def last_resort(run: RunDir) -> list[str]:
-    """Lines of the script after srun: agents that were killed cannot have the run continue (jobs.last_resort)."""
+    """Return the script's lines after srun: killed agents cannot continue the run, so jobs.last_resort does."""
     return ["exit_code=$?", "[ $exit_code = 0 ] && exit", "trap '' TERM USR2",
             f"exec {agent_command(run, 'jobs.last_resort')} $exit_code", ""]  # fmt: skip
 
@@ -112,19 +112,20 @@ class SlurmExecutor(SubmititSlurm):
         self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
 
     def _sbatch_command(self, written: Path) -> list[str]:
-        # submitit has written the script under a name of its own.
+        # submitit has written the script under another name.
         written.replace(self.run.script)
         written.symlink_to(self.run.script)
         return ["sbatch", *([f"--dependency={self.waits_for}"] if self.waits_for else []), str(self.run.script)]
 
     def prepare(self, directory: RunDir) -> None:
-        """Find the jobs to wait for, and write what the job needs into a directory that is not yet named like the run.
+        """Find the jobs to wait for, and write the job's files into a directory that does not have the run's name yet.
 
         Raises:
-            TorchrelayError: Slurm does not answer, or the run waits for one that cannot end as it should.
+            TorchrelayError: Slurm does not answer, or the run waits for one that has ended wrongly or has no job.
         """
         if self.spec.after or self.spec.after_ok:
-            # Not in the script, which later jobs of the run have, too: they wait for other jobs, or for none.
+            # The script lacks the dependency: later jobs of the run, which have the script too, wait for other jobs or
+            # none.
             self.waits_for = dependency(self.run, self.spec, slurm.jobs())
         write_atomic(directory.environment, json.dumps(dict(os.environ)), mode=0o600)
         write_atomic(directory.script, self.script())
@@ -134,10 +135,10 @@ class SlurmExecutor(SubmititSlurm):
 
         Raises:
             UserError: sbatch refused it.
-            TorchrelayError: sbatch failed, and whether the job is queued is unknown.
+            TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
         try:
-            # submitit prints sbatch's error besides raising it.
+            # submitit also prints the error of sbatch that it raises.
             with contextlib.redirect_stderr(io.StringIO()):
                 job_id = self.submit_script()
         except FailedJobError as error:
@@ -147,21 +148,22 @@ class SlurmExecutor(SubmititSlurm):
         return job_id
 
     def estimate_start(self) -> StartEstimate | None:
-        """When Slurm would start the job; None if too few nodes are in service now.
+        """Return when Slurm would start the job; None if too few nodes are in service now.
 
         Raises:
             UserError: sbatch would refuse it.
         """
-        # Before sbatch is asked: nodes that come back meanwhile must not make its answer the user's mistake.
+        # The nodes are counted before sbatch is asked: its answer must not be the user's mistake if nodes return
+        # meanwhile.
         in_service = len(slurm.responding_nodes(self.spec.resources.partition))
         done = slurm.complete("sbatch", "--test-only", text=self.script())
-        # With --test-only, sbatch refuses what it would queue until enough nodes are back.
+        # With --test-only, sbatch refuses a job that it would queue until enough nodes are back.
         if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
             raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
         return parse_estimate(done.stderr)
 
     def _find_job(self, sbatch_error: str) -> str:
-        """The id of the job after an sbatch that failed: Slurm may have queued it, and only the reply was lost."""
+        """Return the id of the job after a failed sbatch: Slurm may have queued it, and only the reply was lost."""
         try:
             jobs = jobs_by_script(slurm.jobs().values()).get(os.path.realpath(self.run.script))
         except TorchrelayError as error:
@@ -169,7 +171,7 @@ class SlurmExecutor(SubmititSlurm):
                 f"sbatch failed ({sbatch_error}), and squeue does not say whether the job is queued ({error}): when "
                 f"Slurm answers, type hpc cancel {self.run.path}, or sbatch {self.run.script} if there is no such job"
             ) from error
-        # Slurm keeps a record of some jobs that it has refused.
+        # Slurm keeps records of some refused jobs.
         queued = [job for job in jobs or () if (job.state, job.reason) != (JobState.FAILED, "BadConstraints")]
         if not queued:
             raise UserError(f"sbatch refused the job: {sbatch_error}")
@@ -177,21 +179,21 @@ class SlurmExecutor(SubmititSlurm):
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
-    """Parameters for submitit. Pure."""
+    """Return the parameters for submitit. Pure."""
     resources = spec.resources
     minutes = walltime_minutes(resources.time or "1d")
     given = (option.partition("=") for option in resources.sbatch)
     extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
-    # So that Slurm requeues a job whose node died even where JobRequeue=0.
+    # Slurm then requeues a job whose node died even if JobRequeue=0.
     extra["requeue"] = True
     fewest, most = spec.job_nodes
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
     if most > 1:
-        # The job survives the death of a node. Without --no-kill, as for a job of one node, Slurm requeues it.
+        # The job survives the death of a node. A job of one node goes without --no-kill, so that Slurm requeues it.
         extra["no-kill"] = True
-    # sbatch's --no-kill keeps the allocation, but not the step: when a node died, srun would end the agents on the
-    # others.
+    # sbatch's --no-kill keeps the allocation, but not the step: srun would end the agents on the other nodes when a
+    # node died.
     survive = ["--no-kill", "--kill-on-bad-exit=0"] if most > 1 else ["--kill-on-bad-exit=1"]
     optional = {key: getattr(resources, key) for key in ("mem", "partition", "account", "qos", "constraint", "exclude")}
     return {
@@ -199,20 +201,20 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "job_name": spec.name,
         "time": minutes,
         "nodes": fewest,
-        # Nothing for 0: a cluster without GPUs refuses the option.
+        # A cluster without GPUs refuses the option, even with 0.
         "gpus_per_node": resources.gpus_per_node if resources.num_gpus else None,
         "cpus_per_task": resources.cpus_per_node,
         "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
         "wckey": None,  # clusters with a list of keys refuse submitit's default
         "srun_args": [
-            # Not an option of sbatch, which would ask for one task on each of the fewest nodes of a range: Slurm then
-            # gives the job no more nodes than those.
+            # As an option of sbatch, it would ask for one task on each of the fewest nodes of a range: Slurm then gives
+            # the job no more nodes.
             "--ntasks-per-node=1",
-            # Since 22.05 srun no longer inherits it: every rank would sit on one core.
+            # srun no longer inherits this since 22.05: every rank would use the same core.
             f"--cpus-per-task={resources.cpus_per_node}",
             *survive,
-            # With WaitTime, a cluster ends a step that many seconds after its first task, such as a lost node's agent.
+            # With WaitTime, Slurm would end a step that many seconds after its first task, such as a lost node's agent.
             "--wait=0",
             "--mpi=none",
         ],
@@ -238,8 +240,8 @@ class LocalExecutor(SubmititLocal):
 def start_local(run: RunDir) -> str:
     """Start a local run in a session of its own and return the job's id.
 
-    submitit's controller inherits the standard streams and the session of the process that starts it: it would keep
-    the user's pipe open and end at Ctrl-C. So another process of ours starts it.
+    submitit's controller inherits the standard streams and the session of the process that starts it: started here, it
+    would keep the user's pipe open and end at Ctrl-C. So another process of ours starts it.
     """
     command = [sys.executable, "-P", "-m", "hpc.slurm.executor", str(run.path)]
     with (run.logs / "controller.log").open("ab") as log:
@@ -248,7 +250,7 @@ def start_local(run: RunDir) -> str:
         )
     pid_file = run.logs / "controller.pid"
     if done.returncode != 0 or not pid_file.exists():
-        # The directory of a run that has never started is removed, and its log with it.
+        # The directory of a run that has never started is removed, with its log.
         why = (run.logs / "controller.log").read_text(errors="replace").strip().splitlines()[-1:]
         raise UserError(f"the local run did not start: {' '.join(why) or f'exit code {done.returncode}'}")
     return pid_file.read_text().strip()

@@ -1,14 +1,14 @@
-"""The command line of a step beside the training, in the job that runs it. Pure; runs on the login node."""
+"""The command line of a step beside the training, in the run's job. Pure; runs on the login node."""
 
 from collections.abc import Sequence
 
 
 def step_beside_training(job_id: str, nodes: Sequence[str]) -> list[str]:
-    """An srun that starts one task on each of these nodes of a job; its program and arguments follow.
+    """Return an srun that starts one task on each of these nodes of a job; its program and arguments follow.
 
-    It shares everything with the ranks, the GPUs too, and reserves nothing.
+    The task shares everything with the ranks, also the GPUs, and reserves nothing.
     """
-    # Without --overlap the step would wait until the training ends. The job's CPUs are the ranks': one that is bound to
-    # some of them would slow down a single rank.
+    # Without --overlap the step would wait until the training ends. The job's CPUs belong to the ranks: a step that is
+    # bound to some of them would slow down a single rank.
     place = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
     return ["srun", f"--jobid={job_id}", "--overlap", *place]

@@ -1,9 +1,9 @@
 """The runs that a run waits for (`hpc submit --after`), and Slurm's dependency for its job. On login and compute nodes.
 
-A dependency names jobs, but a run may go on in another job, or be requeued by hand after its job has ended. So what
-submits the next job of a run redirects the jobs that wait for it (`redirect_waiting_jobs`), and a job that starts too
-early waits again (jobs.deferral). Slurm waits for the end of a job alone (`afterany`): how a run has ended, its
-directory says.
+A dependency names jobs, but a run may continue in another job, or be requeued by hand after its job has ended. So each
+process that submits the next job of a run redirects the jobs that wait for it (`redirect_waiting_jobs`), and a job that
+starts too early waits again (jobs.deferral). Slurm waits only for the end of a job (`afterany`); the run directory says
+how the run has ended.
 """
 
 import os
@@ -20,32 +20,32 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
 
-# Slurm's reason for a job that `slurm.requeue_held` has put back, from the call on, while its old processes still end.
-# A job that its user holds has another one.
+# Slurm's reason for a job after `slurm.requeue_held`, even while its old processes still end. A job that its user holds
+# has another reason.
 _HELD = "job requeued in held state"
 _ENDED = {"failed": "has failed", "cancelled": "was cancelled", "removed": "was removed"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predecessor:
-    """A run that another one waits for."""
+    """A run for which another one waits."""
 
     run: RunDir
     must_complete: bool
-    """Whether it must be complete (--after-ok); any end is enough otherwise."""
+    """Whether it must be complete (--after-ok); if not, any end is enough."""
     outcome: Outcome | Literal["removed"] | None
-    """How it has ended; None: it goes on."""
+    """How the run has ended; None if it goes on."""
     job_id: str | None
-    """Its newest job that is pending, running or ending."""
+    """The run's newest job that is pending, running or ending."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the wait for it is over."""
+        """Whether nobody need wait for it any more."""
         return self.outcome == "completed" or (self.outcome is not None and not self.must_complete)
 
     @property
     def problem(self) -> str | None:
-        """Why no job can be waited for, and what to type; None if there is one, or no need to."""
+        """Why it has no job for which to wait, and what to type; None if it has one, or if the wait is over."""
         name = self.run.name
         if self.is_over or (self.outcome is None and self.job_id):
             return None
@@ -56,7 +56,7 @@ class Predecessor:
 
 
 def predecessors_of(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> list[Predecessor]:
-    """The runs that a run waits for; none once it has begun. `jobs` are the user's in the queue."""
+    """Return the runs for which a run waits; none once it has begun. `jobs` are the user's in the queue."""
     if not (spec.after or spec.after_ok) or History.load(run).attempts:
         return []
     listed = jobs_by_script(jobs.values())
@@ -71,17 +71,17 @@ def _predecessor(run: RunDir, must_complete: bool, listed: Mapping[str, list[Slu
 
 
 def recorded_outcome(run: RunDir) -> Outcome | Literal["removed"] | None:
-    """How a run has ended, as far as its directory says so."""
+    """Return how a run has ended, according to its directory; None if it goes on."""
     if not run.spec.exists():
         return "removed"
     return History.load(run).outcome
 
 
 def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
-    """Slurm's dependency for a run's job, such as `afterany:12:15`; empty if it waits for nothing.
+    """Return Slurm's dependency for a run's job, such as `afterany:12:15`; empty if it waits for nothing.
 
     Raises:
-        TorchrelayError: a run that it waits for has ended otherwise than it should, or has no job.
+        TorchrelayError: a run for which it waits has ended wrongly, or has no job.
     """
     found = predecessors_of(run, spec, jobs)
     for one in found:
@@ -91,10 +91,10 @@ def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
 
 
 def redirect_waiting_jobs(run: RunDir) -> None:
-    """Have the user's jobs that wait for a run wait for the job that it has now, or, if it has ended, start.
+    """Make the user's jobs that wait for a run wait for its present job, or start if it has ended.
 
     Raises:
-        TorchrelayError: Slurm does not answer, or refuses it.
+        TorchrelayError: Slurm does not answer, or refuses the change.
     """
     jobs = slurm.jobs()
     for script, own in jobs_by_script(jobs.values()).items():
@@ -110,21 +110,21 @@ def _waits_for(waiting: RunDir, run: RunDir) -> bool:
     try:
         spec = RunSpec.load(waiting)
     except UserError:
-        return False  # damaged
+        return False  # the spec is damaged
     return str(run.path.resolve()) in {*spec.after, *spec.after_ok}
 
 
 def wait_again(run: RunDir, job_id: str, jobs: Mapping[str, SlurmJob], *, held: bool) -> None:
-    """Give a pending job of a run its dependency, and release it; it stays as it is if there is no job to wait for.
+    """Give a pending job of a run its dependency, and release it. If there is no job to wait for, it stays as it is.
 
     Raises:
-        TorchrelayError: Slurm does not answer, or refuses it.
+        TorchrelayError: Slurm does not answer, or refuses the change.
     """
     spec = RunSpec.load(run)
     try:
         waits_for = dependency(run, spec, jobs)
     except TorchrelayError:
-        return  # hpc status says why
+        return  # hpc status shows the problem
     slurm.set_dependency(job_id, waits_for)
     if held:
         slurm.release(job_id)

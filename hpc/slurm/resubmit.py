@@ -1,4 +1,4 @@
-"""From one job of a run to its next: exactly one process records the end of an attempt and submits the new job.
+"""The handover from one job of a run to the next: one process records an attempt's end and submits the new job.
 
 Runs on compute nodes, in agents that survive their head node, and on the login node, in the supervisor.
 """
@@ -45,16 +45,16 @@ from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.squeue import jobs_by_script
 
-# By then a failed node has probably been rebooted or repaired.
+# A failed node has probably been rebooted or repaired after this time.
 _EXCLUDE_SECONDS = 6 * 3600.0
-# What sbatch says when too few nodes are left without the excluded ones; the second, of a node in --nodelist, on 24.11.
+# sbatch errors that mean --exclude left too few nodes; 24.11 prints the second if --nodelist names an excluded node.
 _TOO_FEW_NODES = ("not available", "Invalid node name specified")
-# What slurmstepd prints, with the second, in local time.
+# slurmstepd prints this, with the local time to the second.
 _PREEMPTED = re.compile(rb"CANCELLED AT ([-:T\d]+) DUE TO PREEMPTION")
-# The agents print little after that.
+# The agents print little after this line.
 _LOG_BYTES = 2**17
 HANDOVER_SECONDS = 100.0
-"""A handover, by an agent or a supervisor, takes at most three calls of Slurm's commands, with their timeouts."""
+"""The longest handover, by an agent or a supervisor: at most three of Slurm's commands, with their timeouts."""
 
 
 def record_end(run: RunDir, ended: AttemptEnded) -> bool:
@@ -63,7 +63,7 @@ def record_end(run: RunDir, ended: AttemptEnded) -> bool:
     Agents that still work on the attempt exit within seconds.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     return record_once(_end_file(run, ended.attempt), ended)
 
@@ -71,9 +71,9 @@ def record_end(run: RunDir, ended: AttemptEnded) -> bool:
 def record_missing_end(
     run: RunDir, last: Attempt, detail: str, *, cause: Cause = Cause.LOST, suspect: str | None = None
 ) -> bool:
-    """Record the end of an attempt whose agents did not: it lasted until their last heartbeat. False as `record_end`.
+    """Record the end of an attempt, at its last heartbeat, because its agents did not. Returns False as `record_end`.
 
-    If Slurm has marked nodes of it down, they are its cause; otherwise the node `suspect`, if any, is recorded.
+    A node of the attempt that Slurm has marked down is the cause; without one, the node `suspect`, if any, is recorded.
     """
     spec = RunSpec.load(run)
     if cause is Cause.LOST and was_preempted(run, last.job_id, last.started):
@@ -88,16 +88,16 @@ def record_missing_end(
     ended = AttemptEnded(
         attempt=last.attempt, cause=cause, detail=detail, node=suspect,
         step=last_step(run) or (0 if spec.program.reports_steps else None),
-        # The file `alive` may be older than the attempt; its storage may have another clock.
+        # The file `alive` may be older than the attempt, and its storage may have another clock.
         last_heard=max(last.started, heartbeat + time.time() - storage_time(run.path)),
     )  # fmt: skip
     return record_end(run, ended)
 
 
 def was_preempted(run: RunDir, job_id: str, since: float) -> bool:
-    """Whether Slurm has written into the log of a job, since a time, that it preempted it.
+    """Return whether Slurm has written into the log of a job that it has preempted the job since a time.
 
-    With GraceTime=0 it says so nowhere else: `scontrol show job` tells such a preemption from a requeue no more.
+    With GraceTime=0 only the log says so: in `scontrol show job` such a preemption looks like a requeue.
     """
     try:
         with (run.logs / f"{job_id}_0_log.out").open("rb") as log:
@@ -109,7 +109,7 @@ def was_preempted(run: RunDir, job_id: str, since: float) -> bool:
 
 
 def has_ended(run: RunDir, attempt: int) -> bool:
-    """Whether the end of an attempt is recorded."""
+    """Return whether the end of an attempt is recorded."""
     refresh_nfs_cache(run.events)
     return _end_file(run, attempt).exists()
 
@@ -119,20 +119,20 @@ def _end_file(run: RunDir, attempt: int) -> Path:
 
 
 def last_step(run: RunDir) -> int | None:
-    """The last step in the metrics; None before the first step, and for a user's script."""
+    """Return the last step in the metrics; None before the first step, and for a user's script."""
     record = last_json_line(run.train_metrics)
     return None if record is None else record.get("step")
 
 
 def handover_deadline(claim: Handover | None) -> float:
-    """Return until when the process that made a claim should be left to finish; 0 if it died."""
+    """Return the time until which the process that made a claim may finish; 0 if it died."""
     if claim is None or (claim.host == socket.gethostname() and not is_alive(claim.pid, claim.started)):
         return 0.0
     return claim.time + HANDOVER_SECONDS
 
 
 def this_process() -> dict[str, Any]:
-    """Return the fields of a claim that name its process: `handover_deadline` asks whether it is alive."""
+    """Return the fields of a claim that name its process, so that `handover_deadline` knows whether it is alive."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "started": start_time(pid)}
 
@@ -140,7 +140,7 @@ def this_process() -> dict[str, Any]:
 def claim_next_job(run: RunDir, attempt: int, seen: History) -> bool:
     """Claim the submission of the job after an attempt; False if another agent or supervisor is at it.
 
-    Of the processes that have seen the same events, on which their decision rests, one creates the file.
+    Only one of the processes that decide from the same events creates the file.
     """
     if time.time() < handover_deadline(seen.unfinished_handover(attempt)):
         return False
@@ -149,10 +149,10 @@ def claim_next_job(run: RunDir, attempt: int, seen: History) -> bool:
 
 
 def has_own_script(run: RunDir) -> bool:
-    """Whether the jobs of the run's script work on this directory, and not on one that it was copied or moved from."""
+    """Return whether the jobs of the run's script use this directory, not one from which it was copied or moved."""
     for line in run.script.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # a comment may have half a quotation
-            if str(run.path) in shlex.split(line):  # quotes and blanks in it are quoted there
+        with contextlib.suppress(ValueError):  # a comment may have an unclosed quote
+            if str(run.path) in shlex.split(line):  # the line quotes a path with blanks and quotes
                 return True
     return False
 
@@ -160,10 +160,11 @@ def has_own_script(run: RunDir) -> bool:
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
     """Submit the run's next job, unless one is pending: the reply of an earlier sbatch may have been lost.
 
-    It excludes nodes, from `nodes_to_exclude`. `old` are the ids of the run's jobs so far. Returns the new job's id.
+    The job excludes nodes, from `nodes_to_exclude`. `old` are the ids of the run's jobs so far. Returns the new job's
+    id.
 
     Raises:
-        TorchrelayError: sbatch refused it, or the run waits for one that cannot end as it should.
+        TorchrelayError: sbatch refused it, or the run waits for one that has ended wrongly or has no job.
     """
     jobs = slurm.jobs()
     for job in jobs_by_script(jobs.values()).get(os.path.realpath(run.script), []):
@@ -175,7 +176,7 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
         return slurm.submit(run.script, excluded, environment, waits_for)
     except TorchrelayError as error:
         given = _given(spec)
-        # With a constraint or a kind of GPU, fewer nodes of the partition fit than `nodes_to_exclude` counted; and
+        # With a constraint or a kind of GPU, fewer nodes fit than `nodes_to_exclude` counted in the partition; and
         # --sbatch nodelist may name an excluded node.
         if excluded == given or not any(words in str(error) for words in _TOO_FEW_NODES):
             raise
@@ -183,7 +184,7 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
 
 
 def _failed_node(event: Event) -> str | None:
-    """Return the node of which an event says that it has failed."""
+    """Return the node that has failed according to an event."""
     if isinstance(event, NodeLost):
         return event.node
     causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
@@ -197,9 +198,9 @@ def _given(spec: RunSpec) -> list[str]:
 
 
 def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()) -> list[str]:
-    """The nodes that the next job of a run excludes: the user's --exclude, and recently failed ones.
+    """Return the nodes that the next job of a run excludes: the user's --exclude, and nodes that failed recently.
 
-    Of the nodes that have failed, just now or before, only as many as leave the partition enough nodes for the job.
+    It excludes failed nodes only as long as the partition has enough other nodes for the job.
     """
     given, now = _given(spec), time.time()
     returned = {event.node: event.time for event in history.of(NodeReturned)}
@@ -209,7 +210,7 @@ def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()
         if now - event.time < _EXCLUDE_SECONDS
         if (node := _failed_node(event)) and event.time > returned.get(node, 0.0)
     ]
-    names = list(dict.fromkeys([*failed, *reversed(lost)]))  # the newest first
+    names = list(dict.fromkeys([*failed, *reversed(lost)]))  # newest first
     if not names:
         return given
     # Slurm does not use nodes that it has marked down.

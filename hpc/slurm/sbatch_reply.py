@@ -1,20 +1,20 @@
-"""What sbatch prints: why it refuses a script, and with --test-only when it would start. Pure."""
+"""The output of sbatch: why it refuses a script, and with --test-only when it would start. Pure."""
 
 import re
 from dataclasses import dataclass
 
 from hpc.run.spec import RunSpec
 
-# What says no more than the sentence in which it is quoted.
+# Words that add nothing to the sentence in which the error is quoted.
 _PREFIX = re.compile(r"(sbatch: )?(error: |fatal: )?(Batch job submission failed: |allocation failure: )?")
 _ESTIMATE = re.compile(r"Job \d+ to start at (?P<time>\S+) .*on nodes (?P<nodes>\S+)")
-# Of all that a job can ask for, Slurm does not say what is missing.
+# Slurm does not say which of the requested properties the nodes lack.
 _NO_SUCH_NODES = "Requested node configuration is not available"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartEstimate:
-    """When and where Slurm expects to start a job."""
+    """The time and the nodes with which Slurm expects to start a job."""
 
     time: str
     """ISO 8601, in the cluster's local time."""
@@ -22,13 +22,13 @@ class StartEstimate:
 
 
 def parse_estimate(printed: str) -> StartEstimate | None:
-    """Parse what `sbatch --test-only` prints for a job that can start; None for anything else."""
+    """Parse the output of `sbatch --test-only` for a job that can start; None for other output."""
     match = _ESTIMATE.search(printed)
     return StartEstimate(time=match["time"], nodes=match["nodes"]) if match else None
 
 
 def refusal(printed: str, spec: RunSpec) -> str:
-    """Why sbatch refuses the job of a run: all its errors, the first of which is the most exact, in one line.
+    """Return why sbatch refuses the job of a run: all its errors, in one line. The first is the most exact.
 
     The site's job_submit plugin may print lines of its own before them, and sbatch a reference to its help after them.
     """
@@ -39,12 +39,12 @@ def refusal(printed: str, spec: RunSpec) -> str:
 
 
 def lacks_nodes(printed: str) -> bool:
-    """Whether a refusal of `sbatch --test-only` may only mean that too few nodes are in service: it says no more."""
+    """Return whether a refusal of `sbatch --test-only` may only mean that too few nodes are in service."""
     return _NO_SUCH_NODES in printed
 
 
 def _asked(spec: RunSpec) -> str:
-    """The flags to which nodes must be equal."""
+    """Return the flags that nodes must match."""
     resources = spec.resources
     names = ("partition", "nodes", "gpus_per_node", "cpus_per_gpu", "mem", "constraint", "exclude")
     given = [(name, getattr(resources, name)) for name in names] + [("sbatch", option) for option in resources.sbatch]

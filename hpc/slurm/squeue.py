@@ -1,4 +1,4 @@
-"""The user's jobs as squeue lists them: state, script, nodes, start time, why one is pending. Pure; runs everywhere."""
+"""The user's jobs in squeue: state, script, nodes, times, reason for pending. Pure; runs everywhere."""
 
 import os
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from hpc.run.causes import JobState
 from hpc.run.rundir import RunDir
 
 _SEPARATOR = "|"
-# For `--Format`: the one-letter `--format` has no count of restarts. The last field may hold any characters.
+# Names for `--Format`: the one-letter `--format` has no count of restarts. The last field may hold any characters.
 _FIELDS = ("JobID", "State", "Reason", "NodeList", "BatchHost", "RestartCnt", "EligibleTime", "StartTime", "Command")
 QUEUE_FORMAT = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
 _SCRIPT = RunDir(Path()).script.name
@@ -28,7 +28,7 @@ _STATES = {
 
 
 def job_state(word: str) -> JobState:
-    """The state for Slurm's word; UNKNOWN for any other word."""
+    """Return the state for Slurm's word; UNKNOWN for an unknown word."""
     return _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
 
 
@@ -41,23 +41,23 @@ class SlurmJob:
     reason: str
     nodes: str
     command: str
-    """The script: for a run, its submit.sbatch."""
+    """The path of the job's script; for a run, of its submit.sbatch."""
     batch_host: str = ""
-    """Where its script runs. It stays the same when Slurm has taken that node from a job that may lose nodes."""
+    """The node of the job's script, even after Slurm has taken that node from a job that may lose nodes."""
     restarts: int = 0
-    """How often Slurm has requeued it."""
+    """The number of times that Slurm has requeued the job."""
     eligible: float | None = None
-    """The earliest time that it may start, in seconds since the epoch, like `started`."""
+    """The earliest start, in seconds since the epoch, like `started`."""
     started: float | None = None
-    """When it started; of a pending job, when Slurm expects to start it."""
+    """The start; for a pending job, the start that Slurm expects."""
 
 
 def parse_jobs(text: str) -> dict[str, SlurmJob]:
-    """Parse squeue's output in QUEUE_FORMAT; other lines are skipped."""
+    """Parse squeue's output in QUEUE_FORMAT, without other lines."""
     found = {}
     for line in text.split("\n"):
         words = line.split(_SEPARATOR, len(_FIELDS) - 1)
-        # The rest of a command that contains a line break, or a warning.
+        # This is a warning, or the rest of a command that contains a line break.
         if len(words) < len(_FIELDS) or not words[0][:1].isdecimal():
             continue
         job_id, state, reason, nodes, batch_host, restarts, eligible, started, command = words
@@ -71,7 +71,7 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
 
 
 def _seconds(time: str) -> float | None:
-    """Seconds since the epoch of one of Slurm's times, ISO 8601 in local time; None for none."""
+    """Return the seconds since the epoch of one of Slurm's times, ISO 8601 in local time; None for other words."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except ValueError:
@@ -79,7 +79,7 @@ def _seconds(time: str) -> float | None:
 
 
 def jobs_by_script(jobs: Iterable[SlurmJob]) -> dict[str, list[SlurmJob]]:
-    """The jobs of runs, by the real path of the run's script, oldest first."""
+    """Return the jobs of runs, by the real path of the run's script, oldest first."""
     found: dict[str, list[SlurmJob]] = {}
     for job in jobs:
         if job.command.rpartition("/")[2] == _SCRIPT:
@@ -92,8 +92,8 @@ def _number(job: SlurmJob) -> int:
     return int(digits) if digits.isdigit() else 0
 
 
-# By the beginning of Slurm's reason for a pending job: squeue(1), "JOB REASON CODES". Those with spaces are messages of
-# slurmctld.
+# The keys are beginnings of Slurm's reasons for a pending job: squeue(1), "JOB REASON CODES". Reasons with spaces are
+# messages of slurmctld.
 _REASONS = {
     "None": "",
     "WaitingForScheduling": "",
@@ -127,13 +127,13 @@ _REASONS = {
     "Association": "you have reached a limit of the account, or this job alone exceeds it",
     "InvalidAccount": "it will never start: its account is invalid",
     "InvalidQOS": "it will never start: its QOS is invalid",
-    # Ours, for a job in that state: Slurm gives no reason.
+    # This reason is ours: Slurm gives none for a suspended job.
     "suspended": "suspended: it continues when Slurm or an administrator resumes it",
 }
 
 
 def explain_reason(reason: str) -> str:
-    """Why a job is pending, in words; empty if Slurm has no reason yet, and an unknown reason as it is."""
+    """Return why a job is pending, in words; empty if Slurm has no reason yet. An unknown reason stays unchanged."""
     words = reason.replace("_", " ")
     known = max((beginning for beginning in _REASONS if words.startswith(beginning)), key=len, default=None)
     return reason if known is None else _REASONS[known]

@@ -1,1 +1,1 @@
-"""`hpc status`: what a run is doing, what it lost, what to do about it. Runs on the login node."""
+"""`hpc status`: the state of runs, their losses, and advice. Runs on the login node."""

@@ -1,4 +1,4 @@
-"""How `hpc status` writes the parts of a summary for people. Pure; runs on the login node."""
+"""The parts of a summary as text, for `hpc status`. Pure; runs on the login node."""
 
 import time
 
@@ -11,12 +11,12 @@ _HALF_DAY_SECONDS = 43200
 
 
 def or_dash(value: object, form: str = "{}") -> str:
-    """A value in this form; a dash for None."""
+    """Format a value in this form; None as a dash."""
     return "-" if value is None else form.format(value)
 
 
 def clock(seconds: float | None) -> str:
-    """A duration as 0:42, 2:10 or 1:02:10; a dash for None."""
+    """Format a duration as 0:42, 2:10 or 1:02:10; None as a dash."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(int(seconds), 60)
@@ -25,14 +25,14 @@ def clock(seconds: float | None) -> str:
 
 
 def accuracy(row: Summary) -> str:
-    """That of the test, else the last one of the validation, with the split."""
+    """Format the accuracy of the test, or else of the last validation, with the split."""
     if row.test_accuracy is not None:
         return f"{row.test_accuracy:.2%} test"
     return or_dash(row.val_accuracy, "{:.1%} val")
 
 
 def step(row: Summary) -> str:
-    """The last logged step, of how many."""
+    """Format the last logged step and the total."""
     return or_dash(row.step) + (f"/{row.total_steps}" if row.step and row.total_steps else "")
 
 
@@ -49,17 +49,17 @@ def gpus(row: Summary) -> str:
 
 
 def interruptions(row: Summary) -> str:
-    """How many of each cause."""
+    """Format the number of interruptions by cause."""
     return ", ".join(f"{cost.count} {visible(cause)}" for cause, cost in row.recovery.items())
 
 
 def members(row: Summary) -> list[str]:
-    """The nodes that train, or last did."""
+    """Return the nodes that train, or last did."""
     return list(dict.fromkeys(row.attempts[-1].members)) if row.attempts else []
 
 
 def wait_reason(row: Summary) -> str:
-    """Why a run does not train yet: other runs, Slurm's reason, or the progress of staging; empty if none is known."""
+    """Return why a run does not train yet: other runs, Slurm's reason, the progress of staging; empty if unknown."""
     if staging := row.staging:
         done, total, rate = staging.bytes_done or 0.0, staging.bytes_total, staging.bytes_per_second or 0.0
         copied = f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB"
@@ -75,6 +75,6 @@ def wait_reason(row: Summary) -> str:
 
 
 def _near_time(seconds: float) -> str:
-    """A time of day, with its date if it is more than half a day away."""
+    """Format a time of day, with its date if it is more than half a day away."""
     form = "%H:%M" if abs(seconds - time.time()) < _HALF_DAY_SECONDS else "%m-%d %H:%M"
     return time.strftime(form, time.localtime(seconds))

@@ -21,7 +21,7 @@ _LEAST_MESSAGE = 16
 
 
 def run_details(console: Console, row: Summary) -> Group:
-    """Show a run: state, place, progress, cost, damage and warnings, and its interruptions, the latest first."""
+    """Return a view of a run: state, place, progress, cost, damage, warnings, and interruptions, latest first."""
     facts = Table.grid(padding=(0, 2, 0, 0))
     for name, text in _facts(row).items():
         style = cells.STYLES[row.state] if name == "state" else ""
@@ -35,7 +35,6 @@ def run_details(console: Console, row: Summary) -> Group:
 
 
 def _facts(row: Summary) -> dict[str, str]:
-    """What is known, by its name."""
     facts = {
         "run": row.run,
         "directory": row.run_dir,
@@ -90,7 +89,7 @@ def _last_output(row: Summary) -> str:
 
 
 def _time(row: Summary) -> str:
-    """How long it has taken so far, and waited."""
+    """Return the time since the first start, its productive share, and the time in the queue."""
     return _joined(
         _duration(row.elapsed_seconds, "{} since its first start"),
         _named("", row.goodput, "{:.0%} of it productive"),
@@ -99,7 +98,7 @@ def _time(row: Summary) -> str:
 
 
 def _gpu_hours(hours: Mapping[str, float] | None) -> str:
-    """Those that the run had, and what they were used for (hpc.run.events.timeline)."""
+    """Return the GPU-hours of the run, and their uses (hpc.run.events.timeline)."""
     if hours is None:
         return ""
     parts = {
@@ -118,7 +117,7 @@ def _tracker(one: TrackerState) -> str:
 
 
 def budget_lines(budget: Budgets) -> list[str]:
-    """How much a run has used of its budgets for failures, which docs/explanation/recovery.md explains."""
+    """Return the use of a run's budgets for failures, which docs/explanation/recovery.md explains."""
     lines = [
         f"failures without progress: {one.failures} of {one.budget} ({', '.join(one.causes)})" for one in budget.used
     ]
@@ -126,7 +125,7 @@ def budget_lines(budget: Budgets) -> list[str]:
 
 
 def interruption_table(console: Console, interruptions: Sequence[Interruption]) -> Table:
-    """The interruptions of a run, and what each cost; a message that is too long is cut."""
+    """Return a table of a run's interruptions and their costs. Messages that are too long are cut."""
     rows = list[dict[str, Text]]()
     for one in interruptions:
         rank = None if one.rank is None else f"rank {one.rank}"
@@ -144,7 +143,7 @@ def interruption_table(console: Console, interruptions: Sequence[Interruption]) 
 
 
 def largest_parts(seconds: Mapping[str, float | None]) -> str:
-    """The parts of a recovery that took longest."""
+    """Return the longest parts of a recovery."""
     known = [(name, part) for name, part in seconds.items() if name != "total" and part]
     longest = sorted(known, key=lambda part: -part[1])[:_PARTS_SHOWN]
     return ", ".join(f"{name} {part:.1f}" for name, part in longest)

@@ -1,4 +1,4 @@
-"""A table of as many columns as a terminal has room for, each row in one line. Pure; runs on the login node."""
+"""A table with only the columns that fit a terminal, each row in one line. Pure; runs on the login node."""
 
 from collections.abc import Collection, Mapping, Sequence
 
@@ -18,14 +18,14 @@ def fitting_table(
     numbers: Collection[str],
     cut: tuple[str, int],
 ) -> Table:
-    """The first of the columns, the most important ones, as many as fit, but at least two.
+    """Return a table of the first, most important columns: all that fit, but at least two.
 
     Args:
         console: the terminal.
         rows: the cells by title.
         titles: the columns in their order.
-        numbers: those that are aligned to the right.
-        cut: the column whose text is cut where there is too little room, and its least width.
+        numbers: the columns to align to the right.
+        cut: the column whose text is cut if there is too little room, and its least width.
     """
     widths = {title: max(cell_len(title), *(row[title].cell_len for row in rows)) for title in titles}
     name, whole = cut[0], widths[cut[0]]

@@ -1,4 +1,4 @@
-"""Reads logs that grow, of any size: in blocks, and only what is new. Runs on the login node."""
+"""Reads growing logs of any size: in blocks, and only new lines. Runs on the login node."""
 
 import errno
 import functools
@@ -12,9 +12,9 @@ from pathlib import Path
 from hpc.run.rundir import RunDir
 
 _BLOCK_BYTES = 2**17
-# A file that was deleted while it was read, here or by another NFS client.
+# Errors of a file that was deleted while it was read, here or by another NFS client.
 _DELETED = {errno.ENOENT, errno.ESTALE}
-# As Python's logging and most others write times: 2026-11-21 09:00:05,123; and as torch does: W1121 09:00:05.123456.
+# Python's logging and most others write times as 2026-11-21 09:00:05,123, and torch as W1121 09:00:05.123456.
 _TIME = re.compile(r"\W{0,2}(?:(\d{4}-)(\d\d)-(\d\d)[T ]|[A-Z](\d\d)(\d\d) )(\d\d:\d\d:\d\d(?:[.,]\d+)?)")
 
 Line = dict[str, int | float | str | None]
@@ -22,23 +22,23 @@ Line = dict[str, int | float | str | None]
 
 @dataclass
 class Tail:
-    """One log, and its read position. Keeps no file open: there may be a thousand ranks."""
+    """One log and its read position. The file is not kept open: there may be a thousand ranks."""
 
     path: Path
     offset: int = 0
     time: str = ""
-    """The time of the last line that has one; times compare as text."""
+    """The time of the last line that begins with one; times compare as text."""
     _file: tuple[int, int] | None = None
     _rest: bytes = b""
 
     def lines(self, *, ended: bool = False) -> Iterator[str]:
-        """New lines; with `ended` also the text after the last line break.
+        """Yield new lines; with `ended` also the text after the last line break.
 
         A log that was replaced or truncated is read from its beginning; a missing one has no lines.
         """
         while block := self._block():
             *whole, self._rest = (self._rest + block).split(b"\n")
-            if len(self._rest) > _BLOCK_BYTES:  # no line of text: cut it rather than keep it in memory
+            if len(self._rest) > _BLOCK_BYTES:  # not a line of text: cut it, to save memory
                 whole, self._rest = [*whole, self._rest], b""
             yield from map(_visible, whole)
         if ended and self._rest:
@@ -68,12 +68,12 @@ def _read(path: Path, offset: int, size: int = _BLOCK_BYTES) -> bytes:
 
 
 def _visible(line: bytes) -> str:
-    """A line as a terminal shows it: without what a progress bar has overwritten."""
+    """Return a line as a terminal shows it, without the text that a progress bar has overwritten."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, str]]:
-    """The new lines of several logs, sorted by the times with which lines begin.
+    """Yield the new lines of several logs, sorted by the times with which lines begin.
 
     A line without a time stays with the one before it; logs without times come one after the other.
     """
@@ -88,7 +88,7 @@ def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail
 
 
 def time_of(line: str) -> float | None:
-    """The time with which a line begins, in seconds since the epoch; None if it begins with none, or without a year."""
+    """Return the time at the beginning of a line, in seconds since the epoch; None without a time or its year."""
     found = _TIME.match(line)
     try:
         return datetime.fromisoformat(line[found.start(1) : found.end()]).timestamp() if found and found[1] else None
@@ -97,7 +97,7 @@ def time_of(line: str) -> float | None:
 
 
 def offset_of_last(path: Path, text: str) -> int | None:
-    """The offset of the last occurrence of a text in a log, read from the end; None without one, or without a log."""
+    """Return the offset of a text's last occurrence in a log, read from the end; None if it or the log is missing."""
     wanted, after = text.encode(), b""
     try:
         size = path.stat().st_size
@@ -112,7 +112,7 @@ def offset_of_last(path: Path, text: str) -> int | None:
 
 
 def lines_before(path: Path, offset: int, count: int) -> int:
-    """The offset of the line that is `count` lines before the one at `offset`; at most one block back."""
+    """Return the offset of the line that is `count` lines before the one at `offset`, at most one block back."""
     first = max(0, offset - _BLOCK_BYTES)
     before = _read(path, first, offset - first)
     end = len(before)
@@ -131,22 +131,22 @@ class LogReader:
     rank: int | None = None
     attempt: int | None = None
     most_bytes: int | None = None
-    """Read at most this many bytes from the end of each log."""
+    """The most bytes to read from the end of each log; None for all."""
     shortened: bool = False
-    """Whether `most_bytes` left anything out."""
+    """Whether `most_bytes` has left a part of a log out."""
     _tails: dict[Path, Tail] = field(default_factory=dict)
     _over: set[int] = field(default_factory=set)
 
     def new_lines(self, *, ended: bool = False) -> Iterator[Line]:
-        """The lines added since the last call, each with its origin."""
+        """Yield the lines added since the last call, each with its origin."""
         numbers = [_numbers(path)[0] for path in self.run.logs.glob("attempt-[0-9]*")]
         attempts = sorted(one for one in numbers if self.attempt in {one, None} and one not in self._over)
-        # There may be thousands of logs. Ranks of the last attempt but one may still print their last lines.
+        # Logs of older attempts are skipped: there may be thousands. Ranks of the last attempt but one may still print.
         over = attempts[:-2]
         rank = "[0-9]*" if self.rank is None else f"{self.rank:02d}"
         groups = [(number, self.run.attempt_logs(number).glob(f"rank-{rank}.log")) for number in attempts]
         if self.rank is None and self.attempt is None:
-            # An agent's log is that of a job, which may have several attempts.
+            # An agent's log belongs to a job, which may have several attempts.
             groups.insert(0, (0, self.run.logs.glob("[0-9]*_[0-9]*_log.out")))
         for number, paths in groups:
             tails = map(self._tail, sorted(paths, key=_numbers))
@@ -168,7 +168,7 @@ class LogReader:
 
 
 def ranks_with_logs(run: RunDir) -> set[int]:
-    """The ranks that have written a log in any attempt."""
+    """Return the ranks that have written a log in any attempt."""
     return {_numbers(path)[0] for path in run.logs.glob("attempt-[0-9]*/rank-[0-9]*.log")}
 
 
@@ -178,7 +178,7 @@ def _numbers(path: Path) -> list[int]:
 
 @functools.cache
 def origin_of(path: Path) -> Line:
-    """Whose log a file is: a rank's in an attempt, or the agent's of a node in a job (submitit's file name)."""
+    """Return the writer of a log: a rank in an attempt, or a node's agent in a job (submitit's file name)."""
     if path.suffix == ".out":
         job, node = _numbers(path)
         return {"agent": f"job {job}", "node": node}

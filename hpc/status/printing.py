@@ -21,13 +21,13 @@ _WAIT_SECONDS, _PIPE_WIDTH = 1.0, 1000
 
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
-    """Print the table; into a file or pipe with all its columns."""
+    """Print the table; into a file or pipe, print all its columns."""
     console = _console()
     console.print(view(console, rows, details=details))
 
 
 def print_interruptions(interruptions: Sequence[Interruption]) -> None:
-    """Print the interruptions of a run, and what each cost."""
+    """Print the interruptions of a run, and their costs."""
     console = _console()
     console.print(interruption_table(console, interruptions))
 
@@ -39,7 +39,7 @@ def _console() -> Console:
 
 
 def summaries(runs: Sequence[RunDir]) -> list[Summary]:
-    """One summary per run, with one call of squeue for all; a warning on stderr if Slurm does not answer."""
+    """Return one summary per run, with one squeue for all. Print a warning on stderr if Slurm does not answer."""
     cache = StatusCache()
     rows = cache.summaries(runs)
     if cache.problem:
@@ -48,9 +48,9 @@ def summaries(runs: Sequence[RunDir]) -> list[Summary]:
 
 
 def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
-    """Wait for the end; 0 if the run completed, 1 if it failed or was cancelled.
+    """Wait for the end. Returns 0 if the run completed, 1 if it failed or was cancelled.
 
-    With `answer`, the submission's JSON document, nothing is printed but that document with the final state in it.
+    With `answer`, the submission's JSON document, print nothing except that document with the final state in it.
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
@@ -74,14 +74,14 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
 
 
 def progress(row: Summary) -> str:
-    """The progress of a run in one line."""
+    """Return the progress of a run in one line."""
     if row.state == "pending":
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
     if last := row.last_output:
         return f"attempt {row.attempt}: {last.line}"
     if row.step is None:
         return f"attempt {row.attempt or 1}: starting"
-    # A user's script may log a part of them.
+    # A user's script may log only some of these.
     loss = None if row.train_loss is None else f"{row.train_loss:.4f}"
     known = {"epoch": row.epoch, "step": row.step, "loss": loss}
     words = [f"{name} {value}" for name, value in known.items() if value is not None]

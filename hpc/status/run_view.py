@@ -64,11 +64,11 @@ from hpc.supervise.observe import ObservedRun, observe, with_final_states
 
 _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
-# A poll every second must not load the controller.
+# A poll every second would load the controller.
 _QUEUE_SECONDS = 5.0
-# The errors of reading a run's files, which anybody may have written, even another user.
+# Errors of reading a run's files, which anybody may have written, even another user.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
-# While the controller is down, each call of squeue takes half a minute to fail.
+# While the controller is down, each squeue takes half a minute to fail.
 _AWAY_SECONDS = 30.0
 
 
@@ -78,11 +78,11 @@ def summarize(
     decision: Decision | None = None,
     queue: Mapping[str, SlurmJob] | None = None,
 ) -> Summary:
-    """The summary of a run, with its jobs in the queue (`jobs_by_run`) or None if Slurm does not answer.
+    """Return the summary of a run, with its jobs in the queue (`jobs_by_run`) or None if Slurm does not answer.
 
-    `decision` is what the supervisor would do, if the run has no job. `queue` are all jobs of the user, among which are
-    those of the runs that it waits for.
-    Unknown values are None. Damage in its directory raises no error, which would hide the other runs.
+    `decision` is what the supervisor would do, if the run has no job. `queue` has all jobs of the user, also of the
+    runs for which it waits. Unknown values are None. A damaged directory raises no error, which would hide the other
+    runs.
     """
     try:
         history = History.load(run)
@@ -102,23 +102,23 @@ def summarize(
 
 
 def _numbers(line: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Keep only the numbers of a line of metrics, which a user's script may have written."""
+    """Return only the numbers of a line of metrics, which a user's script may have written."""
     return {name: value for name in line or {} if (value := number_in(line or {}, name)) is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Records:
-    """What a run directory has."""
+    """The records in a run directory."""
 
     history: History = field(default_factory=History)
     train: Mapping[str, Any] = field(default_factory=dict)
     """The last logged step."""
     validation: Mapping[str, Any] = field(default_factory=dict)
-    """The last one."""
+    """The last validation."""
     result: Mapping[str, Any] | None = None
-    """That of the test."""
+    """The result of the test."""
     spec: RunSpec | None = None
-    """None if it is damaged."""
+    """The spec; None if it is damaged."""
 
 
 def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | None, records: _Records) -> Summary:
@@ -127,7 +127,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     job = next(iter(jobs or ()), None)
     pending = job if job and job.state is JobState.PENDING else None
     suspended = "suspended" if job and job.state is JobState.SUSPENDED else None
-    # Between the final model and the end of the attempt the job still runs: `--wait` must not return yet.
+    # The job still runs between the final model and the end of the attempt: `--wait` must not return yet.
     ending = bool(attempts) and attempts[-1].cause is None and (job is not None or _runs_here(history))
     state = decision.state if decision else _state(history, job, slurm_answers=jobs is not None)
     state = "completed" if records.result is not None and not ending else state
@@ -181,7 +181,6 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
 
 
 def _full_storage(run: RunDir) -> list[str]:
-    """Return a warning if the storage of the run directory is full."""
     storage = os.statvfs(run.path)
     if storage.f_bavail * storage.f_frsize >= _LITTLE_SPACE_BYTES:
         return []
@@ -189,7 +188,6 @@ def _full_storage(run: RunDir) -> list[str]:
 
 
 def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] | None) -> tuple[AwaitedRun, ...]:
-    """Return the runs that must end before this one begins."""
     found = predecessors_of(run, spec, queue or {}) if spec else []
     return tuple(
         AwaitedRun(
@@ -204,7 +202,7 @@ def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] 
 
 
 def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, Any]:
-    """What the last attempt has of the cluster, or, before the first, what the run asks for at most."""
+    """Return the last attempt's part of the cluster or, before the first, the most that the run asks for."""
     if spec is None:
         return dict.fromkeys(("partition", "gpus", "gpu_type"))
     nodes = len(attempts[-1].nodes) if attempts else spec.job_nodes[1]
@@ -215,7 +213,7 @@ def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, 
 def _time_spent(
     records: _Records, attempts: Sequence[Attempt], interruptions: Sequence[Interruption], *, is_over: bool
 ) -> dict[str, Any]:
-    """The run's time, and that of its GPUs; `elapsed_seconds` count from its first start, without its user's pauses."""
+    """Return the times of the run and its GPUs. `elapsed_seconds` counts from its first start, without user pauses."""
     history, spec, trained = records.history, records.spec, records.train.get("train_seconds")
     events = history.events
     last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1].time if events else 0.0
@@ -227,7 +225,7 @@ def _time_spent(
     paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
     began = attempts[0].started + paused
     starts = history.of(TrainStarted)
-    inherited = starts[0].train_seconds if starts else 0.0  # by a run that is a fork
+    inherited = starts[0].train_seconds if starts else 0.0  # from the original of a fork
     hours = None
     if spec is not None and spec.resources.num_gpus:
         parts = gpu_hours(history, periods, spec.resources.num_gpus, records.train, steps_lost(interruptions))
@@ -241,13 +239,12 @@ def _time_spent(
 
 
 def _reason(decision: Decision) -> str | None:
-    """Why a run has no job, and what to type; None if its state says so."""
+    """Return why a run has no job, and what to type; None if its state says so."""
     advice = f": {_CONTINUE}" if decision.action in STARTS else ""
     return None if decision.reason == decision.state else decision.reason + advice
 
 
 def _state(history: History, job: SlurmJob | None, *, slurm_answers: bool) -> State:
-    """Return one of pending, running, completed, failed, cancelled."""
     last = history.last_attempt if history.last_attempt and not history.last_attempt.resumed else None
     cause = last.cause if last else None
     not_ended = last is not None and cause is None
@@ -266,14 +263,14 @@ def _state(history: History, job: SlurmJob | None, *, slurm_answers: bool) -> St
 
 
 def _local_state(history: History) -> State | None:
-    """Return whether a run on this machine runs or is being submitted; None if neither is so."""
+    """Return whether a run on this machine runs or is being submitted; None if it does neither."""
     if _runs_here(history):
         return "running"
     return "pending" if time.time() < resubmit.handover_deadline(history.unfinished_handover(0)) else None
 
 
 def _runs_here(history: History) -> bool:
-    """Whether a process on this machine runs it, with --cluster local."""
+    """Return whether a process on this machine runs the run, with --cluster local."""
     return any(event.started and is_alive(event.job_id, event.started) for event in history.of(Submitted))
 
 
@@ -301,7 +298,7 @@ def _spec(run: RunDir, damaged: list[str]) -> RunSpec | None:
 
 
 def _trackers(history: History, spec: RunSpec | None) -> tuple[TrackerState, ...]:
-    """Return where the metrics are sent, and why a node of the last attempt could not send them."""
+    """Return the trackers of the run, and why a node of the last attempt could not send to them."""
     last = last_events(history, history.last_attempt.attempt) if history.last_attempt else {}
     return tuple(
         TrackerState(
@@ -323,11 +320,11 @@ def _final_result(run: RunDir, damaged: list[str]) -> dict[str, Any] | None:
     if isinstance(result, dict):
         return result
     damaged.append(f"{run.final_result} is damaged: it is not a JSON object")
-    return {}  # it exists: the run is complete
+    return {}  # the run is complete, because the file exists
 
 
 def _eta_seconds(started: TrainStarted, train: Mapping[str, Any]) -> float | None:
-    """Seconds of training left, at the pace since the ranks last started."""
+    """Return the seconds of training left, at the pace since the ranks last started."""
     total, step, at = started.total_steps, train.get("step"), train.get("time")
     if total is None or step is None or at is None or step <= started.step:
         return None
@@ -336,12 +333,12 @@ def _eta_seconds(started: TrainStarted, train: Mapping[str, Any]) -> float | Non
 
 
 def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> dict[Path, Decision]:
-    """What the supervisor would do about runs that have no job; nothing if Slurm does not answer."""
+    """Return what the supervisor would do about runs without a job; nothing if Slurm does not answer."""
     found, scripts = list[ObservedRun](), jobs_by_script(jobs.values() if jobs else ())
     queued = [run for run in runs if jobs is not None and run.script.exists() and not run.final_result.exists()]
     clocks = {parent: storage_time(parent) for parent in {run.path.parent for run in queued}}
     for run in queued:
-        # A damaged run is summarized without; one that was deleted meanwhile is left out.
+        # The summary of a damaged run has no decision. A run that was deleted meanwhile is left out.
         with contextlib.suppress(*_DAMAGE):
             found.append(observe(run, scripts, clocks[run.path.parent]))
     return {one.run.path: decide(one.known) for one in with_final_states(found)}
@@ -356,24 +353,24 @@ def _modified_ns(path: Path) -> int | None:
 
 @dataclass
 class StatusCache:
-    """Caches what cannot have changed since the last call: runs that have ended, and the queue for some seconds."""
+    """Caches the summaries of runs that have ended, and the queue for some seconds."""
 
     problem: str | None = None
-    """Why the last summaries come from the run directories alone, although there is a Slurm."""
+    """Why the last summaries do not use Slurm, although there is one; None if they do."""
     _jobs: Mapping[str, SlurmJob] | None = None
     _queried: float | None = None
     _decisions: dict[Path, Decision] = field(default_factory=dict)
-    """As old as `_jobs`: they take a call of sacct."""
+    """Decisions as old as `_jobs`, because they need sacct."""
     _ended: dict[Path, tuple[int, Summary]] = field(default_factory=dict)
 
     def summaries(self, runs: Sequence[RunDir]) -> list[Summary]:
-        """One summary per run; a deleted run has none."""
+        """Return one summary per run, and none for a deleted run."""
         jobs = self._queue(runs)
-        # Only the user's jobs are listed: of another user's run, its directory alone tells.
+        # squeue lists only the user's jobs, so of another user's run only the directory is known.
         others = {run.path: owner for run in runs if (owner := other_owner(run.path)) is not None}
         mine = [run for run in runs if run.path not in others]
         own = jobs_by_run(mine, jobs) if jobs is not None else {}
-        # A process that resumes or ends a run adds a file to its ledger.
+        # Each process that resumes or ends a run adds a file to its ledger.
         stamps = {run.path: _modified_ns(run.events) for run in runs}
         ended = {
             path: row for path, (stamp, row) in self._ended.items() if stamp == stamps.get(path) and not own.get(path)
@@ -389,7 +386,7 @@ class StatusCache:
                     note = f"it belongs to {others[run.path]}, so this is only what its directory says"
                     row = replace(row, warnings=[note, *row.warnings])
             stamp = stamps[run.path]
-            # A process that sends a message appends to its file.
+            # A process that is sending a message will append to its file.
             is_sending = any(message.problem is None for message in row.unsent)
             if stamp is not None and row.state in TERMINAL and not is_sending:
                 self._ended[run.path] = stamp, row
@@ -398,19 +395,19 @@ class StatusCache:
         return rows
 
     def summary(self, run: RunDir) -> Summary:
-        """The summary of a single run; a TorchrelayError if it was deleted."""
+        """Return the summary of a single run. Raises TorchrelayError if it was deleted."""
         rows = self.summaries([run])
         if not rows:
             raise TorchrelayError(f"run {run.name} was deleted: {run.spec} does not exist")
         return rows[0]
 
     def _queue(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
-        """The user's jobs, or None where there is no Slurm or it does not answer."""
+        """Return the user's jobs, or None if there is no Slurm or it does not answer."""
         max_age = _AWAY_SECONDS if self.problem else _QUEUE_SECONDS
         if self._queried is not None and time.monotonic() - self._queried <= max_age:
             return self._jobs
         self._jobs, self.problem, self._decisions = None, None, {}
-        # A run without a script is no run of Slurm's.
+        # A run without a script was not submitted to Slurm.
         if any(run.script.exists() for run in runs) and slurm.is_available():
             try:
                 self._jobs = slurm.jobs()

@@ -30,7 +30,7 @@ class AttemptSummary(Struct, frozen=True, kw_only=True):
 
 
 class RecoveryCost(Struct, frozen=True, kw_only=True):
-    """What the interruptions of one cause cost."""
+    """The cost of all interruptions of one cause."""
 
     count: int
     median_seconds: float | None
@@ -38,7 +38,7 @@ class RecoveryCost(Struct, frozen=True, kw_only=True):
 
 
 class UsedBudget(Struct, frozen=True, kw_only=True):
-    """How many failures without progress of these causes there were, and at how many the run ends."""
+    """The failures without progress of these causes, and the number at which the run ends."""
 
     causes: tuple[str, ...]
     failures: int
@@ -46,14 +46,14 @@ class UsedBudget(Struct, frozen=True, kw_only=True):
 
 
 class Budgets(Struct, frozen=True, kw_only=True):
-    """What a run has used of its budgets."""
+    """The use of a run's budgets."""
 
     used: tuple[UsedBudget, ...]
     same_failure_twice: bool
 
 
 class StagingProgress(Struct, frozen=True, kw_only=True):
-    """The slowest node that stages data."""
+    """The progress of the slowest node that stages data."""
 
     node: str
     activity: str
@@ -70,7 +70,7 @@ class AwaitedRun(Struct, frozen=True, kw_only=True):
     run_dir: str
     until: Literal["ended", "completed"]
     problem: str | None
-    """Why it will not end as it should; known only with the queue."""
+    """Why it will not end or complete; known only with the queue."""
 
 
 class UnsentMessage(Struct, frozen=True, kw_only=True):
@@ -79,16 +79,16 @@ class UnsentMessage(Struct, frozen=True, kw_only=True):
     notice: str
     recipient: str
     problem: str | None
-    """None while it is being sent."""
+    """Why it could not be sent; None while it is being sent."""
 
 
 class TrackerState(Struct, frozen=True, kw_only=True):
-    """Where the metrics are sent."""
+    """A tracker that gets the metrics."""
 
     tracker: str
     url: str | None
     problem: str | None
-    """Why a node of the last attempt could not send them."""
+    """Why a node of the last attempt could not send the metrics."""
 
 
 class LastOutput(Struct, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class LastOutput(Struct, frozen=True, kw_only=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """A run, as `hpc status --json` shows it."""
+    """A run in `hpc status --json`."""
 
     run: str
     run_dir: str
@@ -120,17 +120,17 @@ class Summary(Struct, frozen=True, kw_only=True):
     steps_lost: int | None
     partition: str | None
     gpus: int | None
-    """Of the last attempt, spares included."""
+    """GPUs of the last attempt, spares included."""
     gpu_type: str | None
     elapsed_seconds: float | None
     queue_seconds: float | None
     gpu_hours: Mapping[str, float] | None
-    """By part (hpc.run.events.timeline), and `allocated`."""
+    """Hours by part (hpc.run.events.timeline), and `allocated`."""
     goodput: float | None
     """The productive share of the time."""
     interruptions: tuple[Interruption, ...]
     recovery: Mapping[str, RecoveryCost]
-    """By cause."""
+    """Costs by cause."""
     budget: Budgets
     warnings: Sequence[str]
     damaged: Sequence[str]
@@ -139,12 +139,12 @@ class Summary(Struct, frozen=True, kw_only=True):
     unsent: tuple[UnsentMessage, ...]
     trackers: tuple[TrackerState, ...]
     reason: str | None
-    """Why it has no job, or waits."""
+    """Why the run has no job, or waits."""
     starts_at: float | None
     detail: str | None
-    """How the last attempt has ended."""
+    """How the last attempt ended."""
     traceback: Sequence[str] | None
-    """The lines of the rank that ended a failed run."""
+    """The last traceback of the rank that ended a failed run."""
     last_output: LastOutput | None
     eta_seconds: float | None
     waits_for: tuple[AwaitedRun, ...]

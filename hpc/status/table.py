@@ -1,4 +1,4 @@
-"""What `hpc status` prints of several runs: a table, why some wait, who was not notified. Pure; on the login node."""
+"""The output of `hpc status` about several runs: a table, and why some wait or could not notify. Pure; login node."""
 
 from collections.abc import Sequence
 
@@ -12,18 +12,18 @@ from hpc.status.details import run_details
 from hpc.status.fitting_table import fitting_table
 from hpc.status.summary import TERMINAL, Summary
 
-# The most important columns first.
+# Columns, the most important first.
 _COLUMNS = (
     *("run", "state", "job", "step", "accuracy", "ETA", "loss", "elapsed", "GPUs", "attempt", "img/s", "partition"),
     *("interruptions", "epoch", "nodes"),
 )
 _NUMBERS = frozenset({"job", "step", "loss", "accuracy", "ETA", "elapsed", "attempt", "img/s", "epoch"})
-# Names often differ at their ends.
+# Names often differ only at their ends.
 _LEAST_NAME = 40
 
 
 def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
-    """The table of runs, why some wait, and who was not notified; with `details`, all that is known of a single run."""
+    """Return the table of runs, reasons for waits, and failed messages. With `details`, show a single run in full."""
     if details and len(rows) == 1:
         return run_details(console, rows[0])
     table = fitting_table(console, [_cells(row) for row in rows], _COLUMNS, numbers=_NUMBERS, cut=("run", _LEAST_NAME))
@@ -31,7 +31,7 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
 
 
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
-    """The view for a terminal that cuts it to its height: runs that have not ended come first, then the newest."""
+    """Return the view for a terminal, which cuts it to its height: runs that go on come first, then the newest."""
     newest_first = rows[::-1]
     ranked = sorted(newest_first, key=lambda row: row.state in TERMINAL)
     drawn = view(console, ranked[: console.height], details=details)
@@ -39,7 +39,7 @@ def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, prob
 
 
 def _reasons(rows: Sequence[Summary]) -> list[str]:
-    """Why runs do not train, one line for those with the same reason."""
+    """Return why runs do not train, a line for each reason."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if wait := cells.wait_reason(row):
@@ -48,7 +48,7 @@ def _reasons(rows: Sequence[Summary]) -> list[str]:
 
 
 def _unsent(rows: Sequence[Summary]) -> list[str]:
-    """Who did not get a message, and why, one line for each recipient and problem."""
+    """Return who did not get a message, and why, a line for each recipient and problem."""
     names: dict[str, list[str]] = {}
     for row in rows:
         failed = {message.recipient: message.problem for message in row.unsent if message.problem}
@@ -65,7 +65,7 @@ def _damage(rows: Sequence[Summary]) -> list[str]:
 
 
 def _cells(row: Summary) -> dict[str, Text]:
-    """By title; as Text, because rich would parse the brackets of a list of nodes as markup."""
+    """Return cells by title. They are Text, because rich would parse the brackets of a list of nodes as markup."""
     texts = {
         "run": row.run,
         "job": cells.or_dash(row.job_id),

@@ -1,4 +1,4 @@
-"""Warnings: what the user should change, from a run's events. Pure; runs on the login node."""
+"""Warnings with advice to the user, from a run's events. Pure; runs on the login node."""
 
 from math import ceil
 
@@ -19,7 +19,7 @@ from hpc.run.events.kinds import (
 )  # fmt: skip
 from hpc.services.notification.notices import unsent_messages
 
-# A save should take at most this share of the time before the job ends: storage may be slower on another day.
+# The largest share of the time until the job ends that a save should take: storage may be slower on another day.
 MAX_SHARE = 0.8
 ASK_NO_GPUS = "in a script, move the import that queries GPUs into a function; or install an older torch"
 _ADVICE: dict[str, str] = {
@@ -32,11 +32,12 @@ _ADVICE: dict[str, str] = {
 
 
 def warnings_of(history: History, *, completed: bool = False) -> list[str]:
-    """Return one sentence per warning, with the flag to type; of a completed run only its result's and messages'.
+    """Return one sentence per warning, with the flag to type.
 
-    All but those of the result and of the time to save are the last attempt's.
+    A completed run has only warnings about its result and messages. Other warnings, except about the time to save, are
+    about the last attempt.
     """
-    # A later attempt finds the run complete, and says no more.
+    # A later attempt finds the run complete, and does not repeat this.
     done, claimed = history.last(TrainCompleted), history.last(Claimed)
     about_end = [*([done.learned_nothing] if done and done.learned_nothing else []), *_unsent(history)]
     if completed:

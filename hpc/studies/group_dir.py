@@ -1,4 +1,4 @@
-"""The directory of a group: what was asked for, the user's code as it was then, and the runs."""
+"""The directory of a group: its spec, the copy of the user's code, and the runs."""
 
 import json
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from hpc.submit.options import options_for
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """What all runs of a group have."""
+    """The settings that all runs of a group have in common."""
 
     parallel: int
-    """Runs at the same time."""
+    """The number of runs at the same time."""
     settings: Mapping[str, Any]
-    """Flags without dashes and their values, with the user's defaults as they were."""
+    """Flags without dashes and their values, with the user's defaults at the start of the group."""
     script: tuple[str, ...]
-    """The user's script; its arguments have `{NAME}` in the place of what differs between the runs."""
+    """The user's script; its arguments have `{NAME}` in the place of a value that differs between the runs."""
     working_directory: str = "."
-    """The directory that the script starts in: below `code/`, or an absolute path if the script runs in place."""
+    """The directory in which the script starts: below `code/`, or an absolute path if the script runs in place."""
     names: tuple[str, ...] | None
-    """The files of the user's code, copied to `code/`; None: the script runs where it is."""
+    """The files of the user's code, copied to `code/`; None if the script runs in place."""
     revision: str | None
     """The git revision of that code."""
 
@@ -37,52 +37,52 @@ Spec = TypeVar("Spec", bound=GroupSpec)
 
 @dataclass(frozen=True)
 class GroupDir(Generic[Spec]):
-    """The files of a group, by name. A subclass says which kind of group it is."""
+    """The files of a group, by name. A subclass defines the kind of group."""
 
     path: Path
 
     KIND: ClassVar[str]
-    """One of `cli.GROUPS`."""
+    """The kind of group: one of `cli.GROUPS`."""
     TITLE: ClassVar[str]
-    """The kind in a sentence."""
+    """The name of the kind in a sentence."""
     SPEC: ClassVar[type[GroupSpec]]
 
     @property
     def spec_file(self) -> Path:
-        """What was asked for."""
+        """The file of the group's spec."""
         return self.path / f"{self.KIND}.json"
 
     @property
     def code(self) -> Path:
-        """The user's code, as it was when the group was started: all runs have the same."""
+        """The copy of the user's code from the start of the group, which all runs have."""
         return self.path / "code"
 
     @property
     def cancelled(self) -> Path:
-        """Exists after `hpc cancel` of the group."""
+        """A file that exists after `hpc cancel` of the group."""
         return self.path / cli.CANCELLED_GROUP
 
     @property
     def page(self) -> Path:
-        """The figures."""
+        """The page with the figures."""
         return self.path / "report" / f"{self.KIND}.html"
 
     def run(self, name: str) -> RunDir:
-        """One of its runs, whose name begins with that of the group: Slurm and trackers show it alone."""
+        """Return a run of the group. Its name begins with the group's: Slurm and trackers show it alone."""
         return RunDir(self.path / f"{self.path.name}-{name}")
 
     def save(self, spec: Spec) -> None:
-        """Write what was asked for."""
+        """Write the group's spec."""
         write_json(self.spec_file, asdict(spec))
 
     def load(self) -> Spec:
-        """Read it back. Raises UserError if it is damaged."""
+        """Read the group's spec. Raises UserError if it is damaged."""
         try:
             found: dict[str, Any] = json.loads(self.spec_file.read_bytes())
             if "settings" not in found:  # up to version 0.1, a group kept the words of its command line
                 kind = options_for(tuple(found["script"]))
                 found["settings"] = program.read((kind,), found["arguments"], f"hpc {self.KIND}")
-            # JSON has no tuples.
+            # JSON has lists for tuples.
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             return self.SPEC(**{field.name: values[field.name] for field in fields(self.SPEC) if field.name in values})  # type: ignore[arg-type, return-value]
         except (OSError, KeyError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The runs of a group: what they have in common, how one is started, and their supervision. Runs on the login node."""
+"""The runs of a group: their common settings, the start of one, and their supervision. Runs on the login node."""
 
 import dataclasses
 import os
@@ -24,12 +24,12 @@ from hpc.submit.settings import changed
 from hpc.supervise.check import SuperviseOptions, check_runs
 
 _SUPERVISE_SECONDS = 60.0
-# What a run has of its own, or not at all.
+# Settings that each run has for itself, or not at all.
 _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "json", "debug"}
 
 
 def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode:
-    """The code for all runs. Raises UserError if it cannot be found."""
+    """Return the code for all runs. Raises UserError if it cannot be found."""
     if not isinstance(options, SubmitScript):
         return find_code(Path.cwd(), script, (), options.runs_dir)
     elsewhere = own_environment(options)
@@ -39,7 +39,7 @@ def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -
 
 
 class CommonPart(TypedDict):
-    """The fields of a GroupSpec but `parallel`."""
+    """The fields of a GroupSpec except `parallel`."""
 
     settings: dict[str, Any]
     script: tuple[str, ...]
@@ -49,8 +49,8 @@ class CommonPart(TypedDict):
 
 
 def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart:
-    """Return what all runs have, with the defaults and files of the user as they are now."""
-    # The runs look for others in the directory of the group.
+    """Return the settings and code of all runs, with the user's present defaults and files."""
+    # The runs look for the others in the group's directory, so these get their paths.
     after, after_ok = (
         tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
         for names in (options.after, options.after_ok)
@@ -73,7 +73,7 @@ def start_member(
 ) -> bool:
     """Submit a run of a group with its own settings, and the values for its script.
 
-    If an earlier submission was killed, submits that run as it is. Returns False if another process has just done so.
+    If an earlier submission was killed, submits that run unchanged. Returns False if another process has just done so.
 
     Raises:
         UserError: the run cannot be submitted.
@@ -86,7 +86,7 @@ def start_member(
         else:
             _submit_member(group, spec, run, settings, values)
     except UserError:
-        # A run that Slurm refused was removed, or stays without a job.
+        # A run that Slurm refused was removed, or has no job.
         if History.load(run).last_job_id if is_made else run.spec.exists():
             return False
         raise
@@ -110,32 +110,32 @@ def _submit_member(
             root=group.code, names=spec.names, working_directory=place, script=script, revision=spec.revision,
             entry=os.path.normpath(Path(place, script[0])) if is_file else "",
         )  # fmt: skip
-    # An absolute path: it can be checked from any current directory.
+    # An absolute path can be checked from any current directory.
     typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script
     own = {"name": run.name, "runs-dir": group.path, **settings}
     start_run(program.build(options_for(typed), {**spec.settings, **own}), typed, code=code)
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:
-    """A word of a script's command line with the values of a run; other braces stay."""
+    """Return a word of a script's command line with a run's values for its placeholders; other braces stay."""
     for name, value in values.items():
         word = word.replace(f"{{{name}}}", value)
     return word
 
 
 def check_placeholders(names: Iterable[str], script: Sequence[str], flag: str) -> None:
-    """Raise UserError if a script's command line has no place for one of the names."""
+    """Raise UserError if a script's command line has no placeholder for one of the names."""
     for name in names:
         if not any(f"{{{name}}}" in word for word in script):
             raise UserError(f"{flag} {name}: the command line of {program_of(script)} has no {{{name}}} for its value")
 
 
 class Supervision:
-    """Has lost runs of a group go on: nobody else may watch them.
+    """Restarts lost runs of a group, because nobody else may watch them.
 
     Args:
         group: the directory.
-        tell: is called with each line for people.
+        tell: called with each line for people.
     """
 
     def __init__(self, group: GroupDir[Any], tell: Callable[[str], None]) -> None:

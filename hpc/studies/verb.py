@@ -1,4 +1,4 @@
-"""What the verbs about groups share: the directory is made or found, and looked after until the group is over."""
+"""The common part of the verbs about groups: make or find the directory, and look after the group until it is over."""
 
 import dataclasses
 import sys
@@ -20,7 +20,7 @@ from hpc.submit.options import SubmitOptions
 _POLL_SECONDS = 5.0
 _MOST_POLL_SECONDS = 300.0
 NOT_OF_GROUPS = frozenset({"dry_run", "wait"})
-"""Fields of SubmitOptions that have no meaning for a group."""
+"""Fields of SubmitOptions without a meaning for a group."""
 Group = TypeVar("Group", bound=GroupDir[Any])
 Spec = TypeVar("Spec", bound=GroupSpec)
 
@@ -29,11 +29,11 @@ class GroupController(Protocol):
     """Starts and follows the runs of a group."""
 
     def step(self) -> bool:
-        """Follow the runs that run, and start others. Returns whether the group is over."""
+        """Follow the runs, and start further ones. Returns whether the group is over."""
         ...
 
     def write_result(self) -> None:
-        """Write what is known so far."""
+        """Write the results so far."""
         ...
 
 
@@ -43,7 +43,7 @@ def typed_flags(words: Sequence[str]) -> set[str]:
 
 
 def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
-    """The directory of a group of this name. Raises UserError if the name is missing, or none for a directory."""
+    """Return the directory of the group of this name. Raises UserError if the name is missing or not allowed."""
     if name is None:
         raise UserError(
             f"the {kind.TITLE} has no name: add --name NAME; later, hpc {kind.KIND} --name NAME continues it"
@@ -53,7 +53,7 @@ def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
 
 
 def check_is_new(group: GroupDir[Any], options: SubmitOptions) -> None:
-    """Raise UserError if the directory exists, or with flags that a group cannot have."""
+    """Raise UserError if the directory exists, or for flags that a group cannot have."""
     kind = group.KIND
     if options.dry_run or options.wait:
         raise UserError(f"hpc {kind} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")
@@ -72,7 +72,7 @@ def _exists(group: GroupDir[Any]) -> UserError:
 
 
 def make(group: GroupDir[Spec], spec: Spec, code: UserCode) -> None:
-    """Make the directory with the request and the code. Raises UserError if another process has made it meanwhile."""
+    """Make the directory with the spec and the code. Raises UserError if another process has made it meanwhile."""
     try:
         with new_directory(group.path) as path:
             draft = type(group)(path)
@@ -84,10 +84,10 @@ def make(group: GroupDir[Spec], spec: Spec, code: UserCode) -> None:
 
 
 def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> Spec:
-    """What the group was started with, with the changes that are not None; a cancellation is taken back.
+    """Return the spec of a group to continue, with the changes that are not None. Takes a cancellation back.
 
     Raises:
-        UserError: there is no such group; `hint` says how one is started.
+        UserError: there is no such group; `hint` says how to start one.
     """
     if not group.spec_file.exists():
         raise UserError(f"there is no {group.TITLE} {group.path.name} in {runs_dir}: {hint}")
@@ -99,23 +99,23 @@ def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> S
 
 
 def tell_on(*, as_json: bool) -> Callable[[str], None]:
-    """A function that prints a line with the time: on standard error if a document follows."""
+    """Return a function that prints a line with the time, to standard error if a JSON document follows."""
     out = sys.stderr if as_json else sys.stdout
     return lambda line: print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
 
 
 def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool, is_new: bool) -> None:
-    """Let the controller work until the group is complete, or only once with `once`.
+    """Let the controller work until the group is over; with `once`, let it work once.
 
     Raises:
         UserError: the first run cannot be submitted. If this process has made the directory, it removes it.
-        TorchrelayError: with `once`, Slurm does not answer; without it, that is tried again.
+        TorchrelayError: Slurm does not answer, and `once` is set; without `once`, the controller tries again.
     """
     try:
         _work(group, controller, once=once)
     except UserError:
         if is_new and not any(is_temporary(path) or RunDir(path).spec.exists() for path in group.path.iterdir()):
-            remove_directory(group.path)  # nothing was started, and no other process is about to start anything
+            remove_directory(group.path)  # no run was started, and no other process is about to start one
         raise
     except KeyboardInterrupt:
         name = group.path.name

@@ -18,7 +18,7 @@ from training.config.dataset_layout import title_of
 
 
 def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as_json: bool) -> None:
-    """Ask Slurm when the job would start, and print the script; without Slurm the command.
+    """Ask Slurm when the job would start, and print the script; without Slurm, print the command.
 
     Raises:
         UserError: sbatch would refuse the job.
@@ -92,7 +92,7 @@ def _data_line(spec: RunSpec) -> list[str]:
 
 def _first_line(new: NewRun) -> str:
     run, spec = new.run, new.spec
-    # With --gpus-per-node 0 on Slurm, nothing else is expected.
+    # With --gpus-per-node 0 on Slurm, the user expects the CPU: no note.
     on_cpu = spec.device != "cuda" and (spec.cluster == "local" or spec.resources.num_gpus > 0)
     where = "; its ranks use the CPU" if on_cpu else ""
     if spec.cluster == "slurm":

@@ -28,11 +28,11 @@ from training.config.rules import check_validation, parse_crop_pct
 from training.config.train_config import TrainConfig
 
 _DAY_MINUTES = 24 * 60
-# Packing costs about as much as an epoch, so that it pays from the third epoch on.
+# Packing costs about as much as an epoch: it pays from the third epoch on.
 _MIN_EPOCHS_TO_PACK = 3
 _DEFAULT_IMAGE_SIZE = 224
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
-# What the files of a run need, without its checkpoints.
+# The space that the files of a run need, without checkpoints.
 _MIN_FREE_BYTES = 64 * 2**20
 
 
@@ -46,7 +46,7 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
     _check_nodes(asked, spares, fitting, some=len(fitting) < len(kinds))
     cpus_per_gpu, most = asked.cpus_per_gpu, max(kind.cpus for kind in fitting) // asked.ranks_per_node
     if cpus_per_gpu is None:
-        # An equal share of the smallest node.
+        # The default is an equal share of the smallest node.
         cpus_per_gpu = max(1, min(kind.cpus // (kind.gpus() if asked.num_gpus else 1) for kind in fitting))
     elif cpus_per_gpu > most:
         raise UserError(
@@ -58,7 +58,7 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
 
 
 def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Partition]:
-    """The kinds of node of the named or the default partition."""
+    """Return the kinds of node of the named or the default partition."""
     names = list(dict.fromkeys(kind.name for kind in partitions))
     chosen = [kind for kind in partitions if (kind.default if name is None else kind.name == name)]
     if not chosen:
@@ -71,7 +71,7 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
 
 
 def _no_such_gpus(asked: Resources, kinds: list[Partition], partitions: list[Partition]) -> str:
-    """What to say when no node of the partition has the GPUs."""
+    """Return the error if no node of the partition has the GPUs."""
     by_type = {f"{name}:{count}" for kind in kinds for name, count in kind.gpu_types.items() if name}
     total = max(kind.gpus() for kind in kinds)
     if asked.gpu_type and by_type:
@@ -101,7 +101,7 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
 
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
-    """The time limit: --time, if the partition allows it. Default: the partition's, or at most a day if it has none."""
+    """Return the time limit: --time, if allowed, or the partition's default, or at most a day if it has none."""
     limit = min((kind.limit_minutes for kind in kinds if kind.limit_minutes is not None), default=None)
     if asked.time is None:
         return kinds[0].default_minutes or min(_DAY_MINUTES, limit or _DAY_MINUTES)
@@ -116,7 +116,7 @@ def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
 
 
 def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
-    """Refuse --setup without Slurm, and lines that are no bash."""
+    """Refuse --setup without Slurm, and lines that are not valid Bash."""
     if lines and cluster == "local":
         raise UserError(
             f"--setup is {lines[0]!r}, but --cluster local has no batch script: type it in this shell before hpc submit"
@@ -150,7 +150,7 @@ def check_recovery(spec: RunSpec) -> None:
 
 
 def local_resources(asked: Resources) -> Resources:
-    """`resolve_resources` for this machine: the pretended nodes share its CPUs."""
+    """Resolve the resources on this machine, whose CPUs the pretended nodes share."""
     if asked.gpu_type:
         raise UserError(
             f"--gpus-per-node is {asked.gpus_per_node}, but --cluster local does not know types of GPUs: "
@@ -183,10 +183,10 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
 
 
 def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
-    """What may go wrong with the runs directory, though runs can be submitted.
+    """Return what may go wrong with the runs directory, though runs can be submitted.
 
     Raises:
-        UserError: its file system lacks what no run can do without.
+        UserError: its file system lacks a feature that every run needs.
     """
     real = runs_dir.expanduser().resolve()
     missing = missing_features(real)
@@ -204,7 +204,7 @@ def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
 
 
 def check_is_shared(flag: str, path: Path | None) -> None:
-    """Refuse a path on this node's own disk, which other nodes do not have."""
+    """Refuse a path on this node's own disk, which other nodes cannot see."""
     if path is not None and any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL):
         raise UserError(f"{flag} {path} is on this node's own disk: use a directory that all nodes share")
 
@@ -218,9 +218,9 @@ def _check_archive(path: Path) -> Path:
 
 
 def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
-    """Side in pixels of the images that the nodes pack, from --pack and --pack-size; None: they do not pack.
+    """Return the side in pixels of the images that the nodes pack, from --pack and --pack-size; None without packing.
 
-    Decided at submission, because all nodes and attempts of a run must train from the same pixels.
+    It is decided at submission, because all nodes and attempts of a run must train from the same pixels.
     """
     data = Path(train.data)
     if asked == "off" or train.synthetic:
@@ -248,7 +248,7 @@ def check_data_on_device(train: TrainConfig) -> None:
 
 
 def training_data(train: TrainConfig) -> Path | None:
-    """The data to stage for the trainer: an archive, or the directory of the data set's files; None: synthetic.
+    """Return the archive or directory to stage for the trainer; None for synthetic data.
 
     The content of an archive is checked on the nodes, after it is unpacked.
     """
@@ -282,7 +282,7 @@ def check_script(script: tuple[str, ...], *, has_data: bool) -> None:
 
 
 def script_data(path: Path) -> Path:
-    """The absolute path of the directory or archive to stage for a user's script."""
+    """Return the absolute path of the directory or archive to stage for a user's script."""
     if is_archive(path):
         return _check_archive(path)
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""Whether a run goes to Slurm or stays on this machine, which nobody gets by mistake. Runs on the login node."""
+"""The choice between Slurm and this machine, which must not be a mistake. Runs on the login node."""
 
 import os
 from typing import Literal
@@ -14,12 +14,12 @@ SLURM_FLAGS = frozenset((*_SLURM_ONLY, "setup"))
 
 
 def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: bool) -> Cluster:
-    """The cluster of --cluster; `auto` is Slurm, or without Slurm this machine, if nothing says that Slurm was meant.
+    """Return the cluster for --cluster. `auto` is Slurm if there is one, else this machine if Slurm was not meant.
 
     Args:
         asked: the flag.
-        resources: what the run asks for.
-        in_terminal: whether somebody sees what is printed.
+        resources: the run's resources.
+        in_terminal: whether somebody sees the output.
 
     Raises:
         UserError: `slurm` without Slurm, or `auto` without Slurm where that may be a mistake.
@@ -43,13 +43,13 @@ def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: boo
 
 
 def slurm_only(resources: Resources) -> list[str]:
-    """The given flags that mean something to Slurm alone."""
+    """Return the given flags that have a meaning only for Slurm."""
     typed = [f"--gpus-per-node {resources.gpus_per_node}"] if resources.gpu_type else []
     values = [(name, getattr(resources, name)) for name in _SLURM_ONLY]
     return typed + [f"--{name} {value[0] if name == 'sbatch' else value}" for name, value in values if value]
 
 
 def this_machine() -> str:
-    """The name of this machine and its CPUs, in words."""
+    """Return the name of this machine and its CPUs, in words."""
     cpus = len(os.sched_getaffinity(0))
     return f"this machine, {os.uname().nodename} ({cpus} CPU{'s' if cpus > 1 else ''})"

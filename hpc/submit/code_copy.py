@@ -1,10 +1,10 @@
 """The copy of the code that a run executes, made at submission. Runs on the login node.
 
-`code/` holds the tracked files of the user's repository as they are in the working tree, what --include adds, and in
+`code/` has the tracked files of the user's repository as in the working tree, the files of --include, and in
 `.torchrelay/` our three packages. So neither an edit nor an upgrade changes a run that waits or resumes.
 
-Our packages are plain files. From a zip they would be imported as fast, but before 3.13 Python prints an exception that
-nothing catches without the source lines of a zip.
+Our packages are plain files. Imports from a zip are as fast, but before 3.13 Python prints uncaught exceptions without
+the source lines of a zip.
 """
 
 import glob
@@ -28,25 +28,26 @@ _PACKAGES = ("hpc", "jobs", "training")
 
 @dataclass(frozen=True, kw_only=True)
 class UserCode:
-    """The user's code, of which a run gets a copy."""
+    """The user's code, which is copied for a run."""
 
     root: Path
     """The top of the repository, or without one the working directory."""
     names: tuple[str, ...]
-    """The files to copy, by their paths below it."""
+    """The files to copy, by their paths relative to `root`."""
     working_directory: str = "."
-    """The directory, relative to `root`, that the script starts in."""
+    """The directory, relative to `root`, in which the script starts."""
     script: tuple[str, ...] = ()
-    """The script's path from there, or `-m` and the module; then its arguments. Empty for our trainer."""
+    """The script's path from the working directory, or `-m` and the module; then its arguments. Empty for our
+    trainer."""
     entry: str = ""
-    """The file of the script or module by its path below it; empty for our trainer, and for an installed module."""
+    """The file of the script or module, relative to `root`; empty for our trainer and an installed module."""
     in_place: bool = False
     """Whether the script runs where it is."""
     revision: str | None = None
-    """Its git revision, if `root` is a copy of a repository."""
+    """The git revision of the code, if `root` is a copy of a repository."""
 
     def missing_imports(self) -> list[str]:
-        """The files below the root that the script imports, directly or not, and that the copy would lack."""
+        """Return the files below the root that the script imports, even indirectly, and that the copy would lack."""
         if not self.entry or self.in_place:
             return []
         file = self.root / self.entry
@@ -65,17 +66,17 @@ def find_code(
     *,
     elsewhere: bool = False,
 ) -> UserCode:
-    """The code of the repository that the working directory is in, if any.
+    """Return the code of the repository of the working directory, if there is one.
 
     Args:
-        working_directory: from which paths are given.
+        working_directory: the directory from which paths are given.
         script: the user's script, or `-m` and a module, and its arguments; empty for our trainer.
-        include: patterns of files to copy though git does not track them.
-        runs_dir: what is in it is no code.
-        elsewhere: whether a module may be installed in an environment that this process cannot look into.
+        include: patterns of untracked files to copy.
+        runs_dir: the directory of the runs, which is not code.
+        elsewhere: whether a module may be installed in an environment that this process cannot see.
 
     Raises:
-        UserError: a pattern matches nothing, or the copy would not have the script.
+        UserError: a pattern matches nothing, or the copy would lack the script.
     """
     here, root = working_directory.resolve(), _root(working_directory)
     no_code = (root / ".git", (here / runs_dir).resolve())
@@ -101,7 +102,7 @@ def _find_script(
 
 
 def _path_in_copy(path: Path, root: Path, here: Path, names: Sequence[str], *, in_repository: bool) -> str:
-    """The path below the root of the file that runs. Raises UserError if the copy would not have it."""
+    """Return the path of the script's file relative to the root. Raises UserError if the copy would lack it."""
     name = os.path.relpath(path, here)
     otherwise = "or --in-place to run it where it is"
     if not path.is_relative_to(root):
@@ -122,7 +123,7 @@ def _path_in_copy(path: Path, root: Path, here: Path, names: Sequence[str], *, i
 
 
 def code_in_place(working_directory: Path, script: tuple[str, ...], *, elsewhere: bool = False) -> UserCode:
-    """The code of a script that runs where it is, and may import from there and from the top of its repository.
+    """Return the code of a script that runs in place, and may import from there and the top of its repository.
 
     Raises UserError if it is a module that is not found; `elsewhere` as in `find_code`.
     """
@@ -140,12 +141,12 @@ class _Environments(Protocol):
 
 
 def own_environment(run: _Environments) -> bool:
-    """Whether a script runs in an environment other than this one: its modules are known there alone."""
+    """Return whether a script runs in another environment than this one, which alone knows its modules."""
     return bool(run.python or run.container)
 
 
 def _find_module(root: Path, working_directory: str, name: str, *, elsewhere: bool) -> Path | None:
-    """The file of a module of the repository; None: it is installed. Raises UserError if it is neither."""
+    """Return the file of a module of the repository; None if it is installed. Raises UserError if it is neither."""
     places = module_directories(root, working_directory)
     found = module_file(name, places)
     if found is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
@@ -161,7 +162,7 @@ def _root(working_directory: Path) -> Path:
 
 
 def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> list[str]:
-    """The files that match, or are below a directory that does, by their paths below the root."""
+    """Return the files that match, or are below a directory that does, relative to the root."""
     found = [(here / name).resolve() for name in glob.glob(pattern, root_dir=here, recursive=True)]  # noqa: PTH207 - pathlib refuses absolute patterns
     files = [path for match in found for path in (match.rglob("*") if match.is_dir() else [match]) if path.is_file()]
     files = [path for path in files if not any(path.is_relative_to(directory) for directory in no_code)]
@@ -174,7 +175,7 @@ def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> l
 
 
 def copy_code(run: RunDir, code: UserCode) -> None:
-    """Make `code/`."""
+    """Create `code/`."""
     copy_files(code, run.code)
     _copy_packages(run.packages)
     if revision := code.revision or git.git_revision(code.root):
@@ -197,11 +198,11 @@ def copy_files(code: UserCode, target: Path) -> None:
     """Copy the user's files into a new directory."""
     target.mkdir()
     if not code.in_place:
-        # None of the copied files may be in it.
+        # It may have none of the copied files.
         (target / code.working_directory).mkdir(parents=True, exist_ok=True)
     for name in code.names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(code.root / name, target / name)
     for path in target.rglob("*"):
-        # Where a group shares files, its members could otherwise change what the run executes as its user.
+        # If a group shares files, its members could change what the run executes as its user.
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))

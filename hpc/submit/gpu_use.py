@@ -1,4 +1,4 @@
-"""Whether the ranks of a run must have GPUs, so that none trains on a CPU unasked. Runs on the login node."""
+"""The decision whether the ranks of a run must have GPUs, so that none trains on a CPU by mistake. Login node."""
 
 from pathlib import Path
 
@@ -8,28 +8,28 @@ from hpc.run.spec import Cluster
 from hpc.slurm import client as slurm
 from training.config.device_choice import DeviceChoice
 
-# One of them exists wherever a GPU's driver is loaded.
+# One of these exists if a GPU's driver is loaded.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 def resolve_device(asked: DeviceChoice, gpus_per_node: int, cluster: Cluster, build: TorchBuild | None) -> DeviceChoice:
-    """What --device means for a run: `auto` becomes `cuda` where GPUs were asked for and can be there.
+    """Return the --device of a run: `auto` becomes `cuda` if GPUs were requested and can exist.
 
-    They cannot be on a testbed, nor on this machine without a driver.
+    They cannot exist on a testbed, nor on this machine without a driver.
 
     Args:
         asked: the flag.
         gpus_per_node: 0 for none.
         cluster: where the run trains.
-        build: the torch of the ranks; None if it is not known.
+        build: the torch of the ranks; None if unknown.
 
     Raises:
-        UserError: there can be none.
+        UserError: the ranks cannot use GPUs.
     """
     if gpus_per_node == 0:
         if asked == "cuda":
             raise UserError("--device is cuda, but --gpus-per-node 0 asks for no GPUs: leave one of them out")
-        return asked  # auto: a part of a GPU, by --sbatch gres=shard:1, may be used
+        return asked  # auto may use a part of a GPU, by --sbatch gres=shard:1
     pretended = slurm.is_testbed() if cluster == "slurm" else not any(driver.exists() for driver in _DRIVERS)
     if asked == "cpu" or (asked == "auto" and pretended):
         return asked

@@ -28,7 +28,7 @@ from jobs.staging.python_environment import this_environment
 
 @dataclass(frozen=True, kw_only=True)
 class NewRun:
-    """A run that has been submitted, or, in a dry run, could be."""
+    """A run that was submitted or, in a dry run, could be."""
 
     run: RunDir
     spec: RunSpec
@@ -50,16 +50,16 @@ def start_run(
     fill: Callable[[RunDir, RunSpec], RunSpec] = lambda _, spec: spec,
     code: UserCode | None = None,
 ) -> NewRun:
-    """Check, make the run directory, submit; a dry run only checks.
+    """Check the flags, make the run directory, and submit; a dry run only checks.
 
-    `fill` puts into the new directory what the run begins with, and returns the spec with it (`hpc fork`). `code` is
-    the user's, if it is not that of the current directory.
+    `fill` adds the initial content to the new directory, and returns the spec with it (`hpc fork`). `code` is the
+    user's; by default that of the current directory.
 
     Raises:
         UserError: a flag is wrong, or Slurm refuses the job.
         TorchrelayError: Slurm or a tracker does not answer.
     """
-    # What the run is made of must be writable by its user alone (hpc.run.ownership). The job inherits this.
+    # Nobody but the user may write to the files of the run (hpc.run.ownership). The job inherits this.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
     code = code or find_user_code(options, spec)
@@ -99,12 +99,12 @@ def _submit(
             executor = SlurmExecutor(run, spec) if spec.cluster == "slurm" else None
             if executor:
                 executor.prepare(draft)
-            # The directory holds the claim to submit the run before others can see it.
+            # The directory has the claim to submit the run before others can see it.
             _events(draft).append(Submitting(cluster=spec.cluster, **resubmit.this_process()))
         try:
             job_id = executor.start() if executor else start_local(run)
         except (UserError, OSError) as error:
-            # Other errors, such as Ctrl-C, keep the directory: a job may have been queued and need it.
+            # Other errors, such as Ctrl-C, keep the directory: a job may have been queued that needs it.
             remove_directory(run.path)
             if isinstance(error, OSError):
                 raise _cannot_write(run, error) from error
@@ -157,7 +157,7 @@ def _cannot_write(run: RunDir, error: OSError) -> UserError:
 
 
 def _hide_runs_from_git(run: RunDir) -> None:
-    """Have git ignore the runs that are in a repository. The run does not depend on it."""
+    """Make git ignore the runs in a repository. The run does not depend on this."""
     try:
         if is_listed_as_untracked(run.path):
             write_atomic(run.path.parent / ".gitignore", "*\n")
@@ -166,7 +166,7 @@ def _hide_runs_from_git(run: RunDir) -> None:
 
 
 def preemption_grace(spec: RunSpec) -> int | None:
-    """Return the seconds between SIGTERM and SIGKILL on preemption; None: unknown, so `hpc status` lacks a warning."""
+    """Return the seconds from SIGTERM to SIGKILL on preemption; None if unknown: `hpc status` then lacks a warning."""
     if spec.cluster == "slurm" and spec.resources.partition is not None:
         with suppress(TorchrelayError):
             return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))

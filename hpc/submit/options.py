@@ -1,4 +1,4 @@
-"""The flags of `hpc submit`, and of all that submits: `hpc fork`, and the Python API. Runs on the login node."""
+"""The flags of `hpc submit` and of everything that submits: `hpc fork`, the Python API. Runs on the login node."""
 
 import dataclasses
 import os
@@ -20,7 +20,7 @@ from training.config.command_line import RecipeName
 from training.config.device_choice import DeviceChoice
 from training.config.train_config import TrainConfig
 
-# What `--help` shows of the training; `--help-all` shows all flags.
+# The flags of the training that `--help` shows; `--help-all` shows all.
 _EVERYDAY = {
     "data", "model", "weights", "epochs", "batch_size", "lr", "weight_decay", "amp", "num_workers", "seed", "recipe",
 }  # fmt: skip
@@ -134,7 +134,7 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
 class _SubmitHelp(SubmitTraining):
     __doc__ = SubmitTraining.__doc__
 
-    # For its usage line: `split_script` takes what stands behind `--`, before tyro sees it.
+    # This is for the usage line: `split_script` takes the words after `--` before tyro sees them.
     script: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[-- script.py ARGS]")]] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
     own_script: tyro.conf.OmitArgPrefixes[_OwnScript] = field(default_factory=_OwnScript)
@@ -146,42 +146,42 @@ class SubmitScript(ScriptFlags, SubmitOptions):
 
 
 def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """The flags, and the user's script with its arguments, which stand behind `--`."""
+    """Return the flags, and the user's script with its arguments, which follow `--`."""
     if "--" not in arguments:
         return arguments, ()
     split = arguments.index("--")
     flags, script = arguments[:split], tuple(arguments[split + 1 :])
-    return (flags if script else [*flags, "--"]), script  # explain() refuses a `--` with nothing behind it
+    return (flags if script else [*flags, "--"]), script  # explain() refuses a `--` that nothing follows
 
 
 def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
-    """The flags that a submission with this script has; an empty one is a training's."""
+    """Return the flags of a submission of this script; without a script, of a training."""
     return SubmitScript if script else SubmitTraining
 
 
 def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[SubmitOptions]:
-    """`options_for`, or, if these arguments ask for help, what it shows."""
+    """Return the flags that the help shows, if these arguments ask for it; else `options_for`."""
     asked = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
     return _SubmitHelp if asked and not script else options_for(script)
 
 
 def flag_names(options: type[Any]) -> dict[str, bool]:
-    """The flags that a --config file may set; True for switches."""
+    """Return the flags that a --config file may set; True for switches."""
     not_in_files = {"config", "recipe", "help-all"}
     return {name: switch for name, switch in command_line.flag_names(options).items() if name not in not_in_files}
 
 
 def is_everyday(flag: str) -> bool:
-    """Whether `--help` shows a flag; `--help-all` shows all."""
+    """Return whether `--help` shows a flag; `--help-all` shows all."""
     return flag not in _RARE and (flag in _EVERYDAY or flag not in _TRAINING)
 
 
 def reading_of(
     options: type[Any], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
 ) -> cli.Reading:
-    """Have the flags of a submission, or of another verb that submits, read after the defaults and files of the user.
+    """Read the flags of a submission, or of another verb that submits, after the user's defaults and files.
 
-    The help shows the flags of every day, or `all_flags`, but never those of `hidden` fields.
+    The help shows the everyday flags, or `all_flags`, but never `hidden` fields.
     """
     rare = {field.name for field in program.flags(options) if not is_everyday(field.name)}
     of_script = (SubmitScript,) if issubclass(options, SubmitTraining) else ()
@@ -201,14 +201,14 @@ def run_verb(
     script: tuple[str, ...],
     hidden: Collection[str] = (),
 ) -> int:
-    """Run a verb with the flags of a submission: `--help` shows those of every day, `--help-all` all of them."""
+    """Run a verb with the flags of a submission: `--help` shows the everyday ones, `--help-all` all."""
     all_flags = "--help-all" in arguments
     reading = reading_of(options, script, all_flags=all_flags, hidden=hidden)
     return cli.run(work, options, name, ["--help"] if all_flags else arguments, reading)
 
 
 def with_defaults(given: Mapping[str, Any], options: type[Any]) -> dict[str, Any]:
-    """Complete flags with the defaults and files of the user, and with a training's data.
+    """Complete flags with the user's defaults and files, and with a training's data.
 
     Raises:
         UserError: a flag is for another kind of program, or a file is wrong.

@@ -1,4 +1,4 @@
-"""What a submission is to do: everything checked, and resolved to a run. Runs on the login node; makes nothing."""
+"""The plan of a submission: everything checked, and resolved to a run. Runs on the login node; makes nothing."""
 
 import dataclasses
 import os
@@ -33,7 +33,7 @@ from training.config.rules import without_effect
 from training.config.train_config import check_world
 from training.config.training_spec import Training, trainer_program
 
-# Deleting old copies and moving files may keep an agent busy for a moment.
+# An agent may be busy for a moment with deleting old copies and moving files.
 _MIN_STAGE_SECONDS = 10
 
 
@@ -66,7 +66,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     image, python = user_environment.resolve(
         options.container, options.python, resources.setup, on_cluster=cluster == "slurm"
     )
-    # Of the user's own environment, torch is not known before it runs.
+    # The torch of the user's own environment is unknown before it runs.
     build = None if python or image else torch_build()
     device = resolve_device(options.device, resources.num_gpus, cluster, build)
     kind = train.model if train else _name_of(script)
@@ -96,7 +96,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
 
 
 def _directories(flag: str, names: Sequence[str], options: SubmitOptions, cluster: Cluster) -> tuple[str, ...]:
-    """The directories of the runs that the run is to wait for. Raises UserError if Slurm cannot wait for one."""
+    """Return the directories of the runs to wait for. Raises UserError if Slurm cannot wait for one."""
     found = [cli.find_own_run(name, options.runs_dir) for name in names]
     for run in found:
         if cluster == "local" or not run.script.exists():
@@ -121,29 +121,29 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
 
 
 def _training_of(options: SubmitTraining) -> tuple[Training, Path | None]:
-    """What the trainer reads, and the data to stage."""
+    """Return the trainer's part of the spec, and the data to stage."""
     check_model(options.train.model)
     data = checks.training_data(options.train)
-    # The path of the weights: the nodes may have another cache than this machine.
+    # The spec has the path of the weights: the nodes may have another cache than this machine.
     weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
     train = dataclasses.replace(options.train, data=str(data or ""), weights=weights)
     return Training(train=train, recipe=options.recipe), data
 
 
 def _script_data(options: SubmitOptions, script: tuple[str, ...]) -> Path | None:
-    """The data to stage for a script, which is checked."""
+    """Check a script and its data. Returns the data to stage."""
     given = options.data if isinstance(options, SubmitScript) else None
     checks.check_script(script, has_data=given is not None)
     return checks.script_data(given) if given else None
 
 
 def _name_of(script: tuple[str, ...]) -> str:
-    """What a run of this script is named after: `train` for `train.py` and for `-m package.train`."""
+    """Return the word for the names of a script's runs: `train` for `train.py` and for `-m package.train`."""
     return script[1].rpartition(".")[2] if script[0] == "-m" else Path(script[0]).stem
 
 
 def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
-    """The code of the run. Raises UserError if it would not have its script."""
+    """Return the code of the run. Raises UserError if it would lack the script."""
     if not isinstance(options, SubmitScript) or not options.in_place:
         elsewhere = own_environment(spec)
         return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir, elsewhere=elsewhere)
@@ -164,7 +164,7 @@ def check_place(run: RunDir, spec: RunSpec) -> None:
 
 
 def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
-    """Print, on stderr, what a run may not be meant to do."""
+    """Print warnings, on stderr, about effects that the user may not want."""
     warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]

@@ -76,7 +76,7 @@ class ResumeOptions(cli.RunOptions):
 
 
 def options_of(given: Mapping[str, Any]) -> ResumeOptions:
-    """Complete the flags that are given with the settings of the run. Raises UserError if one is wrong."""
+    """Complete the given flags with the settings of the run. Raises UserError if one is wrong."""
     name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc resume NAME; hpc status lists the runs")
@@ -96,7 +96,7 @@ def options_of(given: Mapping[str, Any]) -> ResumeOptions:
 
 
 def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
-    """Check, put the new spec into force, and submit the run's next job.
+    """Check the run, put the new spec into force, and submit the run's next job.
 
     Returns:
         The run, and the document of `hpc resume --json`.
@@ -105,12 +105,13 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
         UserError: the run goes on or cannot, or a flag cannot change.
         TorchrelayError: Slurm refuses the job, or another process has resumed the run.
     """
-    # What the run is made of must be writable by its user alone (hpc.run.ownership).
+    # Nobody but the user may write to the files of the run (hpc.run.ownership).
     os.umask(os.umask(0) | 0o022)
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
     _wait_for_end(run, before)
-    # Before the jobs: what another process submits after this is then seen by the claim, what it did before by squeue.
+    # The ledger is read before squeue: a job of another process shows in squeue if it was submitted before, and makes
+    # our claim fail if later.
     history = History.load(run)
     if options.new_code and before.in_place:
         raise UserError(
@@ -130,7 +131,7 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
 
 
 def _wait_for_end(run: RunDir, spec: RunSpec) -> None:
-    """Wait for the job of a run that is cancelled or complete: it saves, and ends a moment later."""
+    """Wait for the end of a cancelled or complete run's job, which still saves."""
     if not (is_cancelled_now(run) or run.final_result.exists()) or not (job := _job_of(run, spec)):
         return
     print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
@@ -140,7 +141,7 @@ def _wait_for_end(run: RunDir, spec: RunSpec) -> None:
 
 
 def _job_of(run: RunDir, spec: RunSpec) -> str | None:
-    """What works on the run, or waits in the queue; None: nothing does."""
+    """Return the job or process that works on the run or waits in the queue; None if there is none."""
     if spec.cluster == "slurm":
         listed = slurm.jobs()
         found = [f"job {job_id}, which is {listed[job_id].state.lower()}" for job_id in slurm_jobs(run, listed)]
@@ -150,9 +151,9 @@ def _job_of(run: RunDir, spec: RunSpec) -> str | None:
 
 
 def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -> None:
-    """Refuse a run that was cancelled for good, that a job works on, or that has lost what it would continue with.
+    """Refuse a run that was cancelled for good, has a job, or has lost the state from which it would continue.
 
-    `typed` is how its user has named it.
+    `typed` is the run's name on the command line.
     """
     if history.is_cancelled_for_good:
         raise UserError(
@@ -178,7 +179,7 @@ def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -
 
 
 def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: History) -> RunSpec:
-    """The spec with the flags of the command line, checked as by hpc submit where something has changed."""
+    """Return the spec with the flags of the command line. Checks changes as hpc submit does."""
     adjusted = {name: getattr(options.train, name) for name in ADJUSTABLE}
     train = dataclasses.replace(before.train, **adjusted) if before.train else None
     resources, has_default_time = options.resources, options.resources.time is None
@@ -213,7 +214,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
 
 
 def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notification:
-    """What it had may name what is in the user's file no more: that costs a message, not the resumption."""
+    """A name that did not change may have left the user's file: that costs a message, not the resumption."""
     asked = options.notification
     return before.notification if asked == before.notification else with_known_names(asked)
 
@@ -271,19 +272,19 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
 
 
 class _CodeCopy(NamedTuple):
-    """A copy of the code that is not yet the run's."""
+    """A copy of the code that the run does not use yet."""
 
     run: RunDir
-    """A temporary directory that has it as its `code/`."""
+    """A temporary directory with the copy as its `code/`."""
     script: tuple[str, ...]
-    """`RunSpec.script` in it."""
+    """`RunSpec.script` within the copy."""
 
 
 def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
-    """Copy the repository that the current directory is in.
+    """Copy the repository of the current directory.
 
     Raises:
-        UserError: that repository does not track the run's script.
+        UserError: the repository does not track the run's script.
     """
     temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
     cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)
@@ -304,7 +305,7 @@ def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
 
 
 def _replace_code(run: RunDir, copy: RunDir, undo: ExitStack) -> None:
-    """Replace `code/`, and keep the old one beside the copy."""
+    """Replace `code/`, and keep the old directory beside the copy."""
     old = copy.path / "old"
     run.code.rename(old)
     undo.callback(old.rename, run.code)

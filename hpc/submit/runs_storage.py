@@ -1,4 +1,4 @@
-"""What runs need of the file system of the runs directory, tried out there. Runs on the login node."""
+"""The features that runs need in the file system of the runs directory, tried out there. Runs on the login node."""
 
 import os
 import tempfile
@@ -10,7 +10,7 @@ from hpc.run.events.ledger import attempt_prefix
 
 
 class Feature(StrEnum):
-    """What a file system may lack."""
+    """A feature that a file system may lack."""
 
     HARD_LINKS = "hard links"
     DIRECTORY_FSYNC = "fsync of directories"
@@ -21,11 +21,11 @@ LOST = {
     Feature.DIRECTORY_FSYNC: "when the storage loses power, the newest checkpoint may be lost, and the run continues "
     "from the previous one",
 }
-"""What their lack costs."""
+"""The cost of a missing feature."""
 
 
 def missing_features(directory: Path) -> list[Feature]:
-    """What the file system of a directory, which need not exist yet, lacks.
+    """Return the features that the file system of a directory, existing or not, lacks.
 
     Raises:
         OSError: nothing can be written there.
@@ -46,5 +46,5 @@ def missing_features(directory: Path) -> list[Feature]:
 
 
 def has_been_seen_by_nodes(runs_dir: Path) -> bool:
-    """Whether a run in this directory has started, so that compute nodes see it under this path."""
+    """Return whether a run in this directory has started: then compute nodes see it under this path."""
     return any(runs_dir.glob(f"*/events/{attempt_prefix(1)}*"))

@@ -1,4 +1,4 @@
-"""Defaults of the flags of a submission: files, and the variables of sbatch. Runs on the login node."""
+"""The defaults of the flags of a submission: files, and the variables of sbatch. Runs on the login node."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,25 +6,25 @@ from typing import Any
 from training.config import defaults
 from training.config.defaults import Defaults
 
-# Those that set a flag of ours. The others, such as SBATCH_EXPORT, are removed (hpc.slurm.client.adopt_environment).
+# Variables that set a flag of ours. Others, such as SBATCH_EXPORT, are removed (hpc.slurm.client.adopt_environment).
 _VARIABLES = {
     "SBATCH_ACCOUNT": "account", "SBATCH_CONSTRAINT": "constraint", "SBATCH_CPUS_PER_GPU": "cpus-per-gpu",
     "SBATCH_EXCLUSIVE": "sbatch", "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_MEM_PER_NODE": "mem",
     "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos", "SBATCH_RESERVATION": "sbatch", "SBATCH_TIMELIMIT": "time",
 }  # fmt: skip
-# What sbatch takes a number without a unit for.
+# The units of sbatch for a number without one.
 _UNITS = {"SBATCH_MEM_PER_NODE": "M", "SBATCH_TIMELIMIT": "m"}
 
 
 def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defaults]:
-    """All defaults; a later one wins. `known` are the flags that they may set.
+    """Return all defaults; a later one wins. `known` are the flags that they may set.
 
     Raises:
         UserError: a file cannot be read, or has an unknown flag.
     """
     found = defaults.read(known)
     if "SLURM_JOB_ID" in environment:
-        return found  # the variables are that job's
+        return found  # the variables belong to that job
     for variable, flag in _VARIABLES.items():
         if value := environment.get(variable):
             found.append(Defaults(source=variable, settings={flag: _flag_value(variable, flag, value)}))
@@ -32,7 +32,7 @@ def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defa
 
 
 def merged(known: Mapping[str, bool], environment: Mapping[str, str]) -> dict[str, Any]:
-    """The values that win. Raises UserError as `read` does."""
+    """Return the values that win. Raises UserError as `read` does."""
     return defaults.merge(read(known, environment))
 
 

@@ -1,4 +1,4 @@
-"""The settings of a run by the names of their flags: to submit it again with others, or to show what a person types.
+"""The settings of a run by flag names, to submit it again with other values or to show what to type.
 
 Pure; runs on the login node.
 """
@@ -13,7 +13,7 @@ from hpc.submit.options import SubmitOptions, SubmitTraining
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:
-    """Return the settings with which `hpc submit` makes a run again, without its name and its script."""
+    """Return the settings with which `hpc submit` makes a run again, without its name and script."""
     own = {"data": spec.data, "include": spec.include, "in-place": bool(spec.in_place)}
     return {
         "cluster": spec.cluster,
@@ -27,12 +27,12 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def adaptable_settings_of(spec: RunSpec) -> dict[str, Any]:
-    """Return `settings_of` without a time limit that submit has chosen: another partition has another default."""
+    """Return `settings_of` without a time limit that submit chose: another partition has another default."""
     return settings_of(spec) | ({"time": None} if spec.has_default_time else {})
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as JSON and YAML hold them."""
+    """Return settings in the types of JSON and YAML."""
     return {
         name: str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
         for name, value in settings.items()
@@ -40,13 +40,13 @@ def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(settings: Mapping[str, Any], options: type[SubmitOptions] = SubmitTraining) -> dict[str, Any]:
-    """Return the settings that are not the defaults of `options`, as JSON and YAML hold them."""
+    """Return the settings that differ from the defaults of `options`, in the types of JSON and YAML."""
     defaults = plain(program.default_values(options))
     return {name: value for name, value in plain(settings).items() if value != defaults[name]}
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return the words by which a person gives settings that are not the defaults."""
+    """Return the words to type for settings that differ from the defaults."""
     words = list[str]()
     for name, value in settings.items():
         several = value if isinstance(value, list) else [value]

@@ -26,10 +26,10 @@ from hpc.supervise.decide import STARTS, Action, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
 from hpc.supervise.perform import perform
 
-# Nobody is told of runs that ended longer ago, before there was a supervisor.
+# Runs that ended longer ago, perhaps before there was a supervisor, cause no message.
 _NEWS_SECONDS = 3600.0
 _ON_END_TIMEOUT_SECONDS = 60
-# Two heartbeats of an agent, and a margin.
+# Two heartbeats of an agent, with a margin.
 _CONFIRM_SECONDS = 12.0
 Line = dict[str, str | None]
 
@@ -52,7 +52,7 @@ class SuperviseOptions(cli.RunsOptions):
 
 
 def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
-    """Decide about every run, and act; one line of --json for each. A TorchrelayError if squeue does not answer."""
+    """Decide about every run, and act. Returns a line of --json for each. Raises TorchrelayError if squeue fails."""
     lines, started = list[Line](), 0
     for one, decided in _decisions(options):
         decision, problem = decided, None
@@ -73,11 +73,11 @@ def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
 
 
 def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
-    """The decision about every run. Silent ones get the time for another heartbeat."""
+    """Return the decision about every run. A silent run gets time for another heartbeat."""
     found = [(one, decide(one.known)) for one in _observed(options.runs_dir)]
     silent = {one.run for one, decision in found if decision.action is Action.RESUBMIT and decision.job_id}
     if silent and not options.dry_run:
-        # A clock may be wrong, and storage that recovers may be back for this machine first.
+        # A clock may be wrong, and recovering storage may return for this machine first.
         time.sleep(_CONFIRM_SECONDS)
     alive = {one.run for one, _ in found if one.run in silent and modified(one.run.alive) != one.heartbeat_mtime}
     keep = Decision(reason="its agents send heartbeats again")
@@ -85,18 +85,18 @@ def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
 
 
 def _observed(runs_dir: Path) -> list[ObservedRun]:
-    """All runs of Slurm's below a directory."""
+    """Return all runs below a directory that were submitted to Slurm."""
     jobs = jobs_by_script(slurm.jobs().values())
     storage_now = storage_time(runs_dir.expanduser())
     found = list[ObservedRun]()
     for run in cli.all_runs(runs_dir):
         try:
             check_is_own(run)
-            if run.script.exists():  # a run without a script is not Slurm's
+            if run.script.exists():  # a run without a script was not submitted to Slurm
                 found.append(observe(run, jobs, storage_now))
         except UserError as error:
             _skip(str(error))
-        except Exception as error:  # noqa: BLE001 - a damaged run, in whatever way, must not stop the others
+        except Exception as error:  # noqa: BLE001 - any damage of a run must not stop the others
             print(visible(f"hpc supervise: {run.path}: {error!r}"), file=sys.stderr, flush=True)
     found = with_final_states(found)
     for number, one in enumerate(found):
@@ -105,7 +105,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
         if headless:
             found[number] = replace(one, known=replace(one.known, headless=headless))
         if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
-            # Nodes that the pending job can still do without: fewer when others go down.
+            # The pending job can do without fewer nodes when others have gone down.
             excludable = resubmit.nodes_to_exclude(RunSpec.load(one.run), one.history)
             found[number] = replace(one, known=replace(one.known, excludable=excludable))
     return found
@@ -113,12 +113,12 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
 
 @functools.cache
 def _skip(reason: str) -> None:
-    """Say why a run is left alone: once, not at every check."""
+    """Print why a run is left alone, once, not at every check."""
     print(visible(f"hpc supervise: skipped: {reason}"), file=sys.stderr, flush=True)
 
 
 def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
-    """Perform a decision; the error's message, or None."""
+    """Perform a decision. Returns the error's message, or None."""
     try:
         if decision.action is not Action.KEEP:
             perform(one, decision)
@@ -131,7 +131,7 @@ def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
 
 
 def _send_messages(one: ObservedRun, decision: Decision) -> None:
-    """Send, for --notify, what the nodes could not, or what no node has seen."""
+    """Send the messages for --notify that the nodes could not send, or whose occasion no node saw."""
     # The events of complete runs are not read at every check.
     times = [modified(one.run.final_result)] if one.known.complete else [event.time for event in one.history.events]
     last_news = max(filter(None, times), default=None)

@@ -1,4 +1,4 @@
-"""What the supervisor does about a run, and the state of one without a job: from what is known of it. Pure.
+"""The supervisor's decision about a run, and the state of a run without a job, from an observation. Pure.
 
 `hpc status` shows the same reason for a run without a job as `hpc supervise --dry-run`.
 """
@@ -15,17 +15,17 @@ from hpc.supervise.observe import RunObservation
 
 # The head node's agent sends a heartbeat every few seconds; storage that fails over is silent for a minute.
 STALE_SECONDS = 60.0
-# A running job whose agent claims no attempt for so long lacks its file systems or its network.
+# A running job whose agents have claimed no attempt after this time lacks its file systems or its network.
 _CLAIM_SECONDS = 600.0
 # Slurm takes SlurmdTimeout, 300 s, to notice that the node of an ending job is dead.
 _ENDING_SECONDS = 600.0
 # Agents retry for this long while the controller is down.
 _AGENT_RETRY_SECONDS = 900.0
-# A supervisor, also one in cron, has continued a run by then, if there is one.
+# A supervisor, even one in cron, would have continued a run within this time.
 _ABANDONED_SECONDS = 600.0
-# Jobs that end before they start, one after the other, are not the fault of nodes.
+# If this number of jobs end before they start, the nodes are not the reason.
 _MAX_STARTS = 5
-# A shorter delay is not worth a call, and clocks differ; a longer one was requested by the user.
+# A shorter delay does not justify a call, as clocks differ; the user requested a longer one.
 _MIN_DELAY_SECONDS, _MAX_DELAY_SECONDS = 30.0, 900.0
 _FIRST_BACK_OFF_SECONDS = 30.0
 # The cause of an attempt's end that no agent recorded, by the state of its job.
@@ -37,12 +37,12 @@ _CAUSE_OF_STATE = {
 
 
 class Action(StrEnum):
-    """What the supervisor can do."""
+    """An action of the supervisor."""
 
     KEEP = "keep"  # nothing
     START_NOW = "start_now"  # end the delay of a requeued job
     RELEASE = "release"  # release a job that Slurm holds because it could not start it
-    ALLOW_NODES = "allow_nodes"  # let a pending job use nodes again that failed the run: too few others are left
+    ALLOW_NODES = "allow_nodes"  # let a pending job use nodes that failed the run: too few others are left
     REQUEUE = "requeue"  # requeue a job that has ended
     RESUBMIT = "resubmit"  # record the attempt's end if it is missing, submit the next job, and cancel the old one
     CANCEL = "cancel"  # cancel a job that does nothing
@@ -64,15 +64,15 @@ class Decision:
     job_id: str | None = None
     """The job that the action applies to."""
     cause: Cause | None = None
-    """Of the end of the attempt, if the ledger lacks it."""
+    """The cause of the attempt's end, if the ledger lacks it."""
     state: State = "pending"
     """The state of a run without a job, for `hpc status`."""
     is_final: bool = False
-    """Whether the run is complete or given up: for --on-end."""
+    """Whether the run is complete or given up, for --on-end."""
 
 
 def decide(run: RunObservation) -> Decision:
-    """What to do about a run now: the first of `_RULES`, at the end, that returns a decision wins."""
+    """Return what to do about a run now: the first decision of `_RULES`, at the end of this file."""
     return next(decision for rule in _RULES if (decision := rule(run)))
 
 
@@ -89,7 +89,7 @@ def _cancel(job: SlurmJob, reason: str) -> Decision:
 
 
 def _resubmit(run: RunObservation, job: SlurmJob | None, reason: str) -> Decision:
-    # If another start of a job made the last attempt, this one's state is no cause of that attempt's end.
+    # If another start of a job made the last attempt, the state of this one is not the cause of that attempt's end.
     cause = _missing_cause(run) if job is None or run.made_last_attempt(job) else None
     return Decision(action=Action.RESUBMIT, reason=reason, job_id=job.job_id if job else None, cause=cause)
 
@@ -99,18 +99,18 @@ def _missing_cause(run: RunObservation) -> Cause | None:
 
 
 def _back_off(run: RunObservation, doublings: int) -> Decision | None:
-    """Wait longer after each failure in a row."""
+    """Wait longer after each consecutive failure."""
     since = max(run.last.ended or 0.0 if run.last else 0.0, run.handed_over_at or 0.0)
     rest = since + _FIRST_BACK_OFF_SECONDS * 2.0**doublings - run.now if doublings >= 0 else 0.0
     return _keep(f"repeated failures: next attempt in {rest:.0f} s") if rest > 0 else None
 
 
 def _finished_or_cancelled(run: RunObservation) -> Decision | None:
-    """A run that is complete or cancelled needs no job."""
+    """Keep a run that is complete or cancelled, or cancel its job."""
     if not run.complete and not run.cancelled:
         return None
     end = _over("completed", "completed") if run.complete else _keep("cancelled", "cancelled")
-    # The agents of a complete run need a moment to exit.
+    # The agents of a complete run take a moment to exit.
     exiting = run.complete and run.silent_seconds < HANDOVER_SECONDS
     useless = next((job for job in [*([] if exiting else run.running_jobs), run.pending_job] if job), None)
     return _cancel(useless, f"the run is {end.state}") if useless else end
@@ -121,7 +121,7 @@ def _handed_over(run: RunObservation) -> Decision | None:
 
 
 def _replaced(run: RunObservation) -> Decision | None:
-    """A job that does nothing, while the run has another one."""
+    """Cancel a job that does nothing while the run has another one."""
     ended = {(attempt.job_id, attempt.restart) for attempt in run.attempts if attempt.ended is not None}
     others = [job for job in run.alive_jobs if job.state is not JobState.ENDING]
     for job in run.running_jobs if len(others) > 1 else ():
@@ -139,7 +139,7 @@ def _unclear(run: RunObservation) -> Decision | None:
 
 
 def _pending(run: RunObservation) -> Decision | None:
-    """A job that waits for nodes; Slurm may hold or delay it."""
+    """Keep a job that waits for nodes, or end Slurm's hold or delay of it."""
     job, last = run.pending_job, run.last
     if job is None:
         return None
@@ -149,7 +149,7 @@ def _pending(run: RunObservation) -> Decision | None:
             return Decision(action=Action.RELEASE, job_id=job.job_id, reason="Slurm could not start it on a node")
         reason = f"Slurm failed {times} times to start job {job.job_id}: type scontrol release {job.job_id}"
         return _over(reason, "failed")
-    # Without a restart, the delay was requested by the user.
+    # Without a restart, the user requested the delay.
     delay = (job.eligible or 0.0) - run.now if job.reason == "BeginTime" and job.restarts else 0.0
     if _MIN_DELAY_SECONDS < delay < _MAX_DELAY_SECONDS:
         reason = "requeued; waiting only for Slurm's requeue delay"
@@ -162,7 +162,7 @@ def _pending(run: RunObservation) -> Decision | None:
 
 
 def _ending(run: RunObservation) -> Decision | None:
-    """A job that is ending: for minutes if its node is dead, for ever if a process hangs in the kernel."""
+    """Wait for a job that is ending. It takes minutes if its node is dead, and may hang in the kernel for ever."""
     alive = run.alive_jobs
     if not alive or any(job.state is not JobState.ENDING for job in alive):
         return None
@@ -171,15 +171,15 @@ def _ending(run: RunObservation) -> Decision | None:
 
 
 def _starting(run: RunObservation) -> Decision | None:
-    """A job that holds nodes, and whose agents have not claimed an attempt yet."""
+    """Wait until the agents of a job that holds nodes claim an attempt, or replace the job."""
     job = run.running_jobs[-1] if run.running_jobs else None
     if job is None or run.made_last_attempt(job):
         return None
     if job.job_id in run.headless:
-        # Slurm ends such a job at its time limit: the agents on its other nodes, if any, wait for the head node's.
+        # Slurm ends such a job only at its time limit: agents on its other nodes wait for the head node's.
         return _resubmit(run, job, f"{job.batch_host}, its first node, was lost before its agents started")
     waited = run.now - (job.started or run.now)
-    # The head node's agent may wait for space in the run directory. squeue's list may be older than the ledger.
+    # The head node's agent may be waiting for space in the run directory. squeue's list may be older than the ledger.
     lives = (run.end_missing or run.heartbeat_at is not None) and run.silent_seconds < STALE_SECONDS
     if waited < _CLAIM_SECONDS or lives:
         return _keep(f"job {job.job_id} is starting")
@@ -187,7 +187,7 @@ def _starting(run: RunObservation) -> Decision | None:
 
 
 def _running(run: RunObservation) -> Decision | None:
-    """A job whose agents work on the last attempt or, if that has ended, submit the next one."""
+    """Keep a job whose agents work on the last attempt or submit the next one, or replace the job."""
     job, last = run.running_jobs[-1] if run.running_jobs else None, run.last
     if job is None:
         return None
@@ -214,7 +214,7 @@ def _given_up(run: RunObservation) -> Decision | None:
 
 
 def _just_ended(run: RunObservation) -> Decision | None:
-    """On shared storage the agents' last events may appear late."""
+    """Wait for the agents' last events, which may appear late on shared storage."""
     return _keep("its job has just ended") if run.end_missing and run.silent_seconds < STALE_SECONDS else None
 
 
@@ -222,7 +222,7 @@ def _scancelled(run: RunObservation) -> Decision | None:
     reason = "its job was cancelled with scancel"
     if run.scancelled:
         return _keep(reason, "cancelled")
-    # Also a process that hands the run over cancels the old job.
+    # A process that hands the run over also cancels the old job.
     if run.last_job_state is not JobState.CANCELLED or run.handover_unfinished:
         return None
     cause = Cause.CANCELLED if run.end_missing else None
@@ -238,7 +238,7 @@ _HOW_ENDED = {
 
 
 def _vanished(run: RunObservation) -> Decision | None:
-    """A job that is gone and never started: whether the user cancelled it is unknown."""
+    """Do not replace a job that is gone and never started, because the user may have cancelled it."""
     state = run.last_job_state
     if not run.submitted and not run.jobs:
         return _keep(NEVER_SUBMITTED, "failed")
@@ -270,7 +270,7 @@ def _never_starts(run: RunObservation) -> Decision | None:
 
 
 def _ended(run: RunObservation) -> Decision:
-    """A job that ended, or that Slurm lost, without a next one."""
+    """Start another job after one that ended, or that Slurm lost."""
     if back_off := _back_off(run, max(run.failures - 2, run.queued_jobs - 1)):
         return back_off
     job = run.jobs[-1] if run.jobs else None
@@ -284,8 +284,8 @@ def _ended(run: RunObservation) -> Decision:
 
 _RULES: tuple[Callable[[RunObservation], Decision | None], ...] = (
     _finished_or_cancelled, _handed_over, _replaced, _unclear,
-    # It has a job.
+    # Rules for a run with a job.
     _pending, _ending, _starting, _running,
-    # It has none.
+    # Rules for a run without a job.
     _given_up, _just_ended, _scancelled, _vanished, _never_starts, _ended,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the supervisor knows of each run: its directory, its jobs, the heartbeats of its agents. On the login node."""
+"""The supervisor's observation of each run: its directory, jobs and heartbeats. Runs on the login node."""
 
 import os
 import time
@@ -19,38 +19,38 @@ from hpc.slurm.squeue import SlurmJob
 
 @dataclass(frozen=True, kw_only=True)
 class RunObservation:
-    """What `decide` needs to know of a run: plain data. Times are seconds since the epoch."""
+    """The facts about a run from which `decide` decides, as plain data. Times are seconds since the epoch."""
 
     complete: bool = False
     cancelled: bool = False
-    """By `hpc cancel`."""
+    """Whether the user called `hpc cancel`."""
     scancelled: bool = False
-    """Its last job was cancelled with scancel, and the ledger has it."""
+    """Whether the ledger records that the run's last job was cancelled with scancel."""
     refusal: str | None = None
-    """Why its last job started no attempt."""
+    """Why the run's last job started no attempt."""
     attempts: Sequence[Attempt] = ()
     submitted: bool = True
     """Whether the ledger names a job."""
     jobs: Sequence[SlurmJob] = ()
-    """Those that squeue lists, also ended ones, the oldest first."""
+    """The jobs in squeue, also ended ones, the oldest first."""
     headless: frozenset[str] = frozenset()
-    """Ids of jobs that hold nodes, but have lost the one on which their script runs, and made no attempt."""
+    """Ids of jobs that hold nodes, but have lost the node of their script and made no attempt."""
     last_job_state: JobState = JobState.UNKNOWN
-    """From squeue or, if that does not list the job any longer, from Slurm's accounting."""
+    """The last job's state in squeue or, if it is no longer there, in Slurm's accounting."""
     heartbeat_at: float | None = None
-    """The last heartbeat of the head node's agent."""
+    """Time of the last heartbeat of the head node's agent."""
     queued_jobs: int = 0
-    """Jobs that were queued since the last attempt."""
+    """The number of jobs that were queued since the last attempt."""
     handed_over_at: float | None = None
-    """When the last of them was."""
+    """Time at which the last of these jobs was queued."""
     handover_unfinished: bool = False
-    """A process began to submit the next job, may have ended the old one, and did not record the new one."""
+    """Whether a process that may have ended the old job began to submit the next one, and did not record it."""
     handover_deadline: float = 0.0
-    """Until then that process should be left to finish; 0 if it died."""
+    """Time until which that process may finish; 0 if it died."""
     excluded: Sequence[str] = ()
     """Nodes that the last job avoids, because they failed the run."""
     excludable: Sequence[str] = ()
-    """Those of them that its partition can do without now."""
+    """The `excluded` nodes that its partition can do without now."""
     now: float
 
     @property
@@ -76,7 +76,7 @@ class RunObservation:
 
     @property
     def failures(self) -> int:
-        """Failures of the last one's kind, without progress in between."""
+        """Number of failures of the last one's kind, without progress in between."""
         return budget_of(self.attempts).failures
 
     @property
@@ -86,31 +86,31 @@ class RunObservation:
 
     @property
     def running_jobs(self) -> list[SlurmJob]:
-        """Jobs that hold nodes, that of the last attempt last."""
+        """Jobs that hold nodes; the job of the last attempt is last."""
         return sorted((job for job in self.jobs if job.state is JobState.RUNNING), key=self.made_last_attempt)
 
     @property
     def pending_job(self) -> SlurmJob | None:
-        """The job that waits for nodes, if none holds some."""
+        """The job that waits for nodes; None if another one holds nodes."""
         pending = [job for job in self.jobs if job.state is JobState.PENDING]
         return pending[-1] if pending and not self.running_jobs else None
 
     @property
     def silent_seconds(self) -> float:
-        """Time since the last heartbeat of the last attempt's agents."""
-        # Just after a claim, the heartbeat is that of the attempt before. A clock that is ahead claims in the future.
+        """Seconds since the last heartbeat of the last attempt's agents."""
+        # Just after a claim, the heartbeat is the previous attempt's. A clock that is ahead claims in the future.
         started = self.last.started if self.last and self.last.started <= self.now else None
         known = [at for at in (started, self.heartbeat_at) if at is not None]
         return self.now - max(known, default=self.now)
 
     @property
     def idle_seconds(self) -> float:
-        """Time since anything was done for the run."""
+        """Seconds since the last activity for the run."""
         worked = self.now - self.silent_seconds if self.last else 0.0
         return self.now - max(worked, self.last.ended or 0.0 if self.last else 0.0, self.handed_over_at or 0.0)
 
     def made_last_attempt(self, job: SlurmJob) -> bool:
-        """Whether this start of a job, by its number of restarts, made the last attempt."""
+        """Return whether this start of a job, by its number of restarts, made the last attempt."""
         return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
 
 
@@ -122,11 +122,11 @@ class ObservedRun:
     known: RunObservation
     history: History
     heartbeat_mtime: float | None
-    """Of the file `alive`, by its storage's clock."""
+    """The modification time of the file `alive`, by its storage's clock."""
 
 
 def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
-    """Read the state of a run; an OSError if its directory was deleted, or is closed to this user.
+    """Read the state of a run. Raises OSError if its directory was deleted, or is closed to this user.
 
     `jobs` is from `jobs_by_script`, and `storage_now` the `storage_time` of the directory of the runs.
     """
@@ -173,7 +173,7 @@ def with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
     try:
         states = slurm.final_states(list(unlisted.values())) if unlisted else {}
     except TorchrelayError:
-        return found  # a cluster without accounting
+        return found  # the cluster has no accounting
     known = [states.get(unlisted.get(one.run, ""), one.known.last_job_state) for one in found]
     return [
         replace(one, known=replace(one.known, last_job_state=state)) for one, state in zip(found, known, strict=True)

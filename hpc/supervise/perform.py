@@ -1,4 +1,4 @@
-"""Performs a decision of the supervisor; may be interrupted at any point and repeated. Runs on the login node."""
+"""Performs a decision of the supervisor. May be interrupted at any point and repeated. Runs on the login node."""
 
 import os
 import socket
@@ -24,13 +24,15 @@ _SOON = "now+2"
 
 
 def perform(observed: ObservedRun, decision: Decision) -> None:
-    """Do what was decided; a TorchrelayError if Slurm refuses it or does not answer, or the run directory is a copy.
+    """Do what was decided.
 
-    An OSError if the run directory was deleted, or its storage is full.
+    Raises:
+        TorchrelayError: Slurm refuses it or does not answer, or the run directory is a copy.
+        OSError: the run directory was deleted, or its storage is full.
     """
     run, job_id = observed.run, decision.job_id
     if decision.action in STARTS and not resubmit.has_own_script(run):
-        # Its jobs would train the run that it was copied from.
+        # The jobs of a copied run directory would train the original.
         raise TorchrelayError(f"{run.script} belongs to another run directory: is this one a copy, or was it moved?")
     match decision.action:
         case Action.START_NOW | Action.RELEASE:
@@ -53,7 +55,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
 
 
 def _requeue(observed: ObservedRun, decision: Decision) -> None:
-    """Requeue a job that has ended, or submit a new one where no job may be requeued."""
+    """Requeue a job that has ended, or submit a new one if Slurm refuses that."""
     try:
         slurm.requeue(str(decision.job_id))
     except slurm.SlurmRefusalError:
@@ -85,7 +87,7 @@ def _release(observed: ObservedRun, decision: Decision) -> None:
         excluded = resubmit.nodes_to_exclude(RunSpec.load(observed.run), observed.history)
         if set(excluded) != set(observed.known.excluded):
             _exclude(observed, decision, excluded)
-    except TorchrelayError as error:  # the job starts all the same
+    except TorchrelayError as error:  # the job starts even then
         print(f"hpc supervise: {observed.run.name}: nodes that failed it are not excluded: {error}", file=sys.stderr)
     if decision.action is Action.RELEASE:
         slurm.release(str(decision.job_id))
@@ -119,7 +121,7 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
         try:
             new = resubmit.submit_next_job(run, spec, excluded, job_ids)
         except TorchrelayError:
-            if old:  # a limit on jobs per user may keep the new one out until the old one has ended
+            if old:  # a limit on jobs per user may allow the new one only after the old one
                 slurm.cancel(old)
             raise
         _record(observed, Resubmitted(job_id=new, old_job_id=old, excluded=tuple(excluded)))

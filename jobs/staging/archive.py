@@ -35,23 +35,23 @@ from jobs.staging.source import inside_name, read_with_retries
 from jobs.staging.store import CopiedFile, bytes_on_disk, checksum, write_all
 
 _CHUNK_BYTES, _BUFFER_BYTES = 4 * 2**20, 2**18
-# tarfile reads names and other extended headers into memory, whatever their size.
+# tarfile reads names and other extended headers of any size into memory.
 _LONGEST_HEADER_BYTES, _LONGEST_LINK = 2**20, 4096
 _EXTENDED_HEADERS = frozenset({
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
 })  # fmt: skip
-# A program that lists or removes a tree calls itself once per level.
+# A program that lists or removes a tree recurses once per level.
 _DEEPEST = 100
 # File systems do not store later times.
 _LATEST_TIME = 2**33
-# RuntimeError: encrypted, compressed in an unknown way, or nested too deep.
+# RuntimeError: the archive is encrypted, compressed in an unknown way, or nested too deeply.
 _DAMAGE = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
     RuntimeError, OverflowError,
 )  # fmt: skip
-# Decompressors raise an OSError without errno; errors of the disk have one.
+# Decompressors raise an OSError without errno, and the disk one with errno.
 _DAMAGE_ERRNO = frozenset({None, errno.ENAMETOOLONG})
-# The first bytes of a file tell its compression. tarfile would decompress gzip itself, but not verify its checksum.
+# The first bytes of a file identify its compression. tarfile would decompress gzip itself, but not verify its checksum.
 _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
     b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open,
     b"\x28\xb5\x2f\xfd": lambda raw: zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True),
@@ -60,7 +60,7 @@ _ZIP_TYPES = {
     0: tarfile.REGTYPE, stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE
 }  # fmt: skip
 _Read = Callable[[int], bytes]
-"""Reads the next bytes of a member's content, until the next member is taken."""
+"""Reads the next bytes of a member's content, before the next member is taken."""
 
 
 def unpack(archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> tuple[CopiedFile, ...]:
@@ -68,7 +68,7 @@ def unpack(archive: Path, target: Path, available: int, update: Callable[[int], 
 
     Args:
         archive: its name ends with one of `jobs.staging.source.ARCHIVES`.
-        target: an empty directory that no other user can write to.
+        target: an empty directory to which no other user can write.
         available: bytes that the unpacked files may take on the disk.
         update: receives the bytes unpacked so far; returns whether to stop.
 
@@ -100,7 +100,7 @@ def _damage_reported(archive: Path) -> Iterator[None]:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """Raises an error where tarfile takes damage for the end of the archive, and for headers that fill the memory."""
+    """Raises an error where tarfile takes damage for the archive's end, and for headers that would fill the memory."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -124,7 +124,7 @@ class _TarInfo(tarfile.TarInfo):
 
 
 class _RetryingFile(io.FileIO):
-    """An archive, which may be on shared storage."""
+    """An archive, which may be on shared storage: reads are tried again after errors."""
 
     def read(self, size: int | None = -1) -> bytes:
         return read_with_retries(str(self.name), partial(super().read, size), threading.Event()) or b""
@@ -132,7 +132,7 @@ class _RetryingFile(io.FileIO):
 
 @contextmanager
 def _members(archive: Path) -> Iterator[Iterator[tuple[tarfile.TarInfo, _Read]]]:
-    """The members of an archive, one by one; those of a zip archive are described as tar's."""
+    """Yield the members of an archive; the members of a zip archive are described like a tar's."""
     with _RetryingFile(archive) as raw:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(raw) as zipped:
@@ -142,16 +142,16 @@ def _members(archive: Path) -> Iterator[Iterator[tuple[tarfile.TarInfo, _Read]]]
         raw.seek(0)
         decompress = next((opener for magic, opener in _DECOMPRESSORS.items() if head.startswith(magic)), None)
         mode, stream = ("r|", decompress(raw)) if decompress else ("r:", raw)
-        # typeshed knows only literal modes.
+        # typeshed allows only literal modes.
         with stream, tarfile.open(fileobj=stream, mode=mode, bufsize=_BUFFER_BYTES, tarinfo=_TarInfo) as tar:  # type: ignore[call-overload]
             yield _tar_members(tar)
 
 
 def _tar_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, _Read]]:
     for info in tar:
-        # After a header the file's position is the content's; `extractfile` would copy the content twice more.
+        # After a header the file is at the content; `extractfile` would copy the content twice more.
         yield info, tar.fileobj.read
-        vars(tar)["members"].clear()  # tarfile keeps a kilobyte for each
+        vars(tar)["members"].clear()  # tarfile keeps a kilobyte for each member
 
 
 def _zip_member(zipped: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tarfile.TarInfo, _Read]:
@@ -164,7 +164,7 @@ def _zip_member(zipped: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tarfile
 
 
 class _Unpacker:
-    """Checks the members and writes them. One thread: more of them only contend for the GIL."""
+    """Checks the members and writes them, in one thread: several would only contend for the GIL."""
 
     def __init__(self, archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> None:
         self._archive, self._target, self._available, self._update = archive, target, available, update
@@ -195,7 +195,7 @@ class _Unpacker:
         return TorchrelayError(f"{self._archive.name} is refused: {member.name!r} {reason}; {kept}")
 
     def _place(self, member: tarfile.TarInfo) -> str:
-        """Check a member's name, and make its directories, each of which counts. Returns its path below the target."""
+        """Check a member's name, and make and count its directories. Returns its path below the target."""
         try:
             path = PurePosixPath(inside_name(member.name))
         except TorchrelayError:
@@ -232,7 +232,7 @@ class _Unpacker:
         try:
             checksums = tuple(self._write_chunks(descriptor, member, read))
             if 0 <= member.mtime < _LATEST_TIME:
-                # Whole seconds: Python compares them with those that byte code records of its source.
+                # Byte code records the whole seconds of its source, and Python compares them.
                 os.utime(descriptor, (time.time(), int(member.mtime)))
         finally:
             os.close(descriptor)
@@ -240,7 +240,7 @@ class _Unpacker:
 
     def _write_chunks(self, descriptor: int, member: tarfile.TarInfo, read: _Read) -> Iterator[str]:
         """Write the content of a file. Yields the checksum of each chunk."""
-        for offset in range(0, max(1, member.size), _CHUNK_BYTES):  # an empty file has one chunk, too
+        for offset in range(0, max(1, member.size), _CHUNK_BYTES):  # also one chunk for an empty file
             size = min(_CHUNK_BYTES, member.size - offset)
             content = read(size) if size else b""
             if len(content) < size:
@@ -252,7 +252,7 @@ class _Unpacker:
             yield checksum(content)
 
     def _copy_linked(self, link: tarfile.TarInfo, name: str) -> None:
-        """Copy the file that a hard link names. It must be one of this archive: no other path is followed."""
+        """Copy the file that a hard link names. It must be in this archive: no other path is followed."""
         original = self._files.get(str(PurePosixPath(link.linkname)))
         if original is None:
             raise self._refusal(link, f"is a link to {link.linkname!r}, which is not a file in it")
@@ -270,6 +270,6 @@ class _Unpacker:
             except FileExistsError:
                 raise self._refusal(link, "is in it twice") from None
         top = os.path.realpath(self._target)
-        for link, path in links:  # when all are there: one may lead out through another
+        for link, path in links:  # after all are made: one may lead out through another
             if not Path(os.path.realpath(path)).is_relative_to(top):
                 raise self._refusal(link, f"is a link to {link.linkname!r}, outside of the archive")

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class Address(NamedTuple):
-    """Of a node's server (`jobs.staging.peers`)."""
+    """The address of a node's server (`jobs.staging.peers`)."""
 
     node: str
     """The node's name."""
     host: str
-    """At which the other nodes reach it."""
+    """The host at which the other nodes reach it."""
     port: int
 
 
@@ -33,12 +33,12 @@ class CacheStatus(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCache:
-    """What one node reports about one data set."""
+    """The report of one node about one data set."""
 
     source: str
     status: CacheStatus
     port: int = 0
-    """Of its server; 0: it serves nothing."""
+    """The port of the node's server; 0 if it serves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,10 @@ class StagingPlan:
     version: str
     """Name of the version of the data set (`SourceListing.version`)."""
     listing_port: int
-    """On which the head node serves the listing."""
+    """The port on which the head node serves the listing."""
     owners: tuple[Address, ...] | None = None
-    """Nodes that read or already have the data: batch b belongs to owner b modulo their number. None: undecided."""
+    """Nodes that read or already have the data; None while undecided. Owner i, of n, has the batches i, i + n, i + 2n,
+    ..."""
     done: bool = False
     """Whether no node copies any more."""
 
@@ -66,19 +67,19 @@ class StagingGroup:
     host = "localhost"
     """This node's name."""
     secret = ""
-    """The secret by which the nodes of the job authenticate each other; empty: this node serves nothing."""
+    """The secret with which the nodes of the job authenticate each other; empty if this node serves nothing."""
     ports: Sequence[int] = ()
-    """On one of which to serve; none: the kernel chooses."""
+    """The ports on one of which to serve; if empty, the kernel chooses one."""
 
     def head(self, port: int) -> Address:
-        """A port of the head node."""
+        """Return the address of a port of the head node."""
         return Address("localhost", "localhost", port)
 
     def publish_listing(self, version: str, port: int) -> None:
         """On the head node: announce the version, and the port that serves its listing."""
 
     def plan(self) -> StagingPlan | None:
-        """The head node's plan; None until this node has received it."""
+        """Return the head node's plan; None until this node has received it."""
         return StagingPlan(source="", version="", listing_port=0, owners=(), done=True)
 
     def report(self, status: CacheStatus, port: int) -> None:
@@ -88,7 +89,7 @@ class StagingGroup:
 def choose_owners(caches: Iterable[tuple[Address, CacheStatus]]) -> tuple[Address, ...] | None:
     """Choose the nodes that have the data, or else those about to read them; None while that is unknown.
 
-    `caches` are the server's address (port 0: none) and the report of each node that has reported.
+    `caches` has the server's address (port 0: no server) and the report of each node that has reported.
     """
     known = list(caches)
     for wanted in (CacheStatus.COMPLETE, CacheStatus.MISSING):

@@ -1,7 +1,7 @@
-"""Copying batches from the source and from peers, in threads. Runs on compute nodes.
+"""Copies batches from the source and from peers, in threads. Runs on compute nodes.
 
-One node, the owner, reads each batch from shared storage; the others fetch it from there. A batch that its owner does
-not send is read from the source instead.
+One node, the owner, reads each batch from shared storage, and the others fetch it from the owner. If an owner does not
+send a batch, the node reads it from the source.
 """
 
 import os
@@ -20,7 +20,7 @@ from jobs.staging.peers import ChunkStore, Peer, PeerError
 from jobs.staging.source import FileChunk, SourceListing, read_chunk
 from jobs.staging.store import CopiedFile, checksum, write_all
 
-# Two readers keep one and a half cores busy, and more of them only contend; but storage with a high latency answers
+# Two readers keep one and a half cores busy, and further ones only contend; but storage with a high latency answers
 # several requests at a time.
 _SOURCE_THREADS, _MAX_SOURCE_THREADS, _PEER_THREADS = 2, 8, 2
 _POLL_SECONDS = 0.1
@@ -29,12 +29,12 @@ _JOIN_SECONDS = 5.0
 
 @dataclass
 class CopyStats:
-    """Bytes by origin."""
+    """The copied bytes by origin."""
 
     from_source: int = 0
     from_peers: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Number of batches that peers should have sent but that were read from the source, by reason."""
+    """Number of batches by reason, which peers should have sent but which were read from the source."""
 
     @property
     def bytes(self) -> int:
@@ -49,13 +49,13 @@ class Copy:
         self._listing, self._target, self._chunks = listing, target, chunks
         self.stats = CopyStats()
         self.checksums: dict[int, tuple[str, ...]] = {}
-        """Those of the chunks of each copied batch."""
+        """The checksums of the chunks, by number of each copied batch."""
         self._to_read: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._read_seconds = self._write_seconds = 0.0
-        """Totals of all readers."""
+        """Total seconds of all readers."""
         self._at_storage = 0
-        """How many threads read or write just now."""
+        """Number of threads that read or write now."""
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self._peers = dict[Address, Peer]()
@@ -68,7 +68,7 @@ class Copy:
         Args:
             owners: the addresses of the nodes that read the data, or already have them.
             own: name of this node and port of its server, which need not be an owner's.
-            secret: the secret by which the nodes authenticate each other.
+            secret: the secret with which the nodes authenticate each other.
             watch: receives the progress, and returns whether to stop.
 
         Raises:
@@ -91,15 +91,14 @@ class Copy:
             self._cancel(error)
             raise
         finally:
-            # A thread that went on would write into a directory that is being removed; but one that hangs in a read
-            # from unresponsive storage must not delay the agent until Slurm kills it.
+            # A thread that continued would write into a directory that is being removed. But a thread that hangs in a
+            # read must not delay the agent until Slurm kills it.
             deadline = time.monotonic() + _JOIN_SECONDS
             for thread in (*readers, *fetchers):
                 thread.join(max(0.0, deadline - time.monotonic()))
             self._close_peers()
 
     def _monitor(self, readers: list[threading.Thread], fetchers: list[threading.Thread], watch: Watch) -> None:
-        """Report the progress until all threads are done."""
         began = time.monotonic()
         total = self._listing.size
 
@@ -110,11 +109,11 @@ class Copy:
             done, at_storage = self.stats.bytes, self._at_storage > 0
             stop_if(watch(CopyProgress(bytes_done=done, bytes_total=total, seconds=seconds, at_storage=at_storage)))
 
-        # Fetchers first: batches that an owner does not send are added to those that the readers read.
+        # Fetchers end first: the readers also read the batches that an owner does not send.
         for threads in (fetchers, readers):
             while alive := [thread for thread in threads if thread.is_alive()]:
                 report()
-                # Not the last one: it may end before the others, and this loop would spin.
+                # A thread that is alive is joined: joining one that ended before the others would spin.
                 alive[0].join(_POLL_SECONDS)
             self._to_read.put(None)
         if self._error is not None:
@@ -145,11 +144,11 @@ class Copy:
             peer.close()
 
     def _new_buffer(self) -> memoryview:
-        """A buffer for one chunk, reused by its thread: fresh memory for each chunk costs as much as the copying."""
+        """Return a buffer for one chunk. A thread reuses it: fresh memory for each chunk costs as much as copying."""
         return memoryview(bytearray(self._listing.batch_bytes))
 
     def _read_batches(self) -> None:
-        """Read batches from the source until None shows that none is left, and pass it on to the other readers."""
+        """Read batches from the source until the queue has None, the end, and put it back for the other readers."""
         buffer = self._new_buffer()
         while (number := self._to_read.get()) is not None and not self._cancelled.is_set():
             checksums = []
@@ -158,7 +157,7 @@ class Copy:
                 with self._using_storage():
                     read_chunk(self._listing, chunk, content, self._cancelled)
                 read = time.monotonic()
-                checksums.append(checksum(content))  # now, while the content is in the CPU's cache
+                checksums.append(checksum(content))  # while the content is in the CPU's cache
                 self._write(chunk, content)
                 with self._lock:
                     self._read_seconds += read - began
@@ -180,7 +179,7 @@ class Copy:
                     self._fetch(self._peers[owner], numbers[0], buffer)
                     numbers.pop(0)
                 except PeerError as error:
-                    # Read the rest of what this peer should have sent from the source.
+                    # The batches that this peer should have sent are read from the source.
                     with self._lock:
                         self.stats.fallbacks[str(error)] += len(numbers)
                     for number in numbers:
@@ -223,7 +222,7 @@ class Copy:
 
 
 def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) -> tuple[CopiedFile, ...]:
-    """The files of a copy, from the checksums of each batch's chunks."""
+    """Return the files of a copy, from the checksums of each batch's chunks."""
     by_file: list[list[str]] = [[] for _ in listing.files]
     for number, batch in enumerate(listing.batches):
         for chunk, digest in zip(batch, checksums[number], strict=True):
@@ -235,7 +234,7 @@ def copied_files(listing: SourceListing, checksums: dict[int, tuple[str, ...]]) 
 
 
 def checksums_by_batch(listing: SourceListing, files: Sequence[CopiedFile]) -> dict[int, tuple[str, ...]]:
-    """The inverse of `copied_files`."""
+    """Return the inverse of `copied_files`: the checksums of each batch's chunks."""
     remaining = [iter(file.checksums) for file in files]
     return {
         number: tuple(next(remaining[chunk.file]) for chunk in batch) for number, batch in enumerate(listing.batches)

@@ -1,4 +1,4 @@
-"""Progress of one staging, its cancellation, and waiting that stays cancellable. Runs on compute nodes."""
+"""Progress of one staging, its cancellation, and waits that can be cancelled. Runs on compute nodes."""
 
 import threading
 import time
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 _POLL_SECONDS, _JOIN_SECONDS = 0.05, 5.0
-# Who has not asked for this long did not run: the job was suspended, and its storage with it.
+# A process that has not asked for this long was suspended with its job, and so was its storage.
 _SUSPENDED_SECONDS = 2.0
-# Processes that wait for this one's copy see a heartbeat this often.
+# Interval of the heartbeats for processes that wait for this one's copy.
 _HEARTBEAT_SECONDS = 5.0
 _Result = TypeVar("_Result")
 
 
 class StagingStopped(Exception):  # noqa: N818 - a request, not an error
-    """Staging was asked to stop. Its partial copy is never used; the next staging removes it."""
+    """Staging was asked to stop. The partial copy is never used; the next staging removes it."""
 
 
 class NoProgressError(Exception):
-    """Storage has answered nothing for too long. A thread that waits for it in the kernel cannot be ended."""
+    """Storage has not answered for too long. A thread that waits for it in the kernel cannot be ended."""
 
 
 def stop_if(stop: bool) -> None:
@@ -31,40 +31,40 @@ def stop_if(stop: bool) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CopyProgress:
-    """How far a copy is."""
+    """The progress of a copy."""
 
     activity: str = "copying"
     bytes_done: int
     bytes_total: int | None = None
-    """None: not known yet."""
+    """The bytes to copy; None while unknown."""
     seconds: float
     at_storage: bool = True
-    """Whether it reads or writes just now; False: it waits for other nodes."""
+    """Whether a thread reads or writes now; if not, the copy waits for other nodes."""
 
 
 Watch = Callable[[CopyProgress | None], bool]
-"""Called several times a second with the progress (None while staging waits); returns whether to stop."""
+"""Called several times a second with the progress, or None while staging waits; returns whether to stop."""
 
 
 class CancellableWait:
-    """Waits of one staging: for other nodes, other processes, or storage that may hang."""
+    """The waits of one staging: for other nodes, other processes, or storage that may hang."""
 
     def __init__(self, watch: Watch, timeout_seconds: float = float("inf")) -> None:
-        """`timeout_seconds`: how long the storage may make no progress."""
+        """Wait for storage without progress for `timeout_seconds` at most."""
         self._watch, self._heartbeat_at = watch, 0.0
         self._timeout_seconds = timeout_seconds
         self._done: int | None = None
         self._asked_at = self._advanced_at = time.monotonic()
         self.heartbeat: Callable[[], None] | None = None
-        """Called every few seconds while this process makes a copy that others may wait for."""
+        """A function to call every few seconds while this process makes a copy that others may wait for."""
 
     def update(self, progress: CopyProgress | None, done: int | None = None) -> bool:
         """Report the progress and send the heartbeat. Returns whether to stop.
 
-        `done` is what the storage has done, by default the bytes of the progress; None: nothing is asked of it.
+        `done` is a count of the storage's work, by default the bytes of the progress; None if nothing is asked of it.
 
         Raises:
-            NoProgressError: it has been the same for too long.
+            NoProgressError: the count has been the same for too long.
         """
         self._check_progress(progress.bytes_done if progress and progress.at_storage else done)
         if self.heartbeat is not None and time.monotonic() - self._heartbeat_at > _HEARTBEAT_SECONDS:
@@ -80,7 +80,7 @@ class CancellableWait:
             raise NoProgressError("its storage hangs")
 
     def stopped(self) -> bool:
-        """Whether to stop."""
+        """Return whether to stop."""
         return self.update(None)
 
     def wait(self) -> None:
@@ -99,9 +99,9 @@ class CancellableWait:
 
         Args:
             work: the call.
-            progress: its progress.
+            progress: returns its progress.
             cancel: set when staging is asked to stop; the thread then has some seconds to end before it is abandoned.
-            done: what the storage has done, as in `update`.
+            done: returns the count of the storage's work for `update`.
 
         Raises:
             StagingStopped: staging was asked to stop.

@@ -31,21 +31,21 @@ _PURPOSE = "staging"
 
 
 class PeerError(Exception):
-    """Another node did not send what it was asked for."""
+    """Another node did not send the requested data."""
 
 
 class ChunkStore:
-    """What this node has of one data set: batch after batch while it copies, everything afterwards."""
+    """This node's part of one data set: batch after batch while it copies, and then everything."""
 
     def __init__(self, listing: SourceListing, data: Path) -> None:
         self.listing = listing
-        # By descriptor: the directory is renamed when the copy is complete.
+        # The directory is opened because it is renamed when the copy is complete.
         self._directory = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._checksums: dict[int, tuple[str, ...]] = {}
         self._changed = threading.Condition()
         self._failed: str | None = None
         self.batches_read = 0
-        """How many batches this node has read from the source: shows a waiting peer that it makes progress."""
+        """Number of batches that this node has read from the source, which shows its progress to a waiting peer."""
 
     def put(self, number: int, checksums: tuple[str, ...], *, read: bool = False) -> None:
         """Add a batch, which this node may have `read` from the source."""
@@ -61,7 +61,7 @@ class ChunkStore:
             self._changed.notify_all()
 
     def get(self, number: int) -> tuple[str, ...] | None:
-        """Wait up to 5 s for a batch, and return its chunks' checksums; None: it has not come yet.
+        """Wait up to 5 s for a batch, and return its chunks' checksums; None if it has not come yet.
 
         Raises PeerError if it never will.
         """
@@ -90,7 +90,7 @@ class ChunkStore:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Serve nothing more."""
+        """Stop serving."""
         self.fail("the node has left")
         descriptor, self._directory = self._directory, -1
         if descriptor >= 0:
@@ -101,15 +101,15 @@ class PeerServer:
     """Serves this node's listings and batches to the other nodes of the job."""
 
     def __init__(self, secret: str, ports: Sequence[int] = ()) -> None:
-        """Serve on one of some ports, or on one that the kernel chooses."""
+        """Serve on one of `ports`, or without these on one that the kernel chooses."""
         self.listings: dict[str, bytes] = {}
         self.chunk_stores: dict[str, ChunkStore] = {}
-        """Both by version of the data set."""
+        """The listings and the stores, by version of the data set."""
         self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
         self.port, self.close, self.check = self._server.port, self._server.close, self._server.check
 
     def _serve(self, connection: Connection) -> None:
-        # A request or a connection that fails ends the connection: the other node reads the batch itself.
+        # A wrong request or a failure ends the connection, and the other node reads the batch itself.
         while True:
             match connection.receive():
                 case {"version": str(version), "batch": None} if version in self.listings:
@@ -157,7 +157,7 @@ class Peer:
         self.close()
 
     def listing(self) -> SourceListing:
-        """The listing of the source. Raises PeerError if it does not come."""
+        """Return the listing of the source. Raises PeerError if it does not come."""
         try:
             match self._ask(None):
                 case {"bytes": int(size), "checksum": str(expected)} if 0 <= size < _LARGEST_LISTING_BYTES:
@@ -169,9 +169,9 @@ class Peer:
             raise PeerError(f"{self._name} does not send the listing ({error!r})") from error
 
     def ask(self, number: int) -> tuple[str, ...]:
-        """Wait until the other node has a batch, and return the checksums of its chunks, which follow (`receive`).
+        """Wait until the other node has a batch, and return the checksums of its chunks, to `receive` next.
 
-        Raises PeerError if it does not come.
+        Raises PeerError if the batch does not come.
         """
         batches_read, deadline = -1, 0.0
         try:

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 
 from hpc.base.errors import TorchrelayError, UserError
 
-# Version of the archives' format: a new number makes new archives of unchanged environments.
+# Version of the archives' format: a new number replaces the archives of unchanged environments.
 _FORMAT = 2
 DESCRIPTION = "torchrelay-environment.json"
 _VENV, _CONDA = "pyvenv.cfg", "conda-meta"
@@ -34,12 +34,12 @@ class PackedFileEntry(NamedTuple):
     """One file or symlink of an environment."""
 
     name: str
-    """Path below the environment."""
+    """Path relative to the environment."""
     size: int
     modified_ns: int
     executable: bool
     target: str | None = None
-    """Of a symlink: its target, relative if it is inside the environment, else absolute."""
+    """The target of a symlink, relative if it is inside the environment, else absolute; None for a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,9 @@ class PythonEnvironment:
 
     prefix: Path
     python: str
-    """Path of the interpreter below `prefix`."""
+    """Path of the interpreter, relative to `prefix`."""
     torch: str
-    """Path below `prefix` that torch is imported from."""
+    """Path of torch's `__init__.py`, relative to `prefix`."""
     torch_version: str
 
     @cached_property
@@ -71,18 +71,18 @@ class PythonEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDescription:
-    """What a node needs to know to use a copy; stored in the archive as `DESCRIPTION`."""
+    """The data with which a node uses a copy; stored in the archive as `DESCRIPTION`."""
 
     python: str
     torch: str
     torch_version: str
     links: dict[str, str]
-    """Symlinks out of the environment, such as the base interpreter's, by name. Unpacking refuses such links, so each
+    """Symlinks out of the environment by name, such as the base interpreter's. Unpacking refuses such links, so each
     node makes them itself."""
 
     @classmethod
     def load(cls, unpacked: Path) -> Self:
-        """Read that of an unpacked archive. Raises TorchrelayError if it is missing or another version's."""
+        """Read the description in an unpacked archive. Raises TorchrelayError if it is missing or another version's."""
         try:
             return cls(**json.loads((unpacked / DESCRIPTION).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -90,7 +90,7 @@ class EnvironmentDescription:
 
 
 def this_environment() -> PythonEnvironment:
-    """The environment that this process runs in. Raises UserError if it is the system's Python, or lacks torch."""
+    """Return the environment of this process. Raises UserError for the system's Python, or without torch."""
     prefix = Path(sys.prefix)
     if sys.prefix == sys.base_prefix and not (prefix / _CONDA).is_dir():
         raise UserError(
@@ -131,7 +131,7 @@ def _file(name: str, status: os.stat_result) -> PackedFileEntry:
 
 
 def _link(prefix: Path, name: str, entry: "os.DirEntry[str]") -> PackedFileEntry:
-    """A symlink as a copy needs it; one to a file of a package becomes that file.
+    """Return the entry of a symlink. A link to a file of a package becomes that file.
 
     uv can link every file of a package into its cache: copies of such links would break without the cache.
     """

@@ -22,20 +22,20 @@ from hpc.base.errors import TorchrelayError
 from jobs.staging.copy_progress import stop_if
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
-# Enough to keep a parallel file system busy; a local one is as fast with one.
+# Enough to keep a parallel file system busy; a local one needs only one.
 _LISTING_THREADS = 8
 _POLL_SECONDS = 0.2
 # A restarting server or a stale NFS handle recovers within seconds.
 _RETRY_SECONDS = (0.5, 2.0, 5.0)
 _LONGEST_NAME, _RECORDS_PER_LINE = 200, 1000
-# A batch is many small files or a part of a large one. A small data set is divided into at least 64 batches if it can
-# be, so that every node has some to read.
+# A batch is many small files or a part of a large one. A small data set has at least 64 batches if possible, so that
+# every node has some to read.
 _LARGEST_BATCH, _SMALLEST_BATCH, _BATCHES = 16 * 2**20, 2**20, 64
 _Result = TypeVar("_Result")
 
 
 def absolute(path: Path) -> Path:
-    """The absolute path of a source: one data set under two names would be copied twice.
+    """Return the absolute path of a source: under two names, a data set would be copied twice.
 
     Symlinks stay, as in `datasets/current`.
     """
@@ -43,7 +43,7 @@ def absolute(path: Path) -> Path:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether it is a file that staging unpacks, by its name."""
+    """Return whether a file is an archive, which staging unpacks, by its name."""
     return path.name.endswith(ARCHIVES) and path.is_file()
 
 
@@ -51,7 +51,7 @@ class SourceFile(NamedTuple):
     """One file of the data set."""
 
     name: str
-    """Its path below the source."""
+    """Path relative to the source."""
     size: int
     modified_ns: int
     executable: bool
@@ -76,7 +76,7 @@ class SourceListing:
     source: Path
     files: tuple[SourceFile, ...]
     directories: tuple[str, ...] = ()
-    """Paths below the source: a directory without files may be a class without images."""
+    """Paths relative to the source: a directory without files may be a class without images."""
 
     @property
     def is_archive(self) -> bool:
@@ -85,7 +85,7 @@ class SourceListing:
 
     @property
     def base(self) -> Path:
-        """The directory that the files' names are relative to."""
+        """The directory to which the files' names are relative."""
         return self.source.parent if self.is_archive else self.source
 
     @cached_property
@@ -95,25 +95,25 @@ class SourceListing:
 
     @cached_property
     def version(self) -> str:
-        """Name of this version of the data set: it changes with the path, and with any file's name, size or time."""
+        """Name of this version of the data set. It changes with the path, and with any file's name, size or time."""
         digest = hashlib.sha256(repr(str(self.source)).encode())
         for file in self.files:
             digest.update(repr(tuple(file)).encode())
         digest.update(repr(self.directories).encode())
-        # Not a hidden name, and not longer than file systems allow.
+        # The name is not hidden, and not too long for file systems.
         return f"{self.source.name.lstrip('.')[:_LONGEST_NAME]}-{digest.hexdigest()[:16]}"
 
     @cached_property
     def batch_bytes(self) -> int:
-        """Bytes in the longest batch, and in the longest chunk of a file."""
+        """Most bytes of a batch, and of a chunk of a file."""
         return min(max(self.size // _BATCHES, _SMALLEST_BATCH), _LARGEST_BATCH)
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """The data set divided into what one request reads or fetches."""
+        """The batches of the data set: one request reads or fetches one."""
         batches, batch, left = list[Batch](), list[FileChunk](), self.batch_bytes
         for number, file in enumerate(self.files):
-            for offset in range(0, max(1, file.size), self.batch_bytes):  # an empty file has one chunk, too
+            for offset in range(0, max(1, file.size), self.batch_bytes):  # also one chunk for an empty file
                 length = min(self.batch_bytes, file.size - offset)
                 if batch and length > left:
                     batches.append(tuple(batch))
@@ -123,12 +123,12 @@ class SourceListing:
         return (*batches, tuple(batch)) if batch else tuple(batches)
 
     def pack(self) -> bytes:
-        """Serialize for another node."""
+        """Return the bytes of the listing, to send to another node."""
         return pack_records(str(self.source), [*self.directories, *self.files])
 
     @classmethod
     def unpack(cls, content: bytes) -> "SourceListing":
-        """The inverse of `pack`.
+        """Return the listing of the bytes from `pack`.
 
         Raises:
             TorchrelayError: a name leads out of the data set.
@@ -143,7 +143,7 @@ class SourceListing:
 
 
 def pack_records(head: Any, records: Sequence[Any]) -> bytes:
-    """Compressed JSON lines: one document with a million files would hold the GIL, and miss the node's heartbeats."""
+    """Return compressed JSON lines. One document with a million files would hold the GIL, and heartbeats would stop."""
     compressor = zlib.compressobj(level=1)
     groups = (records[first : first + _RECORDS_PER_LINE] for first in range(0, len(records), _RECORDS_PER_LINE))
     chunks = [compressor.compress(json.dumps(line).encode() + b"\n") for line in itertools.chain([head], groups)]
@@ -151,7 +151,7 @@ def pack_records(head: Any, records: Sequence[Any]) -> bytes:
 
 
 def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
-    """The head and the records that `pack_records` packed. Raises ValueError if the content is malformed."""
+    """Return the head and the records of `pack_records`. Raises ValueError if the content is malformed."""
     try:
         head, *lines = zlib.decompress(content).splitlines()
     except zlib.error as error:
@@ -175,7 +175,7 @@ def list_source(source: Path) -> SourceListing:
 class _Directory(NamedTuple):
     name: str
     ancestors: tuple[tuple[int, int], ...]
-    """Device and inode of each directory above it."""
+    """Device and inode of each directory above this one."""
 
 
 class SourceWalk:
@@ -184,21 +184,21 @@ class SourceWalk:
     def __init__(self, source: Path) -> None:
         self._source = source
         self._files: dict[str, list[SourceFile]] = {}
-        """By directory, whose name is empty for the source."""
+        """The files by directory; the name of the source is empty."""
         self._queue: queue.Queue[_Directory] = queue.Queue()
         self._errors = list[BaseException]()
         self._ended = threading.Event()
         self.cancelled = threading.Event()
-        """Set it to end the walk."""
+        """An event to set to end the walk."""
         self.found = 0
-        """Files and directories so far, about: it shows that there is progress."""
+        """The approximate number of files and directories so far, which shows progress."""
 
     def run(self) -> SourceListing:
-        """List everything. It waits for storage that hangs: call it in a thread that can be abandoned.
+        """List everything. This waits for storage that hangs: call it in a thread that can be abandoned.
 
         Raises:
-            StagingStopped: it was cancelled.
-            TorchrelayError: the source does not exist, or contains what cannot be copied.
+            StagingStopped: the walk was cancelled.
+            TorchrelayError: the source does not exist, or contains something that cannot be copied.
         """
         source = self._source
         try:
@@ -211,7 +211,7 @@ class SourceWalk:
             raise TorchrelayError(
                 f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
             ) from error
-        # One call that sorts ten million names holds the GIL for half a minute: this node would count as lost.
+        # Sorting ten million names in one call would hold the GIL for half a minute: this node would count as lost.
         directories = sorted(self._files)
         files = tuple(file for name in directories for file in self._files[name])
         return SourceListing(source=source, files=files, directories=tuple(directories[1:]))
@@ -272,7 +272,7 @@ def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:
 
 
 def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
-    """Read a chunk from the source into a buffer of its length, and retry after errors until `cancelled` is set.
+    """Read a chunk from the source into a buffer of its length; after errors try again, until `cancelled` is set.
 
     Raises:
         TorchrelayError: the file cannot be read, or has changed since it was listed.
@@ -283,7 +283,7 @@ def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cance
     def read() -> None:
         descriptor, filled = os.open(path, os.O_RDONLY | os.O_CLOEXEC), 0
         try:
-            # A file that has become shorter ends this loop early, and fails the check.
+            # A file that has become shorter ends this loop early, and the check fails.
             while filled < len(into) and (count := os.preadv(descriptor, [into[filled:]], chunk.offset + filled)):
                 filled += count
             check_unchanged(path, os.fstat(descriptor), (file.size, file.modified_ns))
@@ -308,7 +308,7 @@ def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threadi
 
 
 def check_unchanged(path: str, status: os.stat_result, listed: tuple[int, int]) -> None:
-    """Raise TorchrelayError if a file of the source has not the listed size and modification time (ns) any more."""
+    """Raise TorchrelayError if a file of the source no longer has the listed size and modification time (ns)."""
     if (status.st_size, status.st_mtime_ns) != listed:
         raise TorchrelayError(
             f"{path} was changed while the data were being copied: submit again when nothing writes to them any more"

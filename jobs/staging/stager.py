@@ -1,6 +1,6 @@
 """Staging one data set on this node: find an intact copy, or make one. Runs on compute nodes.
 
-The methods of `Stager` stand in the order in which they run.
+The methods of `Stager` are in the order in which they run.
 """
 
 import os
@@ -34,9 +34,9 @@ from jobs.staging.store import (
 
 # The head node assigns the batches within seconds; without its plan this node reads everything.
 _PLAN_SECONDS = 60.0
-# How long a node keeps its archive after unpacking, for peers that still fetch it.
+# The longest time for which a node keeps its archive after unpacking, for peers that still fetch it.
 _KEEP_ARCHIVE_SECONDS = 60.0
-# Archives of images unpack to about their own size; with less room than this, unpacking is not attempted.
+# Archives of images unpack to about their own size; unpacking needs this multiple of it.
 _UNPACKED_FACTOR = 1.1
 
 
@@ -45,15 +45,15 @@ class Staged:
     """Result of one staging."""
 
     path: Path
-    """Where this node reads the data."""
+    """The directory in which this node reads the data."""
     reused: bool = False
     in_place: str | None = None
-    """Why the data are read from shared storage after all; None if they were staged."""
+    """The reason for reading the data from shared storage; None if they were staged."""
     seconds: float = 0.0
     bytes_from_source: int = 0
     bytes_from_peers: int = 0
     fallback: str | None = None
-    """Why this node read from shared storage what a peer should have sent."""
+    """The reason for reading data from shared storage that a peer should have sent."""
     repaired: int = 0
     """Number of damaged files in the copy that this one replaces."""
     evicted: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Staged:
     in_memory: bool = False
     """Whether the copy is RAM-backed."""
     shared: str | None = None
-    """Why the copy is on no disk of this node's own; None if it is."""
+    """The reason to think that the copy is not on a disk of this node; None if it seems to be."""
 
 
 class NoRoomError(TorchrelayError):
@@ -87,14 +87,14 @@ class Stager:
         keep_seconds: float = float("inf"),
         timeout_seconds: float = float("inf"),
     ) -> None:
-        """Prepare.
+        """Prepare a staging.
 
         Args:
             stage_dir: a directory on this node's disk.
             group: the nodes of the job; by default this one alone.
             watch: receives the progress several times a second, and returns whether to stop.
-            keep_seconds: copies that were not used for this long are deleted; with 0, this one too when it is closed.
-            timeout_seconds: how long reading the source may make no progress.
+            keep_seconds: copies that were unused for this long are deleted; with 0, also this one when it is closed.
+            timeout_seconds: the longest time that reading the source may take without progress.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
         self._group, self._wait = group or StagingGroup(), CancellableWait(watch, timeout_seconds)
@@ -113,7 +113,7 @@ class Stager:
         self._held.close()
 
     def check(self) -> None:
-        """Raise, once, what has unexpectedly gone wrong in serving the peers (`Server.check`)."""
+        """Raise, once, an unexpected error in serving the peers (`Server.check`)."""
         if self._server:
             self._server.check()
 
@@ -137,7 +137,7 @@ class Stager:
                 f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
                 "--stage-timeout"
             ) from None
-        # Again: the node that shares it may have begun at the same moment.
+        # Asked again: the node that shares it may have begun at the same moment.
         shared = None if staged.in_place else self._shared or open_store(self._stage_dir).why_shared()
         return replace(
             staged,
@@ -164,7 +164,7 @@ class Stager:
             return self._read_in_place(listing, f"the disk of {self._stage_dir} filled up during the copy")
 
     def _read_in_place(self, listing: SourceListing, reason: str) -> Staged:
-        """Read from shared storage. Raises NoRoomError if the source is an archive."""
+        """Return the source as the place of the data. Raises NoRoomError if it is an archive."""
         if listing.is_archive:
             raise NoRoomError(reason, listing.source)
         self._group.report(CacheStatus.UNAVAILABLE, 0)
@@ -173,7 +173,7 @@ class Stager:
     # --- the listing, which one node makes for all ---
 
     def _find_listing(self, source: Path) -> SourceListing:
-        """List the source on the head node; fetch its listing on the others."""
+        """Return the listing: the head node lists the source, and the others fetch its listing."""
         if not self._group.is_head:
             try:
                 return self._fetch_listing(source)
@@ -221,7 +221,7 @@ class Stager:
             damaged = entry.find_damaged(manifest, self._wait.stopped) if manifest else []
             if manifest is None or damaged:
                 in_use.close()
-                # A damaged copy must not take the room of the new one, but stays if another job reads it.
+                # A damaged copy must not take the space of the new one, but stays if another job reads it.
                 self._wait.run_in_thread(entry.delete)
                 in_use.callback(os.close, self._lock_for_use(entry))
                 staged = self._make(entry, listing, len(damaged))
@@ -246,7 +246,7 @@ class Stager:
     def _serve_copy(self, entry: CacheEntry, listing: SourceListing, files: tuple[CopiedFile, ...]) -> None:
         """Serve an intact copy to peers.
 
-        Not that of an archive: its peers need the archive, which this node no longer has.
+        The copy of an archive is not served: its peers need the archive, which this node no longer has.
         """
         if self._server is None or listing.is_archive:
             self._group.report(CacheStatus.COMPLETE, 0)
@@ -285,7 +285,7 @@ class Stager:
         )
 
     def _make_room(self, entry: CacheEntry, listing: SourceListing) -> str | None:
-        """Delete what is not needed. Returns why the copy does not fit all the same."""
+        """Delete unneeded copies. Returns why the new copy does not fit even then; None if it fits."""
         entry.store.remove_partials(entry.name)
         self._evicted += entry.store.delete_unused(self._keep_seconds)
         size, files = listing.size, len(listing.files)
@@ -298,7 +298,7 @@ class Stager:
     def _fill(
         self, entry: CacheEntry, target: Path, listing: SourceListing
     ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
-        """Copy, or unpack. An archive that peers fetch from here is copied to a directory of its own first."""
+        """Copy, or unpack. An archive that peers fetch from here is first copied to a directory of its own."""
         if not listing.is_archive:
             return self._copy(target, listing)
         if not self._group.has_peers:
@@ -319,7 +319,7 @@ class Stager:
         return copy.stats, copied_files(listing, copy.checksums)
 
     def _wait_for_owners(self) -> tuple[Address, ...]:
-        """The owners of the batches; none if the head node does not name them in time."""
+        """Return the owners of the batches; none if the head node does not name them in time."""
         deadline = time.monotonic() + _PLAN_SECONDS
         while time.monotonic() < deadline:
             plan = self._group.plan()
@@ -342,7 +342,7 @@ class Stager:
             try:
                 return unpack(archive, target, available_bytes(target), update)
             finally:
-                if archive == listing.source:  # a change explains the damage
+                if archive == listing.source:  # a change would explain the damage
                     [file] = listing.files
                     check_unchanged(str(archive), archive.stat(), (file.size, file.modified_ns))
 

@@ -7,7 +7,7 @@
     locks/node                   the name of the node that was the last to use this cache
     .NAME-FINGERPRINT.ID.partial an unfinished copy; renamed when it is complete
 
-All locks are the kernel's (flock): it releases those of a killed process.
+All locks are the kernel's (flock), which releases the locks of a killed process.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from hpc.run.nodedir import open_lock, private_directory, try_lock
 from jobs.staging.copy_progress import stop_if
 from jobs.staging.source import pack_records, unpack_records
 
-# A copying process sends a heartbeat every few seconds; after this long without one it is suspended, or its storage
+# A copying process sends a heartbeat every few seconds. After this long without one it is suspended, or its storage
 # hangs.
 _STALLED_SECONDS = 60.0
-# Part of the disk that a copy leaves free, for other users' files and for what the job itself writes to /tmp.
+# Part of the disk that a copy leaves free, for other users' files and for the job's own files in /tmp.
 _RESERVED_DISK_SHARE = 0.05
-# Part of the free memory that a copy in RAM may take: it counts as the job's, and the ranks need memory, too.
+# Part of the free memory that a copy in RAM may take: it counts as the job's, and the ranks also need memory.
 _USABLE_MEMORY_SHARE = 0.5
-# A file takes whole blocks, and an inode.
+# A file occupies whole blocks, and an inode.
 _FILE_OVERHEAD_BYTES = 4096 + 512
 
 
@@ -58,7 +58,7 @@ class CopiedFile(NamedTuple):
     size: int
     chunk_bytes: int
     checksums: tuple[str, ...]
-    """XXH3 (128 bits) of each chunk of `chunk_bytes`, the last one shorter."""
+    """XXH3 (128 bits) of each chunk of `chunk_bytes`; the last chunk is shorter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Manifest:
 
     source: str
     boot: str
-    """Boot id when the copy was last known to be intact: a power cut may lose what was not yet on the disk."""
+    """Boot id when the copy was last known to be intact: a power cut may lose data that were not yet on the disk."""
     files: tuple[CopiedFile, ...]
     directories: tuple[str, ...] = ()
 
@@ -78,15 +78,15 @@ class Manifest:
 
 
 def checksum(content: memoryview | bytes) -> str:
-    """XXH3 with 128 bits, as hex: detects errors of disks and networks, at the speed of memory.
+    """Return XXH3 with 128 bits, as hex: it detects errors of disks and networks, at the speed of memory.
 
-    It does not detect forgery; but a process that can write to a copy can write to its manifest, too.
+    It does not detect forgery; but a process that can write to a copy can also write to its manifest.
     """
     return str(xxhash.xxh3_128_hexdigest(content))
 
 
 def boot_id() -> str:
-    """The kernel's id of this boot of the machine."""
+    """Return the kernel's id of this boot of the machine."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
@@ -109,7 +109,7 @@ def describe_file(directory: Path, name: str, chunk_bytes: int, stopped: Callabl
     with (directory / name).open("rb", buffering=0) as content:
         os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         size = os.fstat(content.fileno()).st_size
-        for _ in range(0, max(1, size), chunk_bytes):  # an empty file has one chunk, too
+        for _ in range(0, max(1, size), chunk_bytes):  # also one chunk for an empty file
             stop_if(stopped())
             checksums.append(checksum(content.read(chunk_bytes)))
     return CopiedFile(name, size, chunk_bytes, tuple(checksums))
@@ -119,12 +119,12 @@ def describe_file(directory: Path, name: str, chunk_bytes: int, stopped: Callabl
 
 
 def is_memory(directory: Path) -> bool:
-    """Whether a directory is RAM-backed: its files take memory, not disk."""
+    """Return whether a directory is RAM-backed: its files take memory, not disk."""
     return file_system_type(directory) in RAM_BACKED
 
 
 def available_bytes(directory: Path) -> int:
-    """Bytes that a new copy may take in a directory."""
+    """Return the bytes that a new copy may take in a directory."""
     usage = shutil.disk_usage(directory)
     free = usage.free - int(usage.total * _RESERVED_DISK_SHARE)
     if is_memory(directory):
@@ -133,7 +133,7 @@ def available_bytes(directory: Path) -> int:
 
 
 def bytes_on_disk(size: int, files: int) -> int:
-    """Bytes that files take on a disk, given the total of their sizes."""
+    """Return the bytes that files of this total size take on a disk."""
     return size + files * _FILE_OVERHEAD_BYTES
 
 
@@ -159,7 +159,7 @@ class CacheEntry:
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The directory of the copy."""
         return self.store.root / self.name
 
     @property
@@ -169,7 +169,7 @@ class CacheEntry:
 
     @property
     def used_at(self) -> float:
-        """Time of its last use in seconds since the epoch; 0 if it has just been deleted."""
+        """Time of the copy's last use in seconds since the epoch; 0 if it has just been deleted."""
         try:
             return self.path.stat().st_mtime
         except OSError:
@@ -184,7 +184,7 @@ class CacheEntry:
         return self.store.locks / f"{self.name}.copy"
 
     def manifest(self) -> Manifest | None:
-        """Its manifest; None if it is missing or unreadable."""
+        """Return the copy's manifest; None if it is missing or unreadable."""
         try:
             (source, boot), records = unpack_records((self.path / "manifest").read_bytes())
             directories = tuple(record for record in records if isinstance(record, str))
@@ -195,9 +195,9 @@ class CacheEntry:
             return None
 
     def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read_all: bool = False) -> list[str]:
-        """Names of the files that differ from the manifest. Creates directories that are missing.
+        """Return the names of files that differ from the manifest. Creates directories that are missing.
 
-        If the copy was made or verified since the last boot, compares sizes alone. Otherwise, or with `read_all`, reads
+        If the copy was made or verified since the last boot, compares only sizes. If not, or with `read_all`, reads
         every file. Calls `stopped` for every file and every chunk.
 
         Raises:
@@ -214,7 +214,7 @@ class CacheEntry:
         return damaged
 
     def distrust(self) -> None:
-        """Have the next staging make it again."""
+        """Make the next staging replace the copy."""
         (self.path / "manifest").unlink(missing_ok=True)
 
     def _has_other_size(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
@@ -228,10 +228,10 @@ class CacheEntry:
         try:
             return describe_file(self.data, file.name, file.chunk_bytes, stopped) != file
         except OSError:
-            return True  # it is missing, or the disk has a read error
+            return True  # the file is missing, or the disk has a read error
 
     def lock_for_use(self) -> int | None:
-        """Prevent its deletion until the returned descriptor is closed; None while another process deletes it."""
+        """Prevent the copy's deletion until the descriptor is closed. Returns None while another process deletes it."""
         descriptor = open_lock(self._use_lock)
         if not try_lock(descriptor, shared=True):
             os.close(descriptor)
@@ -249,7 +249,7 @@ class CacheEntry:
         try:
             heartbeat, seen_at = 0, 0.0
             while not try_lock(descriptor):
-                # Not compared with the time of day, which somebody may set.
+                # The heartbeat is not compared with the time of day, which somebody may set.
                 if (newest := os.fstat(descriptor).st_mtime_ns) != heartbeat:
                     heartbeat, seen_at = newest, time.monotonic()
                 if time.monotonic() - seen_at > _STALLED_SECONDS:
@@ -265,12 +265,12 @@ class CacheEntry:
         os.utime(self._copy_lock)
 
     def in_use(self) -> bool:
-        """Whether a process reads it."""
+        """Return whether a process reads the copy."""
         with _locked_if_free(self._use_lock) as locked:
             return not locked
 
     def delete(self) -> bool:
-        """Delete it unless a process reads it. Returns whether it is gone."""
+        """Delete the copy unless a process reads it. Returns whether it is gone."""
         with _locked_if_free(self._use_lock) as locked:
             if not locked:
                 return False
@@ -293,8 +293,8 @@ class CacheEntry:
     def commit(self, partial: Path, manifest: Manifest) -> None:
         """Give a complete copy its name.
 
-        Where a damaged copy still has it, because other processes read that one, its files are replaced one by one: the
-        readers see each file either as it was or new.
+        If other processes read a damaged copy of this name, its files are replaced one by one: the readers see each
+        file either old or new.
         """
         write_manifest(partial, manifest)
         if not self.path.exists():
@@ -308,7 +308,7 @@ class CacheEntry:
         shutil.rmtree(partial)
 
     def mark_used(self) -> None:
-        """Record a use now. The locks get the same time, or a job that cleans up /tmp would delete them as old."""
+        """Record a use now. The locks get the same time: a job that cleans up /tmp would delete old ones."""
         for path in (self.path, self._use_lock, self._copy_lock):
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path)
@@ -322,11 +322,11 @@ class CacheStore:
 
     @property
     def locks(self) -> Path:
-        """The lock files. Never deleted: if they were, two processes could lock two files of the same name."""
+        """Directory of the lock files, which are never deleted: two processes could then lock two files of a name."""
         return self.root / "locks"
 
     def why_shared(self) -> str | None:
-        """Why this is no disk of this node's own; None if it seems to be. Leaves this node's name for the others."""
+        """Return why this may not be a disk of this node; None if it seems one. Leaves this node's name for others."""
         own, last = os.uname().nodename, self.locks / "node"
         before = last.read_text().strip() if last.exists() else own
         with contextlib.suppress(OSError):  # the disk may be full
@@ -337,11 +337,11 @@ class CacheStore:
         return f"it is on {kind}, a network file system" if kind in NETWORK_BACKED else None
 
     def entry(self, name: str) -> CacheEntry:
-        """A copy, which need not exist."""
+        """Return the entry of a copy, which need not exist."""
         return CacheEntry(store=self, name=name)
 
     def entries(self) -> list[CacheEntry]:
-        """The existing copies, least recently used first, those that are being packed included."""
+        """Return the existing copies, also those that are being packed, least recently used first."""
         names = [path.name for path in self.root.iterdir() if path.name != "locks" and not path.name.startswith(".")]
         used = [(entry.used_at, entry) for entry in map(self.entry, names)]
         return [entry for used_at, entry in sorted(used, key=lambda pair: pair[0]) if used_at]
@@ -365,7 +365,7 @@ class CacheStore:
         """Delete copies, least recently used first, if that makes room for `files` files of `size` bytes together.
 
         Returns:
-            Names of the deleted copies, and why the new one does not fit all the same (None: it fits).
+            Names of the deleted copies, and why the new copy does not fit even then; None if it fits.
         """
 
         def missing_bytes() -> int:
@@ -390,7 +390,7 @@ class CacheStore:
 
 
 def open_store(stage_dir: Path) -> CacheStore:
-    """Open or make this user's cache on this node. Raises TorchrelayError if others could have put something there."""
+    """Return this user's cache on this node, or make it. Raises TorchrelayError if others may have written there."""
     store = CacheStore(root=private_directory(stage_dir))
     store.locks.mkdir(mode=0o700, exist_ok=True)
     return store

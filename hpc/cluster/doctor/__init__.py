@@ -1,1 +1,1 @@
-"""`hpc doctor`: settings of a cluster that cost runs work or time. Runs on the login node."""
+"""The findings of `hpc doctor` about a cluster, its nodes and a run. Runs on the login node."""

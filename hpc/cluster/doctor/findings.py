@@ -1,4 +1,4 @@
-"""Judges runs, the login node and compute nodes for `hpc doctor`: tables of checks. Pure; runs on the login node."""
+"""Tables of checks for `hpc doctor` that judge runs, the login node and compute nodes. Pure; runs on the login node."""
 
 import resource
 from collections.abc import Callable, Iterable, Mapping
@@ -17,14 +17,14 @@ _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9
 _MIN_LOCKED_BYTES = 10**9
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
-# Prefixes of virtual interfaces, which lead to no other node. NCCL itself skips the first two if there is another.
+# Prefixes of virtual interfaces, which lead to no other node. NCCL skips the first two if there is another interface.
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
 
 Facts = TypeVar("Facts")
 
 
 class Severity(StrEnum):
-    """Rank findings by what they cost."""
+    """The rank of a finding, by its cost."""
 
     COST = "cost"
     """Runs will lose work or time, or fail."""
@@ -48,7 +48,7 @@ class Finding:
     """`cluster`, `login`, a run, or the names of nodes."""
 
     def at(self, check: str, where: str) -> "Finding":
-        """Name the check, and the place."""
+        """Return the finding with the name of its check and its place."""
         return replace(self, check=check, where=where)
 
 
@@ -62,7 +62,7 @@ _UNKNOWN = Finding(Severity.UNKNOWN, "not reported")
 
 
 def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
-    """Apply a table of checks; one that returns None lacks the facts."""
+    """Apply a table of checks. A check that lacks its facts returns None."""
     return [(check(facts) or _UNKNOWN).at(name, where) for name, check in checks.items()]
 
 
@@ -99,15 +99,15 @@ class LoginNode:
     """File system of the runs directory; None if unknown."""
     torch: TorchBuild | None
     runs_lack: tuple[Feature, ...] = ()
-    """Features that its file system lacks, as far as they could be tried out."""
+    """Features that the file system of the runs directory lacks, as far as they could be tried out."""
     automounted: str | None = None
-    """Directory below which an automounter mounts it."""
+    """Directory in which an automounter mounts the runs directory; None if none does."""
     nodes_see_runs: bool = False
-    """True if compute nodes were inspected, and all see the runs directory."""
+    """Whether compute nodes were inspected, and all see the runs directory."""
 
 
 def _costs_if(field: str, cost: str, what_to_do: str, *, otherwise: str) -> Check[Any]:
-    """Make the check of a field that says what is wrong, and is empty if nothing is."""
+    """Make a check of a field whose text says what is wrong, and is empty if nothing is."""
 
     def check(facts: Any) -> Finding:
         seen = getattr(facts, field)
@@ -246,7 +246,7 @@ def _interfaces(node: NodeInfo) -> Finding:
             "NCCL finds no interface: no run on GPUs of several nodes starts",
             "unset NCCL_SOCKET_IFNAME before hpc submit",
         )
-    # InfiniBand interfaces may have other addresses than those that the host names resolve to.
+    # The addresses of InfiniBand interfaces may differ from those to which the host names resolve.
     if route is None or used[0] == route or used[0].startswith("ib"):
         return ok(value if route is None else f"{value}; {route} leads to the other nodes")
     return note(
@@ -257,10 +257,10 @@ def _interfaces(node: NodeInfo) -> Finding:
 
 
 def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
-    """Select the interfaces that NCCL uses, in its order, from those with an address, in the kernel's order.
+    """Return the interfaces that NCCL uses, in its order, from those with an address, in the kernel's order.
 
-    `setting` is NCCL_SOCKET_IFNAME: prefixes after an optional `^`, which excludes, and `=`, for whole names. Source:
-    NVIDIA's NCCL documentation, Environment Variables.
+    `setting` is NCCL_SOCKET_IFNAME: an optional `^`, which excludes, an optional `=`, for whole names, and prefixes.
+    Source: NVIDIA's NCCL documentation, Environment Variables.
     """
     if not setting:
         infiniband = [i for i in interfaces if i.startswith("ib")]

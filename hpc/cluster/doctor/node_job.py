@@ -1,4 +1,4 @@
-"""Runs `jobs.node_probe` on compute nodes, in a short job, and reads its reports. Runs on the login node."""
+"""Run `jobs.node_probe` on compute nodes, in a short job, and read its reports. Runs on the login node."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class NodeOptions(cli.RunsOptions):
 
 
 def node_verb(verb: Callable[[Any], int], options: type[NodeOptions], name: str) -> Callable[..., int]:
-    """Make the entry point of a verb, whose defaults are those of `hpc submit`."""
+    """Return the entry point of a verb whose defaults are the same as in `hpc submit`."""
     return partial(cli.run, verb, options, name, reading=reading_of(options, all_flags=True))
 
 
@@ -45,7 +45,7 @@ class NodeJob:
     """A job that probes nodes."""
 
     name: Literal["doctor", "smoke"]
-    """Whether to check the nodes or to measure them; also the job's name."""
+    """The job's name, and its work: `doctor` checks the nodes, `smoke` measures them."""
     resources: Resources
     network: Network
     names: Sequence[str]
@@ -54,7 +54,7 @@ class NodeJob:
 
 
 def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterConfig, stage_dir: Path) -> NodeJob:
-    """Resolve the flags for a job on the named nodes or lists of nodes (gpu[01-03]), or on any; or raise UserError."""
+    """Return a job on the named nodes or lists of nodes (gpu[01-03]), or on any. Raises UserError for wrong flags."""
     names, asked = options.node or (), options.resources
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
     wanted = replace(asked, partition=site.partition["PartitionName"], nodes=str(nodes), time=asked.time or "10m")
@@ -63,9 +63,9 @@ def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterCo
 
 
 def run_on_nodes(job: NodeJob, runs_dir: Path, prepare: Callable[[Path], object] = lambda _: None) -> list[NodeInfo]:
-    """Run the job, which ends with this call. Returns the nodes that answered, in the order of their ranks.
+    """Run the job to its end. Returns the nodes that answered, in the order of their ranks.
 
-    `prepare` fills the directory beside the runs that the nodes share, which is then removed.
+    `prepare` fills a directory beside the runs, which the nodes share and which is then removed.
     """
     resources = job.resources
     count = "1 node" if resources.max_nodes == 1 else f"{resources.nodes} nodes"
@@ -78,7 +78,7 @@ def run_on_nodes(job: NodeJob, runs_dir: Path, prepare: Callable[[Path], object]
 
 
 def srun_argv(job: NodeJob, shared: Path) -> list[str]:
-    """Build the srun command that starts one task on each node. Reads PYTHONPATH, and is pure otherwise."""
+    """Return the srun command that starts one task on each node. Pure, except that it reads PYTHONPATH."""
     resources, network, names = job.resources, job.network, job.names
     given = {key: getattr(resources, key) for key in ("mem", "account", "qos", "constraint", "exclude")}
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
@@ -86,13 +86,13 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
         "srun", "--quit-on-interrupt", "--label", f"--job-name={job.name}", f"--partition={resources.partition}",
         f"--nodes={resources.nodes}", "--ntasks-per-node=1",
         *([f"--gpus-per-node={resources.gpus_per_node}"] if resources.num_gpus else []),
-        # One CPU per rank: a larger share might have to wait for other jobs.
+        # One CPU per rank is enough: a larger share might have to wait for other jobs.
         f"--cpus-per-task={resources.ranks_per_node}", f"--time={walltime_minutes(resources.time or '10m')}",
         *(f"--{key}={value}" for key, value in given.items() if value is not None),
         *(f"--{option}" for option in resources.sbatch),
         *([f"--nodelist={','.join(names)}"] if names else []),
         "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
-        # As in submitit's scripts: it selects the reader of the allocation.
+        # submitit's scripts set this too: it selects the reader of the allocation.
         "env", f"PYTHONPATH={path}", "SUBMITIT_EXECUTOR=slurm", sys.executable, "-P", "-m", "jobs.node_probe",
         job.name, str(shared), str(job.stage_dir), str(resources.num_gpus), network.interface or "",
         network.port_range or "",
@@ -100,13 +100,13 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
 
 
 def read_reports(printed: str) -> list[NodeInfo]:
-    """Parse the output of `srun --label`, whose tasks each print a NodeInfo, in their order. Pure."""
+    """Parse the output of `srun --label`: each task prints a NodeInfo. Returns them in the tasks' order. Pure."""
     lines = dict[int, list[str]]()
     for label, line in re.findall(r"^ *(\d+): ?(.*)$", printed, re.MULTILINE):
         lines.setdefault(int(label), []).append(line)
     found = []
     for task in sorted(lines):
         text = "\n".join(lines[task])
-        with suppress(ValueError, TypeError):  # cut off: counts as a node that did not answer
+        with suppress(ValueError, TypeError):  # a report that is cut off counts as no answer
             found.append(node_from_json(json.loads(text[text.index("{") :])))
     return found

@@ -1,4 +1,4 @@
-"""Judges Slurm's configuration for `hpc doctor`: a table of checks. Pure; runs on the login node."""
+"""A table of checks for `hpc doctor` that judge Slurm's configuration. Pure; runs on the login node."""
 
 import re
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ class ClusterFacts:
     run: RunMeasurements | None = None
 
     def ask(self, setting: str) -> str:
-        """Say what to ask the administrators for, of a setting of the partition."""
+        """Return the request to the administrators for a setting of the partition."""
         name = self.cluster.partition.get("PartitionName", "...")
         return f"ask the administrators for {setting} in the line PartitionName={name} of slurm.conf"
 
 
 def may_be_preempted(cluster: ClusterConfig) -> bool | None:
-    """Tell whether Slurm may end jobs of the partition to start others; None if its configuration does not say."""
+    """Return whether Slurm may end jobs of the partition to start others; None if its configuration does not say."""
     kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
     if kind is None or mode is None or kind.endswith("/qos"):
         return None
@@ -39,7 +39,7 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
 
 
 def seconds_to_save(grace: int, kill_wait: int | None) -> float:
-    """Return how long the ranks may take to save at a preemption. The agents know GraceTime, but not KillWait."""
+    """Return the seconds that ranks have to save on preemption. The agents know GraceTime, but not KillWait."""
     if grace:
         return save_timeout_seconds(grace)
     return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)
@@ -206,7 +206,7 @@ def _max_submit_jobs(site: ClusterFacts) -> Finding | None:
 
 def _private_tmp(site: ClusterFacts) -> Finding | None:
     config = site.cluster.config
-    kind = config.get("JobContainerType", config.get("NamespaceType"))  # its name since 25.11
+    kind = config.get("JobContainerType", config.get("NamespaceType"))  # the name since 25.11
     if kind is None:
         return None
     if kind.rpartition("/")[2] not in {"tmpfs", "linux"}:
@@ -222,7 +222,7 @@ def _oversubscription(site: ClusterFacts) -> Finding | None:
     given = site.cluster.partition.get("OverSubscribe")
     if given is None:
         return None
-    # With YES, only jobs that ask for it share CPUs; ours do not. FORCE:1 runs one job at a time.
+    # With YES, only jobs that ask for it share CPUs, and ours do not. FORCE:1 runs one job at a time.
     if not given.startswith("FORCE") or given == "FORCE:1":
         return ok(f"OverSubscribe={given}")
     slice_seconds = leading_number(site.cluster.config, "SchedulerTimeSlice") or 30

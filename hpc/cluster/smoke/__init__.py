@@ -1,1 +1,1 @@
-"""`hpc smoke`: nodes of the cluster, their devices, disks and network, measured before the first run."""
+"""`hpc smoke`: measure nodes of the cluster, their devices, disks and network, before the first run."""

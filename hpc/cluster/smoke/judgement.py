@@ -1,4 +1,4 @@
-"""Finds what is slow or wrong in a `hpc smoke`, against the median, and what has changed since the last one. Pure."""
+"""Finds slow or wrong parts in a `hpc smoke`, relative to the median, and changes since the last one. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,15 +8,15 @@ from typing import Any
 from hpc.base.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed
 from hpc.cluster.smoke.measurements import SmokeResult
 
-# Parts of the median below which something is slow. GPUs of one kind differ by a few percent; CPUs, disks and networks
-# that are measured on all nodes at the same time differ more.
+# A rate is slow below this part of the median. GPUs of one kind differ by a few percent; CPUs, disks and networks,
+# which are measured on all nodes at the same time, differ more.
 _SLOW_GPU, _SLOW_COPY, _SLOW_OTHER = 0.9, 0.7, 0.5
-# A latency is slow above this multiple of the median, and above a millisecond: good ones are microseconds.
+# A latency is slow above this multiple of the median and above a millisecond: good latencies are microseconds.
 _SLOW_LATENCY, _LEAST_LATENCY_SECONDS = 5.0, 0.001
 _CLOCK_SECONDS = 1.0
-# A rate that has changed by less than this is the same.
+# A rate that has changed by a smaller part counts as unchanged.
 _CHANGED = 0.5
-# The rates of a node: its field, and how a slow one and a changed one are called.
+# The rates of a node: the field, the words about a slow one, and the words about a changed one.
 _NODE_RATES = (
     ("write_bytes_per_second", "its disk writes", "disk writes"),
     ("staged_bytes_per_second", "it stages data at", "stages"),
@@ -28,10 +28,10 @@ _Speed = RankSpeed | AllReduceSpeed | PairSpeed
 
 @dataclass(frozen=True, kw_only=True)
 class Slowness:
-    """Something that is slow, wrong or missing."""
+    """A slow, wrong or missing part."""
 
     where: str
-    """A node, a GPU of a node, or a pair of nodes."""
+    """The name of a node, of a GPU of a node, or of a pair of nodes."""
     what: str
     """A sentence with the measured value and the median."""
 
@@ -47,7 +47,7 @@ class Change:
 
 
 def judge(result: SmokeResult) -> list[Slowness]:
-    """Find all that is slow, wrong or missing, the nodes first."""
+    """Return everything that is slow, wrong or missing, nodes first."""
     return [*_nodes(result), *_ranks(result), *_pairs(result)]
 
 
@@ -70,7 +70,7 @@ def _nodes(result: SmokeResult) -> list[Slowness]:
 
 
 def _node_rates(nodes: Iterable[NodeInfo], field: str) -> dict[str, float]:
-    """Map node names to rates in GB/s, of the nodes that have one."""
+    """Return the rates of nodes in GB/s, by name, without nodes that have none."""
     return {node.name: rate / 1e9 for node in nodes if (rate := getattr(node, field))}
 
 
@@ -86,7 +86,7 @@ def _ranks(result: SmokeResult) -> list[Slowness]:
 
 
 def _pairs(result: SmokeResult) -> list[Slowness]:
-    """Find slow pairs; a node that is slow with every other one is named instead of its pairs."""
+    """Return slow pairs. A node that is slow with every other one is named instead of its pairs."""
     rates = {pair.where: pair.gb_per_second for pair in result.pairs}
     slow = {one.where: one for one in _slower(rates, _SLOW_OTHER, "it sends", "GB/s")}
     if len(result.pairs) > 1:
@@ -106,7 +106,7 @@ def _pairs(result: SmokeResult) -> list[Slowness]:
 
 
 def _slower(rates: Mapping[str, float], part: float, what: str, unit: str) -> list[Slowness]:
-    """Find the rates below a part of the median. Of an even number the better one of the two in the middle counts."""
+    """Return the rates below a part of the median; of two values in the middle, the better one is the median."""
     if len(rates) < 2:
         return []
     usual = median_high(rates.values())
@@ -118,7 +118,7 @@ def _slower(rates: Mapping[str, float], part: float, what: str, unit: str) -> li
 
 
 def changes(before: SmokeResult, now: SmokeResult) -> list[Change]:
-    """Compare the rates of nodes, pairs and ranks that both tests have measured, and the hardware of the nodes."""
+    """Return the changes of rates that both tests have measured, and of the nodes' hardware."""
     old = {node.name: node for node in before.nodes}
     found = [change for node in now.nodes if node.name in old for change in _node_changes(old[node.name], node)]
     found += _rate_changes(before.pairs, now.pairs, "gb_per_second", "sends", "GB/s")
@@ -130,7 +130,7 @@ def changes(before: SmokeResult, now: SmokeResult) -> list[Change]:
 
 
 def _node_changes(before: NodeInfo, now: NodeInfo) -> list[Change]:
-    """Find parts that were replaced, and rates that have changed."""
+    """Return parts that were replaced, and rates that have changed."""
     parts = {part: (getattr(before, part), getattr(now, part)) for part in _PARTS}
     found = [
         Change(where=now.name, what=part.replace("_", " "), before=_words(old), now=_words(new))

@@ -1,4 +1,4 @@
-"""The measurements of one `hpc smoke`, kept beside the runs, and those of the one before it. Runs on the login node."""
+"""The results of `hpc smoke`: one is kept beside the runs, and the last one read. Runs on the login node."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from hpc.base.files import write_json
 from hpc.base.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed, node_from_json
 
 _PREFIX = "smoke-"
-# The fields of a NodeInfo that are kept and printed as JSON. The others are the checks of hpc doctor.
+# The fields of a NodeInfo to keep and to print as JSON. The others are the checks of hpc doctor.
 _KEPT = (
     "name", "cpu", "cpus", "memory_bytes", "kernel", "gpus", "driver", "stage_dir", "stage_type", "stage_free_bytes",
     "write_bytes_per_second", "staged_bytes_per_second", "staging_problem", "clock_seconds", "problem",
@@ -21,10 +21,10 @@ _KEPT = (
 
 @dataclass(frozen=True, kw_only=True)
 class SmokeResult:
-    """One `hpc smoke`. Times are in seconds since the epoch."""
+    """The result of one `hpc smoke`. Times are in seconds since the epoch."""
 
     time: float
-    """Time of its end."""
+    """Time at which it ended."""
     partition: str
     asked_nodes: int
     nodes: tuple[NodeInfo, ...]
@@ -35,7 +35,7 @@ class SmokeResult:
 
 
 def result_of(nodes: Sequence[NodeInfo], partition: str, asked_nodes: int) -> SmokeResult:
-    """Join the nodes that have answered and what their ranks have measured together."""
+    """Return the result of the nodes that have answered, and of their ranks together."""
     measured = next((node.ranks for node in nodes if node.ranks), {"ranks": (), "all_reduce": (), "pairs": ()})
     return SmokeResult(
         time=round(time.time(), 1),
@@ -55,7 +55,7 @@ def _speeds(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def document_of(result: SmokeResult) -> dict[str, Any]:
-    """Make the JSON document of a result."""
+    """Return the JSON document of a result."""
     nodes = [{name: getattr(node, name) for name in _KEPT} for node in result.nodes]
     return {**asdict(result), "nodes": nodes}
 
@@ -70,7 +70,7 @@ def keep(result: SmokeResult, runs_dir: Path) -> Path:
 
 
 def newest(runs_dir: Path) -> SmokeResult | None:
-    """Read the last result that is kept beside the runs; None if there is none that can be read."""
+    """Read the last readable result beside the runs; None if there is none."""
     for path in sorted(runs_dir.glob(f"{_PREFIX}*.json"), reverse=True):
         with suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or of another version
             fields = json.loads(path.read_bytes())

@@ -16,7 +16,7 @@ _MOST_PAIRS = 10
 
 
 def show(console: Console, result: SmokeResult, slow: Sequence[Slowness], changed: Sequence[Change]) -> None:
-    """Print the nodes, the network, and what is slow or has changed."""
+    """Print the nodes, the network, and slow or changed parts."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(result.time))
     nodes = "1 node" if len(result.nodes) == 1 else f"{len(result.nodes)} nodes"
     console.print(f"[bold]{nodes} of partition {escape(visible(result.partition))}, {when}[/]\n")
@@ -33,7 +33,7 @@ def _sentences(console: Console, title: str, sentences: Sequence[str]) -> None:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
-    """A table whose first columns are words, and the others numbers."""
+    """Return a table whose first columns have words, and the others numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right", overflow="fold")
@@ -80,7 +80,7 @@ def _size(value: int) -> str:
 
 
 def _pairs(result: SmokeResult) -> Table:
-    """List the pairs with the lowest bandwidth, and the median if there are several."""
+    """Return the pairs with the lowest bandwidth, and the median if there are several."""
     table = _table("nodes", "latency", "bandwidth")
     slowest = sorted(result.pairs, key=lambda pair: pair.gb_per_second)
     for pair in slowest[:_MOST_PAIRS]:

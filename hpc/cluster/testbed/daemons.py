@@ -1,4 +1,4 @@
-"""The login host's daemons: munged, slurmctld, with accounting slurmdbd and MariaDB. Runs as root on its machine."""
+"""Daemons of the login host: munged, slurmctld, with accounting slurmdbd and MariaDB. Runs as root on its machine."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
 
 
 def _start_on_login_host(*command: str | Path, paths: TestbedPaths, log: Path, **environment: str) -> None:
-    """Start a daemon of the login host; `log` receives its output until it opens its own log."""
+    """Start a daemon of the login host; `log` gets its output until it opens its own log."""
     host = nodes.inside_fresh(paths.controller_uts, "mount")
     start(*host, "/bin/sh", paths.login_script, *command, log=log, **environment)
 
@@ -40,7 +40,7 @@ def start_munged(paths: TestbedPaths) -> None:
 
 
 def munge_answers(paths: TestbedPaths) -> bool:
-    """Whether munged issues credentials."""
+    """Return whether munged issues credentials."""
     return succeeds("munge", "--no-input", f"--socket={paths.munge_socket}", "--output=/dev/null")
 
 
@@ -52,7 +52,7 @@ def start_slurmctld(paths: TestbedPaths) -> None:
 
 
 def controller_answers(paths: TestbedPaths) -> bool:
-    """Whether slurmctld answers. Asks only if its process exists: Slurm's tools retry for long."""
+    """Return whether slurmctld answers. Asks only if its process exists: Slurm's tools retry for long."""
     return running_slurm_conf() is not None and succeeds("scontrol", "ping", SLURM_CONF=str(paths.slurm_conf))
 
 
@@ -60,11 +60,11 @@ def controller_answers(paths: TestbedPaths) -> bool:
 
 
 def node_states(paths: TestbedPaths) -> dict[str, str]:
-    """Each node's state, as `parse_states` returns it; empty if slurmctld does not answer."""
+    """Return each node's state, as from `parse_states`; empty if slurmctld does not answer."""
     if running_slurm_conf() is None:
         return {}
-    # Always all nodes: asked for one (-n), Slurm 22.05 goes on reporting `mixed*` for a node that it has marked down,
-    # until somebody asks for all.
+    # The query is for all nodes: if asked for one (-n), Slurm 22.05 reports `mixed*` for a node that it has marked
+    # down, until somebody asks for all.
     sinfo = ("sinfo", "--noheader", "--Node", "--format=%N %T")
     try:
         text = run(*sinfo, timeout_seconds=10, SLURM_CONF=str(paths.slurm_conf))
@@ -74,7 +74,7 @@ def node_states(paths: TestbedPaths) -> dict[str, str]:
 
 
 def parse_states(text: str) -> dict[str, str]:
-    """States by node in sinfo's long words, from lines such as `gpu01 idle`.
+    """Return states by node in sinfo's long words, from lines such as `gpu01 idle`.
 
     `unresponsive` is a node that Slurm has not yet marked down: `gpu01 idle*`.
     """
@@ -84,13 +84,13 @@ def parse_states(text: str) -> dict[str, str]:
     return states | dict.fromkeys(silent, "unresponsive")
 
 
-# --- accounting: sacct works ---
+# --- accounting, for sacct ---
 
 
 def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
-    """Start MariaDB and slurmdbd, and register the cluster; with limits, also the account `users` that has them.
+    """Start MariaDB and slurmdbd, and register the cluster. With limits, also add the account `users` that has them.
 
-    MariaDB listens only on a Unix socket, which only root can reach.
+    MariaDB listens only on a Unix socket that only root can reach.
     """
     data, user = f"--datadir={paths.database}", "--user=root"
     install = ("mariadb-install-db", "--no-defaults", data, user)
@@ -99,17 +99,18 @@ def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
         *("setsid", "--fork", "mariadbd", "--no-defaults", data, user),
         f"--socket={paths.database_socket}",
         f"--pid-file={paths.run}/mariadbd.pid",
-        # slurmdbd ends if a transaction conflicts with another. "loose": MariaDB 10.11 does not know it.
+        # slurmdbd ends if a transaction conflicts with another. The option is "loose", as MariaDB 10.11 does not know
+        # it.
         "--loose-innodb-snapshot-isolation=OFF",
         "--skip-networking",
-        # A temporary database: small, and not durable.
+        # The database is temporary: small, and not durable.
         *("--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M", "--innodb-flush-log-at-trx-commit=0"),
         paths=paths,
         log=paths.log("mariadbd"),
     )
     ping = ("mariadb-admin", "--no-defaults", f"--socket={paths.database_socket}", "ping")
     wait_until(lambda: succeeds(*ping), seconds=60, what=f"mariadbd to answer (log: {paths.log('mariadbd')})")
-    # slurmdbd creates its tables at the first start.
+    # slurmdbd creates its tables at its first start.
     environment = {"SLURM_CONF": str(paths.slurm_conf), "MYSQL_UNIX_PORT": str(paths.database_socket)}
     _start_on_login_host("slurmdbd", paths=paths, log=paths.log("slurmdbd.out"), **environment)
     log = paths.log("slurmdbd")
@@ -122,5 +123,5 @@ def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
 
 
 def accounting_answers(paths: TestbedPaths) -> bool:
-    """Whether slurmdbd answers from its database."""
+    """Return whether slurmdbd answers from its database."""
     return succeeds("sacctmgr", "--noheader", "list", "cluster", SLURM_CONF=str(paths.slurm_conf))

@@ -71,13 +71,13 @@ class TestbedShape:
 
     @property
     def network(self) -> tuple[str | None, str | None]:
-        """The rate and the delay of the nodes' links, as tc takes them; None: those of the machine."""
+        """The rate and the delay of the nodes' links, in the form for tc; None for the machine's own."""
         rate, _, delay = (self.shape_network or "").partition(",")
         return rate or None, delay or None
 
     @property
     def kind(self) -> Profile:
-        """What the name of the profile means."""
+        """The profile of this name."""
         return PROFILES[self.profile]
 
     @property
@@ -104,7 +104,7 @@ class TestbedShape:
         )
 
     def node(self, name: str) -> TestbedNode:
-        """The node of this name; without one, a UserError that lists the names."""
+        """Return the node of this name. Raises a UserError that lists the names if there is none."""
         nodes = {node.name: node for node in self.all_nodes}
         if name not in nodes:
             raise UserError(f"the testbed has no node {name!r}; its nodes are: {' '.join(nodes)}")
@@ -112,11 +112,12 @@ class TestbedShape:
 
 
 class TestbedPaths:
-    """The files of one testbed, all below one directory. Creates nothing by itself."""
+    """The files of one testbed, all below one directory. Creates none of them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # Held by any command that changes the testbed. Not in `root`, because `down` removes that while it holds it.
+        # The lock of commands that change the testbed. It is not in `root`, because `down` removes `root` while it
+        # holds it.
         self.lock = root.with_name(f"{root.name}.lock")
         # The TestbedShape as JSON: the first file that `up` writes.
         self.state = root / "state.json"
@@ -130,7 +131,7 @@ class TestbedPaths:
         self.hosts = root / "hosts"
         self.munge = root / "munge"
         self.munge_socket = self.munge / "munge.socket"
-        # Readable by root only: munge's key, the controller's state, the database.
+        # A directory for root only: munge's key, the controller's state, the database.
         self.secret = root / "secret"
         self.munge_key = self.secret / "munge.key"
         # slurmctld's StateSaveLocation: job scripts and environments of all users.
@@ -153,13 +154,13 @@ class TestbedPaths:
         self.switch_net = self.namespaces / "switch.net"
 
     def log(self, name: str) -> Path:
-        """The log of one daemon or one node."""
+        """Return the log of one daemon or one node."""
         return self.logs / f"{name}.log"
 
     def boot_script(self, node: TestbedNode) -> Path:
-        """The script that turns fresh namespaces into a node."""
+        """Return the script that turns fresh namespaces into a node."""
         return self.boot_scripts / f"{node.name}.sh"
 
     def node_net(self, name: str) -> Path:
-        """The network namespace of a node."""
+        """Return the network namespace of a node."""
         return self.namespaces / f"{name}.net"

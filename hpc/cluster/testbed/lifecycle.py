@@ -1,6 +1,6 @@
 """The testbed's commands: up, down, status, kill-node, revive-node. Run as root on its machine; status as any user.
 
-`up` leaves a healthy testbed of the same shape alone. It takes anything else down and builds it anew.
+`up` leaves a healthy testbed of the same shape alone. It takes any other down and builds a new one.
 """
 
 import json
@@ -37,7 +37,7 @@ class TestbedStatus:
 
 
 def status() -> TestbedStatus:
-    """The state of the testbed and its nodes."""
+    """Return the state of the testbed and its nodes."""
     slurm_conf = running_slurm_conf()
     shape = _recorded_shape()
     if shape is None or slurm_conf is None:
@@ -82,7 +82,7 @@ def revive_node(name: str) -> None:
         if nodes.processes(PATHS.node_net(name)) and _is_usable(name):
             return
         nodes.power_off(name, PATHS)
-        # Slurm would keep the dead jobs of a node that is back before it was missed: mark it down first.
+        # Slurm keeps the dead jobs of a node that returns before Slurm has missed it, so the node is first marked down.
         down = ("update", f"NodeName={name}", "State=DOWN", "Reason=testbed")
         run("scontrol", *down, SLURM_CONF=str(PATHS.slurm_conf))
         nodes.power_on(node, PATHS)
@@ -94,7 +94,7 @@ def _is_usable(name: str) -> bool:
 
 
 def _recorded_shape() -> TestbedShape | None:
-    """The shape of the current or last testbed; None if its record is missing or another version's."""
+    """Return the shape of the current or last testbed; None if its record is missing or another version's."""
     try:
         return TestbedShape(**json.loads(PATHS.state.read_text()))
     except (OSError, ValueError, TypeError, UserError):
@@ -102,7 +102,7 @@ def _recorded_shape() -> TestbedShape | None:
 
 
 def _running_shape() -> TestbedShape:
-    """The shape of the running testbed; an error if it is not up."""
+    """Return the shape of the running testbed. Raises UserError if it is not up."""
     shape = _recorded_shape()
     if shape is None or running_slurm_conf() is None:
         raise UserError("the testbed is not up; type: python -m hpc.testbed up")
@@ -110,8 +110,8 @@ def _running_shape() -> TestbedShape:
 
 
 def _is_healthy(shape: TestbedShape) -> bool:
-    """Whether a testbed of this shape runs, all daemons answer, and all nodes work."""
-    # Those of another shape differ, and so may those of another version. A number of nodes that is the default, too, is
+    """Return whether a testbed of this shape runs, all daemons answer, and all nodes work."""
+    # The files of another shape differ, and those of another version may. The default number of nodes, if given, makes
     # no other shape.
     wanted = render.files(shape, PATHS, socket.gethostname())
     if _recorded_shape() is None or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):
@@ -128,11 +128,10 @@ def _is_healthy(shape: TestbedShape) -> bool:
 
 
 def _build(shape: TestbedShape) -> None:
-    """Write and start everything."""
     public = (PATHS.munge, PATHS.devices, PATHS.spool, PATHS.run, PATHS.logs, PATHS.boot_scripts, PATHS.namespaces)
     for directory in (PATHS.root, PATHS.secret, PATHS.controller_state, *public):
         directory.mkdir()
-        # chmod, because mkdir applies the caller's umask.
+        # mkdir applies the caller's umask; chmod does not.
         directory.chmod(0o700 if directory == PATHS.secret else 0o755)
     # The shape is recorded first, so that `down` works at any time.
     texts = {PATHS.state: json.dumps(asdict(shape)), **render.files(shape, PATHS, socket.gethostname())}
@@ -141,12 +140,12 @@ def _build(shape: TestbedShape) -> None:
         # slurmdbd refuses to start if others can read its configuration.
         path.chmod(0o600 if path == PATHS.slurmdbd_conf else 0o644)
     for index in range(shape.gpus_per_node):
-        # A null device: Slurm counts device files and does not open them.
+        # The device is a null device: Slurm counts device files and does not open them.
         device = PATHS.devices / f"nvidia{index}"
         os.mknod(device, stat.S_IFCHR, os.makedev(1, 3))
         device.chmod(0o666)
     nodes.create_switch(PATHS)
-    # The namespace of the login host's daemons, with the host name that slurm.conf gives.
+    # The login host's daemons get a namespace with the host name in slurm.conf.
     nodes.pin(PATHS.controller_uts, "hostname", LOGIN_NAME)
     daemons.start_munged(PATHS)
     if shape.has_accounting:
@@ -163,7 +162,7 @@ def _build(shape: TestbedShape) -> None:
 
 
 def _tear_down() -> None:
-    """End the processes, then remove what they used, of a testbed that may be incomplete."""
+    """End the processes of a testbed, which may be incomplete, then remove its files and namespaces."""
     for pin in sorted(PATHS.namespaces.glob("*.net")):
         if pin != PATHS.switch_net:
             nodes.power_off(pin.stem, PATHS)

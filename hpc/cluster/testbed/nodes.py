@@ -1,8 +1,8 @@
 """The testbed's nodes: their namespaces, the network between them, power on and off. Runs as root on its machine.
 
-Every process of the testbed runs in a namespace that was pinned to a file before: a node's in its network namespace,
-the login host's daemons in a host-name namespace. The namespace identifies them, whatever they fork and whatever
-becomes of pid files, and no other process is touched.
+Every process of the testbed runs in a namespace that was pinned to a file before: a node's processes in its network
+namespace, the login host's daemons in a host-name namespace. The namespace identifies them, even if they fork or lose
+their pid files, and no other process is touched.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ def pin(path: Path, *command: str) -> None:
 
 
 def inside(path: Path) -> tuple[str, ...]:
-    """The words before a command that run it in a pinned namespace."""
+    """Return the words before a command that run it in a pinned namespace."""
     return ("nsenter", f"--{path.suffix[1:]}={path}", "--")
 
 
 def inside_fresh(path: Path, *kinds: str) -> tuple[str, ...]:
-    """As `inside`, with new namespaces of these kinds.
+    """Return the words of `inside`, with new namespaces of these kinds.
 
     Later mounts of the machine, such as an automounted home, appear inside; mounts made inside stay inside.
     """
@@ -40,17 +40,17 @@ def inside_fresh(path: Path, *kinds: str) -> tuple[str, ...]:
 
 
 def unpin(path: Path) -> None:
-    """Release a namespace, which then ends with its last process. No error if it does not exist."""
+    """Release a namespace, which then ends with its last process. A missing one is no error."""
     if not path.exists():
         return
-    # An interrupted `up` may have left a plain file, with no namespace mounted on it.
+    # An interrupted `up` may have left a plain file without a namespace.
     if path.stat().st_dev != path.parent.stat().st_dev:
         run("umount", "--no-mtab", path)
     path.unlink()
 
 
 def processes(path: Path) -> list[int]:
-    """The ids of all processes in a pinned namespace; none if it does not exist."""
+    """Return the ids of all processes in a pinned namespace; none if it does not exist."""
     try:
         pinned = path.stat()
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def processes(path: Path) -> list[int]:
     link = f"ns/{path.suffix[1:]}"
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
-        # A process that ends meanwhile, or a zombie, has no namespace.
+        # A zombie, or a process that ends meanwhile, has no namespace.
         with contextlib.suppress(OSError):
             if os.path.samestat(pinned, (entry / link).stat()):
                 found.append(int(entry.name))
@@ -91,8 +91,8 @@ def kill_all(path: Path) -> None:
 def create_switch(paths: TestbedPaths) -> None:
     """Create the bridge and connect the login host.
 
-    It has a network namespace of its own. In the machine's, a firewall would see its frames: Docker's default of
-    dropping forwarded packets disconnects the nodes from each other.
+    The bridge has its own network namespace. In the machine's, a firewall would see its frames: Docker drops forwarded
+    packets by default, which disconnects the nodes from each other.
     """
     pin(paths.switch_net)
     switch = inside(paths.switch_net)
@@ -106,14 +106,14 @@ def create_switch(paths: TestbedPaths) -> None:
 
 
 def remove_switch(paths: TestbedPaths) -> None:
-    """Disconnect the login host and remove the bridge. No error if it does not exist."""
+    """Disconnect the login host and remove the bridge. A missing bridge is no error."""
     if succeeds("ip", "link", "show", _LOGIN_INTERFACE):
         run("ip", "link", "delete", _LOGIN_INTERFACE)
     unpin(paths.switch_net)
 
 
 def _change_link(name: str, paths: TestbedPaths, *change: str) -> None:
-    """Change a node's link at the switch. No error if it does not exist."""
+    """Change a node's link at the switch. A missing link is no error."""
     switch = inside(paths.switch_net)
     if paths.switch_net.exists() and succeeds(*switch, "ip", "link", "show", name):
         run(*switch, "ip", "link", *change)
@@ -129,17 +129,17 @@ def power_on(node: TestbedNode, paths: TestbedPaths) -> None:
     peer = ("peer", "name", "eth0", "netns", str(paths.node_net(node.name)))
     run(*switch, "ip", "link", "add", node.name, "type", "veth", *peer)
     run(*switch, "ip", "link", "set", node.name, "master", "switch", "up")
-    # Not `ip netns exec`: it mounts another /sys, without the cgroups that slurmd needs.
+    # `ip netns exec` would mount another /sys, without the cgroups that slurmd needs.
     fresh = inside_fresh(paths.node_net(node.name), "mount", "uts")
     start(*fresh, "/bin/sh", paths.boot_script(node), log=paths.log(f"{node.name}.boot"))
 
 
 def power_off(name: str, paths: TestbedPaths) -> None:
     """End a node as a power cut does: peers receive nothing, not even a TCP reset; /tmp and /dev/shm are lost."""
-    # First the link: what the sockets of dying processes still send must reach nobody.
+    # The link goes down first: the last packets of dying processes must reach nobody.
     _change_link(name, paths, "set", name, "down")
     kill_all(paths.node_net(name))
-    # Delete both ends now. Left to end with its namespace, the link would live on as long as the dead node's sockets
+    # Both ends are deleted now. If the link ended with its namespace, it would live as long as the dead node's sockets
     # have data to send, and would send them to the revived node.
     _change_link(name, paths, "delete", name)
     unpin(paths.node_net(name))

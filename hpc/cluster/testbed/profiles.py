@@ -1,4 +1,4 @@
-"""Kinds of cluster that a testbed can be: what differs in the configuration. Pure."""
+"""The kinds of cluster that a testbed can be: their differences in the configuration. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,30 +12,28 @@ class Profile:
     """A kind of cluster."""
 
     slurm_conf: Mapping[str, str] = field(default_factory=dict)
-    """Values of slurm.conf instead of the usual ones."""
+    """Values of slurm.conf that replace the usual ones."""
     gpu_partition: Mapping[str, str] = field(default_factory=dict)
-    """The same for the preemptable partition."""
+    """Values that replace the usual ones of the preemptable partition."""
     gpu_types: tuple[str | None, ...] = ("",)
-    """Of the first node's GPUs, the second's, and so on, from the beginning again; empty: GPUs without a type; None: no
-    GPUs."""
+    """The GPU types of the first node, the second, and so on, repeated; "" for GPUs without a type, None for a node
+    without GPUs."""
     slurmd_timeout: int = 20
-    """Unless the shape says otherwise, like `nodes`."""
+    """The default of the shape's `slurmd_timeout`. So is `nodes`."""
     nodes: int = 4
     node_name: str = "gpu{:02d}"
-    """For the number of the node, counted from 1."""
+    """The format of a node's name for its number, from 1."""
     account: Mapping[str, str] = field(default_factory=dict)
     """Limits of the account `users`, with which accounting runs."""
     job_submit: str = ""
-    """The site's job_submit.lua."""
     named_network: str = "10.77.0"
-    """The network of the addresses to which the nodes' names resolve. NodeAddr is always one of the usual network."""
+    """The network of the addresses to which the nodes' names resolve. NodeAddr is always in the usual network."""
     boot: str = ""
-    """What each node runs first when it boots; `{number}` is the node's."""
+    """Commands that each node runs first when it boots; `{number}` is the node's number."""
     job_container: str = ""
-    """The site's job_container.conf."""
 
 
-# Slurm asks no plugin about a requeue, but one can make every job one that may not be requeued.
+# Slurm asks no plugin about a requeue, but a plugin can make every job one that may not be requeued.
 _NO_REQUEUE_NO_UPDATE = """\
 function slurm_job_submit(job, partitions, user)
    job.requeue = 0
@@ -46,8 +44,9 @@ function slurm_job_modify(job, old, partitions, user)
 end
 """
 
-# eth1 is a network that is closed between the nodes: nobody answers in it. eth2 has IPv6 alone. Of eth0, the ports of
-# Slurm, 20000 to 20999 and the kernel's are open. Routing rules: there is no firewall without further packages.
+# eth1 is a network that is closed between the nodes: nobody answers in it. eth2 has only IPv6. On eth0, the ports of
+# Slurm, 20000 to 20999 and the kernel's are open. Routing rules close the others, because a firewall needs further
+# packages.
 _THREE_NETWORKS = """\
 ip link add eth1 type veth peer name closed
 ip address add 10.88.0.{number}/24 dev eth1
@@ -63,9 +62,9 @@ for closed in 1024-6817 6819-7816 7818-19999 21000-29999 31000-65534; do
 done
 """
 
-# /mnt is where job_container/tmpfs keeps the jobs' directories and mount namespaces. Linux 6.18 numbers the namespaces
-# that a CPU makes from a range of that CPU's, and mounts one only within one with a lower number. So the node's own has
-# to be made on the CPU with the lowest numbers; otherwise some jobs fail, by the CPU on which they start.
+# job_container/tmpfs keeps the jobs' directories and mount namespaces in /mnt. Linux 6.18 numbers the namespaces that a
+# CPU makes from a range of that CPU, and mounts one only within one with a lower number. So the node's own must be made
+# on the CPU with the lowest numbers: if not, some jobs fail, depending on the CPU on which they start.
 _PRIVATE_DIRECTORIES = """\
 mount -n -t tmpfs -o mode=755 tmpfs /mnt
 touch /mnt/probe
@@ -81,7 +80,7 @@ done
 """
 
 # The kernel has one table of 1,024 neighbours for all networks of the machine (gc_thresh3). 32 nodes that talk to each
-# other fill it, and packets are lost. Permanent neighbours are not counted.
+# other fill it, and packets are lost. Permanent neighbours do not count.
 _KNOWN_NEIGHBOURS = """\
 ip link set eth0 address 02:00:00:00:00:$(printf %02x {number})
 for other in $(seq 99); do
@@ -98,7 +97,7 @@ PROFILES: dict[ProfileName, Profile] = {
         slurmd_timeout=300,
     ),
     "cancel": Profile(slurm_conf={"PreemptMode": "CANCEL"}, gpu_partition={"PreemptMode": "CANCEL"}),
-    # FORCE: without it no two jobs share a node, and none can be suspended for the other.
+    # Without FORCE no two jobs share a node, and none can be suspended for the other.
     "suspend": Profile(
         slurm_conf={"PreemptMode": "SUSPEND,GANG"},
         gpu_partition={"PreemptMode": "SUSPEND", "GraceTime": "0", "OverSubscribe": "FORCE:1"},

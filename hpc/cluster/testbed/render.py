@@ -1,4 +1,4 @@
-"""The text of the testbed's configuration files. Pure: same shape, paths and host name, same text."""
+"""The text of the testbed's configuration files. Pure: the same shape, paths and host name give the same text."""
 
 import shlex
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from hpc.cluster.testbed.layout import LOGIN_ADDRESS, LOGIN_NAME, TestbedPaths, 
 CLUSTER_NAME = "torchrelay"
 _NAMES = {"cluster": CLUSTER_NAME, "login": LOGIN_NAME, "address": LOGIN_ADDRESS}
 
-# Port 7817, not Slurm's 6817: a real slurmctld may live on this machine.
+# The port is 7817, not Slurm's 6817: a real slurmctld may run on this machine.
 _CONTROLLER = """\
 # Written by python -m hpc.testbed up, which overwrites changes.
 ClusterName={cluster}
@@ -44,7 +44,7 @@ PreemptType=preempt/partition_prio
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=5
 """
 
-# What a profile may change.
+# The settings that a profile may change.
 _SETTINGS = {"JobRequeue": "1", "PreemptMode": "REQUEUE", "SelectTypeParameters": "CR_Core"}
 
 _ACCOUNTING = """\
@@ -57,8 +57,8 @@ AccountingStorageTRES=gres/gpu
 JobAcctGatherType=jobacct_gather/linux
 """
 
-# GraceTime: on preemption SIGTERM comes at once, SIGKILL this many seconds later. Requested time limits are checked
-# against MaxTime and DefaultTime.
+# On preemption SIGTERM comes at once, and SIGKILL after GraceTime seconds. Requested time limits are checked against
+# MaxTime and DefaultTime.
 _GPU_PARTITION = {
     "PreemptMode": "REQUEUE", "GraceTime": "20", "MaxTime": "1-00:00:00", "DefaultTime": "01:00:00",
 }  # fmt: skip
@@ -113,7 +113,7 @@ exec slurmd -b -N {name} -f {slurm_conf}
 
 
 def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
-    """The text of slurm.conf."""
+    """Return the text of slurm.conf."""
     text = _CONTROLLER.format(shape=shape, paths=paths, **_NAMES)
     text += _assignments({**_SETTINGS, **shape.kind.slurm_conf}, "\n") + "\n"
     if shape.has_accounting:
@@ -126,7 +126,7 @@ def slurm_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
             f"ThreadsPerCore=1 RealMemory={shape.memory_mb_per_node}"
         )
         if node.name in types:
-            # Weight: a job that needs no GPUs goes to a node without GPUs, if one is free.
+            # The weight sends a job that needs no GPUs to a node without GPUs, if one is free.
             text += f" Gres=gpu:{types[node.name]}{':' if types[node.name] else ''}{shape.gpus_per_node} Weight=2"
         text += "\n"
     return text + _PARTITIONS.format(gpu=_assignments({**_GPU_PARTITION, **shape.kind.gpu_partition}, " "))
@@ -137,14 +137,14 @@ def _assignments(values: Mapping[str, str], separator: str) -> str:
 
 
 def _gpu_types(shape: TestbedShape) -> dict[str, str]:
-    """The type of the GPUs of each node that has some, empty if they have none."""
+    """Return the GPU type of each node with GPUs; the type is empty for GPUs without one."""
     names = [node.name for node in shape.all_nodes] if shape.gpus_per_node else []
     pairs = zip(names, cycle(shape.kind.gpu_types), strict=False)
     return {name: gpu_type for name, gpu_type in pairs if gpu_type is not None}
 
 
 def gres_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
-    """The text of gres.conf. Every GPU needs a device file: a count without files leaves the node INVAL."""
+    """Return the text of gres.conf. Every GPU needs a device file: with a count alone the node becomes INVAL."""
     last = shape.gpus_per_node - 1
     files = f"{paths.devices}/nvidia[0-{last}]" if last else f"{paths.devices}/nvidia0"
     lines = [
@@ -155,7 +155,7 @@ def gres_conf(shape: TestbedShape, paths: TestbedPaths) -> str:
 
 
 def hosts(shape: TestbedShape, host_name: str) -> str:
-    """The nodes' /etc/hosts; `host_name` is the machine's own, which jobs see as their submit host."""
+    """Return the nodes' /etc/hosts. `host_name` is the machine's own, which jobs see as their submit host."""
     aliases = f"{LOGIN_NAME} {host_name}" if host_name not in {LOGIN_NAME, "localhost"} else LOGIN_NAME
     lines = ["127.0.0.1 localhost", "::1 localhost", f"{LOGIN_ADDRESS} {aliases}"]
     network = shape.kind.named_network
@@ -164,15 +164,15 @@ def hosts(shape: TestbedShape, host_name: str) -> str:
 
 
 def _shaping(shape: TestbedShape) -> str:
-    """The commands that limit and delay what a node sends."""
+    """Return the commands that limit and delay the packets of a node."""
     rate, delay = shape.network
-    # The burst holds a few of the 64 kB that a veth passes at once; tbf drops what is larger than it.
+    # The burst holds a few of the 64 kB that a veth passes at once: tbf drops larger ones.
     limit = f"tc qdisc add dev eth0 root handle 1: tbf rate {rate} burst 256kb latency 50ms\n" if rate else ""
     return limit + (f"tc qdisc add dev eth0 parent 1:1 netem delay {delay} limit 100000\n" if delay else "")
 
 
 def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
-    """Every configuration file, by path: `up` writes them, and compares them with those of a running testbed."""
+    """Return every configuration file, by path. `up` writes them, or compares them with a running testbed's."""
     quoted = {"hosts": shlex.quote(str(paths.hosts)), "slurm_conf": shlex.quote(str(paths.slurm_conf))}
     found = {
         paths.slurm_conf: slurm_conf(shape, paths),

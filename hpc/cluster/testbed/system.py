@@ -101,7 +101,7 @@ def _failure(words: list[str], exit_code: int, output: str, hint: str = "") -> T
 
 
 def succeeds(*command: str | Path, **environment: str) -> bool:
-    """Whether a probing command succeeds within 10 s."""
+    """Return whether a probing command succeeds within 10 s."""
     try:
         run(*command, timeout_seconds=10, **environment)
     except TorchrelayError:
@@ -124,7 +124,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> N
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the testbed's lock; its file is removed afterwards.
+    """Hold the testbed's lock, and remove its file afterwards.
 
     A process that waited may get the lock of a file that the previous holder has removed: it then tries again.
     """

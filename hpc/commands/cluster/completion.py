@@ -41,13 +41,13 @@ class CompletionOptions(cli.Common):
 
 
 def completion(options: CompletionOptions) -> int:
-    """Print the script of tyro's generator."""
+    """Print the script that tyro generates."""
     verbs: Any = tuple(
         Annotated[_without_texts(options_of(verb)), tyro.conf.subcommand(name=verb, prefix_name=False)]
         for verb in OPTIONS
     )
-    union: Any = Union[verbs]  # noqa: UP007 - of a tuple
-    with suppress(SystemExit):  # with 0
+    union: Any = Union[verbs]  # noqa: UP007 - the union of a tuple
+    with suppress(SystemExit):  # tyro exits with 0
         tyro.cli(union, args=["--tyro-write-completion", options.shell, "-"], prog="hpc", config=program.TYRO)
     return 0
 

@@ -64,6 +64,6 @@ def _built_in() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
-    # `cli.run` removes the variables of sbatch.
+    """Run the verb."""
+    # `cli.run` removes the variables of sbatch, so they are read before.
     return cli.run(partial(config, dict(os.environ)), ConfigOptions, "config", argv)

@@ -1,4 +1,4 @@
-"""`hpc doctor`: finds settings of a cluster that cost runs work or time. Runs on the login node."""
+"""`hpc doctor`: find settings of a cluster that cost runs work or time. Runs on the login node."""
 
 import os
 import sys
@@ -66,7 +66,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def find_run(options: DoctorOptions) -> RunDir | None:
-    """Find the named run, or the newest that has saved."""
+    """Return the named run, or the newest that has saved; None if none has."""
     if options.run is not None:
         return cli.find_run(options.run, options.runs_dir)
     runs = reversed(cli.all_runs(options.runs_dir))
@@ -89,7 +89,7 @@ def measurements_of(run: RunDir) -> RunMeasurements:
 
 
 def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
-    """Gather all findings; raise UserError if there is no such partition, or for `--node` without Slurm."""
+    """Return all findings. Raises UserError if there is no such partition, or for `--node` without Slurm."""
     spec = RunSpec.load(run) if run else None
     stage_dir = Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
     measured = measurements_of(run) if run else None
@@ -139,7 +139,7 @@ def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node."""
     real = runs_dir.expanduser().resolve()
     lacks = list[Feature]()
-    with suppress(OSError):  # it is full, or not the user's
+    with suppress(OSError):  # the storage is full, or not the user's
         lacks = missing_features(real)
     point = automounted_at(real)
     return LoginNode(
@@ -153,7 +153,7 @@ def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
 
 
 def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
-    """Print costs, then notes, and how many checks passed; with debug also what is unknown."""
+    """Print costs, then notes, and how many checks passed. With `debug`, print also the unknown ones."""
     console = Console()
     console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
     of = {severity: [finding for finding in found if finding.severity is severity] for severity in Severity}

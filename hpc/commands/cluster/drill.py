@@ -28,7 +28,7 @@ from hpc.status.summary import TERMINAL, Summary
 
 Kind = Literal["worker-kill", "node-kill", "preempt", "hang", "term", "disk-full"]
 _POLL_SECONDS = 1.0
-# Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s) and to start a requeued job (120 s).
+# Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s) and to start a requeued job (120 s) together.
 _TIMEOUT_SECONDS = 900.0
 
 
@@ -61,7 +61,7 @@ class DrillTarget:
 
 
 def drill(options: DrillOptions) -> int:
-    """Confirm, cause the failure, wait, print the interruptions."""
+    """Confirm, cause the failure, wait, and print the interruptions."""
     run = cli.find_own_run(options.run, options.runs_dir)
     target = target_of(options, run, summaries([run])[0])
     command, action = plan(options.kind, target)
@@ -90,7 +90,7 @@ def drill(options: DrillOptions) -> int:
 
 
 def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
-    """Resolve the flags against the status of the run; a UserError if it does not train, or lacks the rank or node."""
+    """Resolve the flags with the run's status. Raises UserError if it does not train, or lacks the rank or node."""
     world_size = int(row.world_size or 0)
     if row.state != "running" or not world_size:
         raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
@@ -116,7 +116,7 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
     )
 
 
-# Actions of `hpc.cluster.node_faults` on one rank, and what they do.
+# For each failure of one rank, the action of `hpc.cluster.node_faults` and its description.
 _RANK_FAULTS = {
     "worker-kill": ("kill", "kill rank {} with SIGKILL"),
     "hang": ("stop", "stop rank {} with SIGSTOP"),
@@ -125,13 +125,13 @@ _RANK_FAULTS = {
 
 
 def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
-    """The command that causes the failure, and what it does; a UserError if it needs Slurm, and the run has none."""
+    """Return the command that causes the failure, and its description. Raises UserError if only Slurm can cause it."""
     if kind in _RANK_FAULTS:
         action, description = _RANK_FAULTS[kind]
         return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)
     if kind == "term":
         on_machine = ["kill", "-TERM", target.job_id], "send SIGTERM to the run"
-        # Step 0 has the agents. Without a step, the signal would also end the batch script.
+        # The agents are in step 0. Without a step, the signal would also end the batch script.
         step = ["scancel", "--signal=TERM", f"{target.job_id}.0"], "send SIGTERM to all processes of the step"
         return on_machine if target.cluster == "local" else step
     if target.cluster == "local":
@@ -149,7 +149,7 @@ def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
 
 
 def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
-    """The command that runs `hpc.cluster.node_faults`, from the run's copy of the code, on nodes of the run."""
+    """Return the command that runs `hpc.cluster.node_faults`, from the run's copy of the code, on nodes of the run."""
     path = f"PYTHONPATH={target.run.packages}"
     faults = ["env", path, sys.executable, "-P", "-m", "hpc.cluster.node_faults", str(target.run.path), *action]
     if target.cluster == "local":
@@ -161,7 +161,7 @@ def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[st
 
 
 def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
-    """Wait until the run trains again or has ended; returns the new interruptions."""
+    """Wait until the run trains again or has ended. Returns the new interruptions."""
     checkpoints = _checkpoints(run)
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:

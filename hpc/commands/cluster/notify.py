@@ -32,7 +32,7 @@ class NotifyOptions(cli.Common):
 
 
 def notify(options: NotifyOptions) -> int:
-    """List or try them. Returns 1 if a message could not be sent."""
+    """List the recipients, or send them messages. Returns 1 if a message could not be sent."""
     services = choose_recipients(options.names or (ALL,))
     host = socket.gethostname()
     problems = {

@@ -1,4 +1,4 @@
-"""`hpc smoke`: measures nodes of the cluster before the first run, and says what is slow. Runs on the login node."""
+"""`hpc smoke`: measure nodes of the cluster before the first run, and list slow parts. Runs on the login node."""
 
 import io
 import os
@@ -19,7 +19,7 @@ from hpc.slurm import client as slurm
 from hpc.submit.checks import check_runs_dir
 
 _WIDTH = 140
-# Every node stages files of a megabyte, few enough for nodes whose /tmp is in memory.
+# Every node stages these files of a megabyte: 64 also fit nodes whose /tmp is in memory.
 _FILES, _FILE_BYTES = 64, 2**20
 _DATA = "data"
 
@@ -56,10 +56,10 @@ def smoke(options: SmokeOptions) -> int:
 
 
 def measure(options: SmokeOptions) -> SmokeResult:
-    """Run the job, and read what its nodes have printed.
+    """Run the job, and read the output of its nodes.
 
     Raises:
-        UserError: there is no Slurm, no such partition, or a flag does not suit.
+        UserError: there is no Slurm, no such partition, or a flag is wrong.
         TorchrelayError: no node has answered.
     """
     if (reason := slurm.why_unavailable()) is not None:
@@ -75,7 +75,7 @@ def measure(options: SmokeOptions) -> SmokeResult:
 
 
 def write_data(directory: Path) -> None:
-    """Write the data that the nodes stage: random bytes, because storage that compresses must not look faster."""
+    """Write the data for the nodes to stage: random bytes, because storage that compresses must not look faster."""
     data = directory / _DATA
     data.mkdir()
     for number in range(_FILES):

@@ -45,7 +45,7 @@ class StageOptions(cli.Common):
 
 
 def stage(options: StageOptions) -> int:
-    """Copy, or do what the flag asks for."""
+    """Copy the data, or list, verify or delete copies."""
     if sum((options.list, options.verify, options.clean)) > 1:
         raise UserError("--list, --verify and --clean exclude each other: give only one of them")
     store = open_store(options.stage_dir.absolute())
@@ -74,7 +74,6 @@ def stage(options: StageOptions) -> int:
 
 
 def _chosen(options: StageOptions, store: CacheStore) -> list[CacheEntry]:
-    """The copies of PATH, or all."""
     if options.path is None:
         return store.entries()
     source = str(absolute(options.path))
@@ -127,7 +126,7 @@ def _clean(options: StageOptions, store: CacheStore) -> int:
 
 
 def _verify(options: StageOptions, store: CacheStore) -> int:
-    """Verify; make damaged copies again, or delete them if their source is gone or has changed."""
+    """Verify the copies. Copy damaged ones again, or delete them if their source is gone or has changed."""
     checks = [_check(options, entry) for entry in _chosen(options, store)]
     if options.path and not checks:
         raise UserError(f"{options.stage_dir} has no copy of {options.path}: type hpc stage {options.path} to make one")
@@ -155,7 +154,7 @@ def _check(options: StageOptions, entry: CacheEntry) -> dict[str, Any]:
 
 
 def _repair(options: StageOptions, entry: CacheEntry, source: Path) -> str:
-    """Make a damaged copy again, or delete it. Returns which."""
+    """Copy a damaged copy again, or delete it. Returns a sentence about the result."""
     try:
         if list_source(source).version == entry.name:
             entry.distrust()

@@ -47,7 +47,7 @@ def supervise(options: SuperviseOptions) -> int:
 
 
 def _print(lines: list[Line], options: SuperviseOptions) -> None:
-    """Print the actions; with --dry-run also the runs that are left alone, and why."""
+    """Print the actions. With --dry-run, print also the runs that are left alone, and why."""
     if options.json and (options.once or options.dry_run):
         cli.print_json(lines)
         return

@@ -1,7 +1,7 @@
-"""`hpc clean`: what old runs hold on shared storage, and how to remove it. Runs on the login node.
+"""`hpc clean`: list the disk use of old runs on shared storage, and remove them. Runs on the login node.
 
-A run is removed whole or not at all: its directory gets a name that is no run's, and is then deleted. A deletion that
-was interrupted is finished by the next `hpc clean --yes`, which also removes what a killed submission left.
+A run is removed whole or not at all: its directory gets a name that is no run's, and is then deleted. The next `hpc
+clean --yes` finishes an interrupted deletion, and also removes what a killed submission left.
 """
 
 import os
@@ -64,20 +64,20 @@ class CleanOptions(cli.RunsOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What a run that has ended holds."""
+    """The disk use of a run that has ended."""
 
     run: str
     run_dir: str
     state: str
     last_used: float
-    """When something was last written to it, in seconds since the epoch."""
+    """Time of the last write to the run, in seconds since the epoch."""
     size: int
-    """Bytes that its removal frees; what forks share with it is theirs too."""
+    """Bytes that the run's removal frees, without files that it shares with its forks."""
     checkpoints: int
-    """Bytes of its checkpoints among them."""
+    """Bytes of the run's checkpoints, a part of `size`."""
 
     def freed(self, *, checkpoints_only: bool) -> int:
-        """Bytes that are freed."""
+        """Return the bytes that the removal frees."""
         return self.checkpoints if checkpoints_only else self.size
 
 
@@ -91,7 +91,7 @@ class PackageCopies:
 
 
 def clean(options: CleanOptions) -> int:
-    """List, or remove. Returns 1 if something could not be removed."""
+    """List the runs, or remove them. Returns 1 if something could not be removed."""
     found = sorted(_chosen(options), key=lambda one: -one.freed(checkpoints_only=options.checkpoints_only))
     is_narrowed = options.run or options.older_than != _ANY_AGE or options.state != CleanOptions.state
     if options.yes and found and not (is_narrowed or options.checkpoints_only):
@@ -128,11 +128,11 @@ def clean(options: CleanOptions) -> int:
     return int(bool(problems))
 
 
-# --- what there is ---
+# --- listing ---
 
 
 def _chosen(options: CleanOptions) -> list[Holding]:
-    """The runs that match the flags. Raises UserError for wrong flags, and for named runs that cannot be removed."""
+    """Return the runs that match the flags. Raises UserError for wrong flags and for runs that cannot be removed."""
     wanted = set(options.state.split(","))
     if wanted - TERMINAL:
         raise UserError(f"--state is {options.state!r}: use one or several of {','.join(sorted(TERMINAL))}")
@@ -154,7 +154,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
 
 
 def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -> str:
-    """Why a run must not be removed; empty if it may be. `jobs` are the user's on Slurm; None: there is no Slurm."""
+    """Return why a run must not be removed; empty if it may be. `jobs`: the user's on Slurm; None without Slurm."""
     try:
         check_is_own(run)
     except UserError as error:
@@ -184,7 +184,7 @@ def _holding(run: RunDir, states: dict[str, str]) -> Holding:
 
 
 def _freed_bytes(status: os.stat_result) -> int:
-    """The bytes that the removal of a file frees: those of a file with another name, as in a fork, stay."""
+    """Return the bytes that the removal of a file frees: 0 if it has another name, as in a fork."""
     return status.st_blocks * 512 if status.st_nlink == 1 else 0
 
 
@@ -198,12 +198,11 @@ def _table(found: Sequence[Holding]) -> Table:
 
 
 def _places(options: CleanOptions, found: Sequence[Holding]) -> set[Path]:
-    """The directories of the runs."""
     return {options.runs_dir.expanduser().resolve(), *(Path(one.run_dir).parent for one in found)}
 
 
 def _package_copies(runs_dir: Path) -> list[PackageCopies]:
-    """The copies of our packages that earlier versions kept for this user in a directory of runs, if there are any."""
+    """Return the copies of our packages that earlier versions kept for this user in a directory of runs."""
     store = runs_dir / f".packages-{os.getuid()}"
     if not store.is_dir() or store.lstat().st_uid != os.getuid():
         return []
@@ -214,7 +213,7 @@ def _package_copies(runs_dir: Path) -> list[PackageCopies]:
 
 
 def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[PackageCopies]) -> list[str]:
-    """Remove them, and what an interrupted removal left. Returns what went wrong."""
+    """Remove the runs and packages, and what an interrupted removal left. Returns what went wrong."""
     problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
     for place in {*_places(options, found), *(run.path for run in runs)}:
         remove_abandoned(place, ".*", _is_abandoned)
@@ -228,14 +227,14 @@ def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Whether a removal was interrupted, or a submission was killed while it made this directory."""
+    """Return whether a removal was interrupted, or a submission was killed while it made this directory."""
     if _REMOVED.fullmatch(path.name):
         return True
     return is_temporary(path) and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, which need not exist: under its name it is there in full, or not at all.
+    """Remove a directory, if it exists. Under its name it is there in full, or not at all.
 
     Raises:
         OSError: it could not be renamed, and is untouched; or a part is left under the new name.

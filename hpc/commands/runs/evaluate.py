@@ -1,7 +1,7 @@
-"""`hpc evaluate`: a run that evaluates the model of another run, or an exported file, exactly. Login node.
+"""`hpc evaluate`: submit a run that evaluates the model of another run, or an exported file. Login node.
 
-The evaluation is a run of its own: it is staged, started, interrupted and continued as a training, and all verbs take
-it. It gets the model by hard links, so the other run may train on, or be cleaned up, meanwhile; nothing of it changes.
+The evaluation is a run of its own: it is staged, started, interrupted and continued as a training, and all verbs accept
+it. It has hard links to the model, so the other run may train on, or be cleaned up, meanwhile; nothing of it changes.
 """
 
 import json
@@ -35,12 +35,12 @@ from training.config.train_config import TrainConfig
 from training.relay import checkpoint_path, find_damage, list_checkpoints, step_of
 
 _EXPORTED = (".pt2", ".onnx")
-# The flags of the other run that say how to get a node. The number of nodes and the time are an evaluation's.
+# Flags of the other run about how to get a node. The number of nodes and the time are the evaluation's own.
 _SAME_SETTINGS = (
     "cluster", "gpus-per-node", "cpus-per-gpu", "mem", "partition", "account", "qos", "constraint", "exclude", "sbatch",
     "setup", "interface", "port-range", "stage-dir", "stage-keep", "device", "stage-env",
 )  # fmt: skip
-# The flags of its trainer that concern an evaluation.
+# Flags of the other run's trainer that concern an evaluation.
 _SAME_TRAINING = (
     "model",
     "seed",
@@ -52,7 +52,7 @@ _SAME_TRAINING = (
     "amp",
     "head_hidden",
 )
-# Flags of `hpc submit` that are not in the help: an evaluation has no script, no file of flags, and hardly any metrics.
+# Flags of `hpc submit` that the help omits: an evaluation has no script, no file of flags, and hardly any metrics.
 _NOT_FOR_EVALUATIONS = ("python", "container", "config", "tracker", "help_all")
 _IMAGES_PER_RANK = 256
 _TRIES = 3
@@ -87,27 +87,27 @@ class EvaluateOptions(SubmitOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is evaluated."""
+    """The run or file to evaluate."""
 
     path: Path
     """The run's directory, or the exported file."""
     spec: RunSpec | None
-    """The run's; None: an exported file."""
+    """The spec of the run; None for an exported file."""
 
     @property
     def name(self) -> str:
-        """The run's name, or the file's without its suffix."""
+        """The name of the run, or of the file without its suffix."""
         return self.path.name if self.spec else self.path.stem
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
+    """Run the verb."""
     reading = cli.Reading(complete=options_of, explain=explain, shown=program.Help(hidden=_NOT_FOR_EVALUATIONS))
     return cli.run(lambda options: show(evaluate(options), options), EvaluateOptions, "evaluate", argv, reading)
 
 
 def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
-    """Complete the flags that are given with settings of the other run. Raises UserError if one is wrong."""
+    """Complete the given flags with settings of the other run. Raises UserError if one is wrong."""
     name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc evaluate NAME; hpc status lists the runs")
@@ -122,7 +122,7 @@ def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
 
 
 def find_subject(name: str, runs_dir: Path) -> Subject:
-    """The exported file or the run of this name.
+    """Return the exported file or the run of this name.
 
     Raises:
         UserError: there is none, or it has no model of ours.
@@ -161,7 +161,7 @@ def evaluate(options: EvaluateOptions) -> NewRun:
         pack_size=pack,
     )
     if subject.spec:
-        find_model(RunDir(subject.path), options.checkpoint)  # before anything is made, also in a dry run
+        find_model(RunDir(subject.path), options.checkpoint)  # before the run directory is made, also in a dry run
     return start_run(submission, (), partial(_give_model, subject, task))
 
 
@@ -175,7 +175,6 @@ def _task(options: EvaluateOptions, subject: Subject) -> EvaluationTask:
 
 
 def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
-    """The trainer's flags that concern the evaluation."""
     trained = subject.spec.train if subject.spec else None
     data = options.data or (subject.spec.data if subject.spec else None)
     if data is None:
@@ -183,7 +182,7 @@ def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
         raise UserError(f"{subject.path.name} {what}: use --data PATH")
     same: dict[str, Any] = {name: getattr(trained, name) for name in _SAME_TRAINING} if trained else {}
     if options.data is not None:
-        same["val_split"] = 0.0  # the training has seen none of them
+        same["val_split"] = 0.0  # the training has seen no image of other data
     ranks = options.resources.max_nodes * options.resources.ranks_per_node
     return TrainConfig(
         **same,
@@ -195,7 +194,7 @@ def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
 
 
 def _free_name(options: EvaluateOptions, subject: Subject) -> str:
-    """`evaluate-first-best`, or with a number at its end."""
+    """Return `evaluate-first-best`; with a number at its end if that name is taken."""
     words = ["evaluate", subject.name, *([options.checkpoint] if subject.spec else [])]
     first, number = "-".join(words), 1
     name = first
@@ -206,10 +205,10 @@ def _free_name(options: EvaluateOptions, subject: Subject) -> str:
 
 
 def find_model(run: RunDir, checkpoint: str) -> list[Path]:
-    """The directories in which that model may be, those to try first in front.
+    """Return the directories in which that model may be, in the order in which to try them.
 
     Raises:
-        UserError: there is none, or nothing that describes it yet.
+        UserError: there is no such model, or no description of it yet.
     """
     if checkpoint not in {"best", "last"} and not checkpoint.isdecimal():
         raise UserError(f"--checkpoint is {checkpoint!r}: use best, last, or the step of a checkpoint")
@@ -239,13 +238,13 @@ def find_model(run: RunDir, checkpoint: str) -> list[Path]:
 
 
 def _card(run: RunDir) -> Path | None:
-    """What describes the models of a run: the same for all of them."""
+    """Return the file that describes the models of a run, which is the same for all of them."""
     cards = (directory / MODEL_CARD for directory in (run.final, run.best))
     return next((card for card in cards if card.is_file()), None)
 
 
 def _progress(directory: Path) -> dict[str, Any]:
-    """The step and the epoch of a model; empty if its directory does not say."""
+    """Return the step and the epoch of a model; empty if its directory does not have them."""
     with suppress(OSError, ValueError, LookupError):
         if (directory / STATE_VALUES).exists():
             values = json.loads((directory / STATE_VALUES).read_bytes())["progress"]
@@ -267,7 +266,7 @@ def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSp
         return spec.with_training(evaluation=task)
     source = RunDir(subject.path)
     for _ in range(_TRIES):
-        # The other run, which may train, may replace or delete it meanwhile: then it has a newer one.
+        # The other run, if it trains, may replace or delete the model meanwhile: then it has a newer one.
         for directory in find_model(source, task.checkpoint or "best"):
             with suppress(FileNotFoundError):
                 link_files(directory, run.model)
@@ -278,7 +277,7 @@ def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSp
 
 
 def _is_whole(source: RunDir, run: RunDir) -> bool:
-    """Whether the new run has a whole model; a checkpoint gets what describes it."""
+    """Return whether the new run has a whole model, to which this adds the description if it is a checkpoint."""
     if (run.model / STATE_VALUES).exists():
         card = _card(source)
         if find_damage(run.model) or card is None:

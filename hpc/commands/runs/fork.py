@@ -1,7 +1,7 @@
-"""`hpc fork`: a new run that goes on from the newest checkpoint of another one, with other flags. Login node.
+"""`hpc fork`: submit a run that continues from another run's newest checkpoint, with other flags. Login node.
 
-The new run is submitted as by `hpc submit`, with the settings of the other one where the command line gives none. It
-gets the checkpoint and the best model by hard links: neither is ever written to, and the other run may delete its own.
+The new run is submitted as by `hpc submit`; flags that are not given have their values in the other run. It has hard
+links to the checkpoint and the best model: neither is ever written to, and the other run may delete its own.
 """
 
 import json
@@ -49,7 +49,7 @@ class ForkOptions(SubmitTraining):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
+    """Run the verb."""
     inherited = {field.name for field in program.flags(ForkOptions)} - _OF_THE_FORK
     reading = cli.Reading(
         complete=options_of,
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_of(given: Mapping[str, Any]) -> ForkOptions:
-    """Complete the flags that are given with the settings of the other run. Raises UserError if one is wrong."""
+    """Complete the given flags with the settings of the other run. Raises UserError if one is wrong."""
     name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc fork NAME --name NEW; hpc status lists the runs")
@@ -83,7 +83,7 @@ def options_of(given: Mapping[str, Any]) -> ForkOptions:
 
 
 def fork(options: ForkOptions) -> NewRun:
-    """Submit a run that has the newest intact checkpoint of the other one. Raises as `start_run`."""
+    """Submit a run with the newest intact checkpoint of the other one. Raises as `start_run`."""
     source = cli.find_own_run(options.run, options.runs_dir)
     if not list_checkpoints(source.checkpoints):
         raise UserError(
@@ -104,7 +104,7 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
     while path := next((path for path in list_checkpoints(source.checkpoints) if path not in tried), None):
         tried.add(path)
         copy = run.checkpoints / path.name
-        # The other run, which may train, may delete it meanwhile: then it has a newer one.
+        # The other run, if it trains, may delete the checkpoint meanwhile: then it has a newer one.
         with suppress(FileNotFoundError):
             link_files(path, copy)
             if not find_damage(copy):
@@ -123,13 +123,13 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
 
 
 def _give_results(source: RunDir, run: RunDir, step: int) -> None:
-    """What the state of a step refers to: the metrics until then, and the best model."""
+    """Give the new run the metrics until a step, and the best model, to which the state of the step refers."""
     for old, new in ((source.train_metrics, run.train_metrics), (source.eval_metrics, run.eval_metrics)):
         until_then = [{**line, "attempt": 0} for line in read_json_lines(old) if line["step"] <= step]
         new.parent.mkdir(exist_ok=True)
         write_atomic(new, "".join(map(json_line, until_then)))
     for _ in range(_TRIES):
-        with suppress(FileNotFoundError):  # the other run is just replacing it, or has none
+        with suppress(FileNotFoundError):  # the other run is replacing its best model now, or has none
             if json.loads((source.best / "result.json").read_bytes())["step"] <= step:
                 link_files(source.best, run.best)
             return

@@ -26,7 +26,7 @@ class ReportOptions(cli.RunsOptions):
 
 
 def report(options: ReportOptions) -> int:
-    """Write the page and the tables, and print their paths; with --watch again and again until all runs have ended."""
+    """Write the page and the tables, and print their paths; with --watch repeatedly, until all runs have ended."""
     if not options.run:
         raise UserError("no run is named: type hpc report NAME [NAME...]; hpc status lists the names")
     runs = list({run.path: run for run in cli.find_runs(options.run, options.runs_dir)}.values())

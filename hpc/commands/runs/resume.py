@@ -14,7 +14,7 @@ _OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
+    """Run the verb."""
     of_the_run = {field.name for field in program.flags(ResumeOptions)} - _OF_THE_RESUMPTION
     reading = cli.Reading(
         complete=options_of, refused=(TrainConfig,), explain=explain, shown=program.Help(inherited=of_the_run)

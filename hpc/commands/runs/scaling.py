@@ -30,7 +30,7 @@ class StudyResources(Resources):
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingFlags:
-    """Those of a study."""
+    """The flags of a scaling study."""
 
     minutes: float = 5.0
     """Minutes of training in each run."""
@@ -76,7 +76,7 @@ Options = ScalingTraining | ScalingScript | StudyOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
+    """Run the verb."""
     flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
     own = {field.name.replace("_", "-") for field in dataclasses.fields(StudyOptions)}
     typed = typed_flags(flags)
@@ -92,7 +92,7 @@ def study(spec_of: Callable[[ScalingDir, Any], ScalingSpec], options: Options) -
     """Start or continue a study, and look after it until its end. Returns 1 if nothing was measured."""
     directory = directory_of(ScalingDir, options.name, options.runs_dir)
     spec = spec_of(directory, options)
-    from hpc.studies.scaling.scaling_controller import ScalingController  # noqa: PLC0415 - likewise
+    from hpc.studies.scaling.scaling_controller import ScalingController  # noqa: PLC0415 - imports Bokeh
     from hpc.studies.scaling.scaling_result import show  # noqa: PLC0415 - imports Bokeh
 
     controller = ScalingController(directory, spec, tell_on(as_json=options.json))
@@ -108,7 +108,7 @@ def _started(
     gpus: Sequence[str],
     script: tuple[str, ...],
 ) -> ScalingSpec:
-    """Check what is asked for, and make the directory. Raises UserError."""
+    """Check the flags, and make the directory. Raises UserError if a flag is wrong."""
     if not options.minutes > 0 or options.parallel < 1:
         raise UserError(f"--minutes is {options.minutes:g} and --parallel {options.parallel}: use 1 or more")
     check_is_new(directory, options)
@@ -127,6 +127,6 @@ def _started(
 
 
 def _continued(directory: ScalingDir, options: StudyOptions) -> ScalingSpec:
-    """What the study was started with; --parallel may change. Raises UserError."""
+    """Return the spec of the study, with --parallel changed if given. Raises UserError if there is no study."""
     hint = "add --nodes 1 2 4 to start one"
     return go_on(directory, options.runs_dir, hint, parallel=options.parallel)

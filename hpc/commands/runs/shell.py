@@ -1,4 +1,4 @@
-"""`hpc shell`: a shell on one of the nodes on which a run trains, beside its ranks. Runs on the login node."""
+"""`hpc shell`: open a shell on a node on which a run trains, beside its ranks. Runs on the login node."""
 
 import os
 import subprocess

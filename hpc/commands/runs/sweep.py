@@ -1,4 +1,4 @@
-"""The verb `sweep`: its flags, what it prints, and its end. Runs on the login node, like a supervisor."""
+"""The verb `sweep`: its flags, its start and its end. Runs on the login node, like a supervisor."""
 
 import dataclasses
 import sys
@@ -23,7 +23,7 @@ _TRIALS, _PARALLEL = 20, 4
 
 @dataclass(frozen=True, kw_only=True)
 class SweepFlags:
-    """Those of a sweep."""
+    """The flags of a sweep."""
 
     param: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUES")]] = ()
     """Flag that differs between the trials, with a range or a list of values. Repeatable.
@@ -81,7 +81,7 @@ Options = SweepTraining | SweepScript | ContinueOptions
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
+    """Run the verb."""
     flags, script = split_script(list(sys.argv[1:] if argv is None else argv))
     if not script and not {"param", "help", "help-all"} & typed_flags(flags) and "-h" not in flags:
         return cli.run(partial(sweep, _continued), ContinueOptions, "sweep", flags)
@@ -104,7 +104,7 @@ def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> in
 
 
 def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, script: tuple[str, ...]) -> SweepSpec:
-    """Check what is asked for, and make the directory. Raises UserError."""
+    """Check the flags, and make the directory. Raises UserError if a flag is wrong."""
     if not options.param:
         raise UserError("no flag differs between the trials: add --param NAME=VALUES")
     check_is_new(directory, options)
@@ -126,7 +126,7 @@ def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, scrip
 
 
 def _continued(directory: SweepDir, options: ContinueOptions) -> SweepSpec:
-    """What the sweep was started with; --trials and --parallel may change. Raises UserError."""
+    """Return the spec of the sweep, with changes of --trials and --parallel. Raises UserError if there is no sweep."""
     hint = "add --param NAME=VALUES to start one"
     spec = go_on(directory, options.runs_dir, hint, trials=options.trials, parallel=options.parallel)
     _check_numbers(spec)

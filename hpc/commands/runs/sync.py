@@ -1,6 +1,6 @@
 """`hpc sync`: send the metrics of runs to Weights & Biases or MLflow, from the login node.
 
-For nodes without internet, and for runs that were submitted without --tracker. What the tracker has is not sent again.
+Use it for nodes without internet, and for runs without --tracker. It does not send again what the tracker has.
 """
 
 import sys
@@ -45,7 +45,7 @@ class SyncOptions(cli.RunsOptions):
 
 
 def sync(options: SyncOptions) -> int:
-    """Send; 1 if that did not succeed for a run."""
+    """Send the metrics of runs. Returns 1 if that failed for a run."""
     if not options.run:
         raise UserError("no run is named: type hpc sync NAME, or several names; hpc status lists them")
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run]
@@ -65,7 +65,7 @@ def _services(run: RunDir, asked: Sequence[Service]) -> tuple[Service, ...]:
 
 
 def _sync(run: RunDir, service: Service, cache: StatusCache, options: SyncOptions) -> dict[str, Any]:
-    """Send the metrics of one run to one tracker, and print what was done. Raises UserError."""
+    """Send the metrics of one run to one tracker, and print the result. Raises UserError."""
     answer: dict[str, Any] = {
         "run": run.name, "run_dir": str(run.path), "tracker": service, "url": None, "points": 0, "problem": None,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`hpc top`: what each rank of a run uses of its GPU and its CPUs now. Runs on the login node.
+"""`hpc top`: the present use of GPU and CPUs by each rank of a run. Runs on the login node.
 
 A step beside the training starts `jobs.ranks.usage` on each node; with --cluster local it runs on this machine.
 """
@@ -36,7 +36,7 @@ class TopOptions(cli.RunOptions):
 
 
 def top(options: TopOptions) -> int:
-    """Print a table with a line for each rank and GPU; 1 if a node did not answer."""
+    """Print a table with a line for each rank and GPU. Returns 1 if a node did not answer."""
     run = cli.find_own_run(options.run, options.runs_dir)
     nodes = list[str]()
     if RunSpec.load(run).cluster == "slurm":
@@ -62,16 +62,15 @@ def top(options: TopOptions) -> int:
 
 
 def _measurement(run: RunDir) -> list[str]:
-    """The command that measures the ranks of a node."""
     path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     return ["env", f"PYTHONPATH={path}", sys.executable, "-P", "-m", "jobs.ranks.usage", str(run.path)]
 
 
 def parse(printed: str) -> dict[str, list[dict[str, Any]]]:
-    """The ranks by node, from what the nodes printed; other lines are skipped. Pure."""
+    """Parse the output of the nodes: return the ranks by node, and skip other lines. Pure."""
     found = dict[str, list[dict[str, Any]]]()
     for line in printed.splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # a line of a prolog, or cut off: the node did not answer
+        with suppress(ValueError, KeyError, TypeError):  # a prolog's line, or cut off: no answer of the node
             answer = json.loads(line)
             found[answer["node"]] = answer["ranks"]
     return found
@@ -90,7 +89,7 @@ def _table(ranks: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _gpu_cells(gpu: Mapping[str, Any] | None) -> tuple[str, str, str]:
-    """Its name, utilization and memory; dashes where the rank uses none, or the driver does not say."""
+    """Format the name, utilization and memory of a GPU, with dashes for no GPU and unknown values."""
     if gpu is None:
         return "-", "-", "-"
     busy, used, total = gpu["utilization_percent"], gpu["memory_used_mib"], gpu["memory_total_mib"]

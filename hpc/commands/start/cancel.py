@@ -38,7 +38,7 @@ def cancel(options: CancelOptions) -> int:
     for run in runs:
         check_is_own(run)
     for group in filter(None, (cli.find_group(name, options.runs_dir) for name in options.run)):
-        (group / cli.CANCELLED_GROUP).touch()  # before the runs end: it starts others in their place
+        (group / cli.CANCELLED_GROUP).touch()  # marked before the runs end: it starts others in their place
     answers, problems = list[dict[str, str]](), list[str]()
     cache = StatusCache()
     for run in runs:

@@ -1,4 +1,4 @@
-"""`hpc logs`: what the ranks and agents of a run printed, over all attempts. Runs on the login node."""
+"""`hpc logs`: print the output of a run's ranks and agents, over all attempts. Runs on the login node."""
 
 import io
 import json
@@ -56,7 +56,7 @@ def logs(options: LogsOptions) -> int:
     if options.follow:
         _follow(options, reader)
     elif options.json:
-        # One list, printed as it is read: it may be larger than the memory.
+        # The list is printed as it is read: it may be larger than the memory.
         separator = "["
         for line in reader.new_lines(ended=True):
             print(separator + json.dumps(cli.versioned(line)), end="")
@@ -74,7 +74,7 @@ def logs(options: LogsOptions) -> int:
 
 
 def _check_choice(options: LogsOptions, run: RunDir) -> None:
-    """Refuse, with a UserError, a rank that the run cannot have, and an attempt that it has not had."""
+    """Raise UserError for a rank that the run cannot have, and an attempt that it has not had."""
     if options.rank is not None:
         resources = RunSpec.load(run).resources
         # A resumption may have changed the number of nodes.
@@ -83,14 +83,14 @@ def _check_choice(options: LogsOptions, run: RunDir) -> None:
             has = f"ranks 0 to {last}" if last else "one rank, 0"
             raise UserError(f"--rank is {options.rank}, but run {run.name} has {has}")
     attempts = max((attempt.attempt for attempt in History.load(run).attempts), default=0)
-    # With --follow one may wait for the next.
+    # With --follow, the user may wait for the next attempt.
     if options.attempt is not None and not 0 < options.attempt <= attempts + options.follow:
         has = f"attempts 1 to {attempts}" if attempts > 1 else "one attempt, 1" if attempts else "no attempt yet"
         raise UserError(f"--attempt is {options.attempt}, but run {run.name} has {has}")
 
 
 def reader_for(options: LogsOptions, run: RunDir) -> LogReader:
-    """The logs to print, and where to start: for a failed run, shortly before its first error."""
+    """Return a reader of the logs to print. For a failed run it starts shortly before the run's first error."""
     if options.all or options.json:
         return LogReader(run, options.rank, options.attempt)
     chosen = options.rank is not None or options.attempt is not None
@@ -117,7 +117,7 @@ def first_error(history: History) -> RankFailed | AttemptEnded | None:
     own = history.during(last.attempt)
     [ended, *_], failed = own.of(AttemptEnded), own.of(RankFailed)
     named = [event for event in failed if event.rank == ended.rank][-1:]
-    # The ranks may have been restarted in place: only the last round counts.
+    # The ranks may have been restarted in place: only the failures of the last round count.
     last_round = [event for event in failed if event.round == failed[-1].round]
     # A rank that fails because of another's death may be noticed first.
     last_round.sort(key=lambda event: (is_consequence(event.detail or ""), event.failed_at))
@@ -125,7 +125,7 @@ def first_error(history: History) -> RankFailed | AttemptEnded | None:
 
 
 def _follow(options: LogsOptions, reader: LogReader) -> None:
-    """Print until the run has ended and its last lines are out; with --json one document per line."""
+    """Print until the run has ended and its last lines are printed; with --json one document per line."""
     cache, polled, ended = StatusCache(), 0.0, False
     form = _as_json if options.json else partial(_for_people, raw=options.raw)
     while not ended:

@@ -20,7 +20,7 @@ from hpc.status.table import watch_view
 
 State = Literal["pending", "running", "completed", "failed", "cancelled"]
 _WATCH_SECONDS = 2.0
-# The share of a core that --watch takes at most: users share login nodes.
+# The largest share of a core for --watch: users share login nodes.
 _WATCH_SHARE = 0.1
 
 
@@ -39,7 +39,7 @@ class StatusOptions(cli.RunsOptions):
 
 
 def status(options: StatusOptions) -> int:
-    """Print the table, or the contract's JSON."""
+    """Print the table, or the JSON document."""
     runs = _runs(options)
     if options.watch and not options.json:
         _watch(options)
@@ -67,7 +67,6 @@ def _chosen(options: StatusOptions, rows: list[Summary]) -> list[Summary]:
 
 
 def _watch(options: StatusOptions) -> None:
-    """Redraw the table until Ctrl-C."""
     console, cache = Console(), StatusCache()
     if not console.is_terminal:
         raise UserError("--watch needs a terminal, and stdout is not one: leave it out, or use --json")

@@ -9,7 +9,7 @@ from hpc.submit.options import options_for_help, run_verb, split_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The verb."""
+    """Run the verb."""
     arguments, script = split_script(list(sys.argv[1:] if argv is None else argv))
     options = options_for_help(arguments, script)
     return run_verb("submit", lambda parsed: show(start_run(parsed, script), parsed), options, arguments, script)

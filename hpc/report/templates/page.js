@@ -26,7 +26,7 @@ async function drawPlots() {
   const {document: model, elements, axes} = read("plots");
   await Bokeh.embed.embed_items({report: model}, [{docid: "report", roots: elements, root_ids: Object.keys(elements)}]);
   const figures = Bokeh.documents[0].roots();
-  // A finger that drags scrolls the page.
+  // A drag by a finger scrolls the page, not the figure.
   if (matchMedia("(pointer: coarse)").matches) for (const figure of figures) figure.toolbar.active_drag = null;
   const show = () => {
     const chosen = Object.fromEntries(["axis", "smoothing"].map(name => [name, control(name)?.value]));
@@ -34,7 +34,7 @@ async function drawPlots() {
       if (chosen.axis) showAxis(figure, chosen.axis, axes[chosen.axis]);
       showSmoothing(figure, chosen.smoothing);
     }
-    // Reloading keeps it.
+    // A reload keeps the choice.
     history.replaceState(chosen, "");
   };
   for (const select of document.querySelectorAll("[data-control]")) {

@@ -1,1 +1,1 @@
-"""What happened to a run: typed events, the files that keep them, and what follows from them. Runs everywhere."""
+"""The ledger of a run: typed events, the files that keep them, and conclusions from them. Runs everywhere."""

@@ -11,16 +11,16 @@ from hpc.run.events.kinds import AttemptEnded, Claimed, Event, Interrupted, Resu
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One attempt: from the claim of its head node's agent to its end. Times are seconds since the epoch."""
+    """One attempt, from the claim of its head node's agent to its end. Times are seconds since the epoch."""
 
     attempt: int
     job_id: str
     restart: int
     secret: str
     port: int
-    """On which the head node's agent listens to the other agents."""
+    """The port on which the head node's agent listens to the other agents."""
     addresses: tuple[str, ...] = ()
-    """Those of the head node; the others try its name first."""
+    """The addresses of the head node; the other agents try its name first."""
     nodes: tuple[str, ...]
     started: float
     training_started: float | None = None
@@ -28,42 +28,42 @@ class Attempt:
     members: tuple[str, ...] = ()
     """The nodes that train; `nodes` also has spares and lost nodes."""
     restored_step: int | None = None
-    """The step from which its ranks last started; None if they have not since the last interruption."""
+    """The step from which the ranks last started; None if they have not started since the last interruption."""
     interruptions: tuple[PastInterruption, ...] = ()
-    """Those that it survived."""
+    """The interruptions that the attempt survived."""
     interrupted_at: float | None = None
-    """Time of the last of them."""
+    """Time of the last interruption."""
     ended: float | None = None
     last_step: int | None = None
     failed_at: float | None = None
-    """Time of the failure that ended it."""
+    """Time of the failure that ended the attempt."""
     cause: str | None = None
     detail: str | None = None
     signature: str | None = None
-    """Of the failure that ended it (hpc.run.causes)."""
+    """The signature of the failure that ended the attempt (hpc.run.causes)."""
     resumed: float | None = None
-    """When the user resumed the run after it."""
+    """Time at which the user resumed the run after this attempt."""
 
     @property
     def history(self) -> tuple[PastInterruption, ...]:
-        """All its interruptions, and its end."""
+        """All interruptions of the attempt, and its end."""
         if self.cause is None:
             return self.interruptions
-        # With too few nodes left, the last interruption is also the end: it counts once.
+        # The last interruption is also the end if too few nodes were left: it counts once.
         if self.failed_at is not None and self.failed_at == self.interrupted_at:
             *others, last = self.interruptions
             return (*others, replace(last, cause=self.cause, step=self.last_step))
         return (*self.interruptions, self.interrupted_by(self.cause, self.last_step, self.signature))
 
     def interrupted_by(self, cause: str, step: int | None, signature: str | None) -> PastInterruption:
-        """An interruption of the ranks that run now."""
+        """Return an interruption of the ranks that run now."""
         return PastInterruption(cause=cause, step=step, restored_step=self.restored_step, signature=signature)
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     """Return all attempts in order, from events in the order of their times."""
     events = list(events)
-    # Claims first: with clocks that differ between nodes, events of an attempt may precede its claim.
+    # Claims come first: if clocks differ between nodes, events of an attempt may precede its claim.
     found = {
         event.attempt: Attempt(
             attempt=event.attempt, job_id=event.job_id, restart=event.restart, secret=event.secret, port=event.port,
@@ -78,13 +78,12 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
 
 
 def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
-    """Return what an event changes in its attempt."""
     match event:
         case RoundStarted():
             known = range(len(attempt.nodes))
             return {"members": tuple(attempt.nodes[node_rank] for node_rank in event.members if node_rank in known)}
         case TrainStarted():
-            # Ranks may restart within an attempt.
+            # Ranks may restart within an attempt: the first start counts.
             is_first = attempt.training_started is None
             first = {"training_started": event.time, "first_step": event.step} if is_first else {}
             return {"restored_step": event.step, **first}
@@ -97,7 +96,7 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
             }
         case AttemptEnded():
             return {
-                # For a dead attempt, recorded later by another process: the time of its last sign of life.
+                # Another process recorded the end of a dead attempt later: the attempt's last sign of life counts.
                 "ended": event.last_heard or event.time,
                 "failed_at": event.failed_at,
                 "cause": event.cause,
@@ -111,7 +110,7 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
 
 
 def budget_of(attempts: Iterable[Attempt]) -> Budget:
-    """What a run has used of its budgets since its user has last resumed it.
+    """Return the use of a run's budgets since its user last resumed it.
 
     Restarts within an attempt and ended attempts both count.
     """
@@ -119,7 +118,7 @@ def budget_of(attempts: Iterable[Attempt]) -> Budget:
 
 
 def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """The attempts after the last one that the user has resumed: a person has looked at those before."""
+    """Return the attempts after the last one that the user has resumed: a person has looked at the earlier ones."""
     counted = list[Attempt]()
     for attempt in attempts:
         counted = [] if attempt.resumed else [*counted, attempt]
@@ -133,7 +132,7 @@ def budget_now(attempts: Sequence[Attempt]) -> Budget:
 
 
 def may_restart_after(attempts: Sequence[Attempt]) -> bool:
-    """Whether another attempt may follow the last one; one without a recorded end counts as lost."""
+    """Return whether another attempt may follow the last one; one without a recorded end counts as lost."""
     if not _since_resumption(attempts):
         return True
     *earlier, last = attempts

@@ -1,22 +1,22 @@
-"""What the interruptions of a run cost: time, by its parts, and steps. Pure; runs on the login node.
+"""The cost of a run's interruptions: time, by its parts, and steps. Pure; runs on the login node.
 
 An interruption is an `interruption` event, which its attempt survived, or the end of an attempt that another one
-follows or should follow. The time of its recovery is divided by the times of events:
+follows or should follow. The times of events divide the time of its recovery:
 
 | part | from | to |
 |---|---|---|
 | notice | the failure: `failed_at`, else the lost node's last heartbeat, or the stop signal | the event |
 | release | the event | `requeued` or `resubmitted`; 0 where Slurm requeues by itself |
-| start | that | `claimed` by the next attempt: the wait in the queue and Slurm's start of the job |
+| start | the end of `release` | `claimed` by the next attempt: the wait in the queue and Slurm's start of the job |
 | stage | `claimed` | the last `staged` before the training |
 | rendezvous | `staged`, or the event inside an attempt | all ranks have started, imported torch and connected |
 | restore | connected | `train_started`: the state is restored |
 | first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
 
-Inside an attempt nothing is released, started or staged: these parts are 0. The pause before an `hpc resume` is
-no part of any. An attempt that ended without reporting is noticed by the next one, when it claims: `notice` then
-includes Slurm's time and the queue's. A part is None where a time is missing, and so is the total of an interruption
-that is followed by another one before the training started.
+Inside an attempt nothing is released, started or staged: these parts are 0. The pause before an `hpc resume` belongs to
+no part. If an attempt ended without reporting, the next one notices when it claims: `notice` then includes Slurm's time
+and the queue's. A part is None where a time is missing, and so is the total of an interruption that is followed by
+another one before the training started.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ PARTS = ("notice", "release", "start", "stage", "rendezvous", "restore", "first_
 
 @dataclass(frozen=True, kw_only=True)
 class Interruption:
-    """One interruption and what it cost. Times are seconds since the epoch."""
+    """One interruption and its cost. Times are seconds since the epoch."""
 
     attempt: int
     cause: str
@@ -60,10 +60,11 @@ class Interruption:
     node: str | None
     detail: str | None
     seconds: Mapping[str, float | None]
-    """By part, and `total`: from the failure to the first step, or to `train_started` where that is not recorded."""
+    """Seconds by part, and `total`: from the failure to the first step, or to `train_started` if no first step is
+    recorded."""
     steps_lost: int | None
-    """Steps that had to be recomputed; unknown before the training has started again, and of a user's script. Of two
-    interruptions without a start in between, the later one has those of both."""
+    """Steps that had to be recomputed; None before the training has started again, and for a user's script. If the
+    training did not start between two interruptions, the later one has the lost steps of both."""
 
 
 def interruptions_of(history: History) -> list[Interruption]:
@@ -74,7 +75,7 @@ def interruptions_of(history: History) -> list[Interruption]:
         if end is None or (before is spans[-1] and not history.may_restart):
             continue
         last_step = max(last_step, end.step or 0)
-        # An interruption that the attempt did not survive after all, and the attempt's end, are one.
+        # An interruption that the attempt did not survive after all, and the attempt's end, are one interruption.
         next_end = _end_of(after)
         if end.failed_at is not None and isinstance(next_end, AttemptEnded) and next_end.failed_at == end.failed_at:
             continue
@@ -86,7 +87,7 @@ def interruptions_of(history: History) -> list[Interruption]:
 
 
 def _time_spans(history: History) -> list[History]:
-    """Return the history of each attempt, from its start or an interruption to the next one, or its end."""
+    """Return the spans of all attempts: each from its start or an interruption to the next interruption or its end."""
     spans, own = list[History](), {attempt.attempt: list[Event]() for attempt in history.attempts}
     for event in history.events:
         if event.attempt in own:
@@ -137,7 +138,7 @@ def _interruption(
     if started and started.seconds is not None and started.connect_seconds is not None:
         connected = started.time - started.seconds + started.connect_seconds
     first_step = _time(_first(after, FirstStep))
-    # Until its user resumed it, nothing was to be recovered.
+    # Nothing was to be recovered until the user resumed the run.
     failure, noticed = (failed_at, end.time) if resumed is None else (resumed, resumed)
     return Interruption(
         attempt=end.attempt or 0,
@@ -154,10 +155,10 @@ def _interruption(
 
 
 def _parts(marks: Sequence[float | None]) -> dict[str, float | None]:
-    """The durations between the times at which the parts begin and end, in seconds, and their total."""
+    """Return the seconds of each part, between the times at which parts begin and end, and their total."""
     ordered, latest = list[float | None](), inf
     for mark in reversed(marks):
-        # The next attempt records a dead one's end after its own claim, and clocks differ.
+        # A time may be later than the next: clocks differ, and an attempt records a dead one's end after its own claim.
         latest = latest if mark is None else min(mark, latest)
         ordered.insert(0, None if mark is None else latest)
     parts = dict(zip(PARTS, starmap(_difference, pairwise(ordered)), strict=True))
@@ -170,7 +171,7 @@ def _difference(begin: float | None, end: float | None) -> float | None:
 
 
 def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[str, float | None]]:
-    """For each cause: the number of interruptions, the median of their known totals in seconds, the steps lost."""
+    """Return each cause's number of interruptions, the median of their known totals in seconds, and the steps lost."""
     found: dict[str, dict[str, float | None]] = {}
     for cause in dict.fromkeys(one.cause for one in interruptions):
         same = [one for one in interruptions if one.cause == cause]
@@ -184,14 +185,14 @@ def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[s
 
 
 def steps_lost(interruptions: Iterable[Interruption]) -> int | None:
-    """The steps that interruptions cost, as far as they are known; None if there are some, and of none it is known."""
+    """Return the known steps that interruptions cost, 0 if there is no interruption, and None if no cost is known."""
     costs = [one.steps_lost for one in interruptions]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if known or not costs else None
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:
-    """The share of a run's time, from its first claim to its end or now, that went into productive steps."""
+    """Return the share of productive steps in the time of a run from its first claim to its end or now."""
     if train_seconds is None or ended <= began:
         return None
     return round(min(1.0, train_seconds / (ended - began)), 4)

@@ -1,4 +1,4 @@
-"""The history of a run: its events, read once, and what they say of it. Pure but for `load`; runs everywhere."""
+"""The history of a run: its events, read once, and conclusions from them. Pure except `load`; runs everywhere."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,18 +31,18 @@ from hpc.run.rundir import RunDir
 Outcome = Literal["completed", "failed", "cancelled"]
 """How a run has ended."""
 State = Literal["pending", "running", "completed", "failed", "cancelled"]
-"""What a run does, or how it has ended."""
+"""The state of a run: what it does, or how it has ended."""
 _Kind = TypeVar("_Kind", bound=Event)
 
 
 @dataclass(frozen=True)
 class History:
-    """What has happened to a run until now."""
+    """All events of a run until now."""
 
     events: Sequence[Event] = ()
-    """In the order of their times."""
+    """The events, in the order of their times."""
     damage: Sequence[str] = ()
-    """A sentence for each line that could not be read."""
+    """One sentence for each line that could not be read."""
     complete: bool = False
     """Whether the run directory has the final result."""
 
@@ -65,7 +65,7 @@ class History:
 
     @cached_property
     def attempts(self) -> list[Attempt]:
-        """All attempts in order."""
+        """All attempts, in order."""
         return attempts_of(self.events)
 
     @property
@@ -75,7 +75,7 @@ class History:
 
     @property
     def budget(self) -> Budget:
-        """What the run has used of its budgets since its user last resumed it."""
+        """The use of the run's budgets since its user last resumed it."""
         return budget_now(self.attempts)
 
     @property
@@ -110,7 +110,7 @@ class History:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the run has ended, as far as its directory says so; None if it goes on."""
+        """How the run has ended, according to its directory; None if it goes on."""
         last = self.last_attempt
         if self.complete:
             return "completed"
@@ -127,7 +127,7 @@ class History:
 
     @property
     def not_continued(self) -> str | None:
-        """Why no job could be started after the last attempt; None: one could, or should not."""
+        """Why no job could be started after the last attempt; None if one could be, or none was to be."""
         last = self.last_attempt
         own = self.during(last.attempt).of(NotContinued) if last else []
         return own[0].detail if own else None
@@ -135,7 +135,7 @@ class History:
     @property
     def last_job_id(self) -> str | None:
         """The id of the run's newest job."""
-        # By attempt, and only then by time: clocks are set, and differ between nodes.
+        # Attempts are compared before times: clocks are set, and differ between nodes.
         order = {"submitted": 0, "claimed": 1, "requeued": 2, "resubmitted": 2}
         starts = [event for event in self.events if isinstance(event, Submitted | Claimed | Requeued | Resubmitted)]
         newest = sorted(starts, key=lambda event: (event.attempt or 0, order[event.kind]))[-1:]
@@ -149,7 +149,7 @@ class History:
 
     @property
     def lost_nodes(self) -> list[str]:
-        """The nodes that are lost, once for each agent that has reported it."""
+        """The nodes that are lost, once for each agent that has reported the loss."""
         lost = list[str]()
         for event in self.events:
             if isinstance(event, NodeLost):

@@ -21,20 +21,20 @@ Int = Annotated[int, Meta(ge=-int(MOST), le=int(MOST))]
 
 
 def _kind(name: str) -> str:
-    """Return the name of a kind of event: that of its class, in lower case with underscores."""
+    """Return the name of a kind of event: the name of its class, in lower case with underscores."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=_kind):
-    """What all events have. The writer of an attempt's file adds the attempt; every writer adds the time."""
+    """The fields of all events. The writer of an attempt's file adds the attempt; every writer adds the time."""
 
     time: Time = UNDATED
     attempt: Int | None = None
-    """None for what belongs to no attempt, such as the submission."""
+    """The attempt; None if the event belongs to none, such as the submission."""
 
     @property
     def kind(self) -> str:
-        """The name of its kind, as in the file."""
+        """The name of the event's kind, as in the file."""
         return str(type(self).__struct_config__.tag)
 
 
@@ -47,11 +47,11 @@ class Handover(Event, frozen=True, kw_only=True):
     host: str
     pid: Int
     started: Int | None = None
-    """When the process started, in the kernel's clock ticks since the boot."""
+    """Time at which the process started, in the kernel's clock ticks since the boot."""
 
 
 class Submitting(Handover, frozen=True, kw_only=True):
-    """`hpc submit`, in the directory of a new run."""
+    """It is `hpc submit`, and the directory of the run is new."""
 
     cluster: str | None = None
 
@@ -62,15 +62,15 @@ class Submitted(Event, frozen=True, kw_only=True):
     job_id: str
     cluster: str | None = None
     started: Int | None = None
-    """When the controlling process started, in clock ticks since the boot; None on Slurm."""
+    """Time at which the controlling process started, in clock ticks since the boot; None on Slurm."""
     stop_lead_seconds: Number | None = None
-    """How long before the time limit the signal to stop comes."""
+    """Seconds from the signal to stop to the time limit."""
     grace_seconds: Number | None = None
-    """How long the processes of a preempted job live; None if unknown."""
+    """Seconds for which the processes of a preempted job live; None if unknown."""
 
 
 class StartedNothing(Event, frozen=True, kw_only=True):
-    """The head node's agent: this start of the job makes no attempt."""
+    """The head node's agent has begun no attempt in this start of the job."""
 
     job_id: str
     restart: Int
@@ -78,7 +78,7 @@ class StartedNothing(Event, frozen=True, kw_only=True):
 
 
 class Refused(StartedNothing, frozen=True, kw_only=True):
-    """The reason will stay."""
+    """The reason is permanent."""
 
 
 class Deferred(StartedNothing, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ class Requeued(Event, frozen=True, kw_only=True):
 
 
 class Resubmitting(Handover, frozen=True, kw_only=True):
-    """An agent, the supervisor or `hpc resume`, after an attempt."""
+    """It is an agent, the supervisor or `hpc resume`, after an attempt."""
 
 
 class Resubmitted(Event, frozen=True, kw_only=True):
@@ -130,25 +130,25 @@ class NotContinued(Event, frozen=True, kw_only=True):
 
 
 class Cancelled(Event, frozen=True, kw_only=True):
-    """`hpc cancel`."""
+    """The user has called `hpc cancel`."""
 
     by: str | None = None
     final: bool = False
-    """Nothing may resume the run."""
+    """Whether nothing may resume the run."""
 
 
 class Resumed(Event, frozen=True, kw_only=True):
-    """`hpc resume`; `attempt` is the last one before it, or 0."""
+    """The user has called `hpc resume`; `attempt` is the last one before it, or 0."""
 
     cancellations: Int
-    """How many cancellations no longer count."""
+    """The number of cancellations that no longer count."""
     number: Int = 1
-    """Of this resumption, from 1."""
+    """The number of this resumption, from 1."""
     by: str | None = None
     changed: dict[str, Any] = {}
-    """The changed flags, with their values."""
+    """The changed flags and their values."""
     revision: str | None = None
-    """The commit of the code, if that is new."""
+    """The commit of the code, if it changed."""
     stop_lead_seconds: Number | None = None
     grace_seconds: Number | None = None
 
@@ -171,12 +171,12 @@ class Claimed(Event, frozen=True, kw_only=True):
     secret: str
     nodes: tuple[str, ...]
     port: Int = 0
-    """On which it listens to the other agents."""
+    """The port on which this agent listens to the other agents."""
     addresses: tuple[str, ...] = ()
 
 
 class Joined(Event, frozen=True, kw_only=True):
-    """Every agent, when it has met the head node's."""
+    """An agent has met the head node's agent."""
 
     node: str
     node_rank: Int | None = None
@@ -186,7 +186,7 @@ class Joined(Event, frozen=True, kw_only=True):
 
 
 class Staging(Event, frozen=True, kw_only=True):
-    """An agent whose copy takes long, again and again."""
+    """An agent reports the progress of a long copy, repeatedly."""
 
     node: str
     activity: str
@@ -198,13 +198,13 @@ class Staging(Event, frozen=True, kw_only=True):
 
 
 class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
-    """Every agent, for each source that it has copied; see `jobs.staging.stager.Staged`."""
+    """An agent has staged a source; see `jobs.staging.stager.Staged`."""
 
     node: str
     source: str
     path: str | None = None
     per_job: bool = False
-    """The cluster deletes the copy with the job."""
+    """Whether the cluster deletes the copy with the job."""
     reused: bool = False
     in_place: str | None = None
     seconds: Number = 0.0
@@ -218,7 +218,7 @@ class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
 
 
 class Packed(Event, frozen=True, kw_only=True):
-    """Every agent, with --pack."""
+    """An agent has packed the data set, for --pack."""
 
     node: str
     path: str
@@ -226,17 +226,17 @@ class Packed(Event, frozen=True, kw_only=True):
 
 
 class EnvironmentStaged(Event, frozen=True, kw_only=True, tag="environment"):
-    """Every agent, with --stage-env."""
+    """An agent has staged the Python environment for --stage-env, or uses the shared one."""
 
     node: str
     python: str | None = None
     seconds: Number = 0.0
     fallback: str | None = None
-    """Why the shared environment is used."""
+    """The reason why the shared environment is used instead."""
 
 
 class NodeFailed(Event, frozen=True, kw_only=True):
-    """The agent that failed."""
+    """An agent reports that it has failed."""
 
     node: str
     cause: str | None = None
@@ -244,21 +244,21 @@ class NodeFailed(Event, frozen=True, kw_only=True):
 
 
 class MemoryEmptied(Event, frozen=True, kw_only=True):
-    """An agent whose directory in memory was removed, and created again."""
+    """An agent has created its directory in memory again, which somebody had removed."""
 
     node: str
     detail: str | None = None
 
 
 class NotForked(Event, frozen=True, kw_only=True):
-    """An agent whose ranks were not forked, because forks of torchrun could not use GPUs."""
+    """An agent could not fork its ranks, because forks of torchrun cannot use GPUs."""
 
     node: str
     detail: str
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """The head node's agent, or a surviving one."""
+    """The head node's agent, or a surviving one, has lost a node."""
 
     node: str
     last_heard: Time | None = None
@@ -266,13 +266,13 @@ class NodeLost(Event, frozen=True, kw_only=True):
 
 
 class NodeReturned(Event, frozen=True, kw_only=True):
-    """The head node's agent: the link to a lost node is back."""
+    """The head node's agent has a link to a lost node again."""
 
     node: str
 
 
 class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
-    """The head node's agent: a failure that the attempt survived."""
+    """The head node's agent reports a failure that the attempt survived."""
 
     cause: str
     step: Int | None = None
@@ -284,13 +284,13 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
     noticed_at: Time | None = None
     round: Int | None = None
     signature: str | None = None
-    """By which the same failure is known (hpc.run.causes)."""
+    """The text by which the same failure is recognized (hpc.run.causes)."""
     pause_seconds: Number = 0.0
-    """Before the ranks start again."""
+    """Seconds until the ranks start again."""
 
 
 class AttemptEnded(Event, frozen=True, kw_only=True):
-    """The head node's agent, its successor, or the supervisor: an attempt has ended."""
+    """An attempt has ended, as the head node's agent, its successor or the supervisor records."""
 
     attempt: Int
     cause: str
@@ -298,7 +298,7 @@ class AttemptEnded(Event, frozen=True, kw_only=True):
     """The last step that any rank had done."""
     detail: str | None = None
     last_heard: Time | None = None
-    """The last sign of life of agents that recorded nothing."""
+    """Time of the last sign of life, if the agents recorded no end."""
     failed_at: Time | None = None
     rank: Int | None = None
     node: str | None = None
@@ -318,13 +318,13 @@ class RoundStarted(Event, frozen=True, kw_only=True, tag="rendezvous"):
 
 
 class Checked(Event, frozen=True, kw_only=True):
-    """The head node's agent: the preflight before a user's script has passed."""
+    """The preflight before a user's script has passed, as the head node's agent records."""
 
     nodes: tuple[str, ...]
 
 
 class Preflight(Event, frozen=True, kw_only=True):
-    """Rank 0, after all devices have computed and all ranks have communicated."""
+    """All devices have computed and all ranks have communicated, as rank 0 records."""
 
     world_size: Int | None = None
     device: str | None = None
@@ -334,7 +334,7 @@ class Preflight(Event, frozen=True, kw_only=True):
 
 
 class Software(Event, frozen=True, kw_only=True):
-    """Rank 0, after the preflight: the versions of what it runs with."""
+    """Rank 0 records the versions of its software after the preflight."""
 
     torchrelay: str | None = None
     torch: str | None = None
@@ -349,7 +349,7 @@ class Software(Event, frozen=True, kw_only=True):
 
 
 class TrainStarted(Event, frozen=True, kw_only=True):
-    """Rank 0, at every start of the ranks, when the state is restored."""
+    """Rank 0 has restored the state; at every start of the ranks."""
 
     step: Int
     world_size: Int
@@ -357,33 +357,33 @@ class TrainStarted(Event, frozen=True, kw_only=True):
     total_steps: Int | None = None
     restored_from: str | None = None
     source: str | None = None
-    """`checkpoint` or `snapshot`."""
+    """The kind of saved state: `checkpoint` or `snapshot`."""
     train_seconds: Number = 0.0
-    """The time of all steps until the restored one."""
+    """Seconds of all steps until the restored one."""
     seconds: Number | None = None
-    """Since the start of the process."""
+    """Seconds since the start of the process."""
     connect_seconds: Number | None = None
-    """Since then until all ranks were connected."""
+    """Seconds from the start of the process until all ranks were connected."""
     restore_seconds: Number | None = None
-    """Time to read and share the state."""
+    """Seconds to read and share the state."""
     gradient_bytes: Int | None = None
 
 
 class NumericsChanged(Event, frozen=True, kw_only=True):
-    """Rank 0: what the rounding depends on has changed since the restored state, such as torch."""
+    """Something on which rounding depends, such as torch, has changed since the restored state, as rank 0 records."""
 
     step: Int
     changes: tuple[str, ...] = ()
 
 
 class Unrepeatable(Event, frozen=True, kw_only=True):
-    """Rank 0, unless --deterministic is off: operations of the model have no deterministic kernel."""
+    """Operations of the model have no deterministic kernel, as rank 0 records unless --deterministic is off."""
 
     operations: tuple[str, ...] = ()
 
 
 class FirstStep(Event, frozen=True, kw_only=True):
-    """Rank 0, after the first step since the ranks started."""
+    """Rank 0 has done the first step since the ranks started."""
 
     step: Int
 
@@ -394,7 +394,7 @@ class TrainStopped(Event, frozen=True, kw_only=True):
     step: Int | None = None
     signal: str | None = None
     seconds: Number | None = None
-    """From the signal to the saved state."""
+    """Seconds from the signal to the saved state."""
 
 
 class TrainCompleted(Event, frozen=True, kw_only=True):
@@ -402,26 +402,26 @@ class TrainCompleted(Event, frozen=True, kw_only=True):
 
     step: Int | None = None
     ended: str | None = None
-    """`patience` or `max_hours`; None for the last epoch."""
+    """Why the training ended early: `patience` or `max_hours`; None after the last epoch."""
     learned_nothing: str | None = None
     """A sentence with the numbers, if the model has learned nothing."""
 
 
 class Diverged(Event, frozen=True, kw_only=True):
-    """Rank 0: a loss is not finite."""
+    """Rank 0 has met a loss that is not finite."""
 
     step: Int | None = None
     loss: str | None = None
 
 
 class ImageCorrupt(Event, frozen=True, kw_only=True):
-    """Rank 0."""
+    """Rank 0 has learned of an image that some rank cannot read."""
 
     path: str
 
 
 class RankFailed(Event, frozen=True, kw_only=True):
-    """The agent of the rank's node."""
+    """The agent of a rank's node reports that the rank has failed."""
 
     round: Int
     rank: Int
@@ -437,7 +437,7 @@ class RankFailed(Event, frozen=True, kw_only=True):
 
 
 class SlowRank(Event, frozen=True, kw_only=True):
-    """The head node's agent: all other ranks wait for this one."""
+    """The head node's agent reports that all other ranks wait for this one."""
 
     rank: Int
     node: str
@@ -446,7 +446,7 @@ class SlowRank(Event, frozen=True, kw_only=True):
 
 
 class CheckpointSaved(Event, frozen=True, kw_only=True):
-    """Rank 0."""
+    """Rank 0 has saved a checkpoint."""
 
     step: Int | None = None
     seconds: Number
@@ -454,28 +454,28 @@ class CheckpointSaved(Event, frozen=True, kw_only=True):
 
 
 class CheckpointFailed(Event, frozen=True, kw_only=True):
-    """Rank 0."""
+    """Rank 0 could not save a checkpoint."""
 
     step: Int | None = None
     reason: str | None = None
 
 
 class CheckpointRejected(Event, frozen=True, kw_only=True):
-    """Rank 0: a checkpoint is damaged, so an older one is restored."""
+    """Rank 0 has found a damaged checkpoint and restores an older one."""
 
     path: str
     reason: str | None = None
 
 
 class SnapshotSaved(Event, frozen=True, kw_only=True):
-    """The agent that has saved a snapshot as a checkpoint."""
+    """An agent has saved a snapshot as a checkpoint."""
 
     step: Int | None = None
     seconds: Number | None = None
 
 
 class SnapshotOff(Event, frozen=True, kw_only=True):
-    """Rank 0: snapshots cannot be written."""
+    """Rank 0 cannot write snapshots."""
 
     reason: str
 
@@ -484,36 +484,36 @@ class SnapshotOff(Event, frozen=True, kw_only=True):
 
 
 class OfMessage(Event, frozen=True, kw_only=True):
-    """A process on a node, or the supervisor's, that sends a message."""
+    """A process on a node, or the supervisor, sends messages."""
 
     notice: str
     recipient: str
 
 
 class Notifying(OfMessage, frozen=True, kw_only=True):
-    """It is about to send the message."""
+    """It is about to send this one."""
 
     host: str | None = None
 
 
 class NotificationSent(OfMessage, frozen=True, kw_only=True):
-    """It has sent the message."""
+    """It has sent this one."""
 
 
 class NotificationFailed(OfMessage, frozen=True, kw_only=True):
-    """It could not send the message."""
+    """It could not send this one."""
 
     reason: str
 
 
 class OfTracker(Event, frozen=True, kw_only=True):
-    """The process of the head node that sends the metrics."""
+    """A process of the head node sends the metrics to a tracker."""
 
     service: str
 
 
 class Tracking(OfTracker, frozen=True, kw_only=True):
-    """It sends them."""
+    """It has begun."""
 
     url: str | None = None
 
@@ -529,4 +529,3 @@ def _leaves(kind: type[Event]) -> list[type[Event]]:
 
 
 KINDS = tuple(_leaves(Event))
-"""All kinds of events."""

@@ -1,6 +1,6 @@
-"""The ledger: the events of a run as JSON lines, one file per writer, and who may write. Runs everywhere.
+"""The ledger: the events of a run as JSON lines in one file per writer. Runs everywhere.
 
-One writer per file, because appends by several hosts tear on NFS.
+Each file has one writer, because appends by several hosts tear on NFS.
 """
 
 import json
@@ -25,11 +25,11 @@ _OF_OTHER_NODES = re.compile(r"attempt-\d+-node-0*[1-9]")
 
 @dataclass(frozen=True)
 class EventWriter:
-    """Appends to one file of a ledger, of which it is the only writer."""
+    """Appends events to one file of a ledger. No other process writes to it."""
 
     path: Path
     attempt: int | None = None
-    """The attempt of all its events."""
+    """The attempt to which all these events belong."""
 
     def append(self, event: Event) -> None:
         """Record that something has happened now, in the writer's attempt."""
@@ -37,15 +37,15 @@ class EventWriter:
 
 
 def dated(event: Event, **fields: object) -> Event:
-    """Return the event with the time, now, and other fields."""
+    """Return the event with the present time and these fields."""
     return msgspec.structs.replace(event, time=time.time(), **fields)
 
 
 def line_of(event: Event) -> str:
-    """Return an event as one line of a ledger, without fields that have their defaults. It happens now if undated.
+    """Return an event as one line of a ledger, without the fields that have their defaults.
 
-    The line is ASCII, so that names which are not UTF-8 can be written. Earlier releases, which may still run as the
-    agents of a run, refuse a null where they know no field without a value.
+    An undated event gets the present time. The line is ASCII, so that names which are not UTF-8 can be written. Earlier
+    releases, which may still run as the agents of a run, refuse null in a field that cannot be absent to them.
     """
     event = dated(event) if event.time == UNDATED else event
     usual = {field.name: field.default for field in msgspec.structs.fields(type(event))}
@@ -59,14 +59,14 @@ def record_once(path: Path, event: Event) -> bool:
 
 
 def attempt_prefix(attempt: int) -> str:
-    """Return how the names of the files begin that an attempt's agents write, each its own."""
+    """Return the beginning of the names of the files that the agents of an attempt write, each its own."""
     return f"attempt-{attempt:03d}-"
 
 
 def read(events: Path, prefix: str = "") -> list[Event]:
-    """Return all events of a run in the order in which they happened; with `prefix`, those in files with such names.
+    """Return all events of a run in their order; with `prefix`, only those in files whose names begin so.
 
-    Damaged events, and those of kinds that a later release has added, are left out.
+    Damaged events, and events of kinds that a later release has added, are left out.
     """
     return _read(events, lambda name: name.startswith(prefix))[0]
 
@@ -77,10 +77,10 @@ def read_with_damage(events: Path) -> tuple[list[Event], list[str]]:
 
 
 def read_without_other_nodes(events: Path) -> list[Event]:
-    """Return the events of a run without those in the files of other nodes than the first.
+    """Return the events of a run, without the files of all nodes but the first.
 
-    For what all agents of a job ask at the same time: a thousand nodes, each of which reads the files of a thousand
-    nodes and of all attempts, would keep shared storage busy for minutes.
+    All agents of a job ask for these at the same time: if each of a thousand nodes read the files of a thousand nodes
+    and of all attempts, shared storage would be busy for minutes.
     """
     return _read(events, lambda name: _OF_OTHER_NODES.match(name) is None)[0]
 
@@ -117,7 +117,7 @@ def decoded(line: bytes) -> Event:
     except msgspec.ValidationError:
         raise
     except ValueError:
-        # json also reads the escapes of names that are not UTF-8.
+        # json reads the escapes of names that are not UTF-8; msgspec does not.
         event = msgspec.convert(json.loads(line), _ANY_EVENT)
     if event.time == UNDATED:
         raise msgspec.ValidationError("Object missing required field `time`")
@@ -136,7 +136,7 @@ def _is_of_unknown_kind(line: bytes) -> bool:
 
 
 def _happened_at(event: Event) -> float:
-    """When something happened. torchrun replaces ranks that have failed before the head node's agent records that."""
+    """Return when something happened. The head node's agent records a failure after torchrun has replaced the ranks."""
     if isinstance(event, Interrupted) and event.cause not in {Cause.HANG, Cause.NODE_FAILURE}:
         return event.time if event.failed_at is None else event.failed_at
     return event.time
@@ -167,7 +167,7 @@ def check_is_newest(run: RunDir, attempt: int) -> None:
     """Return if no later attempt has begun.
 
     Raises:
-        SucceededError: one has.
+        SucceededError: a later attempt has begun.
         OSError: the run directory cannot be read.
     """
     refresh_nfs_cache(run.events)

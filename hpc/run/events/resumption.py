@@ -1,8 +1,8 @@
-"""What a run's `hpc cancel` and `hpc resume` mean for it now, and which spec is in force. Runs everywhere.
+"""The cancellations and resumptions of a run, and the spec in force. Runs everywhere.
 
 A resumption is one file, `events/resume-001.jsonl`, created exclusively with its whole `resumed` event. The spec that
-it puts into force is beside `spec.json`, and written before: `spec-001.json`, whole. Without the event it counts for
-nothing, so an `hpc resume` that was killed in between has changed nothing.
+it puts into force, `spec-001.json` beside `spec.json`, is written whole before. Without the event it has no effect, so
+an `hpc resume` that was killed in between has changed nothing.
 """
 
 from pathlib import Path
@@ -17,31 +17,31 @@ _PREFIX = "resume-"
 
 
 def current_spec(run: RunDir) -> Path:
-    """The file of the spec in force: that of the last resumption, or of the submission. Every reader asks here."""
+    """Return the file of the spec in force, from the last resumption or the submission. Every reader asks here."""
     last = max(run.events.glob(f"{_PREFIX}*.jsonl"), default=None)
     return run.revised_spec(int(last.stem.removeprefix(_PREFIX))) if last else run.spec
 
 
 def resumption_file(run: RunDir, number: int) -> Path:
-    """The file of the events of one `hpc resume`."""
+    """Return the file of the events of one `hpc resume`."""
     return run.events / f"{_PREFIX}{number:03d}.jsonl"
 
 
 def next_resumption(run: RunDir) -> int:
-    """The number of the next resumption; the first is 1."""
+    """Return the number of the next resumption; the first is 1."""
     return sum(1 for _ in run.events.glob(f"{_PREFIX}*.jsonl")) + 1
 
 
 def record_resumption(run: RunDir, resumed: Resumed) -> bool:
     """Record that the user has resumed the run; False if another process was first.
 
-    Its `cancellations` are those that its user has seen: they no longer count.
+    `resumed.cancellations` is the number that the user has seen: these no longer count.
     """
     return record_once(resumption_file(run, resumed.number), resumed)
 
 
 def is_cancelled_now(run: RunDir) -> bool:
-    """Whether the run is cancelled, from the two kinds of file that this depends on: agents ask again and again.
+    """Return whether the run is cancelled, from the two kinds of file that say so: agents ask often.
 
     On a full disk the file of a cancellation may be empty: then the call of `hpc cancel` has failed.
     """

@@ -1,4 +1,4 @@
-"""What a run did when, from its submission to its end, and what its GPUs did meanwhile. Pure; runs on the login node.
+"""The periods of a run from its submission to its end, and the use of its GPUs in them. Pure; runs on the login node.
 
 The periods follow each other without a gap:
 
@@ -11,14 +11,14 @@ The periods follow each other without a gap:
 
 GPU-hours count all GPUs of an attempt's nodes, spares included, from its claim to its end:
 
-| part | of the GPUs |
+| part | counted GPUs and time |
 |---|---|
-| productive | those of the ranks, in steps that count |
-| recomputed | the same, in steps that an interruption discarded: their number times the mean time of a step |
-| recovering | all, in recoveries |
-| waiting | all, in the startup; spares, while the ranks train |
+| productive | GPUs of the ranks, in steps that count |
+| recomputed | GPUs of the ranks, in steps that an interruption discarded: their number times the mean time of a step |
+| recovering | all GPUs, in recoveries |
+| waiting | all GPUs, in the startup; GPUs of spares, while the ranks train |
 | evaluating and saving | the rest |
-| unknown | those of the ranks, if the script was interrupted and does not report how many steps that cost |
+| unknown | GPUs of the ranks, if the script was interrupted and does not report how many steps that cost |
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,23 +43,23 @@ class Period:
     began: float
     ended: float
     interruption: int | None = None
-    """Of a recovery and the queue within it: the number of the interruption, from 1."""
+    """The number of the interruption, from 1, if this is a recovery or the queue within it."""
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the period."""
         return self.ended - self.began
 
 
 def periods_of(
     history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool
 ) -> list[Period]:
-    """The periods of a run until its end, or now. A user's script does not tell when it trains: it has no startup."""
+    """Return the periods of a run until its end or now. A user's script has no startup: its training has no mark."""
     submitted = [event.time for event in history.of(Submitted)]
     starts = [attempt.started for attempt in history.attempts]
     began, claimed = [*submitted, *starts, until][0], [*starts, until][0]
     first_step = next((event.time for event in history.of(FirstStep)), until)
-    # Of those that overlap the first counts.
+    # The first of overlapping spans counts.
     spans = [
         Period(kind="queue", began=began, ended=claimed),
         *_down(history, interruptions, until, own_script=own_script),
@@ -74,7 +74,7 @@ def periods_of(
 
 
 def _down(history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool) -> list[Period]:
-    """The recoveries, and before them what they spent in the queue. A pause before `hpc resume` is part of neither."""
+    """Return the recoveries, after their times in the queue. A pause before `hpc resume` is part of neither."""
     queues, recoveries, attempts = list[Period](), list[Period](), history.attempts
     resumed = {each.attempt: each.resumed for each in attempts}
     first_steps = [event.time for event in history.of(FirstStep)]
@@ -91,7 +91,7 @@ def _down(history: History, interruptions: Sequence[Interruption], until: float,
             ended = began + seconds["total"]
         elif own_script:
             ended = next_start if ends_attempt else failed
-        else:  # it is not over, or its beginning is not recorded
+        else:  # the recovery is not over, or its beginning is not recorded
             ended = min([time for time in first_steps if time > recorded] + [*failures[number:], until])
         recoveries.append(Period(kind="recovery", began=began, ended=ended, interruption=number))
     return [*queues, *recoveries]
@@ -121,7 +121,7 @@ def gpu_hours(
             found["waiting"] += allocated - used
         else:
             found["recovering" if period.kind == "recovery" else "waiting"] += allocated
-    # The steps before a fork do not count.
+    # A fork does not count the steps of its original.
     done = max(1, last_logged["step"] - starts[0].step) if starts and "step" in last_logged else None
     if done is not None and (productive := _productive_seconds(starts, last_logged)) is not None:
         found["productive"] = min(trained, productive)
@@ -136,16 +136,16 @@ def gpu_hours(
 
 
 def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str, Any]) -> float | None:
-    """The GPU-seconds of all steps that count; None if they are not recorded. A fork does not count its original's."""
+    """Return the GPU-seconds of all steps that count, without a fork's original; None if they are not recorded."""
     if last_logged.get("train_seconds") is None:
         return None
-    # Each start restores the seconds of the steps that count until then; one GPU for each of its ranks.
+    # Each start restores the seconds of the steps that count until then. Each of its ranks uses one GPU.
     marks = [*(start.train_seconds for start in starts), last_logged["train_seconds"]]
     trained = [max(0.0, end - begin) for begin, end in pairwise(marks)]
     return float(sum(start.world_size * seconds for start, seconds in zip(starts, trained, strict=True)))
 
 
 def _ranks(starts: Sequence[TrainStarted], attempt: Attempt, time: float, gpus_per_node: int) -> int:
-    """How many ranks trained from this time on, one per GPU; those of the attempt's members where none said so."""
+    """Return how many ranks trained from this time on, one per GPU; if none said so, those that the members have."""
     sizes = [start.world_size for start in starts if start.attempt == attempt.attempt and start.time <= time]
     return int(sizes[-1]) if sizes else len(attempt.members) * gpus_per_node

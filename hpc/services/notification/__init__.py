@@ -1,1 +1,1 @@
-"""Messages about a run: to whom, about what, sent once. Runs on compute nodes and on the login node."""
+"""Messages about a run: their occasions, recipients and delivery. Runs on compute nodes and on the login node."""

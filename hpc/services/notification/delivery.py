@@ -29,29 +29,29 @@ from hpc.run.spec import Notification, RunSpec
 from hpc.services.notification.notices import Notice, failure_notice, notices_of
 from hpc.services.notification.recipients import read_recipients, recipients_file, service
 
-# Apprise waits 4 s for a connection and 4 s for an answer, but not only so long for a name server.
+# Apprise waits 4 s for a connection and 4 s for an answer, but has no such limit for a name server.
 _SEND_SECONDS = 12.0
-# The whole process: it starts, reads the run's events, and sends.
+# Seconds for the whole process, which starts, reads the run's events, and sends.
 _PROCESS_SECONDS = 25.0
 _RETRY_SECONDS, _MOST_TRIES = 60.0, 5
-# A run that ended long ago is no news, when somebody starts a supervisor.
+# Events older than this are no news, even if somebody starts a supervisor only now.
 _NEWS_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """A notice for one recipient, to be sent now."""
+    """A notice to send to one recipient now."""
 
     notice: Notice
     recipient: str
     number: int
-    """Of the attempt to send it, from 1."""
+    """The number of this attempt to send it, from 1."""
 
 
 def due_messages(
     notification: Notification, notices: Sequence[Notice], history: History, now: float, *, retry: bool
 ) -> list[Message]:
-    """What is to be sent now; with `retry` also what others could not send. Pure."""
+    """Return the messages to send now; with `retry` also those that others could not send. Pure."""
     messages = [
         Message(notice=notice, recipient=name, number=number)
         for notice in notices
@@ -63,7 +63,7 @@ def due_messages(
 
 
 def _next_number(history: History, key: str, recipient: str, now: float) -> int | None:
-    """The number of the next attempt to send; None if it was sent, is being sent, or was tried often enough."""
+    """Return the number of the next attempt to send; None if it was sent, is being sent, or was tried often enough."""
     own = [event for event in history.of(OfMessage) if (event.notice, event.recipient) == (key, recipient)]
     tries = sum(isinstance(event, Notifying) for event in own)
     if any(isinstance(event, NotificationSent) for event in own) or tries >= _MOST_TRIES:
@@ -75,15 +75,15 @@ def _next_number(history: History, key: str, recipient: str, now: float) -> int 
 
 
 def is_due(run: RunDir, notification: Notification, *, retry: bool = False, failure: str | None = None) -> bool:
-    """Whether there is something to send: without --notify, nothing is read, and no process started."""
+    """Return whether there is something to send. Without --notify, this reads nothing and needs no process."""
     return bool(notification.notify and _due(run, notification, retry=retry, failure=failure))
 
 
 def run_delivery(run: RunDir, *, retry: bool = False, failure: str | None = None) -> None:
-    """Send what is due, in a process of its own, for at most half a minute.
+    """Send the due messages, in a process of its own, for at most half a minute.
 
     Raises:
-        OSError, subprocess.SubprocessError: it could not be started, or not end; what it says is on stderr.
+        OSError, subprocess.SubprocessError: the process could not start, or not end. Its messages are on stderr.
     """
     command = [sys.executable, "-P", "-m", __name__, str(run.path), *(["--retry"] if retry else [])]
     command += [] if failure is None else [f"--failure={failure}"]
@@ -94,7 +94,7 @@ def run_delivery(run: RunDir, *, retry: bool = False, failure: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send what is due."""
+    """Send the due messages."""
     parser = argparse.ArgumentParser(description="Send what is to be told of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--retry", action="store_true", help="also what others could not send")
@@ -126,7 +126,7 @@ def _due(run: RunDir, notification: Notification, *, retry: bool, failure: str |
 
 
 def _claim(run: RunDir, message: Message) -> EventWriter | None:
-    """The file of this attempt to send; None if another process has made it."""
+    """Return the file of this attempt to send; None if another process has made it."""
     key, name = message.notice.key, message.recipient
     path = run.events / f"notice-{key}-{name}-{message.number}.jsonl"
     event = Notifying(notice=key, recipient=name, host=socket.gethostname())
@@ -144,8 +144,8 @@ def _send_and_record(message: Message, writer: EventWriter, deadline: float) -> 
 
 
 def try_to_send(recipient: str, title: str, body: str, seconds: float = _SEND_SECONDS) -> str | None:
-    """Send a message; returns why it could not be sent, without anything of the address, or None."""
-    # A daemon, so that the interpreter does not wait for a name server either.
+    """Send a message. Returns None, or why it could not be sent, without any part of the address."""
+    # The thread is a daemon, so that the interpreter does not wait for a name server either.
     answers = list[str | None]()
     thread = threading.Thread(target=lambda: answers.append(_send(recipient, title, body)), daemon=True)
     thread.start()
@@ -166,7 +166,7 @@ def _send(recipient: str, title: str, body: str) -> str | None:
     logger.propagate = False
     try:
         sent = target.notify(title=title, body=body)
-    except Exception as error:  # noqa: BLE001 - of a hundred services' modules; its text may quote the address
+    except Exception as error:  # noqa: BLE001 - from modules of a hundred services; its text may quote the address
         return type(error).__name__
     finally:
         logger.removeHandler(warnings)
@@ -174,7 +174,7 @@ def _send(recipient: str, title: str, body: str) -> str | None:
 
 
 class _Warnings(logging.Handler):
-    """What apprise says of the message that its own thread sends."""
+    """Collects apprise's warnings about the message that this thread sends."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -188,9 +188,9 @@ class _Warnings(logging.Handler):
 
 
 def without_secrets(text: str, address: str) -> str:
-    """A text without any part of an address but its scheme: which of them is the password, every service has its way.
+    """Return a text without any part of an address except its scheme: each service puts its password elsewhere.
 
-    Short parts, such as a port, would take half of the other words with them.
+    Short parts, such as a port, stay: their removal would damage half of the other words.
     """
     _, _, rest = address.partition("://")
     written = [part for part in re.split(r"[/:@?&=,+\s]+", rest) if len(part) > 3]

@@ -1,4 +1,4 @@
-"""What is worth a message: a run is complete, has failed, or is interrupted again and again. Pure."""
+"""The occasions for a message: a run is complete, has failed, or is interrupted too often. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,17 +19,16 @@ class Notice:
     """One message about a run."""
 
     key: str
-    """The same for all who see the same thing, in all of a run's life."""
+    """The key of the occasion: the same for all processes that see it, in all of a run's life."""
     title: str
     body: str
     time: float
-    """When it happened."""
 
 
 def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
-    """Return all that is to be told of a run until now.
+    """Return all notices about a run until now.
 
-    `interruptions` is the number of interruptions within an hour that are not worth a message.
+    `interruptions` is the number of interruptions within an hour that do not make a notice.
     """
     outcome = history.outcome
     found = [_ended(run, outcome, history)] if outcome and outcome != "cancelled" else []
@@ -44,7 +43,7 @@ def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
 
 
 def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
-    """The message that a run has failed, from one who knows this from elsewhere than the events."""
+    """Return the notice that a run has failed, for a process that knows this from elsewhere than the events."""
     return Notice(
         key=f"{FAILED}-{attempt:03d}", title=f"Run {run.name} has failed", time=at,
         body=f"{reason}\n\n{_next(run, 'logs')}",
@@ -52,7 +51,7 @@ def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
 
 
 def unsent_messages(history: History) -> list[dict[str, str | None]]:
-    """Return the messages that are being sent, or that nobody could send: notice, recipient, and any problem."""
+    """Return the messages that are being sent or could not be sent: notice, recipient, and any problem."""
     last = {(event.notice, event.recipient): event for event in history.of(OfMessage)}
     return [
         {"notice": one.notice, "recipient": one.recipient,
@@ -62,7 +61,7 @@ def unsent_messages(history: History) -> list[dict[str, str | None]]:
 
 
 def alert_times(times: Iterable[float], most: int) -> list[float]:
-    """When there were more than `most` interruptions within an hour. No interruption counts for two alerts."""
+    """Return when there were more than `most` interruptions within an hour. No interruption counts for two alerts."""
     recent, alerts = list[float](), list[float]()
     for at in times:
         recent = [*(each for each in recent if at - each < _HOUR_SECONDS), at]
@@ -73,7 +72,7 @@ def alert_times(times: Iterable[float], most: int) -> list[float]:
 
 
 def _interruptions(history: History, *, failed: bool) -> dict[float, str]:
-    """Return when the run was interrupted, in order, and why; without the failure that ended it."""
+    """Return the times and causes of a run's interruptions, in order, without the failure that ended it."""
     stops = [
         event
         for event in history.events
@@ -96,7 +95,7 @@ def _ended(run: Path, how: str, history: History) -> Notice:
 
 
 def _body(run: Path, attempts: Sequence[Attempt], verb: str, more: Sequence[str] = ()) -> str:
-    """What is known of the last attempt, and what to type."""
+    """Return the text of a message: what is known of the last attempt, and what to type."""
     last = attempts[-1]
     lines = [f"Attempt {last.attempt}, job {last.job_id} on {', '.join(last.nodes)}."]
     if last.cause is not None and last.cause != Cause.COMPLETED:

@@ -1,7 +1,7 @@
-"""To whom messages go: names with addresses, in a file that its user alone can read.
+"""Recipients of messages: names with addresses, in a file that only its user can read.
 
 An address is one of apprise's (https://appriseit.com/services/), which often holds a password. It stays in the file: a
-run, its events and every command line have the names alone.
+run, its events and every command line have only the names.
 """
 
 import os
@@ -23,22 +23,22 @@ if TYPE_CHECKING:
     from apprise import NotifyBase
 
 ALL = "all"
-"""What stands for every name of the file."""
-# A name is a part of the names of files.
+"""The word for every name in the file."""
+# A name becomes a part of file names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _EXAMPLE = "a line such as  slack: slack://TOKEN_A/TOKEN_B/TOKEN_C"
 
 
 def recipients_file() -> Path:
-    """The user's file of names and addresses, whether it exists or not."""
+    """Return the user's file of names and addresses, whether it exists or not."""
     return platformdirs.user_config_path() / "torchrelay-notify.yaml"
 
 
 def read_recipients() -> dict[str, str]:
-    """The addresses by name.
+    """Return the addresses by name.
 
     Raises:
-        UserError: there is no such file, others can read it, or it is not what it should be.
+        UserError: there is no such file, others can read it, or its content is wrong.
     """
     path = recipients_file()
     try:
@@ -77,12 +77,12 @@ def _check_is_private(path: Path, status: os.stat_result) -> None:
 
 
 def with_known_names(notification: Notification) -> Notification:
-    """The same with the names that `all` stands for. Raises UserError as `choose_recipients`."""
+    """Return the flags with names in the place of `all`. Raises UserError as `choose_recipients`."""
     return replace(notification, notify=tuple(choose_recipients(notification.notify)))
 
 
 def choose_recipients(names: Iterable[str]) -> dict[str, str]:
-    """The services of the named recipients, such as Slack, by name; all of them for the name `all`.
+    """Return the services of the named recipients, such as Slack, by name; of all recipients for the name `all`.
 
     Raises:
         UserError: as `read_recipients`; a name is not in the file, or apprise does not know its address.
@@ -103,7 +103,7 @@ def choose_recipients(names: Iterable[str]) -> dict[str, str]:
 
 
 def service(name: str, address: str) -> "NotifyBase":
-    """What sends messages to an address. Raises UserError if apprise does not know it."""
+    """Return the sender for an address. Raises UserError if apprise does not know the address."""
     from apprise import Apprise  # noqa: PLC0415 - takes half a second, which only a run with --notify should pay
 
     found = Apprise.instantiate(address, suppress_exceptions=True)

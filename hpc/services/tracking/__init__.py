@@ -1,1 +1,1 @@
-"""Weights & Biases and MLflow: a run's metrics, sent from its directory, by a compute node or the login node."""
+"""Weights & Biases and MLflow: sending a run's metrics from its directory, on a compute node or the login node."""

@@ -1,4 +1,4 @@
-"""A run at MLflow. Runs on a compute node and on the login node."""
+"""A tracker for MLflow. Runs on a compute node and on the login node."""
 
 import getpass
 import os
@@ -19,7 +19,7 @@ from hpc.services.tracking.points import Point
 from hpc.services.tracking.tracker import PROJECT, TrackingError, run_id, settings_of
 
 _T = TypeVar("_T")
-# Tags of the run: the last step of each series that it has, and our own name for it.
+# Tags of the run: the last step of each series at MLflow, and our own name for the run.
 _SENT, _RUN = "torchrelay.sent.", "torchrelay.run"
 # A request has at most 1,000 metrics and tags, and 100 parameters.
 _METRICS, _PARAMETERS = 900, 100
@@ -35,7 +35,7 @@ class MlflowTracker:
             found = _find_or_create(self._client, run, spec)
             self._run_id = found.info.run_id
             settings = {name: str(value) for name, value in settings_of(run, spec).items()}
-            # A parameter cannot change: those of a run that `hpc resume` has changed stay the first.
+            # A parameter cannot change: after an `hpc resume` with changes, the first values stay.
             new = [Param(name, value) for name, value in settings.items() if name not in found.data.params]
             for batch in _batches(new, _PARAMETERS):
                 self._client.log_batch(self._run_id, params=batch)
@@ -47,7 +47,7 @@ class MlflowTracker:
         self.url = page if uri.startswith("http") else shown
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send points. If that was cut off, the same ones are sent again: MLflow's databases keep each once."""
+        """Send points. After an interrupted call they are sent again: MLflow's databases keep each once."""
         metrics = [
             (point, Metric(name, value, round(1000 * (point.time or 0.0)), point.step))
             for point in points
@@ -65,7 +65,7 @@ class MlflowTracker:
             self.sent |= whole
 
     def close(self, outcome: Outcome | None) -> None:
-        """Tell how the run has ended. One that goes on stays RUNNING."""
+        """Tell MLflow how the run has ended. A run that goes on stays RUNNING."""
         with _errors(self._uri):
             if outcome is None:
                 self._client.update_run(self._run_id, status="RUNNING")
@@ -88,19 +88,19 @@ def delete_run(mlflow_run: str) -> None:
 
 
 def check_address() -> str:
-    """MLFLOW_TRACKING_URI; a UserError if it is not set."""
+    """Return MLFLOW_TRACKING_URI. Raises UserError if it is not set."""
     if uri := os.environ.get("MLFLOW_TRACKING_URI"):
         return uri
-    # MLflow's own default is a file in the current directory, which is another one on a node.
+    # MLflow's own default is a file in the current directory, which differs on a node.
     raise UserError("the address of MLflow is not set: type export MLFLOW_TRACKING_URI=http://HOST:5000")
 
 
 def _client() -> tuple[MlflowClient, str]:
     uri = check_address()
-    # MLflow's defaults wait four minutes for a server that is not there.
+    # By default MLflow waits four minutes for a missing server.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    # With its password.
+    # The URL has the password.
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     with _errors(uri):
         return MlflowClient(uri), uri
@@ -109,7 +109,7 @@ def _client() -> tuple[MlflowClient, str]:
 def _find_or_create(client: MlflowClient, run: RunDir, spec: RunSpec) -> Run:
     if spec.mlflow_run:
         return client.get_run(spec.mlflow_run)
-    # Of a run that was submitted without --tracker mlflow.
+    # A run that was submitted without --tracker mlflow has no id in its spec.
     own = f"tags.`{_RUN}` = '{run_id(spec)}'"
     found = client.search_runs([_experiment(client)], filter_string=own, max_results=1)
     return found[0] if found else _create(client, run, spec)
@@ -140,7 +140,7 @@ def _errors(uri: str) -> Iterator[None]:
         yield
     except (MlflowException, OSError) as error:
         text = str(error).strip().partition("\n")[0]
-        # Of a server that cannot be reached, the name of the class and the reason alone.
+        # The text about an unreachable server ends with the name of the class and the reason: these suffice.
         raise TrackingError(f"MLflow at {_without_password(uri)}: {text.rpartition('(Caused by ')[2]}") from error
 
 

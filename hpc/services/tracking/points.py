@@ -10,7 +10,7 @@ from hpc.base.files import read_json_lines
 BOOKKEEPING = frozenset(
     {"step", "epoch", "attempt", "time", "train_seconds", "seconds", "correct", "total", "corrupt"}
 )  # fmt: skip
-"""Fields of these files that say where a line belongs, or have no course of their own."""
+"""Fields that say where a line belongs, or have no course of their own."""
 _EVALUATIONS = "eval"
 
 
@@ -22,15 +22,15 @@ class Point:
     """`train`, the split of an evaluation, or the name of another file."""
     step: int
     time: float | None
-    """Seconds since the epoch; None if the line has none."""
+    """Seconds since the epoch; None if the line has no time."""
     values: Mapping[str, float]
-    """By name: `train/loss`."""
+    """The values by name: `train/loss`."""
 
 
 def read_points(metrics: Path, sent: Mapping[str, int]) -> list[Point]:
-    """The points of all files in a directory, by step, but those up to the step of their series in `sent`.
+    """Return the points of all files in a directory, by step, after the step of their series in `sent`.
 
-    After a restart, a line of a step that was computed once more replaces the earlier one.
+    If a restart repeated a step, its later line replaces the earlier one.
     """
     found = dict[tuple[int, str], Point]()
     for path in sorted(metrics.glob("*.jsonl")):
@@ -42,7 +42,7 @@ def read_points(metrics: Path, sent: Mapping[str, int]) -> list[Point]:
 
 
 def _point(name: str, record: Mapping[str, Any]) -> Point | None:
-    """The point of a line; None if a script has written something else."""
+    """Return the point of a line; None if a script has written something else."""
     step, time, split = record.get("step"), record.get("time"), record.get("split")
     if type(step) is not int:
         return None

@@ -28,14 +28,14 @@ _NICE = 10
 
 
 def send_new(run: RunDir, tracker: Tracker) -> int:
-    """Send what the tracker does not have. Returns the number of points. Raises TrackingError."""
+    """Send the points that the tracker lacks. Returns their number. Raises TrackingError."""
     points = read_points(run.train_metrics.parent, tracker.sent)
     tracker.send(points)
     return len(points)
 
 
 def last_events(history: History, attempt: int | None) -> dict[str, OfTracker]:
-    """Return what the processes of an attempt have recorded last, by tracker. Pure."""
+    """Return the last event of each tracker in an attempt. Pure."""
     return {event.service: event for event in history.during(attempt).of(OfTracker)}
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("service", choices=TITLES)
     parser.add_argument("attempt", type=int)
     options = parser.parse_args(argv)
-    # Those of a requeue reach all processes of the job: its last points are sent while Slurm waits.
+    # A requeue signals all processes of the job: this one sends the last points while Slurm waits.
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)

@@ -1,4 +1,4 @@
-"""`hpc submit --tracker` on the login node: refuses what could not be sent, and makes the run at MLflow."""
+"""`hpc submit --tracker` on the login node: refuse what could not be sent, and make the run at MLflow."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from hpc.services.tracking.tracker import TITLES, TrackingError
 
 
 def check_ready(service: Service) -> None:
-    """A UserError if the package, the address or the key of a tracker is missing. Asks no server but for a key."""
+    """Raise UserError if the package, the address or the key of a tracker is missing. Asks a server only for a key."""
     need_package(service, service, TITLES[service])
     if service == "wandb":
         from hpc.services.tracking.wandb_tracker import check_login  # noqa: PLC0415 - takes a second
@@ -25,9 +25,9 @@ def check_ready(service: Service) -> None:
 
 @contextmanager
 def at_trackers(run: RunDir, spec: RunSpec) -> Iterator[RunSpec]:
-    """The spec with the id that MLflow chooses for the run: its nodes may have no way to MLflow's server.
+    """Yield the spec with the id that MLflow chooses for the run: its nodes may not reach MLflow's server.
 
-    If the submission fails, the run is deleted there, too. Raises TrackingError if MLflow does not answer.
+    If the submission fails, deletes the run at MLflow. Raises TrackingError if MLflow does not answer.
     """
     if "mlflow" not in spec.tracker:
         yield spec

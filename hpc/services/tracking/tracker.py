@@ -1,7 +1,7 @@
-"""What a run is at a tracker: one run of the same name, however often it is interrupted. Runs wherever it is sent.
+"""A run at a tracker: one run of the same name, however often it is interrupted. Runs wherever metrics are sent.
 
-The tracker knows what it has: the last step of each series. So nothing that a node had sent is sent twice by the next
-one, or by `hpc sync`, and no file has to agree with it.
+The tracker knows the last step of each series that it has. So no node, and no `hpc sync`, sends anything twice, and no
+file has to agree with the tracker.
 """
 
 import re
@@ -19,12 +19,12 @@ from hpc.services.tracking.points import Point
 TITLES: Mapping[Service, str] = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 PROJECT = "torchrelay"
 """W&B's project and MLflow's experiment, unless the environment names another."""
-# Of W&B: at most 64 characters.
+# W&B allows 64 characters in an id.
 _LONGEST_ID_NAME = 50
 
 
 class TrackingError(TorchrelayError):
-    """A tracker cannot be reached, or refuses what is sent."""
+    """A tracker cannot be reached, or refuses the request."""
 
 
 class Tracker(Protocol):
@@ -35,24 +35,24 @@ class Tracker(Protocol):
 
     @property
     def url(self) -> str | None:
-        """Where people see it."""
+        """The address of the run for people."""
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send points, and keep `sent`."""
+        """Send points, and update `sent`."""
 
     def close(self, outcome: Outcome | None) -> None:
-        """Send the rest, and how the run has ended; None: it goes on, now or later."""
+        """Send the rest, and the outcome; None if the run goes on, now or later."""
 
 
 def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
-    """The run at a tracker, made there if it is not there yet.
+    """Return the run at a tracker; create it if needed.
 
     Raises:
         UserError: its package is not installed, or the environment does not say where it is.
         TrackingError: it cannot be reached, or refuses.
     """
     need_package(service, service, TITLES[service])
-    # Each takes seconds to import.
+    # Each module takes seconds to import.
     if service == "wandb":
         from hpc.services.tracking.wandb_tracker import WandbTracker  # noqa: PLC0415
 
@@ -63,13 +63,13 @@ def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
 
 
 def run_id(spec: RunSpec) -> str:
-    """What identifies the run at a tracker, in all its attempts: another run of the same name has another one."""
+    """Return the run's id at a tracker, in all its attempts. Another run of the same name has another id."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", spec.name)[:_LONGEST_ID_NAME]
     return f"{name}-{spec.id}" if spec.id else name
 
 
 def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
-    """With these, `wandb.init()` and `mlflow.start_run()` of a user's script continue the run after an interruption."""
+    """Return variables with which `wandb.init()` and `mlflow.start_run()` continue the run after an interruption."""
     variables = {
         "WANDB_RUN_ID": run_id(spec), "WANDB_RESUME": "allow", "WANDB_NAME": spec.name, "WANDB_DIR": str(run.path),
     }  # fmt: skip
@@ -77,7 +77,7 @@ def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
 
 
 def settings_of(run: RunDir, spec: RunSpec) -> dict[str, Any]:
-    """What the run was submitted with, by name: the flags of the trainer, or the command line of a script."""
+    """Return the run's settings by name: the flags of the trainer, or the command line of a script."""
     training, resources, given = spec.training, spec.resources, dict[str, Any]()
     if training:
         given |= asdict(training.train) | {"recipe": training.recipe, "forked_from": training.forked_from}

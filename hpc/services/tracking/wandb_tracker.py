@@ -1,4 +1,4 @@
-"""A run at Weights & Biases. Runs on a compute node and on the login node."""
+"""A tracker for Weights & Biases. Runs on a compute node and on the login node."""
 
 import os
 import shutil
@@ -17,17 +17,17 @@ from hpc.services.tracking.points import Point
 from hpc.services.tracking.tracker import PROJECT, TrackingError, run_id, settings_of
 
 _INIT_SECONDS = 60.0
-# The steps that it has, in the summary of the run, which its server gives to whom resumes it.
+# The run's summary has the steps at W&B, and the server returns it to a process that resumes the run.
 _SENT = "sent/"
 
 
 def offline() -> bool:
-    """Whether the environment says that W&B's server is not to be asked."""
+    """Return whether the environment forbids to ask W&B's server."""
     return os.environ.get("WANDB_MODE") == "offline"
 
 
 def check_login() -> None:
-    """A UserError if the user has no key for W&B's server."""
+    """Raise UserError if the user has no key for W&B's server."""
     if os.environ.get("WANDB_MODE") == "disabled":
         raise UserError("WANDB_MODE is disabled, so nothing can be sent to Weights & Biases: unset it")
     try:
@@ -39,17 +39,17 @@ def check_login() -> None:
 
 
 class WandbTracker:
-    """A run at W&B, or, offline, a directory `wandb/offline-run-*` with all of it for `wandb sync`."""
+    """A run at W&B or, offline, a directory `wandb/offline-run-*` with all of it for `wandb sync`."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         check_login()
-        # Online, its directory is only a buffer.
+        # Online, the directory is only a buffer.
         self._buffer = None if offline() else tempfile.TemporaryDirectory(prefix="torchrelay-wandb-")
         if offline():
             for earlier in Path(run.path, "wandb").glob(f"offline-run-*-{run_id(spec)}"):
                 shutil.rmtree(earlier)
         settings = wandb.Settings(
-            # The process that sends has neither the output nor the GPUs of the run.
+            # The sending process has neither the output nor the GPUs of the run.
             console="off", x_disable_stats=True, x_disable_meta=True, disable_git=True, disable_code=True,
             disable_job_creation=True, silent=True, init_timeout=_INIT_SECONDS,
         )  # fmt: skip
@@ -59,7 +59,7 @@ class WandbTracker:
                 project=os.environ.get("WANDB_PROJECT", PROJECT), config=settings_of(run, spec),
                 dir=self._buffer.name if self._buffer else str(run.path), allow_val_change=True,
             )  # fmt: skip
-            # By our own step: evaluations come later than the training's lines of the same step.
+            # The axis is our own step: evaluations come later than the training's lines of the same step.
             self._run.define_metric("*", step_metric="step")
             self._run.define_metric("step", hidden=True)
             self._run.define_metric(f"{_SENT}*", hidden=True)
@@ -70,14 +70,14 @@ class WandbTracker:
         self.url = str(Path(self._run.dir).parent) if offline() else self._run.url
 
     def send(self, points: Sequence[Point]) -> None:
-        """Hand the points to W&B's own process, which sends them while this one goes on."""
+        """Hand the points to W&B's own process, which sends them meanwhile."""
         for point in points:
             self.sent[point.series] = point.step
             line = {"step": point.step, f"{_SENT}{point.series}": point.step, **point.values}
             self._run.log(line if point.time is None else {**line, "_timestamp": point.time})
 
     def close(self, outcome: Outcome | None) -> None:
-        """Wait until all is sent. W&B calls a run that goes on preempted, until it is resumed."""
+        """Wait until all is sent. W&B calls an unfinished run preempted until it is resumed."""
         try:
             if outcome is None:
                 self._run.mark_preempting()

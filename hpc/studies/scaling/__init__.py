@@ -1,1 +1,1 @@
-"""`hpc scaling`: the same training on several numbers of nodes, and what each of them gains."""
+"""`hpc scaling`: the same training on several numbers of nodes, and the gain from each."""

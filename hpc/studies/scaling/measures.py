@@ -1,4 +1,4 @@
-"""What was measured of each size of a scaling study, and what follows from it. Runs on the login node."""
+"""The measures of each size of a scaling study, and the conclusions from them. Runs on the login node."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,34 +14,33 @@ from hpc.run.spec import RunSpec
 from hpc.status.summary import Summary
 from hpc.studies.scaling.scaling_dir import Size
 
-# Added ranks pay if they bring half of what those before did; a wait of this share of the time is worth a word.
+# Added ranks pay if each brings half of the speed of an earlier rank; a wait of this share of the time is reported.
 _PAYS, _NOTABLE = 0.5, 0.1
 Curve = tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measures:
-    """Of one size; None: not known."""
+    """The measures of one size. None means unknown."""
 
     size: Size
     run: str
-    """Its name."""
     state: str
     cause: str | None = None
-    """Why the run failed or was not submitted."""
+    """The reason why the run failed or was not submitted."""
     lr: float | None = None
     """The highest learning rate."""
     batch_size: int | None = None
     """Images per step of all ranks."""
     steps_per_epoch: int | None = None
     epoch_seconds: float | None = None
-    """The mean."""
+    """The mean duration of an epoch."""
     epochs: float | None = None
-    """How many were trained in the time."""
+    """The number of epochs that were trained in the time."""
     images_per_second: float | None = None
-    """Of all ranks; the median of the log's lines, without the first of each attempt."""
+    """The speed of all ranks: the median of the log's lines, without the first of each attempt."""
     val_loss: float | None = None
-    """The best."""
+    """The best validation loss."""
     test_loss: float | None = None
     test_accuracy: float | None = None
     data_wait_share: float | None = None
@@ -49,20 +48,20 @@ class Measures:
     allreduce_wait_share: float | None = None
     """The share of the time in which rank 0 has computed its gradients and waits for the all-reduce."""
     allreduce_seconds: float | None = None
-    """How long the all-reduce of a step takes; the median."""
+    """The median duration of a step's all-reduce."""
     gradient_bytes: int | None = None
-    """What is reduced in a step."""
+    """Bytes that the all-reduce of a step reduces."""
     gpu_hours: float | None = None
     train_loss: Curve = ()
-    """By seconds of training."""
+    """The training loss by seconds of training."""
     validation_loss: Curve = ()
 
     @property
     def bandwidth(self) -> float | None:
-        """Bytes per second that each rank sends in the all-reduce, at least, if it is a ring.
+        """The least bytes per second that each rank sends in the all-reduce, if it is a ring.
 
-        A ring sends 2 (n - 1) / n times the gradients: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms
-        for clusters of workstations" (2009).
+        A ring sends 2 (n - 1) / n times the gradients: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+        clusters of workstations" (2009).
         """
         if not self.allreduce_seconds or not self.gradient_bytes:
             return None
@@ -70,11 +69,11 @@ class Measures:
 
 
 def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
-    """Read what a run has measured so far."""
+    """Return the measures of a run so far."""
     lines, evaluations = list(read_json_lines(run.train_metrics)), list(read_json_lines(run.eval_metrics))
     train = RunSpec.load(run).train
     started = History.load(run).of(TrainStarted)
-    # The first line of an attempt has what starting costs.
+    # The first line of an attempt includes the time of starting.
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     last = lines[-1] if lines else {}
     step, seconds, epoch = (number_in(last, name) for name in ("step", "train_seconds", "epoch"))
@@ -101,17 +100,17 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
 
 
 def efficiency(measured: Sequence[Measures]) -> dict[Size, float]:
-    """Images per second of a rank, relative to that of the smallest size that has been measured."""
+    """Return the speed of a rank in each measured size, relative to the smallest measured size."""
     per_rank = {one.size: one.images_per_second / one.size.ranks for one in measured if one.images_per_second}
     base = next(iter(per_rank.values()), 1.0)
     return {size: value / base for size, value in per_rank.items()}
 
 
 def conclusions(measured: Sequence[Measures]) -> list[str]:
-    """Up to which size more ranks pay, why not further, and whether GPUs of one node or of several are faster."""
+    """Return up to which size more ranks pay, why not further, and whether few or many nodes are faster."""
     known = [one for one in measured if one.images_per_second]
     fastest = list[Measures]()
-    for one in known:  # of sizes with as many ranks, the fastest
+    for one in known:  # only the fastest size of those with equal ranks
         if fastest and fastest[-1].size.ranks == one.size.ranks:
             fastest[-1] = max(fastest[-1], one, key=_speed)
         else:
@@ -146,7 +145,7 @@ def _pays(before: Measures, after: Measures) -> bool:
 
 
 def _reason(one: Measures) -> list[str]:
-    """What the ranks of a size wait for, and what helps."""
+    """Return what the ranks of a size wait for, and what helps."""
     waits = {"all-reduce": one.allreduce_wait_share or 0.0, "data": one.data_wait_share or 0.0}
     name, share = max(waits.items(), key=lambda item: item[1])
     if share < _NOTABLE:
@@ -164,7 +163,7 @@ def _reason(one: Measures) -> list[str]:
 
 
 def _up_or_out(known: Sequence[Measures]) -> list[str]:
-    """For each number of ranks that was tried on few and on many nodes, which is faster."""
+    """For each number of ranks that was tried on few and on many nodes, return which is faster."""
     found = list[str]()
     for ranks in sorted({one.size.ranks for one in known}):
         alike = [one for one in known if one.size.ranks == ranks]
@@ -203,7 +202,7 @@ def _last(evaluations: Sequence[Mapping[str, Any]], split: str) -> Mapping[str, 
 
 
 def _curve(points: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> Curve:
-    """Losses by the seconds of training; those of evaluations, which have none, by the line of their step."""
+    """Return losses by the seconds of training. Evaluations have no seconds: these come from the line of their step."""
     seconds = {line.get("step"): number_in(line, "train_seconds") for line in lines}
     found = list[tuple[float, float]]()
     for point in points:

@@ -1,6 +1,6 @@
 """Starts the runs of a scaling study, one size after the other, and follows them. Runs on the login node.
 
-All that it knows is in the runs: it may be killed at any moment and started again.
+Its state is in the runs alone: it may be killed at any moment and started again.
 """
 
 import time
@@ -22,8 +22,8 @@ class ScalingController:
 
     Args:
         study: the directory.
-        spec: what is asked for.
-        tell: is called with each line for people.
+        spec: the spec of the study.
+        tell: called with each line for people.
     """
 
     def __init__(self, study: ScalingDir, spec: ScalingSpec, tell: Callable[[str], None]) -> None:
@@ -33,14 +33,14 @@ class ScalingController:
         self._ended, self._on_page = set[Size](), set[Size]()
 
     def step(self) -> bool:
-        """Follow the runs that run, and start others. Returns whether the study is over.
+        """Follow the runs, and start further ones. Returns whether the study is over.
 
         Raises:
             UserError: the first run cannot be submitted.
             TorchrelayError: Slurm does not answer.
         """
         missing, running = list[Size](), 0
-        self._cache = StatusCache()  # a run that another controller just submitted has not failed
+        self._cache = StatusCache()  # else a run that another controller just submitted may look failed
         for size in self._spec.sizes:
             run = self._study.run(size.name)
             summary = self._cache.summary(run) if run.spec.exists() else None
@@ -57,7 +57,7 @@ class ScalingController:
         return not running and all(size in self._refused for size in missing)
 
     def measures(self) -> list[Measures]:
-        """What was measured so far, by size."""
+        """Return the measures so far, by size."""
         found = list[Measures]()
         for size in self._spec.sizes:
             run = self._study.run(size.name)
@@ -76,7 +76,7 @@ class ScalingController:
         self._on_page = {*self._ended}
 
     def _start(self, size: Size) -> bool:
-        """Submit the run of a size; of the first one, an error is the user's."""
+        """Submit the run of a size; False if it cannot be submitted. Raises UserError for the first size."""
         run = self._study.run(size.name)
         try:
             if start_member(self._study, self._spec, run, self._spec.settings_of(size), script_values(size)):
@@ -90,7 +90,7 @@ class ScalingController:
         return True
 
     def _follow(self, size: Size, summary: Summary) -> bool:
-        """Whether a run still runs. A user's script, which does not know of the time, is cancelled after it."""
+        """Return whether a run goes on. Cancels a user's script after its time, of which the script does not know."""
         state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:
             self._ended.add(size)
@@ -107,5 +107,5 @@ class ScalingController:
 
 
 def script_values(size: Size) -> Mapping[str, str]:
-    """What stands for the names in braces in a script's command line."""
+    """Return the values for the names in braces in a script's command line."""
     return {"nodes": str(size.nodes), "gpus_per_node": str(size.gpus), "ranks": str(size.ranks)}

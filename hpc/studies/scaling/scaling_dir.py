@@ -13,15 +13,15 @@ Mode = Literal["weak", "strong"]
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What one run of the study gets."""
+    """The resources of one run of the study."""
 
     nodes: int
     gpus: int
-    """Per node; 0: one rank per node on its CPUs."""
+    """GPUs per node; 0 means one rank per node on its CPUs."""
 
     @property
     def ranks(self) -> int:
-        """Ranks on all nodes."""
+        """Number of ranks on all nodes."""
         return self.nodes * max(1, self.gpus)
 
     @property
@@ -32,21 +32,21 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingSpec(GroupSpec):
-    """A study, resolved."""
+    """The spec of a study."""
 
     nodes: tuple[int, ...]
     gpus: tuple[int, ...]
     gpu_type: str | None
     minutes: float
-    """How long each run trains."""
+    """Minutes of training of each run."""
     mode: Mode
-    """weak: the global batch grows with the ranks; strong: it is the same for all sizes."""
+    """weak: the global batch grows with the ranks. strong: all sizes have the same global batch."""
     batch_size: int | None
-    """Images per step of the smallest size; None: a user's script has its own."""
+    """Images per step of the smallest size; None for a user's script, which has its own."""
 
     @property
     def sizes(self) -> Sequence[Size]:
-        """All combinations, the one with the fewest ranks first, and of those the one with the fewest nodes."""
+        """All combinations, sorted by the number of ranks, then of nodes."""
         sizes = [Size(nodes=nodes, gpus=gpus) for nodes, gpus in product(self.nodes, self.gpus)]
         return sorted(sizes, key=lambda size: (size.ranks, size.nodes))
 
@@ -68,7 +68,7 @@ class ScalingDir(GroupDir[ScalingSpec]):
 
 
 def split_sizes(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """The values of `--nodes`, those of `--gpus-per-node`, and the other arguments.
+    """Return the values of `--nodes`, the values of `--gpus-per-node`, and the other arguments.
 
     `--nodes 1 2 4`, `--nodes=1,2,4` and `-N 1 2 4` are the same.
     """
@@ -89,14 +89,14 @@ def split_sizes(arguments: Sequence[str]) -> tuple[list[str], list[str], list[st
 
 
 def read_nodes(values: Sequence[str]) -> tuple[int, ...]:
-    """Numbers of nodes. Raises UserError if one is not a number from 1, or is there twice."""
+    """Return numbers of nodes. Raises UserError if one is not a number from 1, or is repeated."""
     if not all(value.isdecimal() and int(value) for value in values) or len({*values}) < len(values):
         raise UserError(f"--nodes is {' '.join(values)!r}: use different numbers, such as --nodes 1 2 4 8")
     return tuple(map(int, values))
 
 
 def read_gpus(values: Sequence[str]) -> tuple[str | None, tuple[int, ...]]:
-    """The type of the GPUs, None if it was not given, and their numbers per node. Raises UserError as `read_nodes`."""
+    """Return the type of the GPUs, if given, and their numbers per node. Raises UserError as `read_nodes`."""
     split = [value.rpartition(":")[::2] for value in values]
     types = {kind for kind, _ in split if kind}
     numbers = [number for _, number in split]

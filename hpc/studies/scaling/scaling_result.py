@@ -1,4 +1,4 @@
-"""What a scaling study has found so far: a table with a column for each size, conclusions, and the page."""
+"""The result of a scaling study so far: a table with a column for each size, conclusions, and the page."""
 
 from collections.abc import Callable, Sequence
 from os.path import relpath
@@ -35,13 +35,13 @@ _ROWS: dict[str, Callable[[Measures], str]] = {
 
 
 def rows(measured: Sequence[Measures]) -> list[tuple[str, list[str]]]:
-    """The rows of the table: what is measured, and the values of all sizes."""
+    """Return the rows of the table: the name of a measure, and its values for all sizes."""
     share = efficiency(measured)
     found = [("ranks", [str(one.size.ranks) for one in measured])]
     found += [(name, [shown(one) for one in measured]) for name, shown in _ROWS.items()]
     place = next(i for i, (name, _) in enumerate(found) if name == "images per second") + 1
     found.insert(place, ("scaling efficiency", [_shown(share.get(one.size), ".0%") for one in measured]))
-    # A user's script may know nothing of an epoch or of a test.
+    # A user's script may have no epochs and no test.
     return [(name, values) for name, values in found if set(values) != {"-"}]
 
 
@@ -55,7 +55,7 @@ def write_page(study: ScalingDir, spec: ScalingSpec, measured: Sequence[Measures
 
 
 def show(study: ScalingDir, spec: ScalingSpec, measured: Sequence[Measures], *, as_json: bool) -> int:
-    """Print what was measured. Returns 1 if nothing was."""
+    """Print the measures. Returns 1 if there are none."""
     share, found = efficiency(measured), conclusions(measured)
     if as_json:
         cli.print_json({

@@ -1,1 +1,1 @@
-"""`hpc sweep`: many runs with other values of some flags, chosen by Optuna. Runs on the login node."""
+"""`hpc sweep`: many runs with different values of some flags, which Optuna chooses. Runs on the login node."""

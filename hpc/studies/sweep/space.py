@@ -1,4 +1,4 @@
-"""What `--param` says: the values that each trial may take. Pure."""
+"""The values that each trial may take, from `--param`. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,10 +15,10 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def read_space(params: Sequence[str]) -> "dict[str, BaseDistribution]":
-    """The values of each parameter, by its name.
+    """Return the values of each parameter, by its name.
 
     Raises:
-        UserError: a parameter is not what it should be.
+        UserError: a parameter is malformed.
     """
     space: dict[str, BaseDistribution] = {}
     for param in params:
@@ -60,7 +60,7 @@ def _distinct(param: str, values: Sequence[str]) -> list[str]:
 
 
 def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
-    """All combinations; those of the last parameter follow each other. Raises UserError if a parameter is a range."""
+    """Return all combinations; the last parameter varies fastest. Raises UserError if a parameter is a range."""
     lists: list[list[str]] = []
     for name, values in space.items():
         choices = getattr(values, "choices", None)
@@ -71,10 +71,10 @@ def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
 
 
 def shown(value: object) -> str:
-    """A value of a trial, as a flag takes it: six digits of a number."""
+    """Format a value of a trial for a flag: a number with six digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def settings_text(params: Mapping[str, Any]) -> str:
-    """The values of a trial for people."""
+    """Format the values of a trial for people."""
     return " ".join(f"{name}={shown(value)}" for name, value in params.items())

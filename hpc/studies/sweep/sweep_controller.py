@@ -1,7 +1,7 @@
 """Starts the trials of a sweep, follows them, and tells Optuna. Runs on the login node.
 
-All that it knows is in Optuna's journal and the runs: it may be killed at any moment and started again. A second one
-does no harm, because one of them makes the run directory, and one tells Optuna of the trial.
+Its state is in Optuna's journal and the runs: it may be killed at any moment and started again. A second one does no
+harm, because one of them makes the run directory, and one tells Optuna of the trial.
 """
 
 import warnings
@@ -27,14 +27,15 @@ from hpc.studies.sweep.sweep_result import write_result
 
 
 def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
-    """The study in the journal of a sweep, made if it is not there."""
+    """Return the study in the journal of a sweep; create it if needed."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     samplers: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
-        # Trials that run at the same time are taken for bad ones, so that they differ.
+        # The sampler takes running trials for bad ones, so that others differ from them.
         "tpe": lambda: optuna.samplers.TPESampler(seed=spec.seed, constant_liar=True),
         "random": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
-        # Optuna's own stops the study by itself, which only its optimize() allows: ask() is told the values.
+        # Optuna's grid sampler stops the study by itself, which only its optimize() allows. So ask() is told the
+        # values.
         "grid": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
     }
     pruners = {"median": optuna.pruners.MedianPruner(), "none": optuna.pruners.NopPruner()}
@@ -49,8 +50,8 @@ class SweepController:
 
     Args:
         sweep: the directory.
-        spec: what is asked for.
-        tell: is called with each line for people.
+        spec: the spec of the sweep.
+        tell: called with each line for people.
     """
 
     def __init__(self, sweep: SweepDir, spec: SweepSpec, tell: Callable[[str], None]) -> None:
@@ -60,13 +61,13 @@ class SweepController:
         self._cache, self._supervision = StatusCache(), Supervision(sweep, tell)
 
     def step(self) -> bool:
-        """Follow the trials that run, and start others. Returns whether the sweep is over.
+        """Follow the trials, and start further ones. Returns whether the sweep is over.
 
         Raises:
             UserError: the first trial cannot be submitted.
             TorchrelayError: Slurm does not answer.
         """
-        self._cache = StatusCache()  # a run that another controller just submitted has not failed
+        self._cache = StatusCache()  # else a run that another controller just submitted may look failed
         for trial in self._running():
             self._follow(trial)
         if self._sweep.cancelled.exists():
@@ -77,7 +78,7 @@ class SweepController:
         while len(self._running()) < self._spec.parallel and self._started() < trials:
             if grid:
                 self.study.enqueue_trial(grid[self._started()], skip_if_exists=True)
-            # The values are in the journal before there is a run.
+            # The journal has the values before the run exists.
             asked = self.study.ask(space)
             self._start(self.study.trials[asked.number])
         self._supervision.check()
@@ -101,7 +102,7 @@ class SweepController:
         run = self._sweep.trial(trial.number)
         summary = self._cache.summary(run) if run.spec.exists() else None
         if summary is None or lacks_job(summary):
-            self._start(trial)  # the controller ended before
+            self._start(trial)  # the earlier controller ended before this
             return
         state = summary.state
         values = self._values(run)
@@ -116,7 +117,6 @@ class SweepController:
             self._tell(f"{run.name} is cancelled: other trials were better after the same number of steps")
 
     def _values(self, run: RunDir) -> dict[int, float]:
-        """The metric by step."""
         points = read_points(run.train_metrics.parent, {})
         return {point.step: point.values[self._spec.metric] for point in points if self._spec.metric in point.values}
 
@@ -134,7 +134,7 @@ class SweepController:
             self._tell(f"{name} is {state}{why}: {settings_text(trial.params)}")
 
     def _start(self, trial: FrozenTrial) -> None:
-        """Submit the run of a trial; of the first one, an error is the user's."""
+        """Submit the run of a trial. Raises UserError for the first trial."""
         spec, run = self._spec, self._sweep.trial(trial.number)
         values = {name: shown(value) for name, value in trial.params.items()}
         try:

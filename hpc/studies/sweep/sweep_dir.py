@@ -1,4 +1,4 @@
-"""The directory of a sweep: a group whose runs are Optuna's trials, with its journal."""
+"""The directory of a sweep: a group whose runs are Optuna's trials, and its journal."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,12 @@ Pruner = Literal["median", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSpec(GroupSpec):
-    """A sweep, resolved."""
+    """The spec of a sweep."""
 
     param: tuple[str, ...]
     trials: int
     metric: str
-    """By its name at trackers: `val/accuracy`."""
+    """The metric, by its name at trackers: `val/accuracy`."""
     direction: Direction
     sampler: Sampler
     pruner: Pruner
@@ -43,5 +43,5 @@ class SweepDir(GroupDir[SweepSpec]):
         return self.path / "best.yaml"
 
     def trial(self, number: int) -> RunDir:
-        """The run of a trial, by its number from 0."""
+        """Return the run of a trial, by its number from 0."""
         return self.run(f"{number:03d}")

@@ -1,4 +1,4 @@
-"""Shows what a sweep has found so far: a table, the best trial as a file of flags, and a page."""
+"""The result of a sweep so far: a table, the best trial as a file of flags, and a page."""
 
 import shlex
 from collections.abc import Sequence
@@ -42,13 +42,13 @@ def _best_flags(directory: SweepDir, spec: SweepSpec, best: FrozenTrial) -> str:
 
 
 def best_trial(study: optuna.Study) -> FrozenTrial | None:
-    """The best completed trial; None if there is none."""
+    """Return the best completed trial; None if there is none."""
     completed = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     return study.best_trial if completed else None
 
 
 def show(directory: SweepDir, spec: SweepSpec, study: optuna.Study, *, as_json: bool) -> int:
-    """Print the trials, the best one first. Returns 1 if none was completed."""
+    """Print the trials, the best one first. Returns 1 if none is completed."""
     best, trials = best_trial(study), _sorted(study)
     if as_json:
         cli.print_json({

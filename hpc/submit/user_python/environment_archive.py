@@ -1,6 +1,6 @@
 """The archive of a Python environment: packed once on the login node, fetched and unpacked by compute nodes.
 
-A shared file system delivers one large file in seconds, and the 30,000 small files of an environment in minutes, at
+A shared file system delivers one large file in seconds, but the 30,000 small files of an environment in minutes, at
 every start of every rank.
 """
 
@@ -29,10 +29,10 @@ from jobs.staging.python_environment import DESCRIPTION, EnvironmentDescription,
 DIRECTORY = ".environments"
 _BUFFER_BYTES = 2**20
 _KEEP_SECONDS = 7 * 86400
-# A process that packs writes all the time: a temporary file of another host that is older belongs to a dead process.
+# A process that packs writes all the time: an older temporary file of another host belongs to a dead process.
 _ABANDONED_SECONDS = 3600
 _LONGEST_SCRIPT = 2**20
-# To the shell the second line is a no-op, to Python the start of a string that ends after the third.
+# For the shell the second line is a no-op; for Python it starts a string that ends after the third.
 _PORTABLE = """#!/bin/sh
 ''':'
 exec "${0%/*}/python" "$0" "$@"
@@ -46,11 +46,11 @@ Watch = Callable[[int], AbstractContextManager[Progress]]
 
 
 def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | None = None) -> Path:
-    """The archive of an environment: the existing one, or a new one.
+    """Return the archive of an environment: the existing one, or a new one.
 
     Args:
         environment: the environment to pack.
-        runs_dir: the archives are in a directory of their own below it; those that its unfinished runs need are kept.
+        runs_dir: has the directory of the archives; archives that its unfinished runs need are kept.
         watch: displays the progress if a new archive is made.
 
     Raises:
@@ -100,7 +100,7 @@ def _mark_used(archive: Path) -> bool:
 
 
 def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> None:
-    """Pack under a temporary name, then rename, unless another process was faster: its archive stays."""
+    """Pack under a temporary name, then link. If another process was faster, its archive stays."""
     pid = os.getpid()
     temporary = archive.with_name(f".{archive.name}.{_host()}.{pid}.{start_time(pid)}.tmp")
     try:
@@ -111,7 +111,7 @@ def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> 
             os.fsync(file.fileno())
         if replace(environment).fingerprint != environment.fingerprint:
             raise TorchrelayError(f"{environment.prefix} was changed while it was packed: submit again")
-        # Nodes read the archive as soon as it exists: another one of the same content must not replace it.
+        # Nodes read the archive as soon as it exists: another one with the same content must not replace it.
         with contextlib.suppress(FileExistsError):
             os.link(temporary, archive)
     finally:
@@ -131,7 +131,7 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
         compressor.stream_writer(file, closefd=False) as compressed,
         tarfile.open(fileobj=compressed, mode="w|", bufsize=_BUFFER_BYTES) as tar,
     ):
-        vars(tar)["copybufsize"] = _BUFFER_BYTES  # tarfile's own 16 kB would cost a Python call each
+        vars(tar)["copybufsize"] = _BUFFER_BYTES  # tarfile's 16 kB would cost a Python call each
         entry = PackedFileEntry(DESCRIPTION, len(description), time.time_ns(), executable=False)
         tar.addfile(_tar_info(entry), io.BytesIO(description))
         for member in environment.members:
@@ -152,7 +152,7 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
 def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
     info = tarfile.TarInfo(member.name)
     info.size, info.mode = member.size, 0o700 if member.executable else 0o600
-    # Python compares the whole seconds of a source with its byte code's record of them.
+    # Byte code records the whole seconds of its source, and Python compares them.
     info.mtime = member.modified_ns // 10**9
     if member.target is not None:
         info.type, info.linkname = tarfile.SYMTYPE, member.target
@@ -160,7 +160,7 @@ def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
 
 
 def portable_script(script: bytes, prefix: Path) -> bytes:
-    """Make a console script run with the interpreter beside it. Pure.
+    """Return a console script that runs with the interpreter beside it. Pure.
 
     A file whose first line does not name the environment's interpreter is returned unchanged.
     """
@@ -171,7 +171,7 @@ def portable_script(script: bytes, prefix: Path) -> bytes:
 
 
 def _is_abandoned(temporary: Path) -> bool:
-    """Whether the process that wrote a temporary file is dead."""
+    """Return whether the process that wrote a temporary file is dead."""
     _, host, pid, started, _ = temporary.name.rsplit(".", 4)
     if host == _host():
         return not is_alive(pid, int(started))
@@ -183,7 +183,7 @@ def _host() -> str:
 
 
 def _delete_unused(current: Path, runs_dir: Path) -> None:
-    """Delete the other archives that were not used for a week and that no unfinished run needs."""
+    """Delete the other archives that were unused for a week and that no unfinished run needs."""
     others = [archive for archive in current.parent.glob("*.tar.zst") if archive != current]
     old = [archive for archive in others if time.time() - archive.stat().st_atime > _KEEP_SECONDS]
     if not old:
@@ -196,7 +196,7 @@ def _delete_unused(current: Path, runs_dir: Path) -> None:
 
 @contextmanager
 def show_progress(size: int) -> Iterator[Progress]:
-    """A progress bar on stderr."""
+    """Show a progress bar on stderr."""
     from rich import progress  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415 - a submission that packs nothing need not load it
 

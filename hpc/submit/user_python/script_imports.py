@@ -1,4 +1,4 @@
-"""Which files of the user's own a script or module is and imports: found without running any. On the login node."""
+"""Finds the user's own files that a script or module imports, without running any. Runs on the login node."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def imported_files(script: Path, search: Sequence[Path]) -> set[Path]:
-    """The files of the modules that a script imports, and those that they import, as far as they are in `search`.
+    """Return the files of the modules that a script imports, even indirectly, if they are in `search`.
 
-    Imports within functions and conditions count; those of a computed name are not seen.
+    Imports within functions and conditions count; imports of a computed name are not seen.
     """
     found, waiting = set[Path](), [script]
     while waiting:
@@ -19,12 +19,12 @@ def imported_files(script: Path, search: Sequence[Path]) -> set[Path]:
 
 
 def module_directories(root: Path, working_directory: str) -> list[Path]:
-    """Return where a repository's modules may be: the working directory, the top, and `src` at the top."""
+    """Return the possible places of a repository's modules: the working directory, the top, and `src` at the top."""
     return list(dict.fromkeys((root / working_directory, root, root / "src")))
 
 
 def module_file(name: str, search: Sequence[Path]) -> Path | None:
-    """The file that `python -m NAME` would run, of those below some directories; None if it is none of them."""
+    """Return the file below some directories that `python -m NAME` would run; None if there is none."""
     *packages, last = name.split(".")
     for base in search:
         parent = base.joinpath(*packages)
@@ -38,14 +38,14 @@ def _directly_imported(file: Path, search: Sequence[Path]) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        return  # no Python of this version: the run will say so, with the line
+        return  # not Python of this version: the run will report this, with the line
     for node in ast.walk(tree):
         bases = search
         if isinstance(node, ast.Import):
             modules = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = node.module.split(".") if node.module else []
-            # What is imported from a package may be a module of it.
+            # A name that is imported from a package may be a module of it.
             modules = [[*package, alias.name] for alias in node.names]
             bases = [file.parents[node.level - 1]] if node.level else search
         else:
@@ -55,7 +55,7 @@ def _directly_imported(file: Path, search: Sequence[Path]) -> Iterator[Path]:
 
 
 def _module_files(base: Path, names: Sequence[str]) -> list[Path]:
-    """The files of a module and of the packages that it is in, as far as they exist below a directory."""
+    """Return the files of a module and of its packages that exist below a directory."""
     paths = [base.joinpath(*names[: number + 1]) for number in range(len(names))]
     choices = [(path / "__init__.py", path.with_name(f"{path.name}.py")) for path in paths]
     return [next(filter(Path.is_file, pair)) for pair in choices if any(map(Path.is_file, pair))]

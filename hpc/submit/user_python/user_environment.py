@@ -1,7 +1,8 @@
 """The checks of `--python` and `--container`, the user's own environment, before the queue. Runs on the login node.
 
-torchrun and the ranks of a user's script run in it, the agents in that of `hpc`. Of ours, torchrun_main and the
-rendezvous that it loads, the rank wrapper and the preflight run there, on the standard library and torch alone.
+torchrun and the ranks of a user's script run in this environment, the agents in that of `hpc`. Our modules that also
+run in it need only the standard library and torch: torchrun_main and the rendezvous that it loads, the rank wrapper,
+the preflight.
 """
 
 import json
@@ -17,12 +18,12 @@ from hpc.base.errors import UserError
 from hpc.submit.checks import check_is_shared
 from jobs.staging import container
 
-# Those of pyproject.toml.
+# The versions in pyproject.toml.
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 # Importing torch from slow storage takes minutes.
 _IMPORT_SECONDS = 300.0
 _MARK = "torchrelay:"
-# Any Python 3 can read it.
+# This text is valid in any Python 3.
 _LOOK = f"""
 import json, sys
 print("\\n{_MARK}" + json.dumps(list(sys.version_info[:2])))
@@ -33,7 +34,7 @@ print("\\n{_MARK}" + json.dumps([str(torch.__version__), torch.__file__]))
 
 
 def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool) -> None:
-    """Refuse `--python` and `--container` with the trainer, and with `--stage-env`. Raises UserError."""
+    """Raise UserError for `--python` and `--container` with the trainer or with `--stage-env`."""
     if value is None:
         return
     if trains:
@@ -52,7 +53,7 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
 def resolve(
     image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool
 ) -> tuple[str | None, str | None]:
-    """The absolute path of the image of `--container`, and the interpreter, in it or of `--python`; None: not given.
+    """Return the absolute path of the image of `--container`, and the interpreter, in it or of `--python`, if given.
 
     Raises UserError if torchrun and the ranks cannot run there.
     """
@@ -64,10 +65,10 @@ def resolve(
 
 
 def check(given: Path, setup: Sequence[str], *, on_cluster: bool, seconds: float = _IMPORT_SECONDS) -> str:
-    """The absolute path of an interpreter that can run torchrun and the ranks; UserError if it cannot.
+    """Return the absolute path of an interpreter. Raises UserError if it cannot run torchrun and the ranks.
 
-    It is tried without the lines of `--setup`, which are for the nodes: with some of them, an environment that does not
-    import torch here is let through with a warning.
+    It is tried without the lines of `--setup`, which are for the nodes: if there are any, an environment that does not
+    import torch here only gets a warning.
     """
     path = _executable(given)
     if on_cluster:
@@ -80,7 +81,7 @@ def check(given: Path, setup: Sequence[str], *, on_cluster: bool, seconds: float
 
 
 def _find_image(given: str, *, on_cluster: bool) -> Path:
-    """The absolute path of an image of `--container`. Raises UserError if there is none, or nodes could not read it."""
+    """Return the absolute path of an image of `--container`. Raises UserError if nodes could not read it."""
     if "://" in given:
         raise UserError(
             f"--container is {given}, which every node would have to download: type apptainer pull image.sif {given}, "
@@ -95,7 +96,7 @@ def _find_image(given: str, *, on_cluster: bool) -> Path:
 
 
 def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
-    """As `check`, for an interpreter in an image. Where Apptainer comes from --setup, on the nodes, nothing is checked.
+    """Check an interpreter in an image, like `check`. If only --setup provides Apptainer, on the nodes, check nothing.
 
     Raises UserError.
     """
@@ -113,7 +114,7 @@ def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
 
 
 def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float) -> Path | None:
-    """Check the versions of an interpreter and its torch; the file of torch, if it is imported here."""
+    """Check the versions of an interpreter and its torch. Returns the file of torch, if it can be imported here."""
     answers, problem = _ask(program, seconds)
     if not answers:
         raise UserError(f"{flag}, which does not run as a Python interpreter here ({problem})")
@@ -136,7 +137,7 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
 
 
 def _executable(given: Path) -> Path:
-    # A venv's interpreter is a link, and finds its environment by the link's place. Links to that place may be missing
+    # A venv's interpreter is a link, and finds its environment relative to the link. Links to that place may be missing
     # on other nodes.
     path = given.expanduser().absolute()
     path = path.parent.resolve() / path.name
@@ -151,9 +152,9 @@ def _executable(given: Path) -> Path:
 
 
 def _ask(program: Sequence[str], seconds: float) -> tuple[list[list[Any]], str]:
-    """What the interpreter says of itself and its torch, as far as it comes; and what stopped it."""
+    """Return what the interpreter reports of itself and its torch, and what stopped it."""
     try:
-        # In /, because `-c` would import from the current directory first.
+        # The directory is /, because `-c` would first import from the current directory.
         done = subprocess.run(
             [*program, "-c", _LOOK],
             cwd="/",
