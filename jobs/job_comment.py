@@ -1,4 +1,4 @@
-"""Keeps the comment of the run's job up to date, which `squeue -o %k` shows: run, attempt, epoch. On the head node."""
+"""Keeps the job's comment up to date, which `squeue -o %k` shows: run, attempt, epoch. Runs on the head node."""
 
 import threading
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def _keep_up_to_date(node: NodeAttempt, over: threading.Event) -> None:
 
 
 def comment(node: NodeAttempt) -> str:
-    """Run, attempt, and the epoch of the last logged step, if it is known."""
+    """Name the run, the attempt, and the epoch of the last logged step, if it is known."""
     epoch = (last_json_line(node.run.train_metrics) or {}).get("epoch")
     words = [node.run.name, f"attempt {node.attempt.attempt}", *([] if epoch is None else [f"epoch {epoch}"])]
     return ", ".join(words)

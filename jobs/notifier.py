@@ -1,4 +1,4 @@
-"""Has messages about the run sent, beside the agent's own work, which never waits for them. Runs on compute nodes."""
+"""Sends messages about the run in a thread, so that the agent's work does not wait for them. Runs on compute nodes."""
 
 import signal
 import subprocess
@@ -11,10 +11,9 @@ from jobs.stop_request import STOP_SIGNALS
 
 
 def start_notifying(node: NodeAttempt) -> threading.Thread:
-    """Send what is to be told of the run now, for at most half a minute.
+    """Start a thread that sends the messages that are due, for at most half a minute.
 
-    An agent that ends joins the thread, because its job ends its processes. What could not be sent is left to the
-    supervisor.
+    An agent joins it before it ends, because its job then ends its processes. The supervisor sends what is left.
     """
     thread = threading.Thread(target=_notify, args=(node,), daemon=True, name="notify")
     thread.start()
@@ -22,7 +21,7 @@ def start_notifying(node: NodeAttempt) -> threading.Thread:
 
 
 def _notify(node: NodeAttempt) -> None:
-    # The process inherits this. A requeue signals all processes of the job, and leaves them KillWait, 30 s by default.
+    # The sender inherits this. A requeue signals all processes of the job, and leaves them KillWait, 30 s by default.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         if is_due(node.run, node.spec.notification):

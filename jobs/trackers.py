@@ -1,4 +1,4 @@
-"""Has the metrics of an attempt sent to the run's trackers, by processes beside the training. Runs on the head node."""
+"""Sends the metrics of an attempt to the run's trackers, in processes of their own. Runs on the head node."""
 
 import contextlib
 import subprocess
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from hpc.tracking import sender
 from jobs.node_attempt import NodeAttempt, log
 
-# For the last points of a run that has ended, because its job ends all processes. An interrupted run does not wait.
+# A run that has ended waits for its last points, because its job then ends all processes. An interrupted run does not.
 _LAST_SECONDS = 30.0
 
 

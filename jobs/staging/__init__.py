@@ -1,1 +1,1 @@
-"""The data set and the Python environment on this node's own disk. Runs on compute nodes."""
+"""Stages the data set and the Python environment on this node's own disk. Runs on compute nodes."""
