@@ -1,7 +1,7 @@
 """Checks that each device computes correctly and that all ranks communicate. Runs on every rank, before a training.
 
 `python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script. It runs
-in the user's environment (--python), so all that it imports is the standard library, torch, and ours that do the same.
+in the user's environment (--python), so it imports only the standard library, torch, and modules of ours that do so.
 """
 
 import faulthandler
@@ -56,7 +56,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
 
     Raises:
         BadNodeError: this rank's device or network returned wrong results.
-        TorchrelayError: another rank's did.
+        TorchrelayError: another rank's device or network did.
     """
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
@@ -71,7 +71,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     if problems:
         raise TorchrelayError(f"this rank passed the check, but another rank failed: {next(iter(problems.values()))}")
     if group.device.type == "cuda":
-        # The training must find no memory that the preflight used.
+        # Free the memory that the preflight used for the training.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(group.device)
     bandwidth = None
@@ -223,7 +223,7 @@ def main(run_dir: str = "", attempt: str = "1") -> int:
 
 
 def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
-    # In the environment of a user's script, which lacks the package that the types of events need (hpc.core.events).
+    # A user's environment may lack the package that the types of events need (hpc.core.events).
     ledger, known = run.events / f"attempt-{attempt:03d}-trainer.jsonl", {"time": time.time(), "attempt": attempt}
     try:
         ledger.parent.mkdir(parents=True, exist_ok=True)
