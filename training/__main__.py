@@ -9,14 +9,14 @@ import time
 
 from training.relay import STOP_SIGNALS, Heartbeat, signals
 
-# Before all other imports: importing torch takes seconds, and a signal in them must not end the rank unsaved. A rank
-# that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
+# Handle signals before all other imports: importing torch takes seconds, and a signal then must not end the rank
+# unsaved. A rank that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
 _STARTED = time.monotonic()
 signals.install()
 faulthandler.enable(all_threads=True)
 if __name__ == "__main__":
-    # Imports make objects by the million and no garbage: looking for it takes a sixth of their time. `launch` turns
-    # the collector on again.
+    # Imports make millions of objects and no garbage: looking for it takes a sixth of their time. `launch` turns the
+    # collector on again.
     gc.disable()
 
 import os  # noqa: E402
@@ -39,17 +39,17 @@ from training.runtime.run_context import RankInfo, RunContext, rank_info_from  #
 def main() -> int:
     """Parse, train, and turn errors into one line and an exit code.
 
-    A crash ends the process at once: an orderly end would wait for workers, threads or other ranks.
+    A crash ends the process at once, because an orderly end would wait for workers, threads or other ranks.
     """
     if not sys.stdout.isatty():
-        # A log that is read while it is written needs whole lines at once.
+        # Users read the log while it is written, so whole lines are written at once.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
     rank = rank_info_from(os.environ)
     try:
         if is_from_spec(sys.argv[1:]):
             options, evaluation = rank_options(sys.argv[1:])
             return _train(options, rank, evaluation)
-        # Only here, for it imports tyro and YAML.
+        # Imported only here, because this imports tyro and YAML.
         from hpc.core import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
 
@@ -66,15 +66,15 @@ def main() -> int:
         traceback.print_exc()
         first, *more = str(error).strip().splitlines() or [""]
         if more:
-            # People and the node agent read the last line. An error of a loader worker comes with its own traceback,
-            # the message at the end.
+            # People and the node agent read the last line. An error of a loader worker has its own traceback, with the
+            # message at the end.
             line = more[-1] if "Traceback" in str(error) else f"{type(error).__qualname__}: {first}"
             print(line, file=sys.stderr, flush=True)
         _flush_output()
         leave(1)
     finally:
-        # Python removes its handlers while it shuts down. A signal would then kill this rank, whose work is done, and
-        # torchrun would count that as a failure and restart all ranks.
+        # Python removes its handlers while it shuts down. A signal would then kill this rank after its work is done,
+        # and torchrun would count that as a failure and restart all ranks.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         _flush_output()
@@ -86,7 +86,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
     heartbeat.beat("start")
     fault = parse_fault(options.fault or os.environ.get(FAULT, ""))
     if rank.restarts and not fault.always:
-        fault = NO_FAULT  # torchrun restarts the ranks with the same flags after it has struck
+        fault = NO_FAULT  # torchrun restarts the ranks with the same flags after the fault
     context = RunContext(
         config=options.train,
         run_dir=RunDir(options.run_dir.expanduser().absolute()),
@@ -98,7 +98,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
         recipe=options.recipe,
         evaluation=evaluation,
     )
-    # After the checks of the flags: these imports take seconds.
+    # Import these after the checks of the flags, because it takes seconds.
     from training.engine.launch import launch  # noqa: PLC0415
     from training.engine.loss_meter import DivergedError  # noqa: PLC0415
     from training.runtime.process_group import SharedError  # noqa: PLC0415
@@ -113,7 +113,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
 
 
 def _print_error(error: TorchrelayError) -> None:
-    """Print one line. An error of a loader worker comes with its traceback, the message at the end."""
+    """Print one line: an error of a loader worker has its traceback first, and the message at the end."""
     line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     print(f"error: {line}", file=sys.stderr, flush=True)
 
