@@ -1,8 +1,8 @@
 """The node agent: it claims or joins an attempt, stages the data, takes part in the rounds, and has the run continue.
 
 Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent coordinates the attempt
-(jobs.control.coordinator); the others report to it and follow its directive. If the head node is lost, one of the
-others hands the run to a new job (jobs.ending).
+(jobs.control.coordinator); the others report to it and follow its directive. If the head node is lost, another
+agent hands the run to a new job (jobs.ending).
 """
 
 import os
@@ -192,7 +192,7 @@ class _Agent:
             return conclude(self._node, self._channel, self._monitor, coordinator)
 
     def _train(self) -> None:
-        """Prepare this node, and take part in rounds until there are no more."""
+        """Prepare this node, and take part in its rounds."""
         try:
             threads = threads_per_rank(self._node.allocation, self._node.spec.resources.ranks_per_node)
             self._record_joined()
@@ -264,7 +264,7 @@ class _Agent:
 
 
 def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
-    """Return the threads for each rank: all ranks of the machine together must not oversubscribe its cores.
+    """Return the threads per rank, with which all ranks together do not oversubscribe the machine.
 
     Raises:
         TorchrelayError: this process may use fewer cores than the job was given.

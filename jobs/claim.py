@@ -1,7 +1,7 @@
 """The start of an attempt: exactly one agent claims it, the others join.
 
-Runs on compute nodes. A claim, like an end (hpc.slurm.resubmit), is an event file that is created exclusively,
-with its line in it.
+Runs on compute nodes. A claim, like an end (hpc.slurm.resubmit), is an event file that is created exclusively
+with its line.
 """
 
 import shlex
@@ -43,7 +43,7 @@ def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
 def claim_next(
     run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = ()
 ) -> Attempt:
-    """Claim the next attempt, after making sure that no other job works on this run.
+    """Claim the next attempt if no other job works on this run.
 
     Raises:
         TorchrelayError: another job works on it, or the run was cancelled.
@@ -62,7 +62,7 @@ def claim_next(
 
 
 def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
-    """Return whether the run is complete; if so, the head's agent records that this start of the job does nothing."""
+    """Return whether the run is complete; the head's agent then records that this start of the job does nothing."""
     if not run.final_result.exists():
         return False
     reason = f"run {run.name} is complete, so this job starts nothing: to train longer, type {_resume(run)} --epochs N"

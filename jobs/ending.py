@@ -55,7 +55,7 @@ _OTHERS_SECONDS = 60.0
 _SLURM_SECONDS = 900.0
 # A spare waits this long, so that a node with a snapshot takes over first.
 _SPARE_SECONDS = 5.0
-# A single agent that has lost contact may be cut off itself: if there are others, it waits for one to confirm the loss.
+# An agent that has lost contact may be cut off itself: if there are others, it waits until one confirms the loss.
 _CONFIRM_SECONDS = 15.0
 
 
@@ -64,7 +64,7 @@ _CONFIRM_SECONDS = 15.0
 
 def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
     """Record how the attempt ended, and have the run continue if it should. Returns the exit code."""
-    # Of the nodes that were lost earlier, Slurm has noticed the loss, or they have come back.
+    # Slurm has noticed the nodes that were lost earlier, or they have come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
     lost = recent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, Any]()
@@ -125,7 +125,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 
 
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
-    """Return whether the previous attempt was an earlier start of the same job whose agents had gone silent.
+    """Return whether the previous attempt was an earlier start of the same job whose agents went silent.
 
     If a node of that start was only suspended, its srun ends the step of this start once the node resumes, because
     both steps have the same name.
@@ -364,7 +364,6 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
 
 
 def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
-    """Requeue the job, and keep it away from some nodes."""
     job_id = node.allocation.job_id
     slurm.requeue(job_id)
     node.record(Requeued(job_id=job_id))

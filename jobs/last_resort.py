@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
-    """Return the attempt of this start of the job, a new one if no agent claimed one, or None if agents have ended it.
+    """Return this start's attempt, a new one if no agent claimed one, or None if agents have ended it.
 
     Raises:
         TorchrelayError: the run was cancelled, or another job works on it.

@@ -80,7 +80,7 @@ class NodeAllocation:
         return self.hostnames[self.node_rank]
 
     def names(self, node_ranks: Iterable[int]) -> list[str]:
-        """Return the host names of some nodes, sorted by node rank."""
+        """Return host names, sorted by node rank."""
         return [self.hostnames[node_rank] for node_rank in sorted(node_ranks)]
 
 
@@ -211,8 +211,8 @@ def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
 
     Raises:
         SlurmRefusalError: Slurm answered, and will not do it.
-        TorchrelayError: Slurm still did not answer after this time.
-        OSError: the storage still did not work after this time, or there was another error.
+        TorchrelayError: Slurm did not answer in this time.
+        OSError: the storage did not work in this time, or another error occurred.
     """
     deadline = time.monotonic() + patience_seconds
     while True:

@@ -1,8 +1,8 @@
 """A node's part in `hpc doctor --node` and `hpc smoke`: inspect the node, and let its ranks check or measure it.
 
-Runs on compute nodes, once per node, in a job of its own: `python -m jobs.node_probe JOB DIRECTORY STAGE_DIR GPUS
-INTERFACE PORT_RANGE` prints a `NodeInfo` as JSON. JOB is `doctor` or `smoke`. The login node made
-DIRECTORY beside the runs; for `smoke` it contains the data to stage. INTERFACE and PORT_RANGE may be empty.
+Runs on compute nodes, once per node, in its own job: `python -m jobs.node_probe JOB DIRECTORY STAGE_DIR GPUS INTERFACE
+PORT_RANGE` prints a `NodeInfo` as JSON. JOB is `doctor` or `smoke`. The login node made DIRECTORY next to the runs; for
+`smoke` it contains the data to stage. INTERFACE and PORT_RANGE may be empty.
 """
 
 import json
@@ -231,7 +231,7 @@ def write_rate(directory: Path) -> float | None:
 def stage(probe: Probe, channel: ControlChannel, secret: str, stage_dir: Path, stack: ExitStack) -> dict[str, Any]:
     """Stage the data as an attempt does, together with the other nodes; the copy is deleted when `stack` is closed.
 
-    Returns the bytes per second, or the reason of a failure, after which the network is measured all the same.
+    Returns the bytes per second, or why it failed; the network is measured in any case.
     """
     group = NodeGroup(probe.allocation, channel, probe.run.path / DATA, secret, probe.network.ports)
     deadline = time.monotonic() + _STAGE_SECONDS

@@ -97,7 +97,7 @@ def export(options: ExportOptions) -> str:
 
 
 def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
-    """Return the name of a split of the model's data set, and images of it (uint8 [n, *card.image_shape]).
+    """Return a split's name and images (uint8 [n, *card.image_shape]) from the model's data set.
 
     Raises:
         UserError: the data set is missing, or not the model's.
@@ -120,7 +120,7 @@ def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
 
 @torch.inference_mode()
 def largest_difference(exported: Classify, classifier: Classifier, images: Tensor) -> float:
-    """Return the largest difference between two models' probabilities; the first image is a batch of its own."""
+    """Return the largest difference between two models' probabilities; the first image is one batch."""
     batches = [batch for batch in (images[:1], images[1:]) if len(batch)]
     return float(torch.cat([(exported(batch) - classifier(batch)).abs() for batch in batches]).max())
 

@@ -174,7 +174,7 @@ def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tenso
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
-    """Return the names and probabilities of each image's (row's) most likely classes."""
+    """Return each image's (row's) most likely classes with their probabilities."""
     values, indices = probabilities.topk(min(top, len(classes)), dim=1)
     return [
         tuple((classes[index], value) for index, value in zip(*row, strict=True))

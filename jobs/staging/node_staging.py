@@ -36,7 +36,7 @@ from training.config.packed_index import INDEX, read_index
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
 # A node whose agent starts later than this gets its data from the nodes that started before it.
 _GATHER_SECONDS = 10.0
-# Each part of this size of a packed file has a checksum of its own.
+# A packed file has a checksum for each part of this size.
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -215,7 +215,7 @@ def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: 
         watch: gets the progress, and returns whether to stop.
 
     Raises:
-        StagingStopped: `watch` returned True. Images that are packed already are not packed again.
+        StagingStopped: `watch` returned True. Images packed so far are not packed again.
         TorchrelayError: the images cannot be packed, or the disk is full.
     """
     store = open_store(stage_dir)

@@ -1,4 +1,4 @@
-"""The command line of `python -m training` and of the programs that take the same flags. Runs where they run.
+"""The command line of `python -m training` and of programs with the same flags. Runs where they run.
 
 Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`).
 Ranks that a node agent starts read `spec.json` instead (`training.config.training_spec`): this module imports tyro and
@@ -54,7 +54,7 @@ def flag_names(options: type[Any]) -> dict[str, bool]:
 def with_files(
     given: Mapping[str, Any], known: Mapping[str, bool], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Add to the given flags those of `--config`, of `--recipe` and of `defaults`; the earlier one wins.
+    """Complete the given flags from `--config`, `--recipe` and `defaults`; the earlier source wins.
 
     A file may name its recipe. `known` are the flags that a file may set, without dashes; True for switches. Other
     defaults are left out.
@@ -73,7 +73,7 @@ def with_files(
 def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, Any]:
     """Add a data set to the flags of a training that name none.
 
-    It is Fashion-MNIST where Debian's copy is installed, else scikit-learn's digits, with the flags of their recipe.
+    It is Fashion-MNIST if Debian's copy is installed, else scikit-learn's digits with their recipe's flags.
     """
     if {"data", "synthetic", "recipe"} & given.keys():
         return dict(given)
@@ -83,7 +83,7 @@ def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, 
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings: those of `over` win, and a list follows the values that `base` has for its flag."""
+    """Merge settings: `over` wins, and a list follows the values that `base` has for its flag."""
     both = base.keys() & {name for name, value in over.items() if isinstance(value, list)}
     return {**base, **over, **{name: [*_listed(base[name]), *over[name]] for name in both}}
 

@@ -143,7 +143,7 @@ def check_data(path: Path) -> DataLayout:
 
 
 def find_data(staged: Path) -> Path:
-    """Return the data directory in a staged copy: archives often hold one directory with everything in it."""
+    """Return the data directory in a staged copy: archives often hold a single directory."""
     try:
         inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
     except OSError:

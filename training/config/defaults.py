@@ -25,7 +25,7 @@ class Defaults:
 
 
 def files() -> tuple[Path, ...]:
-    """Return the files of the site and of the user, which need not exist; the later one wins."""
+    """Return the site's and the user's file, which need not exist; the later one wins."""
     return _SITE, platformdirs.user_config_path() / _FILE
 
 

@@ -26,7 +26,7 @@ class EvaluationTask:
     epoch: int | None = None
     split: SplitChoice = "auto"
     other_data: bool = False
-    """True if the data is not that of the training, so that none of it is held out."""
+    """True if the data is not the training's, so that none of it is held out."""
 
 
 def choose_split(task: EvaluationTask, layout: DataLayout, val_split: float) -> Split:

@@ -41,7 +41,7 @@ def _sources(package: str) -> list[Path]:
 
 @cache
 def models_of(package: str) -> tuple[str, ...]:
-    """Return the names of torchvision's or timm's classification models; none if it is not installed."""
+    """Return the names of torchvision's or timm's classifiers; none if it is not installed."""
     sources = (source.read_text(encoding="utf-8") for source in _sources(package))
     return tuple(sorted(match[1] or match[2] for source in sources for match in _REGISTERED.finditer(source)))
 
@@ -67,7 +67,7 @@ def check_model(name: str) -> None:
 
 
 def resolve_weights(model: str, weights: str) -> Path:
-    """Find the file of `--weights`, which is a path or a name of torchvision's weights for the model.
+    """Find the file of `--weights`: a path, or a name of torchvision's weights for the model.
 
     Raises:
         UserError: it does not exist; describes how to get it.

@@ -282,7 +282,7 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
 
 
 def without_effect(config: Any) -> list[str]:
-    """Return a line with the reason for each flag of a TrainConfig that is not its default and has no effect."""
+    """Explain in a line each flag of a TrainConfig that is not its default and has no effect."""
     lines = []
     for name, has_effect, why in _EFFECTS:
         value = getattr(config, name)

@@ -2,7 +2,7 @@
 
 Runs on the login node (before anything is queued) and on every rank. Imports neither torch nor torchvision, which take
 seconds and may not be installed on a login node; nor tyro, so that ranks start quickly. Ranks that a node agent starts
-read the run's spec (`training.config.training_spec`); a rank that was started by hand parses its command line
+read the run's spec (`training.config.training_spec`); ranks started by hand parse their command line
 (`training.config.command_line`).
 """
 
@@ -252,7 +252,7 @@ def highest_learning_rate(config: TrainConfig) -> float:
 
 
 def samples_per_group(config: TrainConfig) -> int:
-    """Return how many neighbouring images of a batch must go to the same rank: mixing takes pairs."""
+    """Return how many neighbours in a batch must go to the same rank: mixing takes pairs."""
     return 2 if config.mixup or config.cutmix else 1
 
 
@@ -260,7 +260,7 @@ def check_world(config: TrainConfig, world_size: int, samples: int | None = None
     """Make sure that every rank has work in every part of a step.
 
     Raises:
-        UserError: there are too few images in a batch, which is no larger than the training set (`samples`, if known).
+        UserError: a batch, which is at most the training set (`samples`, if known), has too few images.
     """
     minimum = world_size * config.grad_accum_steps * samples_per_group(config)
     among = f"the {world_size} ranks that share it"

@@ -30,7 +30,6 @@ class Training:
 
     train: TrainConfig
     recipe: str | None = None
-    """The recipe behind the flags."""
     forked_from: str | None = None
     """The checkpoint of another run with which the training began; None: it began with the first step."""
     evaluation: EvaluationTask | None = None

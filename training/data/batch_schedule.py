@@ -1,9 +1,9 @@
 """Decides which images a step has, and which of them a rank takes: pure functions of seed and step. Every rank.
 
 Global batches define the optimization. With batch size B, step s of an epoch has the images [s * B, (s + 1) * B) of
-the epoch's order. The last images, fewer than B, are left out; they differ by epoch. A training set smaller
-than B is one batch. Ranks take consecutive ranges of a batch, whose sizes differ by one image at most, or by one pair
-with mixup or cutmix.
+the epoch's order. The last images, fewer than B, are left out; they differ by epoch. A training set smaller than B is
+one batch. Ranks take consecutive ranges of a batch, whose sizes differ by one image at most, or by one pair with mixup
+or cutmix.
 
 Repeated augmentation (Hoffer et al., "Augment your batch", 2020) makes R samples of an image, augmented differently,
 all in one batch if R divides B. As in torchvision's references, an epoch keeps its number of samples, and so uses one
@@ -69,7 +69,7 @@ class BatchSchedule:
         return images[places // self.repetitions] + places % self.repetitions * self.samples
 
     def batch(self, step: int) -> list[int]:
-        """Return the images of a step, each as often as it is repeated; the run's first step is 1."""
+        """Return a step's images, each as often as it is repeated; the run's first step is 1."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         start = place * self.batch_size
         return (self.order(epoch)[start : start + self.batch_size] % self.samples).tolist()
@@ -111,8 +111,8 @@ def split_range(total: int, part: int, parts: int, samples_per_group: int = 1) -
 def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
     """Yield a rank's batches of an evaluation: batch i has the samples from i * `batch_size` on, for any world size.
 
-    The last bits of an image's result can depend on the rest of its batch: with fixed batches the result does not
-    depend on the number of ranks. Ranks take turns. Every rank gets the same number of requests, so that the ranks can
+    The last bits of an image's result can depend on the rest of its batch: fixed batches make results independent of
+    the number of ranks. Ranks take turns. Every rank gets the same number of requests, so that the ranks can
     communicate between two of them; the last may be empty.
     """
     for first in range(0, samples, batch_size * world_size):

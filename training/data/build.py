@@ -155,7 +155,7 @@ def synthetic_data(config: TrainConfig, size: int) -> Data:
 
 
 def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
-    """Return the indices to hold out and those to train on, each sorted."""
+    """Return the indices to hold out and to train on, each sorted."""
     order = permutation(derive_key(config.seed, Purpose.HOLD_OUT), samples)
     count = round(samples * config.val_split)
     if count == samples:

@@ -40,7 +40,7 @@ class MemoryImages:
         return len(self.labels)
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """Return the images of a request, augmented."""
+        """Return a request's images, augmented."""
         samples = torch.tensor(request.indices, dtype=torch.int64)
         indices = samples % len(self)
         images = self.images[to_device(indices, self.images.device)]
@@ -71,7 +71,7 @@ class SyntheticImages:
         return len(self.labels)
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """Return the first images of the pool, whatever the indices are."""
+        """Return the first images of the pool, for any indices."""
         indices, pool = torch.tensor(request.indices, dtype=torch.int64) % len(self), self.images
         count = len(indices)
         images = pool[:count] if count <= len(pool) else pool[torch.arange(count) % len(pool)]
@@ -124,7 +124,7 @@ class ImageDataset:
         return len(self.labels)
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """Return the images (uint8 [n, 3, size, size]) of a request."""
+        """Return a request's images (uint8 [n, 3, size, size])."""
         # The channels of a pixel lie together, as decoders write them and models like them.
         images = torch.empty(len(request.indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         shown, corrupt, size = [], set[int](), (self.size, self.size)

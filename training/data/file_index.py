@@ -45,7 +45,7 @@ class FileIndex:
 
 
 def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
-    """Return the serialized index, from the file `cache` if the class directories have not changed since.
+    """Return the serialized index, from the file `cache` if no class directory has changed.
 
     The file is replaced if it is outdated, torn, or foreign. `now_ns` is the time in nanoseconds since 1970.
 
@@ -72,7 +72,7 @@ def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
 
 
 def _fingerprint(layout: DataLayout) -> tuple[str, int]:
-    """Return a digest of the class directories and their change times, and the latest such time in nanoseconds.
+    """Return a digest of the class directories and their change times, and the latest time in nanoseconds.
 
     The modification time can be set, as rsync does; the inode's change time cannot.
     """
@@ -131,12 +131,11 @@ def build_index(layout: DataLayout) -> FileIndex:
 
 
 def image_roots(layout: DataLayout) -> dict[str, Path]:
-    """Return the directories of class directories, by the part of the data."""
+    """Return the parents of class directories by part of the data."""
     return {name: root for name in _PARTS if (root := getattr(layout, name)) is not None}
 
 
 def _classes(root: Path) -> list[str]:
-    """Return the sorted names of the class directories."""
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if is_class_directory(entry))
 

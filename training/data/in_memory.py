@@ -98,7 +98,7 @@ def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
-    """Return the names of the classes: Fashion-MNIST's, else the numbers."""
+    """Return the class names: Fashion-MNIST's, else the numbers."""
     crc = zlib.crc32(train_labels.to(torch.uint8).numpy().tobytes())
     return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))
 
@@ -163,7 +163,7 @@ def read_cifar(directory: Path, kind: Kind, part: str, classes: int) -> tuple[Te
 
 
 def read_cifar_names(directory: Path, kind: Kind) -> tuple[str, ...]:
-    """Read the names of the classes. Raises what `read_cifar` raises."""
+    """Read the class names. Raises what `read_cifar` raises."""
     path = directory / CIFAR[kind].meta
     names = _read_pickle(path).get(CIFAR[kind].names_key)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):

@@ -1,7 +1,7 @@
 """Has loader workers make batches, and copies each to the device while the step before computes.
 
 Runs on every rank. A data set is indexed with a `BatchRequest`, so that one call makes one rank's part of a batch, in
-the rank or in a loader worker. No data set has random numbers of its own.
+the rank or in a loader worker. No data set draws random numbers itself.
 """
 
 import multiprocessing
@@ -49,14 +49,14 @@ class ImageSource(Protocol):
         """Number of samples."""
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """Return the images of a request.
+        """Return a request's images.
 
         Raises:
             UserError: this node cannot read them, or too many of them in a row are corrupt.
         """
 
     def name(self, index: int) -> str:
-        """Return the image's name in a message."""
+        """Name an image in a message."""
 
 
 # Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it
@@ -73,7 +73,7 @@ _PREFETCHED = 2  # requests that a loader gives to each worker in advance
 def load_batches(
     source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
 ) -> Iterator[Iterator[Batch]]:
-    """Yield the batches of the requests, in their order, made by `workers` processes or, with 0, in this one.
+    """Yield the requested batches in order, made by `workers` processes or, with 0, in this one.
 
     Workers end with the context; after an exception, with the process, which has no time to wait for them. The context
     must end them, because Python would send them a SIGTERM, which they ignore, and wait for them.
@@ -111,7 +111,7 @@ class _Requests:
 
 
 def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any]:
-    """Return the loader's batches once all of its workers run."""
+    """Return the loader's batches once all workers run."""
     while True:
         # Fork workers with the signals blocked, because one could die before it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)
@@ -123,7 +123,7 @@ def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any
         if all(started.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(loader.num_workers)):
             return cast("Iterator[Any]", batches)
         # Before Python 3.12 a child can hang in the fork for ever, if another thread, such as one of gloo's, begins to
-        # call Python at that moment (python/cpython#112275; seen with 3.11.2 in a worker of ours and of Lightning's).
+        # call Python at that moment (python/cpython#112275; seen with 3.11.2 in our and in Lightning's workers).
         print(f"loader workers did not start within {_START_SECONDS:.0f} s: starting others", flush=True)
         for worker in stop_workers(batches):
             worker.kill()

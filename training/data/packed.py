@@ -40,7 +40,7 @@ class PackedImages:
         return None if packed in self.corrupt else self.pixels[packed]
 
     def name(self, index: int) -> str:
-        """Return the path of the image's source."""
+        """Return the source image's path."""
         return str(self.source / os.fsdecode(self.names[int(self.indices[index])]))
 
     def fix(self) -> str:
@@ -48,7 +48,7 @@ class PackedImages:
         return f"replace them and pack again to {self.directory}"
 
     def identity(self) -> bytes:
-        """Return the fingerprint of the packed data, and the indices of these images."""
+        """Return the packed data's fingerprint, and these images' indices."""
         return self.fingerprint.encode() + self.indices.numpy().tobytes()
 
     def part(self, indices: Tensor) -> "PackedImages":

@@ -2,8 +2,8 @@
 
 A step on a CPU allocates and frees the same tensors each time. By default glibc returns much of that to the kernel,
 which then clears the pages again. How much depends on the order of the first allocations: one start of a training made
-up to 27,000 page faults a step; another start of the same training made 400, and was 45 % faster (small-cnn, 64 images
-of 64 pixels; docs/explanation/performance.md).
+up to 27,000 page faults a step; a second start made 400, and was 45 % faster (small-cnn, 64 images of 64 pixels;
+docs/explanation/performance.md).
 """
 
 import contextlib

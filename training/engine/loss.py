@@ -22,7 +22,7 @@ class Loss:
         """Sum the losses of images: logits [n, classes] and labels [n], or shares of mixed images [n, classes].
 
         Binary cross entropy: Wightman, Touvron and Jegou, "ResNet strikes back" (2021). Each class of a mixed image is
-        a full target of its own; the loss of an image is the mean over the classes.
+        a full target; the loss of an image is the mean over the classes.
         """
         if not self._binary:
             return functional.cross_entropy(

@@ -1,7 +1,7 @@
 """Loss, accuracy, images and time since the last line of metrics. Runs on every rank.
 
-Sums stay on the device. The host reads the sums of a logged step while the device computes the next one, so the device
-never idles because of that.
+Sums stay on the device. The host reads those of a logged step while the device computes the next step, so the device
+never has to idle.
 """
 
 import math
@@ -74,9 +74,9 @@ class Totals:
 class LossMeter:
     """Sums since the last line of metrics, and the time.
 
-    Losses and correct predictions are those of this rank's images; images and steps are those of all ranks. The losses
-    are float32 numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither on the
-    number of ranks nor on when a state was saved. A part of the training's state.
+    Losses and correct predictions count this rank's images; images and steps count all ranks'. The losses are float32
+    numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither on the number of ranks
+    nor on when a state was saved. A part of the training's state.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -115,7 +115,7 @@ class LossMeter:
         self._finite_steps += torch.isfinite(self.loss)
 
     def totals(self, step: int) -> Totals:
-        """Return the sums of all ranks after step `step`. All ranks must call this; no host waits for a device."""
+        """Return all ranks' sums after step `step`. All ranks must call this; no host waits for a device."""
         waited = torch.full_like(self.loss, self._waited / max(self._seconds, 1e-9))
         # Use one all-reduce for all sums: each one waits for all ranks.
         sums = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct, waited]))
@@ -139,7 +139,7 @@ class LossMeter:
         return self._earlier_seconds + self._seconds
 
     def images_per_second(self) -> float:
-        """Return the images of all ranks per second of training time."""
+        """Return all ranks' images per second of training time."""
         return self._timed_images / max(self._seconds, 1e-9)
 
     def leave_out(self, seconds: float) -> None:
@@ -158,13 +158,13 @@ class LossMeter:
         self._finite_steps.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums of all ranks, on the device, and counts. All ranks must call this; no host waits for it."""
+        """Return all ranks' sums, on the device, and counts. All ranks must call this; no host waits for it."""
         loss, correct = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct]))
         sums = {"loss": loss.clone(), "correct": correct.clone()}
         return {**sums, "images": self.images, "train_seconds": self.train_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Continue from a saved state. The saved sums are those of all ranks, so rank 0 alone counts them."""
+        """Continue from a saved state. Its sums include all ranks, so rank 0 alone counts them."""
         for name, mine in (("loss", self.loss), ("correct", self.correct)):
             mine.copy_(state_dict[name] if self._group.is_rank_zero else torch.zeros(()))
         self.images, self._earlier_seconds = state_dict["images"], state_dict["train_seconds"]

@@ -27,8 +27,8 @@ def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optim
     nesterov = config.nesterov and config.momentum > 0
     optimizer = SGD(groups, momentum=config.momentum, nesterov=nesterov, **settings)
     if settings.get("fused") and config.momentum:
-        # In the first step torch allocates the momentum, but does not write it if GradScaler has the kernel skip the
-        # step (fp16): old content of the memory would become the momentum.
+        # torch allocates the momentum in the first step. If GradScaler has the kernel skip that step (fp16), nothing is
+        # written, and old content of the memory would become the momentum.
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -130,7 +130,6 @@ class LrPosition(NamedTuple):
 
 
 def _cosine(start: float, end: float, share: float) -> float:
-    """Go from start to end along half a cosine."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
 
 

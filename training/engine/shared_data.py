@@ -27,7 +27,7 @@ def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayo
 
 
 def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
-    """Return the number of loader processes of this rank: by default its share of the node's cores."""
+    """Return this rank's number of loader processes: by default its share of the node's cores."""
     if data.on_device:
         return 0
     if config.num_workers is not None:

@@ -1,7 +1,7 @@
 """Step times of a rank, and its own share of them, which tells a straggler from the ranks that wait for it.
 
-Runs on every rank. With DDP the steps of all ranks take as long as those of the slowest. So each rank measures what it
-does alone: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
+Runs on every rank. With DDP all ranks' steps take as long as the slowest rank's. So each rank measures what it does
+alone: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
 statistics. The backward pass waits for the gradients of other ranks, and is not measured.
 """
 

@@ -34,7 +34,7 @@ class EvaluatedModel:
     model: nn.Module
     preprocess: Callable[[Tensor], Tensor]
     takes_any_size: bool
-    """True if images in memory may have another size than those of its training."""
+    """True if images in memory may have another size than in its training."""
 
 
 class ExportedClassifier(nn.Module):
@@ -92,7 +92,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
 
 
 def _as_trained(config: TrainConfig, card: ModelCard) -> TrainConfig:
-    """Set the batch size of the training, which limits that of its evaluations: last bits depend on it."""
+    """Set the training's batch size, which limits its evaluations' batches: last bits depend on it."""
     return replace(config, batch_size=card.made_from.get("config", {}).get("batch_size", config.batch_size))
 
 

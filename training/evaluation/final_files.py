@@ -46,7 +46,7 @@ def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> 
     images, predictions, correct = (
         torch.bincount(values, minlength=len(classes)).tolist() for values in (labels, predicted, labels[right])
     )
-    # For each class, the class that most of its images were taken for, and how many. No matrix of all pairs is needed.
+    # For each class, the one that most of its images were taken for, and how many: no matrix of all pairs is needed.
     confused: dict[int, tuple[str, int]] = {}
     wrong = Counter(zip(labels[~right].tolist(), predicted[~right].tolist(), strict=True))
     for (true, other), times in sorted(wrong.items()):

@@ -16,7 +16,7 @@ from training.runtime.software import versions
 
 
 def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
-    """Return everything that the model depends on, ready for JSON; null for what is unknown."""
+    """Return all that the model depends on, ready for JSON; null if unknown."""
     run, spec, revision = context.run_dir, dict[str, Any](), None
     with suppress(OSError, ValueError):
         spec = dict(json.loads(current_spec(run).read_bytes()))

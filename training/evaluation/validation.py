@@ -168,7 +168,7 @@ def evaluate_and_log(
     logger: RunLogger,
     model_after: tuple[int, int],
 ) -> Evaluation:
-    """Evaluate a model, log the result as that of `split`, and print it; `model_after`: the model's step and epoch.
+    """Evaluate a model, log the result for `split`, and print it; `model_after`: the model's step and epoch.
 
     Raises:
         SharedError: more images are corrupt than --max-corrupt-images allows.

@@ -71,13 +71,13 @@ class ModelCard:
         ]
 
     def config(self) -> TrainConfig:
-        """Return the flags that the model is built with."""
+        """Return the flags that build the model."""
         weights = "./was-pretrained" if self.transform_input else None
         return TrainConfig(data=".", model=self.model, head_hidden=self.head_hidden, weights=weights, amp=self.amp)
 
 
 def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> ModelCard:
-    """Make the card of a model of this training; `preprocess` is that of its evaluations."""
+    """Make the card of this training's model; `preprocess` is its evaluations'."""
     height, width = data.shape if data.in_memory else (preprocess.size, preprocess.size)
     return ModelCard(
         model=config.model,

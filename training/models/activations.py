@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward pass computes each block again instead of keeping what it computed.
+"""Activation checkpointing: the backward pass computes each block again instead of keeping its results.
 
 Runs on every rank. Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016).
 """

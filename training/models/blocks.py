@@ -8,7 +8,7 @@ from training.models.factory import last_layer_name
 
 
 def is_row(module: nn.Module) -> bool:
-    """Return whether the module is a Sequential or a list, which has no forward of its own."""
+    """Return whether the module is a Sequential, or a list, which has no forward."""
     return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
@@ -36,7 +36,7 @@ def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
 def depths(model: nn.Module) -> dict[str, int]:
     """Return how many blocks come before each parameter, by its name, in the order of the model's code.
 
-    Norms and embeddings belong to the block before them, or to the first one. The last layer is a block of its own.
+    Norms and embeddings belong to the block before them, or to the first one. The last layer is its own block.
     """
     block_of: dict[nn.Parameter, nn.Module] = {}
     for block in (*blocks_in_order(model), model.get_submodule(last_layer_name(model))):

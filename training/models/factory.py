@@ -41,7 +41,7 @@ def input_size(config: TrainConfig, native: int | None) -> int:
 
 
 def input_channels(config: TrainConfig, native: int) -> int:
-    """Return the channels of the model's inputs: three for torchvision's and timm's models."""
+    """Return the model's input channels: three for torchvision's and timm's models."""
     return native if config.model in OWN_MODELS else 3
 
 
@@ -127,7 +127,7 @@ def first_line(error: Exception) -> str:
 
 
 def last_layer_name(model: nn.Module) -> str:
-    """Return the name of the layer whose outputs are the classes."""
+    """Name the layer whose outputs are the classes."""
     # timm models name this layer.
     named = getattr(model, "pretrained_cfg", {}).get("classifier")
     if isinstance(named, str):
@@ -140,7 +140,7 @@ def last_layer_name(model: nn.Module) -> str:
 
 
 def head_name(model: nn.Module) -> str:
-    """Return the name of the model's child that contains the last layer, such as `fc` or `classifier`."""
+    """Name the model's child with the last layer, such as `fc` or `classifier`."""
     return last_layer_name(model).partition(".")[0]
 
 
@@ -159,7 +159,7 @@ def add_hidden_layer(model: nn.Module, width: int) -> None:
 
 
 def no_stochastic_depth(rate: float | None, model: str) -> UserError:
-    """Make the error for --drop-path with a model that has no stochastic depth."""
+    """Make the error for --drop-path with a model without stochastic depth."""
     return UserError(f"--drop-path is {rate}, but {model} has no stochastic depth: leave it out")
 
 
@@ -217,5 +217,5 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 
 
 def make_scaler(config: TrainConfig, device: torch.device) -> GradScaler:
-    """Make a scaler of the loss, so that float16 gradients do not vanish; for other types it does nothing."""
+    """Make a loss scaler, which keeps float16 gradients from vanishing; it does nothing for other types."""
     return GradScaler(device.type, enabled=config.amp == "fp16")

@@ -87,7 +87,7 @@ def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[f
 
 
 def gradient_bytes(model: nn.Module, config: TrainConfig) -> int:
-    """Return the size of the gradients that each rank sends and receives per step."""
+    """Return the bytes of gradients that each rank sends and receives per step."""
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     compressed = config.compress_gradients == "bf16"
     return sum(parameter.numel() * (2 if compressed else parameter.element_size()) for parameter in trained)
@@ -150,7 +150,7 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
 
 
 def compiler_error(error: RuntimeError) -> str:
-    """Return the first line of a failing compiler's message; empty if the error has another cause."""
+    """Return the first line of a failing compiler's message; empty for other errors."""
     if not is_compiler_error(error):
         return ""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))

@@ -11,7 +11,7 @@ from training.models.factory import no_stochastic_depth
 
 
 def timm_settings(model: str) -> Any:
-    """Return the settings that a model was made for: timm's PretrainedCfg of `timm:NAME` or `timm:NAME.TAG`.
+    """Return a model's settings: timm's PretrainedCfg of `timm:NAME` or `timm:NAME.TAG`.
 
     Raises:
         UserError: timm is not installed, or has no such model.

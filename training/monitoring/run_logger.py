@@ -225,7 +225,7 @@ class RunLogger:
         return self._run_dir.best / _RESULT
 
     def save_final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
-        """Write `final/`, which marks the run as complete; the arguments are those of `save_best`.
+        """Write `final/`, which marks the run as complete; takes the arguments of `save_best`.
 
         An evaluation passes no weights, because they are another run's.
 

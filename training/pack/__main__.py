@@ -85,7 +85,7 @@ def _identity(index: PackIndex) -> dict[str, Any]:
 
 
 def _check_resumable(directory: Path, index: PackIndex) -> None:
-    """Make sure that a directory has packed the same images in the same size; if it has none, record which they are."""
+    """Check that a directory's packed images are these, in this size; if it has none, record which they are."""
     path, identity = directory / _PLAN, _identity(index)
     if not has_records(directory):
         write_json(path, identity)
@@ -99,7 +99,6 @@ def _check_resumable(directory: Path, index: PackIndex) -> None:
 
 
 def _npy(array: np.ndarray) -> bytes:
-    """Return the content of an array's file."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()

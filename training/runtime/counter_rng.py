@@ -42,12 +42,12 @@ def derive_key(seed: int, purpose: Purpose, *counters: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return the value whose int64 in torch has these 64 bits."""
+    """Return the same 64 bits as the number that torch's int64 shows."""
     return value - 2**64 if value >= 2**63 else value
 
 
 def _shifted(value: Tensor, places: int) -> Tensor:
-    """Shift right without repeating the sign, as torch's own shift does."""
+    """Shift right logically: torch's own shift repeats the sign."""
     return (value >> places) & ((1 << (64 - places)) - 1)
 
 

@@ -8,9 +8,8 @@ other, at the start and whenever ranks of one of them have died. torch's own bac
 - `static` never tells a node that another one's ranks have died: its `num_nodes_waiting` is always 0. Everybody can
   write to its store, too, and the ranks of all restarts share it.
 
-The first member's torchrun keeps what the members report. A report is a whole state, sent again and again, so that
-connections may break. All members pass a generation, in which ranks were started, before one of them can enter the
-next.
+The first member's torchrun keeps the members' reports. A report is a whole state, sent again and again, so connections
+may break. All members pass a generation, in which ranks were started, before one of them can enter the next.
 """
 
 import os
@@ -45,7 +44,7 @@ _MEETING_POLL_SECONDS = 0.03
 # Ranks that fail as soon as they start wait for the coordinator, which decides in two seconds whether they start again:
 # without this, a script that cannot start would be started ten times meanwhile.
 _MIN_BETWEEN_STARTS_SECONDS = 3.0
-# It counts in rounds of more than 200 nodes, or of 30 while they meet: the first node's torchrun needs a fifth of a
+# This matters in rounds of more than 200 nodes, or of 30 while they meet: the first node's torchrun needs a fifth of a
 # core for a thousand answers a second.
 _POLL_SECONDS_PER_NODE = 0.001
 _LIMITS = Limits(timeout_seconds=5.0, max_message_bytes=2**12)
@@ -108,7 +107,7 @@ class NodeRendezvous(RendezvousHandler):
             self._server = Server(secret, self._run_id, self._members.serve, _LIMITS, [self._endpoint[1]])
 
     def get_backend(self) -> str:
-        """Return the name under which torchrun knows it."""
+        """Return its name in torchrun."""
         return BACKEND
 
     def get_run_id(self) -> str:
@@ -153,7 +152,7 @@ class NodeRendezvous(RendezvousHandler):
         return int(self._report().get("waiting", 0))
 
     def wait_for_end(self) -> None:
-        """Report that this node's ranks have ended, and wait for those of the other members."""
+        """Report that this node's ranks have ended, and wait for the other members' ranks."""
         self._ended = True
         while self._report().get("ended") != self._num_nodes and not self._host_has_left:
             time.sleep(self._poll_seconds)

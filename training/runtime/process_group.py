@@ -90,13 +90,13 @@ class ProcessGroup:
             torch.cuda.synchronize(self.device)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, on the CPU."""
+        """Sum a tensor over all ranks, on the CPU."""
         total = values.detach().to("cpu", copy=True)
         distributed.all_reduce(total, group=self.control)
         return total
 
     def all_reduce_on_device(self, value: Tensor) -> Tensor:
-        """Return the sum of a tensor over all ranks, on the device; the host does not wait for it."""
+        """Sum a tensor over all ranks, on the device; the host does not wait for it."""
         total = value.detach().clone()
         distributed.all_reduce(total)
         return total

@@ -74,7 +74,6 @@ def kill_ranks(ranks: Sequence[BaseProcess]) -> None:
 
 
 def _run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None) -> None:
-    """Run a rank in its process."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

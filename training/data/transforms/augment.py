@@ -59,7 +59,7 @@ class Augmentation:
 
     seed: int
     resizes: bool
-    """True if images are cropped and resized one by one, as those of a folder are, which differ in size."""
+    """True if images are cropped and resized one by one: always for a folder, whose images differ in size."""
     area: tuple[float, float] | None = None
     """Crop a random box with at least and at most this part of the image's area; None: the square in the middle."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
@@ -116,7 +116,7 @@ class Augmentation:
 def _seeded(key: int) -> Iterator[None]:
     """Seed torch's generator of the CPU, and restore it afterwards. Takes some microseconds.
 
-    `torch.manual_seed` would also seed those of the GPUs. torch uses 32 bits of the key, so among many millions of
+    `torch.manual_seed` would also seed the GPUs' generators. torch uses 32 bits of the key, so among many millions of
     samples a few are changed alike, in no pattern.
     """
     before = torch.default_generator.get_state()

@@ -1,6 +1,6 @@
 """Chooses the box of an image to crop, and resizes it. Runs on ranks, loader workers and packers.
 
-The module imports no torch, because packers use its boxes and start without torch.
+It imports no torch, because packers use its boxes and start without torch.
 """
 
 import math
