@@ -1,4 +1,4 @@
-"""The node agent: it claims or joins an attempt, stages the data, takes part in the rounds, and has the run continue.
+"""The node agent: it claims or joins an attempt, stages the data, takes part in the rounds, and continues the run.
 
 Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent coordinates the attempt
 (jobs.control.coordinator); the others report to it and follow its directive. If the head node is lost, another
@@ -177,7 +177,7 @@ class _Agent:
         self._staging = NodeStaging(node, channel, self._monitor, resources)
 
     def run(self) -> int:
-        """Take part in the attempt, and return the exit code."""
+        """Take part, and return the exit code."""
         if not isinstance(self._channel, ControlServer):
             self._train()
             return self._leave(self._channel)
@@ -240,7 +240,7 @@ class _Agent:
             log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.head}")
 
     def _next_round(self) -> Directive | None:
-        """Wait for a round that includes this node, and return its directive; None if this node must leave."""
+        """Wait for a round that includes this node; return its directive, or None if this node must leave."""
         while not self._monitor.must_leave:
             self._monitor.poll()
             directive = self._channel.directive

@@ -140,7 +140,7 @@ def why_nothing_started(history: History, allocation: NodeAllocation) -> str | N
 def join(
     run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
 ) -> Attempt | None:
-    """Wait until the head node claims an attempt for this start of the job; None if `stopped` returns True first.
+    """Wait for the head node to claim this start of the job; None if `stopped` returns True first.
 
     The timeout restarts while the storage is full or hangs, because the head node's agent then waits, too.
 

@@ -17,10 +17,10 @@ _AFTER_REQUEUE_SECONDS = 20.0
 
 
 def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
-    """Return whether the run must still wait for others; if so, this job is back in the queue, and makes no attempt.
+    """Return whether the run must still wait; if so, this job makes no attempt, and is back in the queue.
 
-    The job is held there if a run that must be complete has failed, just as Slurm leaves a job whose dependency is
-    never satisfied; `hpc resume` of that run releases it.
+    It is held there if a run that must be complete has failed, as Slurm leaves a job whose dependency is never
+    satisfied; `hpc resume` of that run releases it.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses to requeue the job.

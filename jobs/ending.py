@@ -1,4 +1,4 @@
-"""The end of an attempt, after which the run continues by a requeue or in a new job. Runs on compute nodes.
+"""Ends an attempt, and continues the run by a requeue or in a new job. Runs on compute nodes.
 
 The head node's agent concludes the attempt (`conclude`). If the head node is lost, exactly one other agent takes over
 (`take_over`), and hands the run to another job.
@@ -63,8 +63,8 @@ _CONFIRM_SECONDS = 15.0
 
 
 def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
-    """Record how the attempt ended, and have the run continue if it should. Returns the exit code."""
-    # Slurm has noticed the nodes that were lost earlier, or they have come back.
+    """Record how the attempt ended, and continue the run if it should go on. Returns the exit code."""
+    # Nodes lost before that are left out: Slurm has noticed it, or they have come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
     lost = recent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, Any]()
@@ -138,7 +138,7 @@ def _follows_a_dead_start(node: NodeAttempt) -> bool:
 def _continue_run(
     node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], bad_nodes: list[str]
 ) -> int:
-    """Have the run continue after a recorded end, if it should, and notify its user.
+    """Continue the run after a recorded end, if it should go on, and notify its user.
 
     Returns the exit code of the head node's agent.
     """
@@ -285,7 +285,7 @@ def _is_left_undone(node: NodeAttempt) -> bool:
 
 
 def _is_running(node: NodeAttempt) -> bool:
-    """Return whether the job runs, and Slurm is not ending it: it ends nothing if it does not answer."""
+    """Return whether the job runs, and Slurm is not ending it; True if Slurm does not answer, and so ends nothing."""
     if not node.on_slurm:
         return True
     try:
@@ -326,7 +326,7 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
 
 
 def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str]) -> bool:
-    """Have Slurm start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
+    """Ask Slurm to start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
 
     If nodes are lost, try a new job first: a requeue is possible only once Slurm has marked them down, and is held for
     two minutes. If Slurm refuses one of the two for good, try the other: some clusters allow no requeues, others no
@@ -373,7 +373,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
         excluded = resubmit.nodes_to_exclude(node.spec, node.history(), avoid)
         # Slurm changes the excluded nodes only after the requeue.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
-    except (OSError, TorchrelayError) as error:  # the caller would requeue the job once more
+    except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
         log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
     else:
         node.record(Excluded(job_id=job_id, excluded=tuple(excluded)))

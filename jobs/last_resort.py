@@ -33,7 +33,7 @@ _BY_SIGNAL = 128
 
 
 def main(argv: list[str]) -> int:
-    """End the attempt that no agent has ended, and have the run continue. Returns the exit code of the script."""
+    """End the attempt that no agent has ended, and continue the run. Returns the exit code of the script."""
     run, exit_code = RunDir(Path(argv[0])), int(argv[1])
     try:
         check_is_own(run)

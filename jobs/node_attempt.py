@@ -51,7 +51,7 @@ class NodeAllocation:
 
     @property
     def job_start(self) -> tuple[str, int]:
-        """Job id and restart, which identify one start of a job."""
+        """Identity of one start of a job."""
         return self.job_id, self.restart
 
     @property
@@ -150,7 +150,7 @@ class NodeAttempt:
 
     @property
     def reports_steps(self) -> bool:
-        """True if steps tell what a failure costs. A program that does not promise to report them may do so, too."""
+        """True if steps tell what a failure costs. A program may report them without having promised it."""
         return self.spec.program.reports_steps or self.history().during(self.attempt.attempt).knows_steps
 
     def history(self) -> History:
@@ -159,7 +159,7 @@ class NodeAttempt:
 
     def reported_lost(self) -> list[str]:
         """Return the lost nodes that have not come back, once for each agent of this attempt that reports it."""
-        # All survivors poll this, so it reads only the files of this attempt's agents.
+        # All survivors poll this, so no other files are read.
         prefix = f"{ledger.attempt_prefix(self.attempt.attempt)}node-"
         return History(ledger.read(self.run.events, prefix)).lost_nodes
 

@@ -13,7 +13,7 @@ from jobs.stop_request import STOP_SIGNALS
 def start_notifying(node: NodeAttempt) -> threading.Thread:
     """Start a thread that sends the messages that are due, for at most half a minute.
 
-    An agent joins it before it ends, because its job then ends its processes. The supervisor sends what is left.
+    An agent that ends joins the thread, because the job's end kills all processes. The supervisor sends what is left.
     """
     thread = threading.Thread(target=_notify, args=(node,), daemon=True, name="notify")
     thread.start()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from hpc.tracking import sender
 from jobs.node_attempt import NodeAttempt, log
 
-# A run that has ended waits for its last points, because its job then ends all processes. An interrupted run does not.
+# Wait for the last points of a run that has ended, because its job ends all processes; do not if it is interrupted.
 _LAST_SECONDS = 30.0
 
 

@@ -1,7 +1,7 @@
 """The private names of torch and Python that training needs, each in a function, with the versions where it was read.
 
 tests/training/test_compat_torch.py says which one a new version lacks. Runs on every rank, and in torchrun in a user's
-Python, so it imports torch and the standard library alone. Modules that take a second are imported where they are used.
+Python, so it imports torch and the standard library alone. Modules that take a second are imported on use.
 """
 # ruff: noqa: PLC0415
 
@@ -51,7 +51,7 @@ def shard_offsets(sharded: Any) -> tuple[int, ...]:
 
 
 def measure_allreduce(ddp: DistributedDataParallel, every: int) -> None:
-    """Have DDP measure each `every`th step. Read in torch 2.11 and 2.15."""
+    """Let DDP measure each `every`th step. Read in torch 2.11 and 2.15."""
     ddp._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
 
 
@@ -79,7 +79,7 @@ def is_compiler_error(error: RuntimeError) -> bool:
 
 
 def replace_end_of_ranks(end: Callable[[Callable[[int], None]], None]) -> None:
-    """Have torchrun call `end` to end its ranks. `end` gets torchrun's own way, which takes the seconds until it kills.
+    """Let torchrun call `end` to end its ranks. `end` gets torchrun's own way, which takes the seconds until it kills.
 
     Read in torch 2.11 and 2.15: torchrun ends ranks only by `PContext.close`, with a timeout of 30 s.
     """

@@ -56,7 +56,7 @@ class PredictOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """The prediction for one image."""
+    """One image's prediction."""
 
     path: Path
     top: tuple[tuple[str, float], ...] = ()

@@ -141,7 +141,7 @@ class Costs:
     decode: float | None
     """Reading and decoding the images of a batch, divided by the workers; a part of `loading`."""
     augment: float | None
-    """Cropping, scaling and augmenting these images, divided by the workers; a part of `loading`."""
+    """Cropping, scaling and augmenting these, divided by the workers; a part of `loading`."""
     copy: float | None
     compute: float
     """Forward and backward passes and the optimizer, on images that are already on the device."""

@@ -52,7 +52,7 @@ class NodeGroup(StagingGroup):
         self._published_at: float | None = None
 
     def head(self, port: int) -> Address:
-        """Return the address of a port of the head node."""
+        """Return the head node's address with a port."""
         channel = self._channel
         host = channel.own_address if isinstance(channel, ControlServer) else channel.head_address
         return Address(self._allocation.head, host, port)
@@ -112,7 +112,7 @@ class NodeGroup(StagingGroup):
 
 
 class NodeStaging:
-    """Stages the data and the environment for the ranks of this node."""
+    """Stages this node's data and environment."""
 
     def __init__(self, node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, resources: ExitStack) -> None:
         # The resources keep the copies in use until they are closed, when the attempt is over.
@@ -136,7 +136,7 @@ class NodeStaging:
         if spec.pack is None:
             return staged.path
         if staged.in_place:
-            raise TorchrelayError(f"{staged.in_place}, so they cannot be packed either: submit with --pack off")
+            raise TorchrelayError(f"{staged.in_place}, so the data cannot be packed either: submit with --pack off")
         began, watch = time.monotonic(), self.watch(source)
         packed = pack(self.node.stage_dir, self._resources, find_data(staged.path), spec.pack, watch)
         seconds = round(time.monotonic() - began, 3)

@@ -80,7 +80,7 @@ def make_link(path: Path, target: str) -> None:
 
 
 def _import_torch(watch: Watch, python: str, expected: list[str]) -> None:
-    """Have the copy import torch, which proves that every library is found. Raises TorchrelayError if that fails.
+    """Import torch in the copy, which proves that every library is found. Raises TorchrelayError if that fails.
 
     No time is lost: the ranks then find in memory what this import has read.
     """

@@ -30,7 +30,7 @@ class Begun(NamedTuple):
     """A training that has begun."""
 
     run: str
-    """The run's name or directory, as a user types it."""
+    """Its name or directory, as typed."""
     epoch: int
     """The epoch that it is in, or was in when it ended; 0 before the first step."""
     ended: str | None

@@ -226,7 +226,7 @@ def _folder_layout(path: Path) -> DataLayout:
 
 
 def _part(path: Path, names: tuple[str, ...]) -> Path | None:
-    """Find the directory of a part of the data. One that holds images itself is a class (`train`: a vehicle).
+    """Find the directory of a part of the data. One that holds images itself is a class, such as the vehicle `train`.
 
     Raises:
         UserError: there are several such directories.

@@ -25,7 +25,7 @@ class PackedFile:
     name: str
     bytes: int
     sha256: str
-    """SHA-256 of the content; for pixels, of the SHA-256 (32 bytes) of each image."""
+    """SHA-256 of the content; for pixels, of all images' SHA-256 (32 bytes each)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Has loader workers make batches, and copies each to the device while the step before computes.
+"""Lets loader workers make batches, and copies each to the device while the step before computes.
 
 Runs on every rank. A data set is indexed with a `BatchRequest`, so that one call makes one rank's part of a batch, in
 the rank or in a loader worker. No data set draws random numbers itself.
@@ -148,7 +148,7 @@ def load_device_batches(
 ) -> Iterator[Iterator[Batch]]:
     """Yield the batches of `load_batches` with images and labels on a rank's device.
 
-    A thread of the loader pins the batches that workers make; without workers, batches are pinned when they are copied.
+    A thread of the loader pins workers' batches; without workers, a batch is pinned when it is copied.
     """
     on_gpu = device.type == "cuda"
     with load_batches(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:

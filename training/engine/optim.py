@@ -1,6 +1,6 @@
 """Optimizers by name, and the learning rate as a pure function of the step and the validations. Runs on every rank.
 
-`Progress`, which is saved, has the memory of a schedule.
+A schedule keeps its memory in `Progress`, which is saved.
 """
 
 import math
@@ -27,8 +27,8 @@ def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optim
     nesterov = config.nesterov and config.momentum > 0
     optimizer = SGD(groups, momentum=config.momentum, nesterov=nesterov, **settings)
     if settings.get("fused") and config.momentum:
-        # torch allocates the momentum in the first step. If GradScaler has the kernel skip that step (fp16), nothing is
-        # written, and old content of the memory would become the momentum.
+        # torch allocates the momentum in the first step. If GradScaler lets the kernel skip that step (fp16), nothing
+        # is written, and old content of the memory would become the momentum.
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer

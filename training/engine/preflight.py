@@ -71,7 +71,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     if problems:
         raise TorchrelayError(f"this rank passed the check, but another rank failed: {next(iter(problems.values()))}")
     if group.device.type == "cuda":
-        # Free the memory that the preflight used for the training.
+        # Leave the training the memory that the preflight used.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(group.device)
     bandwidth = None

@@ -9,7 +9,7 @@ from training.data.file_index import load_or_build_index
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 
-# Two batches of each worker take memory that snapshots need, too, and no GPU is faster than this number decodes.
+# Two batches of each worker take memory that snapshots need, too, and no GPU trains faster than this number decodes.
 _MAX_WORKERS = 32
 
 

@@ -62,7 +62,7 @@ class StepTimer:
                 return
             self.loading_seconds = time.perf_counter() - self._began
             self._heartbeat.beat("step", progress.step)
-            # Drop those that the warm-up and validations leave.
+            # Drop the passes that the warm-up and validations leave.
             self._forwards = []
             yield batch
 

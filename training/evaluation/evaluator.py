@@ -78,7 +78,7 @@ class Evaluator:
             torch.distributed.broadcast(buffer, 0)
         self.model.eval()
         rank, world_size, device = self.group.rank, self.group.world_size, self.group.device
-        # The number of ranks is left out, because the loss would then depend on it.
+        # Do not divide this by the number of ranks: the loss would depend on it.
         batch_size = min(_MAX_BATCH, self.config.batch_size)
         losses = torch.zeros(-(-len(source) // batch_size), dtype=torch.float64, device=device)
         times_evaluated = torch.zeros(len(source), dtype=torch.int64, device=device)
@@ -116,7 +116,7 @@ class Evaluator:
             top5_correct=int(all_reduce(top5_correct)),
         )
         if wrong := int((all_reduce(times_evaluated) != 1).sum()):
-            raise AssertionError(f"{wrong} of {len(source)} images were not evaluated once")
+            raise AssertionError(f"{wrong} of {len(source)} images were not evaluated exactly once")
         return result
 
     def evaluate_weights(

@@ -20,13 +20,13 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """The description of one model."""
+    """One model's description."""
 
     model: str
     """Architecture, as --model names it."""
     head_hidden: int
     transform_input: bool
-    """True if it undoes the usual normalisation, as torchvision's pretrained GoogLeNet and Inception do."""
+    """True if the model undoes the usual normalisation, as torchvision's pretrained GoogLeNet and Inception do."""
     classes: tuple[str, ...]
     """Class names, in the order of the model's outputs."""
     crop_pct: float
@@ -77,7 +77,7 @@ class ModelCard:
 
 
 def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> ModelCard:
-    """Make the card of this training's model; `preprocess` is its evaluations'."""
+    """Make the card of this training's model, whose evaluations use `preprocess`."""
     height, width = data.shape if data.in_memory else (preprocess.size, preprocess.size)
     return ModelCard(
         model=config.model,

@@ -13,7 +13,7 @@ def small_cnn(classes: int, channels: int, size: int) -> nn.Sequential:
     layers: list[nn.Module] = []
     width = 16
     while size > 8 or not layers:
-        # Pooling before the activation gives the same result and activates a quarter of the values.
+        # Pooling before the activation gives the same result with a quarter of the activations.
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
         channels, size, width = width, size // 2, min(2 * width, 64)
     layers += [nn.Flatten(), nn.Linear(channels * size * size, 64), nn.ReLU(), nn.Linear(64, classes)]

@@ -1,1 +1,1 @@
-"""The environment of a rank: process group, device, flags to stop, console, random numbers. Runs on every rank."""
+"""The environment of a rank: process group, device, stop requests, console, random numbers. Runs on every rank."""

@@ -1,8 +1,8 @@
 """Binds a rank to the CPU cores beside its GPU, if that costs it no cores. Runs on every rank.
 
-Pinned memory, decoded images and the threads that start kernels are then on the GPU's side of the machine. torchrun's
-own `--numa-binding` asks CUDA in torchrun's process, of which our ranks are forks, and CUDA does not survive a fork.
-This module has not run on a GPU yet.
+Pinned memory, decoded images and the threads that start kernels are then on the NUMA node that the GPU is connected to.
+torchrun's own `--numa-binding` asks CUDA in torchrun's process, of which our ranks are forks, and CUDA does not survive
+a fork. This module has not run on a GPU yet.
 """
 
 import os

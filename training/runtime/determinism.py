@@ -57,7 +57,7 @@ def configure_attention(model: nn.Module) -> None:
 
 
 def uses_fused_attention(model: nn.Module) -> bool:
-    """Return whether a model calls `scaled_dot_product_attention`, in torchvision's layer or by timm's switch."""
+    """Return whether a model calls `scaled_dot_product_attention`, by MultiheadAttention or by timm's switch."""
     return any(
         isinstance(part, nn.MultiheadAttention) or getattr(part, "fused_attn", False) for part in model.modules()
     )
@@ -89,7 +89,7 @@ def operation_without_kernel(text: str) -> str:
 
 
 class Numerics:
-    """The values besides flags and data on which a training's bits depend. A part of its state, to be compared later.
+    """The values besides flags and data on which a training's bits depend; saved, and compared on restoration.
 
     It does not see which GPU of a node has which rank, and how the nodes are wired. NCCL builds its rings from that.
     """

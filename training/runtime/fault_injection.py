@@ -68,7 +68,7 @@ class Fault:
 
 
 def _hang() -> None:
-    """Sleep for ever, in a function whose name an aborted rank prints with its stacks."""
+    """Sleep for ever; an aborted rank's stacks show this function's name."""
     print("hanging (injected by --fault)", flush=True)
     while True:
         time.sleep(60)

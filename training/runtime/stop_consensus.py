@@ -12,9 +12,9 @@ from torch import distributed
 
 from training.relay import PendingMaximum
 
-# The ranks exchange their flags about this often, and at least at every fifth boundary: when storage stalls, steps of
-# milliseconds may take seconds, and a signal should still take effect within the grace period of a preemption. An
-# exchange is a ring in which each rank waits for the ranks before it.
+# The ranks exchange their flags about this often, and at least once in _MAX_INTERVAL boundaries: when storage stalls,
+# steps of milliseconds may take seconds, and a signal should still take effect within the grace period of a preemption.
+# An exchange is a ring in which each rank waits for the ranks before it.
 _EXCHANGE_SECONDS = 0.05
 _MAX_INTERVAL = 5
 

@@ -141,7 +141,7 @@ def draw_faults(
     ranks = rand_int(key, torch.arange(cuts) + cuts, 2**20).tolist()
     kinds = [points[number % len(points)] for number in range(cuts)]
     steps_per_epoch = steps // config.epochs
-    # The step at which each happens: an evaluation is at the end of its epoch.
+    # The step of each cut; an evaluation is at the end of its epoch.
     happens = [
         -(-step // steps_per_epoch) * steps_per_epoch if kind == "evaluate" else step
         for step, kind in zip(at, kinds, strict=True)
