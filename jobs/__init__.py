@@ -1,1 +1,1 @@
-"""What runs once per node of an allocation: the agent, which stages the data and starts torchrun. No torch here."""
+"""The node agent, which runs once per node, stages the data and starts torchrun. Imports no torch."""

@@ -1,8 +1,8 @@
-"""The node agent: claims or joins an attempt, stages the data, takes part in its rounds, has the run continue.
+"""The node agent: it claims or joins an attempt, stages the data, takes part in the rounds, and continues the run.
 
 Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent coordinates the attempt
-(jobs.control.coordinator); the others report to it and follow its directive. When it is lost, one of them hands the run
-to a new job (jobs.ending).
+(jobs.control.coordinator); the others report to it and follow its directive. If the head node is lost, another
+agent hands the run to a new job (jobs.ending).
 """
 
 import os
@@ -46,18 +46,18 @@ from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0
-# Each name and address of the head node may take two seconds, and a name server that does not answer longer.
+# Trying a name or address of the head node may take two seconds, or longer if a name server does not answer.
 _MEET_SECONDS = 60.0
 # A larger clock difference makes the times in events/ misleading.
 _MAX_SKEW_SECONDS = 5.0
 
 
 def main(argv: list[str]) -> int:
-    """Run one node's part of one attempt. Returns the exit code of the task."""
+    """Run one node's part of one attempt, and return the exit code of the task."""
     run = RunDir(Path(argv[0]))
     stop = StopRequest()
     stop.install()
-    # Shells and systemd give 1,024 by default; the head's agent has a connection to every other node.
+    # Shells and systemd allow 1,024 open files by default; the head's agent has a connection to every other node.
     raise_open_files_limit()
     allocation = find_allocation(os.environ)
     try:
@@ -66,8 +66,8 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the last resort
         log(_describe(error))
         exit_code = EXIT_NO_SPACE if isinstance(error, OSError) and error.errno in DISK_FULL else 1
-    # Slurm: only the head's exit code may fail the job, because srun exits with the highest exit code of its tasks.
-    # Local: submitit requeues if any task exits with LOCAL_REQUEUE_RETURN_CODE.
+    # On Slurm, only the head's exit code may fail the job, because srun exits with the highest exit code of its tasks.
+    # With --cluster local, submitit requeues if any task exits with LOCAL_REQUEUE_RETURN_CODE.
     return exit_code if allocation.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
 
 
@@ -110,7 +110,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
 
 
 def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
-    """This node's addresses. Raises BadNodeError if it does not have the interface that --interface names."""
+    """Return this node's addresses. Raises BadNodeError if it lacks the interface that --interface names."""
     if allocation.cluster != "slurm":
         return []
     found = own_addresses(spec.network.interface)
@@ -138,7 +138,7 @@ def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) ->
 
 
 def _is_defect(error: Exception) -> bool:
-    """Whether an error is a defect of ours: no other node would do better."""
+    """Return whether an error is a defect of ours, which other nodes would hit, too."""
     return not isinstance(error, TorchrelayError | OSError)
 
 
@@ -151,7 +151,7 @@ def _describe(error: Exception) -> str:
 
 
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
-    """End this node's part after an error; that of the head node ends the attempt. Returns the exit code."""
+    """End this node's part after an error, on the head node the whole attempt. Returns the exit code."""
     phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
     detail = _describe(error)
     log(detail)
@@ -176,7 +176,7 @@ class _Agent:
         self._staging = NodeStaging(node, channel, self._monitor, resources)
 
     def run(self) -> int:
-        """Take part. Returns the exit code."""
+        """Take part, and return the exit code."""
         if not isinstance(self._channel, ControlServer):
             self._train()
             return self._leave(self._channel)
@@ -191,7 +191,7 @@ class _Agent:
             return conclude(self._node, self._channel, self._monitor, coordinator)
 
     def _train(self) -> None:
-        """Prepare this node, and take part in rounds until there are no more."""
+        """Prepare this node, and take part in its rounds."""
         try:
             threads = threads_per_rank(self._node.allocation, self._node.spec.resources.ranks_per_node)
             self._record_joined()
@@ -208,7 +208,7 @@ class _Agent:
         except StagingStopped:
             return
         except (TorchrelayError, OSError) as error:
-            # First: the mount that hangs may be that of the run directory, too.
+            # Report before recording: the mount that hangs may hold the run directory, too.
             bad_node = isinstance(error, BadNodeError)
             self._channel.report(phase=Phase.BAD_NODE if bad_node else Phase.FAILED, detail=str(error))
             cause = Cause.BAD_NODE if bad_node else Cause.CRASHED
@@ -216,7 +216,7 @@ class _Agent:
             log(str(error))
 
     def _record_joined(self) -> None:
-        """Meet the head node's agent, and record what this node has."""
+        """Meet the head node's agent, and record this node's clock and free space."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
         _addresses(node.spec, allocation)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
@@ -239,7 +239,7 @@ class _Agent:
             log(f"the clock of {node.host} is {-skew:+.1f} s off that of {allocation.head}")
 
     def _next_round(self) -> Directive | None:
-        """Wait for a round that includes this node; None when there will be none."""
+        """Wait for a round that includes this node; return its directive, or None if this node must leave."""
         while not self._monitor.must_leave:
             self._monitor.poll()
             directive = self._channel.directive
@@ -249,12 +249,12 @@ class _Agent:
         return None
 
     def _leave(self, channel: ControlClient) -> int:
-        """On another node than the head: end this node's part, or take over if the head is lost."""
+        """End the part of a node other than the head, or take over if the head is lost."""
         if channel.head_is_silent and not channel.directive.over:
             return take_over(self._node, channel, self._monitor)
         is_first_member = channel.directive.members[:1] == (self._node.allocation.node_rank,)
         if is_first_member and not self._node.run.final_result.exists():
-            # The head node, which takes no part in the round, has none.
+            # The head node takes no part in the round, so it has no snapshot.
             save_snapshot(self._node, self._monitor.node_dir)
         phase = channel.status.phase
         channel.report(phase=phase if phase in OVER else Phase.LEFT, heartbeats=())
@@ -263,7 +263,7 @@ class _Agent:
 
 
 def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
-    """Threads for each rank, so that all ranks of the machine together do not oversubscribe its cores.
+    """Return the threads per rank, with which all ranks together do not oversubscribe the machine.
 
     Raises:
         TorchrelayError: this process may use fewer cores than the job was given.

@@ -1,7 +1,7 @@
-"""Who starts an attempt: exactly one agent claims it, the others join.
+"""The start of an attempt: exactly one agent claims it, the others join.
 
-Runs on compute nodes. A claim, like an end (hpc.slurm.resubmit), is an event file that is created exclusively,
-with its line in it.
+Runs on compute nodes. A claim, like an end (hpc.slurm.resubmit), is an event file that is created exclusively
+with its line.
 """
 
 import shlex
@@ -23,9 +23,9 @@ from hpc.slurm import resubmit
 from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log
 
 _POLL_SECONDS = 0.5
-# KillWait, which an ending job may take to save, is seldom more than a minute.
+# An ending job may take KillWait to save, which is seldom more than a minute.
 _ENDING_SECONDS = 120.0
-# A head node's agent claims within seconds. All others ask Slurm, which takes minutes to notice a dead node.
+# A head node's agent claims within seconds. Then the others ask Slurm, which needs minutes to notice a dead node.
 _LOOK_SECONDS = 30.0
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), shorter than the other agents wait to join.
 _CONTROLLER_SECONDS = 480.0
@@ -36,17 +36,17 @@ class HeadLostError(TorchrelayError):
 
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
-    """The ledger file of one node's agent in one attempt."""
+    """Return the ledger file of one node's agent in one attempt."""
     return EventWriter(ledger.agent_file(run, attempt, node_rank), attempt)
 
 
 def claim_next(
     run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = ()
 ) -> Attempt:
-    """Claim the next attempt, after making sure that no other job works on this run.
+    """Claim the next attempt if no other job works on this run.
 
     Raises:
-        TorchrelayError: another job does, or the run was cancelled.
+        TorchrelayError: another job works on it, or the run was cancelled.
     """
     history = History.load(run)
     if history.is_cancelled:
@@ -62,7 +62,7 @@ def claim_next(
 
 
 def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
-    """Whether the run is complete; the head node's agent then records that this start of the job does nothing."""
+    """Return whether the run is complete; the head's agent then records that this start of the job does nothing."""
     if not run.final_result.exists():
         return False
     reason = f"run {run.name} is complete, so this job starts nothing: to train longer, type {_resume(run)} --epochs N"
@@ -77,7 +77,7 @@ def _resume(run: RunDir) -> str:
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
-    """Wait while another job of the run is ending and saves its state; an error if it runs, or does not end."""
+    """Wait while another job of the run ends and saves its state. Raises TorchrelayError if it does not end."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while allocation.cluster == "slurm":
         job = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS).get(job_id)
@@ -109,7 +109,7 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addre
         time=time.time(), attempt=number, job_id=allocation.job_id, restart=allocation.restart, secret=secret,
         nodes=tuple(allocation.hostnames), port=port, addresses=tuple(addresses),
     )  # fmt: skip
-    # The head node's file, also if another agent claims the attempt in its place.
+    # This is the head node's file even if another agent claims the attempt.
     if not record_once(claim_file(run, number), claimed):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([claimed])[0]
@@ -140,7 +140,7 @@ def why_nothing_started(history: History, allocation: NodeAllocation) -> str | N
 def join(
     run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
 ) -> Attempt | None:
-    """Wait for the head node's claim for this very start of the job; None if `stopped` first.
+    """Wait for the head node to claim this start of the job; None if `stopped` returns True first.
 
     The timeout restarts while the storage is full or hangs, because the head node's agent then waits, too.
 
@@ -182,7 +182,7 @@ def join(
 
 
 def _has_lost_head(allocation: NodeAllocation) -> bool:
-    """Whether Slurm has taken the dead head node from this job; False if it does not answer."""
+    """Return whether Slurm has taken the dead head node from this job; False if Slurm does not answer."""
     if allocation.cluster != "slurm":
         return False
     try:

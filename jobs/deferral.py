@@ -1,6 +1,6 @@
-"""A job that has started before the runs that its run waits for have ended: it waits again. Runs on the head node.
+"""Sends a job that has started too early back into the queue: its run waits for others. Runs on the head node.
 
-It happens where their jobs have ended, and they go on in others (hpc.slurm.predecessors). No attempt is made.
+A job starts too early if the jobs of those runs have ended, but the runs continue in others (hpc.slurm.predecessors).
 """
 
 from hpc.run.rundir import RunDir
@@ -12,15 +12,15 @@ from jobs.node_attempt import NodeAllocation, ask_slurm, log
 
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s).
 _SLURM_SECONDS = 480.0
-# Slurm kills what a requeued job has left after KillWait, 30 s.
+# Slurm kills the processes of a requeued job after KillWait, 30 s.
 _AFTER_REQUEUE_SECONDS = 20.0
 
 
 def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
-    """Whether the run must still wait for others; then this job is back in the queue.
+    """Return whether the run must still wait; if so, this job makes no attempt, and is back in the queue.
 
     It is held there if a run that must be complete has failed, as Slurm leaves a job whose dependency is never
-    satisfied: `hpc resume` of that run releases it.
+    satisfied; `hpc resume` of that run releases it.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses to requeue the job.
@@ -40,6 +40,6 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
         ask_slurm(lambda: slurm.set_dependency(job_id, dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
     else:
         slurm.requeue_held(job_id)
-        # The other run may have got a job meanwhile, from somebody who did not yet find this one held.
+        # The other run may have got a job meanwhile, from a process that did not yet find this one held.
         ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
     return True

@@ -1,6 +1,6 @@
-"""How an attempt ends, and how the run continues: a requeue, or a new job. Runs on compute nodes.
+"""Ends an attempt, and continues the run by a requeue or in a new job. Runs on compute nodes.
 
-The head node's agent concludes the attempt (`conclude`). If it is lost, exactly one of the others takes over
+The head node's agent concludes the attempt (`conclude`). If the head node is lost, exactly one other agent takes over
 (`take_over`), and hands the run to another job.
 
 A job with a dead node must not be requeued before Slurm has marked the node down: until then it stays COMPLETING, and
@@ -47,16 +47,16 @@ from jobs.senders import start_notifying
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
 _POLL_SECONDS = 0.2
-# Every survivor of a job of hundreds of nodes reads the files of all.
+# In a job of hundreds of nodes, every survivor reads the event files of all.
 _CONFIRM_POLL_SECONDS = 0.5
-# The others kill their ranks within seconds; one that does not report it is stuck.
+# The other nodes kill their ranks within seconds; a node that does not report it is stuck.
 _OTHERS_SECONDS = 60.0
-# Longer than Slurm takes to notice a dead node, unless the administrators have changed that (SlurmdTimeout, 300 s), and
-# than a fail-over of its controller (SlurmctldTimeout, 120 s). A job that can do nothing more must not keep its nodes.
+# Slurm notices a dead node (SlurmdTimeout, 300 s unless the administrators have changed it), and fails over its
+# controller (SlurmctldTimeout, 120 s), sooner than this. A job that can do nothing more must not keep its nodes.
 _SLURM_SECONDS = 900.0
-# A node with a snapshot goes first: a spare waits this long.
+# A spare waits this long, so that a node with a snapshot takes over first.
 _SPARE_SECONDS = 5.0
-# A single agent that has lost contact may be cut off itself: if there are others, it waits for one to confirm the loss.
+# An agent that has lost contact may be cut off itself: if there are others, it waits until one confirms the loss.
 _CONFIRM_SECONDS = 15.0
 
 
@@ -64,8 +64,8 @@ _CONFIRM_SECONDS = 15.0
 
 
 def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
-    """Record how the attempt ended, and have the run continue if it should. Returns the exit code."""
-    # Slurm has noticed by now what was lost long ago, or it has come back.
+    """Record how the attempt ended, and continue the run if it should go on. Returns the exit code."""
+    # Nodes lost before that are left out: Slurm has noticed it, or they have come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
     lost = recent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, Any]()
@@ -77,7 +77,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         save_snapshot(node, monitor.node_dir)
     last_step = None
     if node.reports_steps:
-        # The last step that any rank had done: the metrics may be some steps behind.
+        # Take the last step that any rank has done: the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
         last_step = max(failed_step or 0, coordinator.last_step, resubmit.last_step(node.run) or 0)
     if failure and cause is failure.cause:
@@ -92,7 +92,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
 
 
 def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal: str | None = None) -> int:
-    """Do the same in place of a head node's agent that has failed.
+    """Conclude the attempt on behalf of a head node's agent that has failed.
 
     Args:
         node: the head node's part.
@@ -106,7 +106,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
     step = (resubmit.last_step(node.run) or 0) if node.reports_steps else None
-    # Agents that recorded nothing may have ended of anything, such as a node that died while srun started them.
+    # Agents that recorded nothing may have ended for any reason, such as a node that died while srun started them.
     signature = None if failure is Cause.LOST else signature_of(detail)
     blamed = None if failure is Cause.LOST and _follows_a_dead_start(node) else node.host
     number = node.attempt.attempt
@@ -118,7 +118,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
         save_snapshot(node, node_dir)
     lost = node.reported_lost()
     if cause is Cause.LOST:
-        # srun fails, too, if a node has died that Slurm still takes for alive: its job must not be requeued.
+        # srun also fails if a node has died that Slurm still believes alive; then the job must not be requeued.
         joined = {event.node for event in node.history().during(number).of(Joined)}
         lost = [*lost, *(name for name in node.allocation.hostnames if name not in {*joined, *lost, node.host})]
     bad_nodes = [blamed] if blamed and cause in {Cause.BAD_NODE, Cause.LOST} else []
@@ -126,7 +126,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 
 
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
-    """Return whether the previous attempt was an earlier start of the same job whose agents had gone silent.
+    """Return whether the previous attempt was an earlier start of the same job whose agents went silent.
 
     If a node of that start was only suspended, its srun ends the step of this start once the node resumes, because
     both steps have the same name.
@@ -139,7 +139,7 @@ def _follows_a_dead_start(node: NodeAttempt) -> bool:
 def _continue_run(
     node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], bad_nodes: list[str]
 ) -> int:
-    """Have the run continue after a recorded end, if it should, and tell its user.
+    """Continue the run after a recorded end, if it should go on, and notify its user.
 
     Returns the exit code of the head node's agent.
     """
@@ -159,7 +159,7 @@ def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: l
 
 
 def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
-    """Wait until the other nodes have ended their ranks; returns the node ranks that fell silent instead."""
+    """Wait until the other nodes have ended their ranks, and return the node ranks of those that fell silent."""
     deadline = time.monotonic() + _OTHERS_SECONDS
     while time.monotonic() < deadline:
         monitor.poll()
@@ -173,7 +173,7 @@ def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMoni
 
 
 def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, done: bool = False) -> Ending:
-    """What is known of the ending: from the agents, the run directory, and Slurm."""
+    """Collect what the agents, the run directory and Slurm know of the ending."""
     refresh_nfs_cache(node.run.path)
     fields = dict[str, str]()
     try:
@@ -228,10 +228,10 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
 
 
 def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation, detail: str) -> int:
-    """Do the same where the head node was lost before its agent had claimed an attempt. Returns the exit code.
+    """Replace a job whose head node was lost before its agent claimed an attempt. Returns the exit code.
 
     Raises:
-        TorchrelayError: another agent does so, or the supervisor.
+        TorchrelayError: another agent, or the supervisor, does so.
     """
     log(detail)
     attempt = claim.claim_next(run, allocation, port=0, secret="")
@@ -247,7 +247,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
 
 
 def _confirm_head_is_lost(node: NodeAttempt) -> bool:
-    """Whether the head node is lost, and not this one cut off."""
+    """Find out whether the head node is lost, and not this one cut off."""
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while node.on_slurm and time.monotonic() < deadline:
         if resubmit.has_ended(node.run, node.attempt.attempt):
@@ -256,14 +256,14 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
         if confirmed is not None:
             return confirmed
         time.sleep(_CONFIRM_POLL_SECONDS)
-    # No other agent reports: they have died together, as the nodes of a rack do.
+    # No other agent reports, so all have died together, as the nodes of a rack do.
     return True
 
 
 def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
-    """Whether the head node is lost, and not this one cut off; None while another agent has to confirm it. Pure.
+    """Decide whether the head node is lost, and not this one cut off; None until another agent confirms it. Pure.
 
-    `lost` has a name for each agent that reports a lost node; this agent has reported the head.
+    `lost` names a lost node once for each agent that reports it; this agent has reported the head.
     """
     if allocation.host in lost:
         return False
@@ -272,7 +272,7 @@ def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
 
 
 def _is_left_undone(node: NodeAttempt) -> bool:
-    """Whether the agent that ended the attempt has died before it started the next one: it sends no heartbeat."""
+    """Return whether the agent that ended the attempt died before it started the next: it sends no heartbeat."""
     heartbeat, deadline = None, time.monotonic() + resubmit.HANDOVER_SECONDS
     while time.monotonic() < deadline:
         history = node.history()
@@ -286,7 +286,7 @@ def _is_left_undone(node: NodeAttempt) -> bool:
 
 
 def _is_running(node: NodeAttempt) -> bool:
-    """Whether the job runs, and Slurm is not ending it. If Slurm does not answer, it is not ending anything."""
+    """Return whether the job runs, and Slurm is not ending it; True if Slurm does not answer, and so ends nothing."""
     if not node.on_slurm:
         return True
     try:
@@ -301,9 +301,9 @@ def _is_running(node: NodeAttempt) -> bool:
 
 
 def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
-    """Record the end of the attempt; False if another agent has recorded one.
+    """Record the end of the attempt, and return False if another agent has recorded one.
 
-    A full disk must not keep the run from continuing: then the agent with the lowest node rank decides.
+    A full disk must not keep the run from continuing, so the agents of nodes 0 and 1 then return True.
     """
     try:
         return resubmit.record_end(node.run, ended)
@@ -313,7 +313,7 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
 
 
 def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
-    """Make this node's newest snapshot a checkpoint, if it is newer than those; otherwise it stays in memory."""
+    """Make this node's newest snapshot a checkpoint, if it is newer than all of them; keep it in memory on errors."""
     began = time.monotonic()
     try:
         check = functools.partial(check_is_newest, node.run, node.attempt.attempt)
@@ -327,11 +327,11 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
 
 
 def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str]) -> bool:
-    """Have Slurm start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
+    """Ask Slurm to start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
 
-    With lost nodes a new job comes first: a requeue is possible only once Slurm has marked them down, and is held for
-    two minutes. If Slurm refuses one of the two for good, the other is done: some clusters allow no requeues, others no
-    jobs from their compute nodes, or no second job. If it refuses both, this job ends first, and is then replaced.
+    If nodes are lost, try a new job first: a requeue is possible only once Slurm has marked them down, and is held for
+    two minutes. If Slurm refuses one of the two for good, try the other: some clusters allow no requeues, others no
+    jobs from their compute nodes, or no second job. If it refuses both, end this job first, and then replace it.
     Returns whether one of the three was possible.
     """
     claim = functools.cache(lambda: resubmit.claim_next_job(node.run, node.attempt.attempt, node.history()))
@@ -365,7 +365,6 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
 
 
 def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
-    """Requeue the job, and keep it away from some nodes."""
     job_id = node.allocation.job_id
     slurm.requeue(job_id)
     node.record(Requeued(job_id=job_id))
@@ -373,9 +372,9 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
         return
     try:
         excluded = resubmit.nodes_to_exclude(node.spec, node.history(), avoid)
-        # Nothing can be changed before the requeue.
+        # Slurm changes the excluded nodes only after the requeue.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
-    except (OSError, TorchrelayError) as error:  # not to the caller, which would requeue the job once more
+    except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
         log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
     else:
         node.record(Excluded(job_id=job_id, excluded=tuple(excluded)))
@@ -399,7 +398,7 @@ def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
 def _end_and_resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     """End this job, and submit a new one in the seconds (KillWait) that Slurm leaves its processes.
 
-    Limits such as MaxSubmitJobs=1 count a job until then.
+    Limits such as MaxSubmitJobs=1 count a job until it is cancelled.
     """
     log("this job ends so that Slurm accepts a new one")
     slurm.cancel(node.allocation.job_id)

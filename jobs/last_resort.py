@@ -1,13 +1,13 @@
-"""The last resort of the batch script, when no agent has recorded the end of the attempt, or none could start.
+"""The batch script's last resort if no agent has recorded the end of the attempt, or none could start.
 
-A signal in the first second of their step kills agents before they can handle it; lack of memory, or a defect, at any
-time. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
+A signal in the first second of their step kills agents before they can handle it; lack of memory, or a defect, kills
+them at any time. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
 
     python -m jobs.last_resort RUN_DIR EXIT_CODE_OF_SRUN
     python -m jobs.last_resort RUN_DIR EXIT_CODE SETUP_LINE
 
-The second, before srun, if a line of --setup fails: the next attempt avoids this node, and if the line fails there too,
-the run has failed. Otherwise srun has ended, so every agent has: none of them still submits the next job.
+It runs the second before srun, if a line of --setup fails: the next attempt avoids this node, and if the line fails
+there too, the run has failed. It runs the first after srun: all agents have ended, so none still submits the next job.
 """
 
 import os
@@ -33,7 +33,7 @@ _BY_SIGNAL = 128
 
 
 def main(argv: list[str]) -> int:
-    """End the attempt that no agent has ended, and have the run continue. Returns the exit code of the script."""
+    """End the attempt that no agent has ended, and continue the run. Returns the exit code of the script."""
     run, exit_code = RunDir(Path(argv[0])), int(argv[1])
     try:
         check_is_own(run)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         return exit_code
     if attempt is None:
         return exit_code
-    send_heartbeats(run)  # it may take minutes to save a snapshot, or while Slurm's controller is away
+    send_heartbeats(run)  # saving a snapshot, or waiting for Slurm's controller, may take minutes
     number = exit_code - _BY_SIGNAL
     killed_by = next((each.name for each in signal.Signals if each == number), None)
     node = NodeAttempt(
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
-    """The attempt of this start of the job; a new one if no agent lived to claim one; None if agents have ended it.
+    """Return this start's attempt, a new one if no agent claimed one, or None if agents have ended it.
 
     Raises:
         TorchrelayError: the run was cancelled, or another job works on it.

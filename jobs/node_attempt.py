@@ -1,4 +1,4 @@
-"""One node's part in one attempt: its place in the job, what the attempt is, and where its events go.
+"""One node's part in one attempt: its place in the job, the attempt, and the file of its events.
 
 Runs on compute nodes.
 """
@@ -32,7 +32,7 @@ from hpc.slurm.client import SlurmRefusalError
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 STORAGE_SECONDS = 3600.0
-"""How long a starting job waits for space in the run directory. Its nodes are idle until a user frees some."""
+"""A starting job waits this long for space in the run directory. Its nodes are idle until a user frees some."""
 _Answer = TypeVar("_Answer")
 
 
@@ -43,30 +43,30 @@ class NodeAllocation:
     cluster: str
     job_id: str
     restart: int
-    """How often Slurm has restarted the job."""
+    """Number of times that Slurm has restarted the job."""
     node_rank: int
     hostnames: tuple[str, ...]
-    """By node rank."""
+    """Host names by node rank."""
     cpus: int | None
 
     @property
     def job_start(self) -> tuple[str, int]:
-        """Identifies one start of a job."""
+        """Identity of one start of a job."""
         return self.job_id, self.restart
 
     @property
     def is_head(self) -> bool:
-        """The head node's agent claims the attempt, coordinates it, and asks for the requeue."""
+        """True on the head node, whose agent claims the attempt, coordinates it, and asks for the requeue."""
         return self.node_rank == 0
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in the allocation."""
+        """Number of nodes in the allocation."""
         return len(self.hostnames)
 
     @property
     def has_own_cores(self) -> bool:
-        """Whether Slurm confines the job on this node to its cores, so that no other job computes there."""
+        """True if Slurm confines the job on this node to its cores, so that no other job computes there."""
         return self.cluster != "local" and len(os.sched_getaffinity(0)) == self.cpus
 
     @property
@@ -80,7 +80,7 @@ class NodeAllocation:
         return self.hostnames[self.node_rank]
 
     def names(self, node_ranks: Iterable[int]) -> list[str]:
-        """Host names of some nodes, by node rank."""
+        """Return host names, sorted by node rank."""
         return [self.hostnames[node_rank] for node_rank in sorted(node_ranks)]
 
 
@@ -122,14 +122,15 @@ class NodeAttempt:
 
     @cached_property
     def stage_dir(self) -> Path:
-        """The directory for copies on this node. Raises TorchrelayError if there is none."""
+        """The directory for copies on this node. Raises TorchrelayError if the node has none."""
         return stage_dir_on_node(self.spec.stage_dir, os.environ)
 
     @property
     def stage_dir_is_per_job(self) -> bool:
-        """Whether the cluster makes it for this job, and so deletes it with the job: the job's id is in its path.
+        """True if the cluster makes the directory for this job, and so deletes it with the job.
 
-        Or in that of the directory that is mounted there: a private /tmp, by job_container/tmpfs or private-tmpdir.
+        Then the job's id is in its path, or in the path of what is mounted there: a private /tmp, by
+        job_container/tmpfs or private-tmpdir.
         """
         paths = str(self.stage_dir.resolve()), mounted_directory(self.stage_dir)
         job_id = re.compile(rf"(?<!\d){self.allocation.job_id}(?!\d)")
@@ -137,7 +138,7 @@ class NodeAttempt:
 
     @property
     def on_slurm(self) -> bool:
-        """Whether Slurm runs the job; submitit's local executor otherwise."""
+        """True if Slurm runs the job, False if submitit's local executor does."""
         return self.allocation.cluster == "slurm"
 
     def record(self, event: Event) -> None:
@@ -149,7 +150,7 @@ class NodeAttempt:
 
     @property
     def reports_steps(self) -> bool:
-        """Whether the steps of a failure tell what it costs: a program without such a promise may report them, too."""
+        """True if steps tell what a failure costs. A program may report them without having promised it."""
         return self.spec.program.reports_steps or self.history().during(self.attempt.attempt).knows_steps
 
     def history(self) -> History:
@@ -157,8 +158,8 @@ class NodeAttempt:
         return History.load(self.run)
 
     def reported_lost(self) -> list[str]:
-        """A name for each time that an agent of this attempt has reported a lost node that has not come back."""
-        # All survivors ask this again and again: no other file is read.
+        """Return the lost nodes that have not come back, once for each agent of this attempt that reports it."""
+        # All survivors poll this, so no other files are read.
         prefix = f"{ledger.attempt_prefix(self.attempt.attempt)}node-"
         return History(ledger.read(self.run.events, prefix)).lost_nodes
 
@@ -170,7 +171,7 @@ def log(text: str) -> None:
 
 
 def send_heartbeats(run: RunDir) -> None:
-    """Touch, as long as this process runs, the file by which the supervisor knows that the run is alive."""
+    """Touch, as long as this process runs, the file that tells the supervisor that the run is alive."""
 
     def touch() -> None:
         while True:
@@ -210,8 +211,8 @@ def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
 
     Raises:
         SlurmRefusalError: Slurm answered, and will not do it.
-        TorchrelayError: Slurm still did not answer after this time.
-        OSError: the storage still did not work after this time, or there was another error.
+        TorchrelayError: Slurm did not answer in this time.
+        OSError: the storage did not work in this time, or another error occurred.
     """
     deadline = time.monotonic() + patience_seconds
     while True:

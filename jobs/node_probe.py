@@ -1,8 +1,8 @@
 """A node's part in `hpc doctor --node` and `hpc smoke`: inspect the node, and let its ranks check or measure it.
 
-Runs on compute nodes, once per node, in a job of its own: `python -m jobs.node_probe JOB DIRECTORY STAGE_DIR GPUS
-INTERFACE PORT_RANGE` prints a `NodeInfo` as JSON. JOB is `doctor` or `smoke`. The login node made
-DIRECTORY beside the runs; for `smoke` it contains the data to stage. INTERFACE and PORT_RANGE may be empty.
+Runs on compute nodes, once per node, in its own job: `python -m jobs.node_probe JOB DIRECTORY STAGE_DIR GPUS INTERFACE
+PORT_RANGE` prints a `NodeInfo` as JSON. JOB is `doctor` or `smoke`. The login node made DIRECTORY next to the runs; for
+`smoke` it contains the data to stage. INTERFACE and PORT_RANGE may be empty.
 """
 
 import json
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     found: dict[str, Any] = {"name": probe.allocation.host, "sees_runs": probe.run.path.is_dir()}
     with ExitStack() as stack:
         try:
-            # The facts found before an error count.
+            # The facts found before an error are kept.
             for facts in (measure if job == "smoke" else check)(probe, stack):
                 found |= facts
         except (TorchrelayError, OSError) as error:
@@ -178,7 +178,7 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
 def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[str], beginning: str) -> tuple[str, str]:
     """Start this node's ranks as an attempt does, each with a module of ours and its arguments, and wait for them.
 
-    Returns the line with this beginning, which rank 0 prints, and what went wrong; each empty if there is none.
+    Returns the line with this beginning, which rank 0 prints, and the error; each is empty if there is none.
     """
     allocation, network, address = probe.allocation, probe.network, channel.own_address
     rendezvous = Rendezvous(
@@ -197,7 +197,7 @@ def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[s
 
 
 def summarize(output: str, exit_code: int, beginning: str) -> tuple[str, str]:
-    """Pick from what torchrun and its ranks printed the line with this beginning, and the error. Pure."""
+    """Find the line with this beginning, and the error, in the output of torchrun and its ranks. Pure."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if exit_code == _TIMED_OUT:
         return "", f"no answer in {_RANKS_SECONDS} s: the nodes do not reach each other, or something hangs"
@@ -210,7 +210,7 @@ def summarize(output: str, exit_code: int, beginning: str) -> tuple[str, str]:
 
 
 def write_rate(directory: Path) -> float | None:
-    """Return the bytes per second of a file that is written, flushed and deleted; None if the disk has no room for it.
+    """Write and flush a temporary file, and return the bytes per second; None if the disk has no room for it.
 
     Raises:
         OSError: the file cannot be written.
@@ -231,7 +231,7 @@ def write_rate(directory: Path) -> float | None:
 def stage(probe: Probe, channel: ControlChannel, secret: str, stage_dir: Path, stack: ExitStack) -> dict[str, Any]:
     """Stage the data as an attempt does, together with the other nodes; the copy is deleted when `stack` is closed.
 
-    Returns the bytes per second, or why it failed: the network is measured all the same.
+    Returns the bytes per second, or why it failed; the network is measured in any case.
     """
     group = NodeGroup(probe.allocation, channel, probe.run.path / DATA, secret, probe.network.ports)
     deadline = time.monotonic() + _STAGE_SECONDS

@@ -22,7 +22,7 @@ from jobs.stop_request import STOP_SIGNALS
 
 # An epoch may take a second, and every change is a request to Slurm's controller.
 _COMMENT_SECONDS = 30.0
-# For the last points of a run that has ended, because its job ends all processes. An interrupted run does not wait.
+# Wait for the last points of a run that has ended, because its job ends all processes; do not if it is interrupted.
 _LAST_SECONDS = 30.0
 
 # --- the comment of the run's job, which `squeue -o %k` shows: run, attempt, epoch ---
@@ -56,7 +56,7 @@ def _keep_up_to_date(node: NodeAttempt, over: threading.Event) -> None:
 
 
 def comment(node: NodeAttempt) -> str:
-    """Run, attempt, and the epoch of the last logged step, if it is known."""
+    """Name the run, the attempt, and the epoch of the last logged step, if it is known."""
     epoch = (last_json_line(node.run.train_metrics) or {}).get("epoch")
     words = [node.run.name, f"attempt {node.attempt.attempt}", *([] if epoch is None else [f"epoch {epoch}"])]
     return ", ".join(words)
@@ -66,10 +66,9 @@ def comment(node: NodeAttempt) -> str:
 
 
 def start_notifying(node: NodeAttempt) -> threading.Thread:
-    """Send what is to be told of the run now, for at most half a minute.
+    """Start a thread that sends the messages that are due, for at most half a minute.
 
-    An agent that ends joins the thread, because its job ends its processes. What could not be sent is left to the
-    supervisor.
+    An agent that ends joins the thread, because the job's end kills all processes. The supervisor sends what is left.
     """
     thread = threading.Thread(target=_notify, args=(node,), daemon=True, name="notify")
     thread.start()
@@ -77,7 +76,7 @@ def start_notifying(node: NodeAttempt) -> threading.Thread:
 
 
 def _notify(node: NodeAttempt) -> None:
-    # The process inherits this. A requeue signals all processes of the job, and leaves them KillWait, 30 s by default.
+    # The sender inherits this. A requeue signals all processes of the job, and leaves them KillWait, 30 s by default.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         if is_due(node.run, node.spec.notification):

@@ -38,15 +38,15 @@ class StopRequest:
 
     @property
     def seconds(self) -> float:
-        """Since the request; 0 before it."""
+        """Seconds since the request; 0 before it."""
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, history: History) -> float:
-        """Time for the ranks to save: --grace-period, or what Slurm leaves, less after SIGTERM than at the limit."""
+        """Return how long ranks may save: --grace-period, or what Slurm leaves, less for SIGTERM than at the limit."""
         if spec.grace_seconds is not None:
             return spec.grace_seconds
         if self.signal is not signal.SIGTERM:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
-        # The grace time of the run's partition.
+        # The grace time of the run's partition, as the newest submission found it.
         known = [event.grace_seconds for event in reversed(history.of(Submitted))]
         return save_timeout_seconds(next(filter(None, known), KILL_WAIT_SECONDS))

@@ -1,1 +1,1 @@
-"""What runs once per rank: a DDP image-classifier trainer. Knows nothing of Slurm; runs under any torchrun."""
+"""An image-classifier trainer, which runs once per rank, under any torchrun. It knows nothing of Slurm."""

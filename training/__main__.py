@@ -9,8 +9,8 @@ import time
 
 from training.relay import STOP_SIGNALS, Heartbeat, signals
 
-# Before all other imports: importing torch takes seconds, and a signal in them must not end the rank unsaved. A rank
-# that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
+# Handle signals before all other imports: importing torch takes seconds, and a signal then must not end the rank
+# unsaved. A rank that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
 _STARTED = time.monotonic()
 signals.install()
 faulthandler.enable(all_threads=True)
@@ -86,7 +86,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
     heartbeat.beat("start")
     fault = parse_fault(options.fault or os.environ.get(FAULT, ""))
     if rank.restarts and not fault.always:
-        fault = NO_FAULT  # torchrun restarts the ranks with the same flags after it has struck
+        fault = NO_FAULT  # torchrun restarts the ranks with the same flags after the fault
     context = RunContext(
         config=options.train,
         run_dir=RunDir(options.run_dir.expanduser().absolute()),
@@ -98,7 +98,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
         recipe=options.recipe,
         evaluation=evaluation,
     )
-    # After the checks of the flags: these imports take seconds.
+    # Import these after the checks of the flags, because it takes seconds.
     from training.engine.launch import launch  # noqa: PLC0415
     from training.engine.loss_meter import DivergedError  # noqa: PLC0415
     from training.runtime.process_group import SharedError  # noqa: PLC0415
@@ -113,7 +113,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
 
 
 def _print_error(error: TorchrelayError) -> None:
-    """Print one line. An error of a loader worker comes with its traceback, the message at the end."""
+    """Print one line: an error of a loader worker has its traceback first, and the message at the end."""
     line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     print(f"error: {line}", file=sys.stderr, flush=True)
 

@@ -1,8 +1,7 @@
 """`python -m training.profile FLAGS...`: finds the bottleneck of a training, and the flag that changes it.
 
 Runs under torchrun or alone, with the flags of the training, and measures each part of a step by repeating it alone.
-All ranks repeat a part equally often, because steps need all of them; the time of the slowest rank counts. Leaves no
-files.
+All ranks repeat a part equally often, because steps need all ranks; the slowest rank's time counts. It leaves no files.
 """
 
 import os
@@ -31,12 +30,12 @@ from training.runtime.determinism import configure
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import RunContext, rank_info_from
 
-# No training ends while it is being measured.
+# No training ends within this number of epochs while it is measured.
 _EPOCHS = 10**6
 # Loading overlaps with the steps. It limits them if it takes longer by this factor.
 _LOADING_FACTOR = 1.1
 _MAX_REPETITIONS = 500
-# Of a batch, for decoding and augmenting in this process.
+# Images of a batch that this process decodes and augments.
 _MAX_IMAGES = 64
 
 # Each possible bottleneck: what it is, and what to change.
@@ -117,8 +116,8 @@ def profile(options: ProfileOptions) -> None:
     """Measure, and print the result on rank 0.
 
     Raises:
-        UserError: a flag or the data do not suit.
-        TorchrelayError: it failed.
+        UserError: a flag or the data is wrong.
+        TorchrelayError: the training failed.
     """
     config = replace(options.train, epochs=_EPOCHS)
     configure(config)
@@ -142,12 +141,12 @@ class Costs:
     decode: float | None
     """Reading and decoding the images of a batch, divided by the workers; a part of `loading`."""
     augment: float | None
-    """Cropping, scaling and augmenting them, likewise."""
+    """Cropping, scaling and augmenting these, divided by the workers; a part of `loading`."""
     copy: float | None
     compute: float
     """Forward and backward passes and the optimizer, on images that are already on the device."""
     all_reduce: float | None
-    """What the all-reduce of gradients adds to `compute`: the part that does not overlap with it."""
+    """The part of the gradients' all-reduce that does not overlap with `compute`."""
 
 
 class Meter:
@@ -172,7 +171,7 @@ class Meter:
             compute = self._milliseconds(lambda: self._step(ready))
         with load_device_batches(device, source, self._requests(), workers) as batches:
             step = self._milliseconds(lambda: self._step(next(batches)))
-        # Decoding and augmenting a rank's share of a batch, divided by its workers.
+        # Scale decoding and augmenting to a rank's share of a batch, divided by its workers.
         share, indices = len(batch.labels) / max(1, workers), tuple(batch.indices[:_MAX_IMAGES].tolist())
         request = BatchRequest(indices=indices, epoch=0)
         decode, augment = None, self._milliseconds(lambda: source[request]) * share / len(indices)
@@ -201,9 +200,9 @@ class Meter:
         self.trainer.stepper.step(batch, self.trainer.loss_meter)
 
     def _milliseconds(self, work: Callable[[], Any]) -> float:
-        """Milliseconds of one repetition on the slowest rank: the mean of those that fit into the given seconds.
+        """Measure the milliseconds of one repetition on the slowest rank: the mean of as many as fit into the seconds.
 
-        The first repetition does not count, for it builds what later ones reuse.
+        The first repetition does not count, because it builds what later ones reuse.
         """
         for _ in range(2):
             once = self._total_seconds(work, 1)
@@ -221,10 +220,10 @@ class Meter:
 
 
 def bottleneck(costs: Costs, workers: int) -> str:
-    """The part that limits a step, a key of ADVICE.
+    """Return the part that limits a step, a key of ADVICE.
 
-    With loader workers, loading overlaps with the rest of the step and counts only if it takes longer. Without them the
-    parts follow each other, and the longest counts.
+    With loader workers, loading overlaps with the rest of the step and counts only if it takes longer. Without workers
+    the parts follow each other, and the longest counts.
     """
     parts = {"copy": costs.copy or 0.0, "compute": costs.compute, "all_reduce": costs.all_reduce or 0.0}
     if costs.loading <= (_LOADING_FACTOR * sum(parts.values()) if workers else max(parts.values())):
@@ -236,7 +235,7 @@ def bottleneck(costs: Costs, workers: int) -> str:
 
 
 def report(trainer: Trainer, costs: Costs) -> dict[str, Any]:
-    """The result, ready for JSON."""
+    """Return the result, ready for JSON."""
     part = bottleneck(costs, trainer.workers)
     description, advice = ADVICE[part]
     return {

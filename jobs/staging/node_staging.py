@@ -1,10 +1,10 @@
-"""This node's data: staged together with the other nodes, and packed, before the first round. Runs on compute nodes.
+"""Stages this node's data together with the other nodes, and packs it, before the first round. Runs on compute nodes.
 
 The nodes coordinate through the control channel: each reports the state of its copy, and the head node publishes a plan
 that says which node reads what (jobs.staging.coordination).
 
-Packed data (`--pack`) are an entry of the cache like any other: the next attempt uses them again after a check of their
-sizes (after a reboot, of their checksums), and they are deleted when they are old or the disk is full.
+Packed data (`--pack`) is an entry of the cache like any other: the next attempt checks its sizes (after a reboot, its
+checksums) and uses it again, and it is deleted when it is old or the disk is full.
 """
 
 import os
@@ -34,9 +34,9 @@ from training.config.packed_index import INDEX, read_index
 
 # A copy of 100 GB must not look like a hang; one of a second needs no progress events.
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
-# Nodes whose agents start later than this after the first ones get their data from those.
+# A node whose agent starts later than this gets its data from the nodes that started before it.
 _GATHER_SECONDS = 10.0
-# Part of a packed file that has a checksum of its own.
+# A packed file has a checksum for each part of this size.
 _CHUNK_BYTES = 16 * 2**20
 
 
@@ -52,18 +52,18 @@ class NodeGroup(StagingGroup):
         self._published_at: float | None = None
 
     def head(self, port: int) -> Address:
-        """A port of the head node."""
+        """Return the head node's address with a port."""
         channel = self._channel
         host = channel.own_address if isinstance(channel, ControlServer) else channel.head_address
         return Address(self._allocation.head, host, port)
 
     def publish_listing(self, version: str, port: int) -> None:
-        """On the head node: announce the version, and the port that serves its listing."""
+        """Announce, on the head node, the version and the port that serves its listing."""
         self._published_at = time.monotonic()
         self._publish(StagingPlan(source=self._source, version=version, listing_port=port))
 
     def plan(self) -> StagingPlan | None:
-        """The head node's plan; None until this node has received it."""
+        """Return the head node's plan; None until this node has received it."""
         self.update()
         return self._current()
 
@@ -76,13 +76,13 @@ class NodeGroup(StagingGroup):
         self._channel.report(caches=(*others, NodeCache(source=self._source, status=status, port=port)))
 
     def withdraw(self) -> None:
-        """This node will have no copy, and continues: the others need not wait for its copy, or for its plan."""
+        """Continue without a copy on this node: the others need not wait for its copy, or for its plan."""
         self.report(CacheStatus.UNAVAILABLE, 0)
         if self._current() is None:
             self._publish(StagingPlan(source=self._source, version="", listing_port=0, owners=(), done=True))
 
     def update(self) -> None:
-        """On the head node: choose the owners once all nodes have reported, and see whether all are done."""
+        """Choose, on the head node, the owners once all nodes have reported, and see whether all are done."""
         server, plan = self._channel, self._current()
         if not isinstance(server, ControlServer) or plan is None or plan.done or self._published_at is None:
             return
@@ -112,14 +112,14 @@ class NodeGroup(StagingGroup):
 
 
 class NodeStaging:
-    """Stages what the ranks of this node need."""
+    """Stages this node's data and environment."""
 
     def __init__(self, node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, resources: ExitStack) -> None:
         # The resources keep the copies in use until they are closed, when the attempt is over.
         self.node, self.channel, self.monitor, self._resources = node, channel, monitor, resources
 
     def stage_data(self) -> Path | None:
-        """Stage the run's data on this node's disk; None if the run reads none.
+        """Stage the run's data on this node's disk, and return its path; None if the run reads none.
 
         Raises:
             StagingStopped: the agent was asked to stop, or the attempt is over.
@@ -136,7 +136,7 @@ class NodeStaging:
         if spec.pack is None:
             return staged.path
         if staged.in_place:
-            raise TorchrelayError(f"{staged.in_place}, so they cannot be packed either: submit with --pack off")
+            raise TorchrelayError(f"{staged.in_place}, so the data cannot be packed either: submit with --pack off")
         began, watch = time.monotonic(), self.watch(source)
         packed = pack(self.node.stage_dir, self._resources, find_data(staged.path), spec.pack, watch)
         seconds = round(time.monotonic() - began, 3)
@@ -144,7 +144,7 @@ class NodeStaging:
         return packed
 
     def group(self, source: Path) -> NodeGroup:
-        """The nodes of the attempt, for one source."""
+        """Make the group of the attempt's nodes for one source."""
         node = self.node
         return NodeGroup(node.allocation, self.channel, source, node.attempt.secret, node.spec.network.ports)
 
@@ -183,7 +183,7 @@ class NodeStaging:
         return staged
 
     def watch(self, source: Path) -> Watch:
-        """What polls the monitor while a copy is made, records the progress, and returns whether to stop."""
+        """Make a callback that polls the monitor during a copy, records the progress, and returns whether to stop."""
         next_event = time.monotonic() + _FIRST_SECONDS
 
         def poll(progress: CopyProgress | None) -> bool:
@@ -215,8 +215,8 @@ def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: 
         watch: gets the progress, and returns whether to stop.
 
     Raises:
-        StagingStopped: `watch` returned True. Images packed by then are not packed again.
-        TorchrelayError: they cannot be packed, or the disk is full.
+        StagingStopped: `watch` returned True. Images packed so far are not packed again.
+        TorchrelayError: the images cannot be packed, or the disk is full.
     """
     store = open_store(stage_dir)
     # The copy's directory is named after one version of the data set.
@@ -242,17 +242,17 @@ def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: 
 def _make_packed(entry: CacheEntry, folder: Path, size: int, waiting: CancellableWait) -> None:
     (entry.path / "manifest").unlink(missing_ok=True)
     entry.path.mkdir(mode=0o700, exist_ok=True)
-    # Beside the damaged data, which another job may have mapped into its memory.
+    # Write beside the damaged data, which another job may have mapped into its memory.
     new, old = entry.path / "new", entry.path / f".{time.time_ns()}.old"
     command = [sys.executable, "-u", "-P", "-m", "training.pack", str(folder), str(new), f"--size={size}"]
     began = time.monotonic()
 
     def progress() -> CopyProgress:
-        # Written by now, in blocks of 512 bytes. Sizes do not tell: the files are sparse.
+        # Count the written blocks of 512 bytes: sizes do not tell, because the files are sparse.
         done = sum(512 * path.stat().st_blocks for path in entry.path.glob(".*/*.npy") if path.exists())
         return CopyProgress(activity="packing", bytes_done=done, seconds=time.monotonic() - began)
 
-    # In its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach it all the same.
+    # The packer has its own session: a terminal's Ctrl-C reaches only the agent, Slurm's signals reach both.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:
         try:
             waiting.run_in_thread(packer.wait, progress)

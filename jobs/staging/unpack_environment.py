@@ -1,4 +1,4 @@
-"""This node's copy of the Python environment: staged, relinked, and used if it imports torch. Runs on compute nodes.
+"""Stages and relinks a copy of the Python environment, and uses it if it imports torch. Runs on compute nodes.
 
 If it does not, this node's ranks start from the shared environment, as they do without `--stage-env`.
 """
@@ -59,7 +59,7 @@ def stage_environment(staging: NodeStaging) -> str:
 
 
 def _copy(staging: NodeStaging, archive: Path) -> str:
-    """The interpreter of a copy that works here; an error if there is none."""
+    """Return the interpreter of a copy that works here. Raises TorchrelayError if there is none."""
     copy = staging.stage(archive).path
     described = EnvironmentDescription.load(copy)
     for name, target in described.links.items():
@@ -80,9 +80,9 @@ def make_link(path: Path, target: str) -> None:
 
 
 def _import_torch(watch: Watch, python: str, expected: list[str]) -> None:
-    """Have the copy import torch, which alone finds every library. Raises TorchrelayError if it is not as expected.
+    """Import torch in the copy, which proves that every library is found. Raises TorchrelayError if that fails.
 
-    The time is not lost: the ranks then find in memory what this has read.
+    No time is lost: the ranks then find in memory what this import has read.
     """
     waiting = CancellableWait(watch)
     with subprocess.Popen(

@@ -1,1 +1,1 @@
-"""The training flags and what can be checked without a GPU. Imports neither torch nor torchvision."""
+"""The training flags, and the checks that need no GPU. Imports neither torch nor torchvision."""

@@ -1,7 +1,7 @@
-"""Which training flags may change in a run that has begun: by `hpc resume`, by `hpc fork`, or only in a new run.
+"""Decides which training flags may change in a run that has begun: by `hpc resume`, by `hpc fork`, or not at all.
 
-`hpc resume` keeps every step as it would have been; `hpc fork` goes on from the saved state with other steps; the state
-itself depends on some flags. Pure; runs on the login node, and the last of these on every rank.
+`hpc resume` changes no step; `hpc fork` continues from the saved state with other steps; the flags on which that state
+depends need a new run. Pure; runs on the login node. Every rank compares IDENTIFYING.
 """
 
 from collections.abc import Collection
@@ -20,7 +20,7 @@ IDENTIFYING = (
 )
 """The flags that a saved state depends on: with another value it would be another run."""
 ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
-# What begins a training has no effect on a saved state.
+# These flags begin a training, and have no effect on a saved state.
 _OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
 # In these schedules every learning rate depends on the number of epochs.
 _PLANNED = frozenset({"cosine", "one-cycle"})
@@ -30,16 +30,16 @@ class Begun(NamedTuple):
     """A training that has begun."""
 
     run: str
-    """The name or the directory to type."""
+    """Its name or directory, as typed."""
     epoch: int
     """The epoch that it is in, or was in when it ended; 0 before the first step."""
     ended: str | None
-    """Of a complete one, why it ended early: a name of `training.engine.early_stopping`; None: after its last epoch."""
+    """Why a complete training ended early: a name of `training.engine.early_stopping`; None: after its last epoch."""
     complete: bool
 
 
 def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
-    """Refuse typed flags (without dashes) that are the training's and that `hpc resume` may not set.
+    """Refuse typed training flags (without dashes) that `hpc resume` may not set.
 
     `run` is the run's name as it was typed, `best` the directory of its best model.
 
@@ -71,7 +71,7 @@ def refuse_on_fork(changed: Collection[str], best: Path) -> None:
 
 
 def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> None:
-    """Refuse another number of epochs that would change steps already done, and to complete a training twice.
+    """Refuse a number of epochs that would change steps already done, and flags that add none to a complete training.
 
     Raises:
         UserError: says what to type instead.
@@ -103,7 +103,7 @@ _HOW_TO_GO_ON = {
 
 
 def _goes_on(before: TrainConfig, after: TrainConfig, ended: str | None) -> bool:
-    """Whether the new flags add steps to a complete training."""
+    """Return whether the new flags add steps to a complete training."""
     if ended is None:
         return after.epochs > before.epochs
     name = "early_stopping_patience" if ended == "early_stopping" else "max_hours"

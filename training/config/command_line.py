@@ -1,4 +1,4 @@
-"""The command line of `python -m training` and of the programs that take the same flags. Runs where they run.
+"""The command line of `python -m training` and of programs with the same flags. Runs where they run.
 
 Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`).
 Ranks that a node agent starts read `spec.json` instead (`training.config.training_spec`): this module imports tyro and
@@ -54,9 +54,9 @@ def flag_names(options: type[Any]) -> dict[str, bool]:
 def with_files(
     given: Mapping[str, Any], known: Mapping[str, bool], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Complete the flags that are given with those of `--config`, of `--recipe` and of `defaults`, in this order.
+    """Complete the given flags from `--config`, `--recipe` and `defaults`; the earlier source wins.
 
-    A file may name its recipe. `known` are the flags that may stand in a file, without dashes; True for switches. Other
+    A file may name its recipe. `known` are the flags that a file may set, without dashes; True for switches. Other
     defaults are left out.
 
     Raises:
@@ -73,7 +73,7 @@ def with_files(
 def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, Any]:
     """Add a data set to the flags of a training that name none.
 
-    It is Fashion-MNIST where Debian's copy is installed, else scikit-learn's digits, with the flags of their recipe.
+    It is Fashion-MNIST if Debian's copy is installed, else scikit-learn's digits with their recipe's flags.
     """
     if {"data", "synthetic", "recipe"} & given.keys():
         return dict(given)
@@ -83,7 +83,7 @@ def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, 
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings: those of `over` win, and a list follows the values that `base` has for its flag."""
+    """Merge settings: `over` wins, and a list follows the values that `base` has for its flag."""
     both = base.keys() & {name for name, value in over.items() if isinstance(value, list)}
     return {**base, **over, **{name: [*_listed(base[name]), *over[name]] for name in both}}
 
@@ -96,11 +96,11 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
     """Read the settings of a file, by the names of flags: `batch_size: 256` sets `--batch-size`.
 
     Raises:
-        UserError: the file cannot be read, or has a flag that is not `known`, if that is given.
+        UserError: the file cannot be read, or has a flag that is not `known` (None: all are).
     """
     where = f"{flag} {path}"
     try:
-        # As text, which is read as a command line's is: YAML itself would make 43200 of a time of 12:00:00.
+        # Read all values as text, like a command line: YAML would turn the time 12:00:00 into 43200.
         loaded = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # noqa: S506 - text alone
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{where} cannot be read: {error}") from error
@@ -112,7 +112,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
         if known is not None and name not in {*known, "recipe"}:
             hint = did_you_mean(name, known, "hpc submit --help-all lists the flags")
             raise UserError(f"{where}: there is no flag {key!r}: {hint}")
-        # Nested lists can repeat each other (YAML aliases), so that their text would not fit in memory.
+        # Nested lists can repeat each other (YAML aliases) until their text does not fit in memory.
         if not all(isinstance(each, str) for each in _listed(value)):
             raise UserError(f"{where}: {key} is nested: give one value, or a list for --sbatch and --setup")
         if known and known.get(name) and value not in {"true", "false"}:
@@ -124,7 +124,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
 # --- parsing ---
 
 
-# What `--recipe` takes, wherever flags are read.
+# The type of `--recipe`, wherever flags are read.
 RecipeName = Annotated[
     str | None,
     tyro.conf.arg(

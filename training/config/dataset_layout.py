@@ -18,7 +18,7 @@ DIGITS, DIGITS_FILE = "digits", "digits.csv.gz"
 NAMED_DATA = f"{FASHION_MNIST} or {DIGITS}"
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-# In any case: Train/ and Validation/ are common too.
+# Matched case-insensitively: Train/ and Validation/ are common too.
 _PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 IDX_STEMS = {
     "train_images": "train-images-idx3-ubyte",
@@ -68,17 +68,17 @@ LAYOUTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataLayout:
-    """What a data directory holds, found without reading the data."""
+    """The layout of a data directory, found without reading the data."""
 
     kind: Kind
     path: Path
     """The directory with all data, which is copied to nodes."""
     train: Path
-    """image-folder: the directory of the class directories; else: `path`."""
+    """The directory of an image folder's class directories; `path` for other kinds."""
     val: Path | None
-    """The same for validation; None: a part of the training set is held out."""
+    """The directory for validation; None: a part of the training set is held out."""
     test: Path | None
-    """The same for the test; None: there is no test set."""
+    """The directory for the test; None: there is no test set."""
 
 
 def resolve_data(name: str) -> Path:
@@ -102,7 +102,7 @@ def resolve_data(name: str) -> Path:
 
 
 def title_of(data: Path) -> str | None:
-    """What a data set is that `resolve_data` knows by a name; None: the user's own."""
+    """Return the title of a data set that `resolve_data` knows by name; None for others."""
     if data == FASHION_MNIST_DIRECTORY:
         return "Fashion-MNIST (60,000 images)"
     return "scikit-learn's handwritten digits (1,797 images)" if _digits_layout(data) else None
@@ -122,7 +122,7 @@ def check_data(path: Path) -> DataLayout:
     """Recognize the layout of a data directory. It stops at the first image, so it is quick on huge ones too.
 
     Raises:
-        UserError: it does not exist, is no directory, or has no known layout.
+        UserError: it does not exist, is not a directory, or has no known layout.
     """
     try:
         if not path.exists():
@@ -143,11 +143,11 @@ def check_data(path: Path) -> DataLayout:
 
 
 def find_data(staged: Path) -> Path:
-    """Return where the data are in what was staged: archives often hold one directory with everything in it."""
+    """Return the data directory in a staged copy: archives often hold a single directory."""
     try:
         inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
     except OSError:
-        return staged  # storage that does not answer for a moment: what reads the data tries again
+        return staged  # the storage does not answer for a moment: the reader of the data tries again
     if len(inside) != 1 or not inside[0].is_dir():
         return staged
     try:
@@ -167,7 +167,7 @@ def _packed_layout(path: Path) -> DataLayout | None:
 
 
 def find_idx(directory: Path, stem: str) -> Path | None:
-    """The IDX file of that name, plain or compressed; None if neither exists."""
+    """Find the IDX file of that name, plain or compressed; None if neither exists."""
     candidates = (directory / stem, directory / f"{stem}.gz")
     return next((file for file in candidates if file.is_file()), None)
 
@@ -226,7 +226,7 @@ def _folder_layout(path: Path) -> DataLayout:
 
 
 def _part(path: Path, names: tuple[str, ...]) -> Path | None:
-    """The directory of a part of the data. If it holds images itself, it is a class (a vehicle's, for `train`).
+    """Find the directory of a part of the data. One that holds images itself is a class, such as the vehicle `train`.
 
     Raises:
         UserError: there are several such directories.
@@ -240,18 +240,18 @@ def _part(path: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file has an image's name."""
+    """Return whether a file has an image's name."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 
 def has_class_images(directory: Path) -> bool:
-    """Whether any subdirectory holds an image."""
+    """Return whether any subdirectory holds an image."""
     with os.scandir(directory) as entries:
         return any(_holds_image(entry.path) for entry in entries if is_class_directory(entry))
 
 
 def is_class_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether a directory entry is a directory that is not hidden."""
+    """Return whether an entry is a directory that is not hidden."""
     return entry.is_dir() and not entry.name.startswith(".")
 
 

@@ -25,12 +25,12 @@ class Defaults:
 
 
 def files() -> tuple[Path, ...]:
-    """Of the site and of the user, whether they exist or not; the later one wins."""
+    """Return the site's and the user's file, which need not exist; the later one wins."""
     return _SITE, platformdirs.user_config_path() / _FILE
 
 
 def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
-    """The defaults of both files; a later one wins. `known` are the flags that they may set; None: any.
+    """Read the defaults of both files; the later one wins. `known` are the flags that they may set; None: any.
 
     Raises:
         UserError: a file cannot be read, or has an unknown flag or a recipe.
@@ -47,5 +47,5 @@ def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
 
 
 def merge(defaults: list[Defaults]) -> dict[str, Any]:
-    """The values that win."""
+    """Merge defaults; later ones win."""
     return reduce(command_line.overlay, (one.settings for one in defaults), {})

@@ -1,4 +1,4 @@
-"""What ranks compute on: chosen at the submission, told to them in their environment. Runs everywhere; no torch."""
+"""The device of the ranks: chosen at the submission, passed in their environment. Runs everywhere; no torch."""
 
 from collections.abc import Mapping
 from typing import Literal
@@ -7,7 +7,7 @@ from hpc.base.environment import DEVICE
 
 DeviceChoice = Literal["auto", "cuda", "cpu"]
 """`auto`: GPUs if torch can use some, else CPUs."""
-# torch sees no GPU if none is visible.
+# An empty CUDA_VISIBLE_DEVICES hides all GPUs from torch.
 RANK_VARIABLES: Mapping[DeviceChoice, Mapping[str, str]] = {
     "auto": {}, "cuda": {DEVICE: "cuda"}, "cpu": {DEVICE: "cpu", "CUDA_VISIBLE_DEVICES": ""},
 }  # fmt: skip
@@ -15,5 +15,5 @@ RANK_VARIABLES: Mapping[DeviceChoice, Mapping[str, str]] = {
 
 
 def must_use_gpu(environment: Mapping[str, str]) -> bool:
-    """Whether a rank without a GPU has to end instead of using the CPU."""
+    """Return whether a rank without a GPU must end instead of using the CPU."""
     return environment.get(DEVICE) == "cuda"

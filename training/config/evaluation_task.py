@@ -1,4 +1,4 @@
-"""What `hpc evaluate` asks of the ranks: which model, and which part of which data.
+"""The task that `hpc evaluate` gives the ranks: a model, and a part of some data.
 
 Runs on the login node and on every rank; imports no torch.
 """
@@ -15,27 +15,27 @@ Split = Literal["test", "val", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """One evaluation, as its run's spec has it. The model is in the run's own directory."""
+    """One evaluation, as in its run's spec. The model is in the run's own directory."""
 
     source: str
     """The run, or the exported file, that the model comes from."""
     checkpoint: str | None = None
-    """Which of the run's models: `best`, `last` or a step; None: it is an exported file."""
+    """The run's model: `best`, `last` or a step; None: it is an exported file."""
     step: int | None = None
-    """Of the model; None: not known."""
+    """Step of the model; None: not known."""
     epoch: int | None = None
     split: SplitChoice = "auto"
     other_data: bool = False
-    """Whether the data are others than those of the training: nothing of them is held out."""
+    """True if the data is not the training's, so that none of it is held out."""
 
 
 def choose_split(task: EvaluationTask, layout: DataLayout, val_split: float) -> Split:
-    """The part of the data to evaluate on; `val_split` is what the training has held out, if it has no `val/`.
+    """Choose the part of the data to evaluate on; `val_split` is the part held out by a training without `val/`.
 
-    `auto`: the test set; without one the validation set, or all images of data that the training has not seen.
+    `auto` means the test set; without one, the validation set, or all images of data that the training has not seen.
 
     Raises:
-        UserError: the data have no such part.
+        UserError: the data has no such part.
     """
     has = {"test": layout.test is not None, "val": layout.val is not None or val_split > 0, "train": True}
     splits: tuple[Split, ...] = ("test", "val", "train")

@@ -1,8 +1,7 @@
-"""The names of models and of their pretrained weights, and the files of these in torch's cache.
+"""The names of models and of their pretrained weights, and the weights' files in torch's cache.
 
 Runs on the login node, which may have internet access where the compute nodes have none, and on every rank. It reads
-torchvision's source: importing it takes 4 seconds, a login node may lack torch, and a list of ours would be that of one
-version.
+torchvision's source: importing it takes 4 seconds, a login node may lack torch, and our own list would fit one version.
 """
 
 import importlib.util
@@ -27,14 +26,14 @@ OWN_MODELS = {
 
 
 TIMM = "timm:"
-"""What the names of timm's models begin with here."""
+"""Prefix of the names of timm's models."""
 _REGISTERED = re.compile(
     r"^@register_model(?:\((?:(?:name=)?[\"'](\w+)[\"'])?\))?\n(?:@.*\n)*def (\w+)\(", re.MULTILINE
 )
 
 
 def _sources(package: str) -> list[Path]:
-    """The files of a package's models; none where it is not installed."""
+    """Return the source files of a package's models; none if it is not installed."""
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
     return sorted((Path(places[0]) / "models").glob("*.py")) if places else []
@@ -42,7 +41,7 @@ def _sources(package: str) -> list[Path]:
 
 @cache
 def models_of(package: str) -> tuple[str, ...]:
-    """The names of the classification models of torchvision or timm; none where it is not installed."""
+    """Return the names of torchvision's or timm's classifiers; none if it is not installed."""
     sources = (source.read_text(encoding="utf-8") for source in _sources(package))
     return tuple(sorted(match[1] or match[2] for source in sources for match in _REGISTERED.finditer(source)))
 
@@ -51,14 +50,14 @@ def check_model(name: str) -> None:
     """Make sure that a model has this name.
 
     Raises:
-        UserError: none has; lists similar names.
+        UserError: no model has it; lists similar names.
     """
     if name.startswith(TIMM):
         need_package("timm", "timm", f"--model {name}")
         known = tuple(f"{TIMM}{model}" for model in models_of("timm"))
     else:
         known = (*OWN_MODELS, *models_of("torchvision"))
-    # The name of pretrained weights may follow that of a model of timm's.
+    # The name of pretrained weights may follow the name of a timm model.
     if (name.partition(".")[0] if name.startswith(TIMM) else name) in known:
         return
     if len(known) == len(OWN_MODELS):
@@ -68,7 +67,7 @@ def check_model(name: str) -> None:
 
 
 def resolve_weights(model: str, weights: str) -> Path:
-    """The file of `--weights`, which is a path or a name of torchvision's weights for the model.
+    """Find the file of `--weights`: a path, or a name of torchvision's weights for the model.
 
     Raises:
         UserError: it does not exist; describes how to get it.
@@ -102,7 +101,7 @@ def resolve_weights(model: str, weights: str) -> Path:
 
 
 def cache_directory() -> Path:
-    """The directory of torch.hub's downloads."""
+    """Return the directory of torch.hub's downloads."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     home = Path(os.environ.get("TORCH_HOME", caches / "torch")).expanduser()
     return home / "hub" / "checkpoints"
@@ -110,7 +109,7 @@ def cache_directory() -> Path:
 
 @cache
 def torchvision_weights(model: str) -> dict[str, str]:
-    """Return the names of a model's weights with their URLs; none where torchvision is not installed."""
+    """Return the names of a model's weights with their URLs; none if torchvision is not installed."""
     for source in _sources("torchvision"):
         text = source.read_text(encoding="utf-8")
         if function := re.search(rf"^def {model}\(.*?weights: Optional\[(\w+)\]", text, re.MULTILINE | re.DOTALL):

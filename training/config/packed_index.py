@@ -25,7 +25,7 @@ class PackedFile:
     name: str
     bytes: int
     sha256: str
-    """Of the content; of the pixels: of the SHA-256 (32 bytes) of each image."""
+    """SHA-256 of the content; for pixels, of all images' SHA-256 (32 bytes each)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class PackedPart:
 
     @property
     def files(self) -> tuple[PackedFile, ...]:
-        """All of its files."""
+        """All files of the part."""
         return (self.labels, self.names, self.pixels)
 
 
@@ -69,17 +69,17 @@ class PackIndex:
 
     @property
     def files(self) -> Iterator[PackedFile]:
-        """All files but the index."""
+        """All files except the index."""
         return (file for part in self.parts for file in part.files)
 
 
 def write_index(directory: Path, index: PackIndex) -> None:
-    """Write the index, whole or not at all, which completes the packed data set."""
+    """Write the index, whole or not at all. It completes the packed data set."""
     write_json(directory / INDEX, {"version": VERSION, "fingerprint": index.fingerprint, **asdict(index)})
 
 
 def read_index(directory: Path) -> PackIndex:
-    """The index of a packed data set.
+    """Read the index of a packed data set.
 
     Raises:
         UserError: it cannot be read, is torn, was edited, or is of another version.
@@ -113,7 +113,7 @@ def check_files(directory: Path, index: PackIndex) -> None:
     """Make sure that all files exist and have their sizes.
 
     Raises:
-        UserError: names the first that is missing or truncated.
+        UserError: names the first file that is missing or truncated.
     """
     for file in index.files:
         path = directory / file.name

@@ -50,7 +50,7 @@ def check(config: Any) -> None:
 
 @cache
 def _choices(owner: Any) -> dict[str, tuple[str, ...]]:
-    """The values of each field that has a list of them."""
+    """List the values of each field whose type names them."""
     return {name: get_args(kind) for name, kind in get_type_hints(owner).items() if get_origin(kind) is Literal}
 
 
@@ -158,7 +158,7 @@ def parse_crop_pct(text: str) -> Fraction:
 
 
 def _fraction(text: str) -> Fraction:
-    """The number that a text is; 0 for any other text."""
+    """Return the number that a text spells; 0 for any other text."""
     try:
         return Fraction(text)
     except (ValueError, TypeError, ZeroDivisionError):
@@ -167,18 +167,18 @@ def _fraction(text: str) -> Fraction:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """How often something is saved; never, if neither steps nor seconds are set."""
+    """The interval between saves; with neither steps nor seconds, nothing is saved."""
 
     steps: int | None = None
     seconds: float | None = None
     max_overhead: float | None = None
-    """The largest part of the training's time that saving may take: where it takes more, `seconds` grow."""
+    """Largest part of the training's time that saving may take: if it takes more, `seconds` grow."""
 
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
 # Half of the 1 % that is promised, because a snapshot has costs that cannot be measured while it is taken.
 _AUTO = Interval(seconds=1.0, max_overhead=0.005)
-# field: words that it takes beside steps and durations
+# field: words that it takes besides steps and durations
 INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
     "checkpoint_every": {},
     "snapshot_every": {"auto": _AUTO, "off": Interval()},
@@ -248,7 +248,7 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
 _NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "static_graph", "compress_gradients")
 
 
-# (a field, when it has an effect, why it has none otherwise)
+# (a field, the condition of its effect, why it has none without that)
 _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("lr_step_epochs", lambda c: c.lr_scheduler == "step", "it applies to --lr-scheduler step"),
     (
@@ -282,7 +282,7 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
 
 
 def without_effect(config: Any) -> list[str]:
-    """A line for each flag of a TrainConfig that differs from its default and has no effect, with the reason."""
+    """Explain in a line each flag of a TrainConfig that is not its default and has no effect."""
     lines = []
     for name, has_effect, why in _EFFECTS:
         value = getattr(config, name)
@@ -294,7 +294,7 @@ def without_effect(config: Any) -> list[str]:
 
 
 def check_validation(config: Any, *, validates: bool) -> None:
-    """Refuse flags that need a validation set where there is none.
+    """Refuse flags that need a validation set if there is none.
 
     Raises:
         UserError: names the flag.

@@ -1,8 +1,8 @@
-"""TrainConfig: every training flag, its default and its help. RankOptions: what one rank runs.
+"""TrainConfig: every training flag, its default and its help. RankOptions: the options of one rank.
 
 Runs on the login node (before anything is queued) and on every rank. Imports neither torch nor torchvision, which take
 seconds and may not be installed on a login node; nor tyro, so that ranks start quickly. Ranks that a node agent starts
-read the run's spec (`training.config.training_spec`); a rank that was started by hand parses its command line
+read the run's spec (`training.config.training_spec`); ranks started by hand parse their command line
 (`training.config.command_line`).
 """
 
@@ -21,9 +21,9 @@ LrScheduler = Literal["cosine", "step", "one-cycle", "plateau", "constant"]
 Interpolation = Literal["bilinear", "bicubic"]
 LrScaling = Literal["none", "sqrt", "linear"]
 SCALE_BATCH = 256
-"""The batch size that --lr is for with --lr-scaling."""
+"""Batch size to which --lr applies with --lr-scaling."""
 _DEFAULT_BATCH = 512
-# For _DEFAULT_BATCH images and more: docs/how-to/image-classifier.md has what was measured.
+# For _DEFAULT_BATCH images and more; docs/how-to/image-classifier.md has the measurements.
 _DEFAULT_LR: dict[Optimizer, float] = {"sgd": 0.15, "adamw": 0.001, "adam": 0.001}
 _SCALINGS: dict[LrScaling, Callable[[float], float]] = {"none": lambda _: 1.0, "sqrt": math.sqrt, "linear": float}
 
@@ -232,7 +232,7 @@ class TrainConfig(Adjustable):
     """
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work: `training.config.rules.check`."""
+        """Refuse values that cannot work (`training.config.rules.check`)."""
         rules.check(self)
         if self.min_lr > (highest := highest_learning_rate(self)):
             raise UserError(f"--min-lr is {self.min_lr}, more than the highest learning rate: use {highest:g} or less")
@@ -247,12 +247,12 @@ def base_learning_rate(config: TrainConfig) -> float:
 
 
 def highest_learning_rate(config: TrainConfig) -> float:
-    """`--lr` or its default, scaled with the global batch size."""
+    """Return `--lr` or its default, scaled with the global batch size."""
     return base_learning_rate(config) * _SCALINGS[config.lr_scaling](config.batch_size / SCALE_BATCH)
 
 
 def samples_per_group(config: TrainConfig) -> int:
-    """Images that stand next to each other in a batch and must go to the same rank: mixing takes pairs."""
+    """Return how many neighbours in a batch must go to the same rank: mixing takes pairs."""
     return 2 if config.mixup or config.cutmix else 1
 
 
@@ -260,7 +260,7 @@ def check_world(config: TrainConfig, world_size: int, samples: int | None = None
     """Make sure that every rank has work in every part of a step.
 
     Raises:
-        UserError: there are too few images in a batch, which is no larger than the training set (`samples`, if known).
+        UserError: a batch, which is at most the training set (`samples`, if known), has too few images.
     """
     minimum = world_size * config.grad_accum_steps * samples_per_group(config)
     among = f"the {world_size} ranks that share it"
@@ -275,7 +275,7 @@ def check_world(config: TrainConfig, world_size: int, samples: int | None = None
 
 @dataclass(frozen=True, kw_only=True)
 class RankOptions:
-    """What one rank runs."""
+    """The options of one rank."""
 
     train: TrainConfig
     recipe: str | None = None

@@ -21,20 +21,19 @@ MODULES = (
     "torchvision.models",
     "torchvision.transforms.v2",
 )
-"""Modules that every rank of the trainer needs, for the processes that ranks are forks of to import."""
+"""Modules that every rank of the trainer needs; the process that forks the ranks imports them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What a run trains or evaluates."""
+    """The training or evaluation of a run."""
 
     train: TrainConfig
     recipe: str | None = None
-    """The recipe behind the flags."""
     forked_from: str | None = None
     """The checkpoint of another run with which the training began; None: it began with the first step."""
     evaluation: EvaluationTask | None = None
-    """What `hpc evaluate` evaluates, with the flags that concern an evaluation; None: the run trains."""
+    """The task of `hpc evaluate`, with the flags that concern an evaluation; None: the run trains."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Training":
@@ -78,7 +77,7 @@ def spec_argv(
 
 
 def is_from_spec(argv: Sequence[str]) -> bool:
-    """Whether these are arguments as `spec_argv` makes them."""
+    """Return whether `spec_argv` made these arguments."""
     return bool(argv) and argv[0].startswith("--spec=")
 
 
@@ -86,8 +85,8 @@ def rank_options(argv: Sequence[str]) -> tuple[RankOptions, EvaluationTask | Non
     """Return the options and the evaluation, if any, of a rank whose arguments `spec_argv` made.
 
     Raises:
-        OSError: the storage does not answer: another start may find it well.
-        UserError: the spec is no JSON, or has flags of another version.
+        OSError: the storage does not answer; another start may succeed.
+        UserError: the spec is not JSON, or has flags of another version.
     """
     given = dict(argument.removeprefix("--").split("=", 1) for argument in argv)
     training = read_spec(Path(given["spec"]), lambda fields: Training.from_json(fields["training"]))

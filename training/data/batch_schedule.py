@@ -1,13 +1,13 @@
-"""Which images are in which step, and which of them a rank takes: pure functions of seed and step. Runs on every rank.
+"""Decides which images a step has, and which of them a rank takes: pure functions of seed and step. Every rank.
 
 Global batches define the optimization. With batch size B, step s of an epoch has the images [s * B, (s + 1) * B) of
-the epoch's order. The last images, fewer than B, are left out; each epoch leaves out others. A training set smaller
-than B is one batch. Ranks take consecutive ranges of a batch, whose sizes differ by one image at most, or by one pair
-with mixup or cutmix.
+the epoch's order. The last images, fewer than B, are left out; they differ by epoch. A training set smaller than B is
+one batch. Ranks take consecutive ranges of a batch, whose sizes differ by one image at most, or by one pair with mixup
+or cutmix.
 
-Repeated augmentation (Hoffer et al., "Augment your batch", 2020) makes R samples of an image, each augmented otherwise,
-all in one batch if R divides B. As in torchvision's references, an epoch keeps its number of samples, and so has one
-image in R; each epoch has others.
+Repeated augmentation (Hoffer et al., "Augment your batch", 2020) makes R samples of an image, augmented differently,
+all in one batch if R divides B. As in torchvision's references, an epoch keeps its number of samples, and so uses one
+image in R; these differ by epoch.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from training.runtime.counter_rng import Purpose, derive_key, permutation
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRequest:
-    """What a rank requests from a data set: some samples of its images, and how to augment them."""
+    """A rank's request to a data set: some samples of its images, and how to augment them."""
 
     indices: tuple[int, ...]
     """Of n images, sample i + n * r is repetition r of image i; without repeated augmentation, r is 0."""
@@ -58,24 +58,24 @@ class BatchSchedule:
         return self.steps_per_epoch * self.epochs
 
     def order(self, epoch: int) -> Tensor:
-        """The samples of an epoch in order, numbered as in `BatchRequest`; images after the last batch may follow."""
+        """Return an epoch's samples in order, numbered as in `BatchRequest`; images after the last batch may follow."""
         images = permutation(derive_key(self.seed, Purpose.ORDER, epoch), self.samples)
         if self.repetitions == 1:
             return images
         places = torch.arange(self.samples_per_epoch)
         batch, repetition = places // self.batch_size, places % self.repetitions
-        # In a batch, all images once, then all again: neighbours, which mixup mixes, are different images.
+        # A batch has all images once, then all again: neighbours, which mixup mixes, are different images.
         places = torch.argsort(batch * self.repetitions + repetition, stable=True)
         return images[places // self.repetitions] + places % self.repetitions * self.samples
 
     def batch(self, step: int) -> list[int]:
-        """The images of a step, each as often as it is repeated; the run's first step is 1."""
+        """Return a step's images, each as often as it is repeated; the run's first step is 1."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         start = place * self.batch_size
         return (self.order(epoch)[start : start + self.batch_size] % self.samples).tolist()
 
     def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
-        """A rank's part of every batch, from a position in the data to the end of the run."""
+        """Yield a rank's part of every batch, from a position in the data to the end of the run."""
         start, end = split_range(self.batch_size, rank, world_size, self.samples_per_group)
         while epoch < self.epochs:
             order = self.order(epoch)
@@ -87,7 +87,7 @@ class BatchSchedule:
 def make_schedule(
     samples: int, batch_size: int, epochs: int, seed: int, samples_per_group: int = 1, repetitions: int = 1
 ) -> BatchSchedule:
-    """A schedule whose batch is no larger than the training set."""
+    """Make a schedule whose batch is at most the training set."""
     return BatchSchedule(
         samples=samples,
         batch_size=min(batch_size, samples),
@@ -99,7 +99,7 @@ def make_schedule(
 
 
 def split_range(total: int, part: int, parts: int, samples_per_group: int = 1) -> tuple[int, int]:
-    """Start and end of one of `parts` consecutive ranges that cover `total` samples.
+    """Return start and end of one of `parts` consecutive ranges that cover `total` samples.
 
     Their lengths differ by one group of `samples_per_group` at most; the last group may be incomplete.
     """
@@ -109,11 +109,11 @@ def split_range(total: int, part: int, parts: int, samples_per_group: int = 1) -
 
 
 def evaluation_requests(samples: int, batch_size: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
-    """A rank's batches of an evaluation: batch i has the samples from i * `batch_size` on, at any number of ranks.
+    """Yield a rank's batches of an evaluation: batch i has the samples from i * `batch_size` on, for any world size.
 
-    What a model computes for an image can depend, in the last bits, on the rest of the batch: with fixed batches the
-    result does not depend on the number of ranks. Ranks take turns. Every rank gets the same number of requests, so
-    that the ranks can communicate between two of them; the last may be empty.
+    The last bits of an image's result can depend on the rest of its batch: fixed batches make results independent of
+    the number of ranks. Ranks take turns. Every rank gets the same number of requests, so that the ranks can
+    communicate between two of them; the last may be empty.
     """
     for first in range(0, samples, batch_size * world_size):
         start = min(first + rank * batch_size, samples)

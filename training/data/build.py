@@ -39,8 +39,8 @@ _Pair = tuple[Tensor, Tensor]
 def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_index: bytes = b"") -> Data:
     """Open the data; without a validation set, hold out a part of the training set, chosen by seed.
 
-    The images of a folder and packed ones are resized to `folder_size` pixels, in evaluations to --eval-image-size. Of
-    an image folder, `file_index` is what rank 0's `load_or_build_index` returned; empty: it is built here.
+    The images of a folder and packed ones are resized to `folder_size` pixels, in evaluations to --eval-image-size. For
+    an image folder, `file_index` is what rank 0's `load_or_build_index` returned; if empty, it is built here.
 
     Raises:
         UserError: files are missing, torn, or do not fit together.
@@ -82,7 +82,7 @@ def _load_in_memory(
     images, labels = everything
     if tested and len(tested[1]) and tested[1].max() > labels.max():
         raise UserError(f"the test set has label {tested[1].max()}, but the training set ends at {labels.max()}")
-    # Of each channel, over evenly spaced images.
+    # Measure each channel over evenly spaced images.
     some = images[:: max(1, len(images) // _SAMPLED_FOR_STATISTICS)].double() / 255
     std, mean = torch.std_mean(some, dim=(0, 2, 3), correction=0)
     means = tuple(mean.tolist())
@@ -108,7 +108,7 @@ def _load_in_memory(
 
 
 def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDataset], classes: tuple[str, ...]) -> Data:
-    """The data of a folder or of packed images, whose `train` is augmented; holds out `val` if there is none."""
+    """Make the data of a folder or of packed images: augment `train`, and hold out `val` if there is none."""
     train, val, test = parts["train"], parts.get("val"), parts.get("test")
     if val is None:
         held_out, kept = _hold_out(config, len(train))
@@ -132,7 +132,7 @@ def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDatase
 
 
 def synthetic_data(config: TrainConfig, size: int) -> Data:
-    """Generated images of the size that the model sees: 100 steps an epoch, and no validation or test set."""
+    """Generate images of the size that the model sees: 100 steps an epoch, and no validation or test set."""
     classes = 10 if config.model in OWN_MODELS else 1000
     shape = (min(config.batch_size, _SYNTHETIC_POOL), 3, size, size)
     pool = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(config.seed))
@@ -155,7 +155,7 @@ def synthetic_data(config: TrainConfig, size: int) -> Data:
 
 
 def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
-    """Indices to hold out and indices to train on, each sorted."""
+    """Return the indices to hold out and to train on, each sorted."""
     order = permutation(derive_key(config.seed, Purpose.HOLD_OUT), samples)
     count = round(samples * config.val_split)
     if count == samples:
@@ -175,10 +175,10 @@ def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
 
 
 def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Data:
-    """The data, on the device if --data-on-device asks for it; `auto`: on a GPU with ten times their size free.
+    """Move the data to the device if --data-on-device asks for it; `auto`: to a GPU with ten times its size free.
 
     Raises:
-        UserError: --data-on-device is on, and they cannot be there.
+        UserError: --data-on-device is on, and the data cannot be there.
     """
     wanted = config.data_on_device
     if wanted == "off" or (wanted == "auto" and device.type == "cpu"):
@@ -194,7 +194,7 @@ def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Dat
 
 
 def _why_not_on_device(parts: list[ImageSource], device: torch.device, wanted: str) -> str:
-    """Why the data cannot be on the device, and what to use; empty if they can."""
+    """Return why the data cannot be on the device, and what to use; empty if it can."""
     needed = 0
     for part in parts:
         if not isinstance(part, MemoryImages | SyntheticImages):
@@ -206,6 +206,6 @@ def _why_not_on_device(parts: list[ImageSource], device: torch.device, wanted: s
 
 
 def too_large(needed: int, free: int, wanted: str) -> str:
-    """Why images of `needed` bytes do not fit into a GPU with `free` bytes, and what to use; empty if they fit."""
+    """Return why `needed` bytes do not fit into a GPU with `free` bytes, and what to use; empty if they fit."""
     fit = needed <= free * (_AUTO_SHARE if wanted == "auto" else 1)
     return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: use auto"

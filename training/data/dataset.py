@@ -19,7 +19,7 @@ from training.data.transforms.crop import center_crop
 from training.runtime.process_group import SharedError
 
 _MAX_NAMES = 20
-# More corrupt images than this in a row are no accident.
+# More corrupt images than this in a row have a common cause.
 _MAX_CORRUPT_IN_A_ROW = 100
 _NO_INDICES = torch.empty(0, dtype=torch.int64)
 
@@ -40,7 +40,7 @@ class MemoryImages:
         return len(self.labels)
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """The images of a request, augmented."""
+        """Return a request's images, augmented."""
         samples = torch.tensor(request.indices, dtype=torch.int64)
         indices = samples % len(self)
         images = self.images[to_device(indices, self.images.device)]
@@ -54,7 +54,7 @@ class MemoryImages:
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
     def name(self, index: int) -> str:
-        """`image 17 of the training set`."""
+        """Name an image: `image 17 of the training set`."""
         return f"image {index} of {self.title}"
 
 
@@ -71,38 +71,38 @@ class SyntheticImages:
         return len(self.labels)
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """The first images of the pool, whatever the indices are."""
+        """Return the first images of the pool, for any indices."""
         indices, pool = torch.tensor(request.indices, dtype=torch.int64) % len(self), self.images
         count = len(indices)
         images = pool[:count] if count <= len(pool) else pool[torch.arange(count) % len(pool)]
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
     def name(self, index: int) -> str:
-        """`generated image 17`."""
+        """Name an image: `generated image 17`."""
         return f"generated image {index}"
 
 
 class ImageStore(Protocol):
-    """Images by index, of an image folder or packed."""
+    """The images of a folder, or packed ones, by index."""
 
     def read(self, index: int) -> Tensor | None:
-        """The image (uint8 [h, w, 3]), or None if it is corrupt.
+        """Return the image (uint8 [h, w, 3]), or None if it is corrupt.
 
         Raises:
             UserError: this node cannot read it.
         """
 
     def name(self, index: int) -> str:
-        """The image's path, for messages."""
+        """Return the image's path, for messages."""
 
     def fix(self) -> str:
-        """What to do if many images are corrupt."""
+        """Return what to do if many images are corrupt."""
 
     def identity(self) -> bytes:
-        """Identifies the images; does not depend on the directory that they lie in."""
+        """Identify the images, wherever their directory lies."""
 
     def part(self, indices: Tensor) -> "ImageStore":
-        """Some of the images."""
+        """Return some of the images."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +117,14 @@ class ImageDataset:
     crop_pct: float
     """Side of the centre crop of an evaluation, as a part of the image's shorter side."""
     interpolation: Interpolation
-    """How an evaluation resizes the crop."""
+    """Interpolation of the crop in an evaluation."""
     augmentation: Augmentation | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """The images (uint8 [n, 3, size, size]) of a request."""
+        """Return a request's images (uint8 [n, 3, size, size])."""
         # The channels of a pixel lie together, as decoders write them and models like them.
         images = torch.empty(len(request.indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         shown, corrupt, size = [], set[int](), (self.size, self.size)
@@ -144,15 +144,15 @@ class ImageDataset:
         return Batch(images, self.labels[shown_samples % len(self)], samples % len(self), corrupt_indices)
 
     def name(self, index: int) -> str:
-        """The image's path."""
+        """Return the image's path."""
         return self.store.name(index)
 
     def part(self, indices: Tensor) -> "ImageDataset":
-        """Some of the images, as a data set of their own."""
+        """Return some of the images as a data set."""
         return replace(self, store=self.store.part(indices), labels=self.labels[indices])
 
     def _next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:
-        """The first readable image from `index` on; adds those before it to `corrupt`."""
+        """Find the first readable image from `index` on; add the images before it to `corrupt`."""
         most = min(len(self), _MAX_CORRUPT_IN_A_ROW)
         for place in range(index, index + most):
             candidate = place % len(self)
@@ -178,11 +178,11 @@ class Data:
     """Height and width in pixels of the training images, as the data set returns them."""
     in_memory: bool
     cheap: bool
-    """Whether batches for training are made so fast that loader workers do not pay."""
+    """True if batches for training are made so fast that loader workers do not pay."""
     fingerprint: str
     """Changes when images or labels are added, removed or reordered; not when their directory moves."""
     on_device: bool = False
-    """Whether all images lie on the rank's device, which makes the batches."""
+    """True if all images lie on the rank's device, which makes the batches."""
 
     @property
     def size(self) -> int:

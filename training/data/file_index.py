@@ -45,12 +45,12 @@ class FileIndex:
 
 
 def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
-    """The serialized index, from the file `cache` if the class directories have not changed since.
+    """Return the serialized index, from the file `cache` if no class directory has changed.
 
-    It is replaced if it is outdated, torn, or another file. `now_ns` is the time in nanoseconds since 1970.
+    The file is replaced if it is outdated, torn, or foreign. `now_ns` is the time in nanoseconds since 1970.
 
     Raises:
-        UserError: as `build_index`, or a directory cannot be read.
+        UserError: `build_index` raises it, or a directory cannot be read.
     """
     try:
         fingerprint, changed_ns = _fingerprint(layout)
@@ -72,7 +72,7 @@ def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
 
 
 def _fingerprint(layout: DataLayout) -> tuple[str, int]:
-    """A digest of the class directories and their change times, and the latest of these times in nanoseconds.
+    """Return a digest of the class directories and their change times, and the latest time in nanoseconds.
 
     The modification time can be set, as rsync does; the inode's change time cannot.
     """
@@ -87,7 +87,7 @@ def _fingerprint(layout: DataLayout) -> tuple[str, int]:
 
 
 def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
-    """The index as bytes: a NumPy archive without pickles."""
+    """Turn the index into bytes: a NumPy archive without pickles."""
     arrays = {"fingerprint": np.array(fingerprint), "classes": np.array([os.fsencode(name) for name in index.classes])}
     for name, part in index.parts.items():
         arrays |= {f"{name} names": part.names, f"{name} labels": part.labels}
@@ -97,7 +97,7 @@ def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
 
 
 def deserialize(content: bytes) -> FileIndex:
-    """The index that `serialize` wrote."""
+    """Read the index that `serialize` wrote."""
     arrays = _arrays(content)
     present = (name for name in _PARTS if f"{name} names" in arrays)
     parts = {name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present}
@@ -131,12 +131,11 @@ def build_index(layout: DataLayout) -> FileIndex:
 
 
 def image_roots(layout: DataLayout) -> dict[str, Path]:
-    """The directories of class directories, by the part of the data."""
+    """Return the parents of class directories by part of the data."""
     return {name: root for name in _PARTS if (root := getattr(layout, name)) is not None}
 
 
 def _classes(root: Path) -> list[str]:
-    """The names of the class directories, sorted."""
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if is_class_directory(entry))
 

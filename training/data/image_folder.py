@@ -1,4 +1,4 @@
-"""Image files: how they are decoded, and the images of class directories by index.
+"""Decodes image files, and reads the images of class directories by index.
 
 Runs on ranks, in loader workers and in packers; imports torch only where it decodes to tensors, so that packers start
 quickly. EXIF rotation is ignored, as in torchvision's ImageFolder, for packed images and files alike.
@@ -31,7 +31,7 @@ _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result | None:
-    """The result of `use` for the opened, not yet decoded image; None if the content is no whole image."""
+    """Call `use` with the opened, not yet decoded image; None if the content is not a whole image."""
     try:
         with Image.open(io.BytesIO(content)) as file:
             return use(file)
@@ -42,7 +42,7 @@ def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The image with three channels of 8 bits."""
+    """Convert an image to three channels of 8 bits."""
     if image.mode.startswith("I;16"):
         # Pillow would clip: all but the darkest 256 of 65,536 grays would become white.
         image = image.point(lambda value: value / 256).convert("L")
@@ -50,13 +50,13 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def jpeg_decoder() -> JpegDecoder | None:
-    """Torchvision's JPEG decoder, if it has one.
+    """Return torchvision's JPEG decoder, if it has one.
 
     It uses the same library as Pillow and gives the same pixels, but writes into the tensor itself: 1.1 instead of
     1.5 ms for 500 x 375 pixels. Its Python function warns that it will be removed (0.29); then Pillow decodes all.
     """
     try:
-        import torch  # noqa: PLC0415  # packers do without
+        import torch  # noqa: PLC0415  # packers need no torch
         import torchvision.io  # noqa: F401, PLC0415  # takes a second, and registers the operator
 
         return cast("JpegDecoder", torch.ops.image.decode_jpeg)
@@ -65,8 +65,8 @@ def jpeg_decoder() -> JpegDecoder | None:
 
 
 def decode_image(content: bytes, decode_jpeg: JpegDecoder | None) -> "Tensor | None":
-    """The image as uint8 [h, w, 3], or None if it is corrupt. Pillow decodes what torchvision refuses."""
-    import torch  # noqa: PLC0415  # packers do without
+    """Decode an image to uint8 [h, w, 3]; None if it is corrupt. Pillow decodes what torchvision refuses."""
+    import torch  # noqa: PLC0415  # packers need no torch
 
     if (
         decode_jpeg is not None
@@ -91,7 +91,7 @@ class FolderImages:
     """Found once, before loader workers are forked; None: Pillow decodes all."""
 
     def read(self, index: int) -> "Tensor | None":
-        """The image (uint8 [h, w, 3]), or None if the file holds no whole image.
+        """Return the image (uint8 [h, w, 3]), or None if the file holds no whole image.
 
         Raises:
             UserError: this node cannot read the file, although the image may be whole.
@@ -107,19 +107,19 @@ class FolderImages:
         return decode_image(content, self.decode_jpeg)
 
     def name(self, index: int) -> str:
-        """The image's path."""
+        """Return the image's path."""
         return str(self._path(index))
 
     def fix(self) -> str:
-        """What to do if many images are corrupt."""
+        """Return what to do if many images are corrupt."""
         return "copy the data again"
 
     def identity(self) -> bytes:
-        """The names."""
+        """Return the names as bytes."""
         return self.names.tobytes()
 
     def part(self, indices: "Tensor") -> "FolderImages":
-        """Some of the images."""
+        """Return some of the images."""
         return replace(self, names=self.names[indices.numpy()])
 
     def _path(self, index: int) -> Path:

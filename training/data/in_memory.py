@@ -29,9 +29,9 @@ _kept = dict[Path, Tensor]()
 
 
 def keep_data() -> None:
-    """Read the IDX files of this process's `--data` for its forks: a rank that replaces another one need not.
+    """Read the IDX files of this process's `--data` for its forks: a rank that replaces another need not read them.
 
-    Starts no threads, unlike the rest of `read_idx_pair`, of which this is the slow part.
+    This is the slow part of `read_idx_pair`, and starts no threads, unlike the rest.
 
     Raises:
         OSError: the directory cannot be read.
@@ -48,19 +48,19 @@ def keep_data() -> None:
 
 
 def read_idx(path: Path) -> Tensor:
-    """The uint8 tensor in an IDX file (http://yann.lecun.com/exdb/mnist/), plain or compressed.
+    """Read the uint8 tensor in an IDX file (http://yann.lecun.com/exdb/mnist/), plain or compressed.
 
     The format: two zero bytes, a type (8: unsigned byte), the number of dimensions, each dimension as a big-endian
     32-bit number, then the data.
 
     Raises:
-        UserError: the file is torn, or is no IDX file of unsigned bytes.
+        UserError: the file is torn, or not an IDX file of unsigned bytes.
     """
     if path in _kept:
         return _kept[path]
     try:
         raw = path.read_bytes()
-        # Writable, because torch warns about tensors on read-only memory.
+        # Make it writable, because torch warns about tensors on read-only memory.
         data = bytearray(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}): replace it") from error
@@ -75,7 +75,7 @@ def read_idx(path: Path) -> Tensor:
 
 
 def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Images (uint8 [n, 1, H, W] or [n, C, H, W]) and labels (int64 [n]) of a part, `train` or `test`.
+    """Read images (uint8 [n, 1, H, W] or [n, C, H, W]) and labels (int64 [n]) of a part, `train` or `test`.
 
     Raises:
         UserError: a file is missing or torn, or the two do not belong together.
@@ -98,7 +98,7 @@ def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
-    """The names of the classes: those of Fashion-MNIST, else the numbers."""
+    """Return the class names: Fashion-MNIST's, else the numbers."""
     crc = zlib.crc32(train_labels.to(torch.uint8).numpy().tobytes())
     return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))
 
@@ -109,7 +109,7 @@ _DIGITS_TESTED = 360
 
 
 def read_digits(directory: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Images (uint8 [n, 1, 8, 8]) and labels (int64 [n]) of a part, `train` or `test`, of scikit-learn's digits.
+    """Read images (uint8 [n, 1, 8, 8]) and labels (int64 [n]) of a part, `train` or `test`, of scikit-learn's digits.
 
     Each line of the file has 64 values from 0 to 16, and the label.
 
@@ -138,7 +138,7 @@ _ALLOWED = {
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """A pickle can make its reader call any function: this allows what an array of numbers needs, and nothing else."""
+    """Allows only what an array of numbers needs, because a pickle can make its reader call any function."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:
@@ -148,12 +148,12 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def read_cifar(directory: Path, kind: Kind, part: str, classes: int) -> tuple[Tensor, Tensor]:
-    """Images (uint8 [n, 3, 32, 32]) and labels (int64 [n]; CIFAR-100's fine ones) of a part, `train` or `test`.
+    """Read images (uint8 [n, 3, 32, 32]) and labels (int64 [n]; CIFAR-100's fine ones) of a part, `train` or `test`.
 
     The files (https://www.cs.toronto.edu/~kriz/cifar.html) are pickles of dictionaries.
 
     Raises:
-        UserError: a file is missing or torn, or is something else.
+        UserError: a file is missing, torn, or something else.
     """
     files = CIFAR[kind]
     names = files.train if part == "train" else (files.test,)
@@ -163,7 +163,7 @@ def read_cifar(directory: Path, kind: Kind, part: str, classes: int) -> tuple[Te
 
 
 def read_cifar_names(directory: Path, kind: Kind) -> tuple[str, ...]:
-    """The names of the classes; raises as `read_cifar`."""
+    """Read the class names. Raises what `read_cifar` raises."""
     path = directory / CIFAR[kind].meta
     names = _read_pickle(path).get(CIFAR[kind].names_key)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):

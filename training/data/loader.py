@@ -1,7 +1,7 @@
-"""Batches for the steps to come: made by loader workers, copied to the device while the step before computes.
+"""Lets loader workers make batches, and copies each to the device while the step before computes.
 
 Runs on every rank. A data set is indexed with a `BatchRequest`, so that one call makes one rank's part of a batch, in
-the rank or in a loader worker. No data set has random numbers of its own.
+the rank or in a loader worker. No data set draws random numbers itself.
 """
 
 import multiprocessing
@@ -26,14 +26,14 @@ from training.runtime.compat import stop_workers
 
 
 class Batch(NamedTuple):
-    """The answer to a request. A tuple, because that is what a loader can pin."""
+    """The answer to a request. A loader can pin it, because it is a tuple."""
 
     images: Tensor
-    """uint8 [n, C, H, W], where the data set has them."""
+    """uint8 [n, C, H, W], on the data set's device."""
     labels: Tensor
-    """int64 [n]: of the images that are shown."""
+    """int64 [n]: the labels of the images that are shown."""
     indices: Tensor
-    """int64 [n]: the indices in the data set of the images that were requested, without repetitions' numbers."""
+    """int64 [n]: the requested images' indices in the data set, without the numbers of repetitions."""
     corrupt: Tensor
     """int64 [k]: the indices, each once, of images that cannot be read; others are shown instead."""
 
@@ -49,21 +49,21 @@ class ImageSource(Protocol):
         """Number of samples."""
 
     def __getitem__(self, request: BatchRequest) -> Batch:
-        """The images of a request.
+        """Return a request's images.
 
         Raises:
             UserError: this node cannot read them, or too many of them in a row are corrupt.
         """
 
     def name(self, index: int) -> str:
-        """The image's name in a message."""
+        """Name an image in a message."""
 
 
 # Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it
 # before the rank has saved (KempnerInstitute/KempnerForge#177).
 _IGNORED_BY_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-# A worker that is stuck in storage outlives its rank, even killed. While it has these open, the driver keeps the rank's
-# GPU memory, and the next attempt has too little (NVIDIA/Megatron-LM#3684). Workers use no GPU.
+# A worker that is stuck in storage outlives its rank, even if killed. While it has these files open, the driver keeps
+# the rank's GPU memory, and the next attempt has too little (NVIDIA/Megatron-LM#3684). Workers use no GPU.
 _GPU_FILES = "/dev/nvidia"
 _START_SECONDS = 30.0
 _PREFETCHED = 2  # requests that a loader gives to each worker in advance
@@ -73,10 +73,10 @@ _PREFETCHED = 2  # requests that a loader gives to each worker in advance
 def load_batches(
     source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
 ) -> Iterator[Iterator[Batch]]:
-    """The batches of the requests, in their order, made by `workers` processes or, with 0, in this one.
+    """Yield the requested batches in order, made by `workers` processes or, with 0, in this one.
 
-    Workers end with the context; if an exception ends it, with the process, which has no time to wait for them.
-    The context has to end them: Python would send them a SIGTERM, which they ignore, and wait for them.
+    Workers end with the context; after an exception, with the process, which has no time to wait for them. The context
+    must end them, because Python would send them a SIGTERM, which they ignore, and wait for them.
     """
     # A forked worker need not import torch again, which takes seconds.
     context = multiprocessing.get_context("fork")
@@ -90,7 +90,7 @@ def load_batches(
         multiprocessing_context=context if workers else None,
         pin_memory=pin_memory,
         worker_init_fn=partial(_start_worker, started),
-        # Without one of its own a loader draws from the global generator, and resumed runs would drift.
+        # Without its own generator a loader draws from the global one, and resumed runs would drift.
         generator=torch.Generator(),
     )
     batches = _fork_workers(loader, started) if workers else iter(loader)
@@ -100,7 +100,7 @@ def load_batches(
 
 
 class _Requests:
-    """The requests, which may be begun again as long as no more than the first ones have been taken."""
+    """The requests. They can be iterated over again while none after the first `first` has been taken."""
 
     def __init__(self, requests: Iterable[BatchRequest], first: int) -> None:
         self._rest = iter(requests)
@@ -111,9 +111,9 @@ class _Requests:
 
 
 def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any]:
-    """The loader's batches, once all of its workers run."""
+    """Return the loader's batches once all workers run."""
     while True:
-        # Workers are forked with the signals blocked: otherwise one could die before it ignores them.
+        # Fork workers with the signals blocked, because one could die before it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)
         try:
             batches: Any = iter(loader)
@@ -123,17 +123,17 @@ def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any
         if all(started.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(loader.num_workers)):
             return cast("Iterator[Any]", batches)
         # Before Python 3.12 a child can hang in the fork for ever, if another thread, such as one of gloo's, begins to
-        # call Python at that moment (python/cpython#112275; seen with 3.11.2 in a worker of ours and of Lightning's).
+        # call Python at that moment (python/cpython#112275; seen with 3.11.2 in our and in Lightning's workers).
         print(f"loader workers did not start within {_START_SECONDS:.0f} s: starting others", flush=True)
         for worker in stop_workers(batches):
             worker.kill()
             worker.join(_START_SECONDS)
         while started.acquire(block=False):
-            pass  # those of the killed ones
+            pass  # the signs of life of killed workers
 
 
 def _start_worker(started: Semaphore, _number: int) -> None:
-    """In a new worker: let go of what the rank's death or restart must not wait for."""
+    """Release, in a new worker, what the rank's death or restart must not wait for."""
     started.release()
     # torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets open,
     # the other ranks wait for it.
@@ -146,9 +146,9 @@ def _start_worker(started: Semaphore, _number: int) -> None:
 def load_device_batches(
     device: torch.device, source: ImageSource, requests: Iterable[BatchRequest], workers: int
 ) -> Iterator[Iterator[Batch]]:
-    """The same batches, with images and labels on a rank's device.
+    """Yield the batches of `load_batches` with images and labels on a rank's device.
 
-    A thread of the loader pins what workers make; without workers it is pinned when it is copied.
+    A thread of the loader pins workers' batches; without workers, a batch is pinned when it is copied.
     """
     on_gpu = device.type == "cuda"
     with load_batches(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:
@@ -156,7 +156,7 @@ def load_device_batches(
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """The values on the device, through pinned memory: the host does not wait for the copy."""
+    """Copy values to the device through pinned memory; the host does not wait for the copy."""
     if device.type == "cpu" or values.device.type != "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
@@ -164,14 +164,14 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all loaders: the memory of batches belongs to their stream, and only that one reuses it."""
+    """Return one stream for all loaders: a batch's memory belongs to its stream, and only that one reuses it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """The same batches, each copied to the GPU while the step before it computes.
+    """Yield the batches, each copied to the GPU while the step before it computes.
 
-    Copies, and what a data set does on the GPU, run in a side stream. So each batch is requested a step early.
+    Copies, and a data set's work on the GPU, run in a side stream. So each batch is requested a step early.
     """
     side = _side_stream(device)
     # A data set on the GPU may still be on its way there.
@@ -179,7 +179,7 @@ def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterat
     ready = _begin_copy(batches, device, side)
     while ready is not None:
         current = torch.cuda.current_stream(device)
-        # Before the next copy begins: the step has to wait for this one alone.
+        # Wait before the next copy begins: the step has to wait for this copy alone.
         current.wait_stream(side)
         for tensor in (ready.images, ready.labels):
             # Their memory belongs to the side stream, which must not reuse it before the step is done with it.

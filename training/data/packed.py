@@ -27,37 +27,37 @@ class PackedImages:
     pixels: Tensor
     """uint8 [images of the part, size, size, 3]: a mapped file, read-only."""
     names: np.ndarray
-    """Paths below `source`, which was packed, as bytes, of all the part's images: a mapped file too."""
+    """Paths of all the part's images below `source`, which was packed, as bytes: a mapped file too."""
     corrupt: frozenset[int]
-    """Indices in the part of images that could not be decoded."""
+    """The part's indices of images that could not be decoded."""
     fingerprint: str
     indices: Tensor
-    """int64 [n]: the indices in the part of these images."""
+    """int64 [n]: the part's indices of these images."""
 
     def read(self, index: int) -> Tensor | None:
-        """The image (uint8 [size, size, 3]), or None if it is corrupt."""
+        """Return the image (uint8 [size, size, 3]), or None if it is corrupt."""
         packed = int(self.indices[index])
         return None if packed in self.corrupt else self.pixels[packed]
 
     def name(self, index: int) -> str:
-        """The path of the image's source."""
+        """Return the source image's path."""
         return str(self.source / os.fsdecode(self.names[int(self.indices[index])]))
 
     def fix(self) -> str:
-        """What to do if many images are corrupt."""
+        """Return what to do if many images are corrupt."""
         return f"replace them and pack again to {self.directory}"
 
     def identity(self) -> bytes:
-        """The fingerprint of the packed data, and the indices of these images."""
+        """Return the packed data's fingerprint, and these images' indices."""
         return self.fingerprint.encode() + self.indices.numpy().tobytes()
 
     def part(self, indices: Tensor) -> "PackedImages":
-        """Some of the images."""
+        """Return some of the images."""
         return replace(self, indices=self.indices[indices])
 
 
 def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[PackedImages, Tensor]:
-    """The images of a part and their labels (int64 [n]).
+    """Open the images of a part and their labels (int64 [n]).
 
     Raises:
         UserError: a file is missing, is truncated, or holds something else.
@@ -81,7 +81,7 @@ def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[Pack
 
 
 def _map_array(path: Path, kind: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
-    """An array in a mapped file; nothing of it is read yet."""
+    """Map a file with an array; nothing of it is read yet."""
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The processes that a rank starts, such as loader workers: they end with it, and not before. Imports no torch."""
+"""Lets the processes that a rank starts, such as loader workers, end with it, and not before. Imports no torch."""
 
 import multiprocessing
 import os
@@ -9,7 +9,7 @@ from hpc.base import kernel
 
 
 def die_with_parent(ignored: Iterable[signal.Signals]) -> None:
-    """In a worker process: ignore signals that the parent handles, and be killed when the parent dies."""
+    """Ignore, in a worker process, signals that the parent handles, and be killed when the parent dies."""
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     kernel.set_parent_death_signal()

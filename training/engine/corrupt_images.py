@@ -1,4 +1,4 @@
-"""Images of the training set that cannot be read: each rank meets some, all must know all. Runs on every rank."""
+"""The unreadable images of the training set: each rank meets some, all ranks must know all. Runs on every rank."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -27,16 +27,16 @@ class CorruptImages:
 
     @property
     def has_unshared(self) -> bool:
-        """Whether this rank knows of images that other ranks may not know."""
+        """True if this rank knows of images that other ranks may not know."""
         return bool(self._unshared)
 
     def share(self) -> None:
-        """Share what each rank has met. All ranks must call this.
+        """Share the images that each rank has met. All ranks must call this.
 
         Raises:
-            SharedError: there are more than are allowed.
+            SharedError: there are more images than are allowed.
         """
-        # There are hardly ever any, and summing a number is faster than gathering lists.
+        # Such images are rare, and summing a number is faster than gathering lists.
         some_unshared = bool(self._group.all_reduce(torch.tensor(len(self._unshared))))
         found = set().union(*self._group.all_gather_json(list(self._unshared))) if some_unshared else set()
         self._unshared = set()

@@ -1,4 +1,4 @@
-"""When a training ends before its last epoch: it does not improve, or --max-hours are over. Runs on every rank."""
+"""Ends a training before its last epoch if it does not improve, or --max-hours are over. Runs on every rank."""
 
 import math
 import time
@@ -25,7 +25,7 @@ class EarlyStopping:
         self._began = time.monotonic()
 
     def start_clock(self) -> None:
-        """Count from now: connecting, compiling and restoring are no training."""
+        """Start counting now: connecting, compiling and restoring do not count."""
         self._began = time.monotonic()
 
     @property
@@ -35,21 +35,21 @@ class EarlyStopping:
 
     @property
     def out_of_time(self) -> bool:
-        """Whether the hours are over, by this rank's clock."""
+        """True if the hours are over, by this rank's clock."""
         return self.spent_seconds >= self._limit_seconds
 
     def reason(self, progress: Progress, group: ProcessGroup) -> str | None:
-        """Why no step follows; None: one does. All ranks must call this."""
+        """Return why no step follows; None if one does. All ranks must call this."""
         if out_of_patience(self._config, progress):
             return PATIENCE
         return MAX_HOURS if group.all_gather_json(self.out_of_time)[0] else None
 
     def message(self, reason: str) -> str:
-        """The reason in words."""
+        """Return the reason in words."""
         return _MESSAGES[reason].format(config=self._config)
 
     def state_dict(self) -> dict[str, Any]:
-        """The seconds so far."""
+        """Return the seconds so far."""
         return {"spent_seconds": self.spent_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
@@ -58,5 +58,5 @@ class EarlyStopping:
 
 
 def out_of_patience(config: TrainConfig, progress: Progress) -> bool:
-    """Whether there were too many epochs without a higher validation accuracy."""
+    """Return whether too many epochs had no higher validation accuracy."""
     return 0 < config.early_stopping_patience <= progress.evaluated_epochs - progress.best_epoch

@@ -1,6 +1,6 @@
 """The ranks' part of `hpc evaluate`: one evaluation, from opening the model and the data to `final/`. Every rank.
 
-An evaluation that is interrupted begins anew: it changes nothing before its end.
+An interrupted evaluation starts from its first image: it changes nothing before its end.
 """
 
 import time
@@ -95,7 +95,7 @@ class EvaluationRun:
         )
 
     def _before_batch(self) -> None:
-        """Between two batches: a request to stop does not wait for the end."""
+        """Act between two batches, so that a request to stop does not wait for the end."""
         self._context.heartbeat.beat("evaluate", self._batches)
         self._stop_consensus.exchange(StepFlags(signal=signals.received()))
         self._context.fault.inject("evaluate", self._batches, self._group.rank)
@@ -128,7 +128,7 @@ class EvaluationRun:
 
 
 def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, card: ModelCard) -> tuple[Split, Data]:
-    """The data, prepared as `card` says, and which part of them to evaluate on.
+    """Open the data, prepared as `card` says, and choose the part to evaluate on.
 
     Raises:
         SharedError: on every rank, if some rank cannot read them.
@@ -147,7 +147,7 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
 
 
 def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
-    """The images as the model takes them, with the labels of its classes.
+    """Return the images as the model takes them, with the labels of its classes.
 
     Raises:
         UserError: they have another size or other channels, or classes that the model does not know.
@@ -169,9 +169,9 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
 
 
 def labels_of_model(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
-    """Labels (int64 [n]) of `classes` as those of the model's classes, `known`, of the same names.
+    """Translate labels (int64 [n]) of `classes` into those of the model's classes of the same names, `known`.
 
-    IDX files have numbers, no names: a label is then the class of that number, if there are equally many classes.
+    IDX files have numbers instead of names: a label is then the class of that number, if both have as many classes.
 
     Raises:
         UserError: the model does not know a class.

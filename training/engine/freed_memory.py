@@ -1,8 +1,8 @@
-"""Freed memory stays with the process, for the next step. Runs on every rank, before its loader workers fork.
+"""Keeps freed memory in the process for the next step. Runs on every rank, before its loader workers fork.
 
 A step on a CPU allocates and frees the same tensors each time. By default glibc returns much of that to the kernel,
-which then clears the pages again: how much depends on the order of the first allocations, so that one start of the same
-training made up to 27,000 page faults a step and another 400, and was 45 % faster (small-cnn, 64 images of 64 pixels;
+which then clears the pages again. How much depends on the order of the first allocations: one start of a training made
+up to 27,000 page faults a step; a second start made 400, and was 45 % faster (small-cnn, 64 images of 64 pixels;
 docs/explanation/performance.md).
 """
 
@@ -15,7 +15,7 @@ _NEVER, _LARGEST_BYTES = 2**31 - 1, 32 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """Set the C library, if it is glibc: tensors of up to 32 MiB then use memory that the process has already had."""
+    """Let glibc, if it is the C library, reuse the process's memory for tensors of up to 32 MiB."""
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)

@@ -23,8 +23,8 @@ from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 
-# What holds DDP lives until the process ends without destructors: DDP's joins a thread of gloo's while it holds the
-# lock of Python, for which that thread may wait. With torch 2.11 a rank that had stopped hung here, once in ten times.
+# What holds DDP lives until the process ends without destructors: DDP's destructor holds Python's lock while it joins a
+# gloo thread, which may wait for that lock. With torch 2.11, a rank that had stopped hung so once in ten times.
 _ALIVE: list[EvaluationRun | Trainer] = []
 
 
@@ -32,7 +32,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
     """Train or evaluate with all other ranks, from connecting to disconnecting.
 
     Raises:
-        UserError: a flag, the data or the run directory does not suit.
+        UserError: a flag, the data or the run directory is wrong.
         BadNodeError: this rank's node cannot train.
         TorchrelayError: the training failed.
     """
@@ -40,13 +40,12 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
     configure(context.config)
     group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")
-    # As rank 0 sees it: the other ranks' view of shared storage may be older.
+    # Rank 0 decides: the other ranks' view of shared storage may be older.
     is_complete = any(group.all_gather_json(group.is_rank_zero and context.run_dir.final_result.exists()))
     if is_complete and group.is_rank_zero:
         print(f"{context.run_dir.path} is already complete: {context.run_dir.final_result}", flush=True)
     if not is_complete:
         report = run_preflight(group, context.fault)
-        # An evaluation of another run's model, or a training.
         evaluation = context.evaluation
         work = EvaluationRun(context, group, evaluation) if evaluation else make_trainer(context, group)
         _ALIVE.append(work)
@@ -65,7 +64,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
     """Open the data and build the model.
 
     Raises:
-        SharedError: on every rank, if a flag or the data do not suit on some rank.
+        SharedError: on every rank, if a flag or the data is wrong on some rank.
     """
     config = context.config
     with group.raise_on_all_ranks():

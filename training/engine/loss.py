@@ -1,4 +1,4 @@
-"""The loss of a training. Runs on every rank, on its device; evaluations report the cross entropy, whatever it is."""
+"""The loss of a training. Runs on every rank, on its device; evaluations always report the cross entropy."""
 
 import torch
 from torch import Tensor
@@ -6,23 +6,23 @@ from torch.nn import functional
 
 from training.config.train_config import TrainConfig
 
-# A mixed image shows a class if this much of it is of the class; the rest is too little to see.
+# A mixed image shows a class if more than this part of it is of the class; less is too little to see.
 _SHOWN = 0.2
 
 
 class Loss:
-    """Of logits and targets. Images have no weights that depend on the batch, so ranks need not agree on any."""
+    """The loss of logits and targets. No image's weight depends on the batch, so ranks need not agree on any."""
 
     def __init__(self, config: TrainConfig, labels: Tensor, classes: int, device: torch.device) -> None:
-        """Of a training set with these labels (int64 [n])."""
+        """Prepare the loss for a training set with these labels (int64 [n])."""
         self._binary, self._smoothing = config.loss == "bce", config.label_smoothing
         self._weights = balanced_weights(labels, classes).to(device) if config.class_weights == "balanced" else None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The sum over the images of logits [n, classes] and labels [n], or shares of mixed images [n, classes].
+        """Sum the losses of images: logits [n, classes] and labels [n], or shares of mixed images [n, classes].
 
         Binary cross entropy: Wightman, Touvron and Jegou, "ResNet strikes back" (2021). Each class of a mixed image is
-        a full target of its own; the loss of an image is the mean over the classes.
+        a full target; the loss of an image is the mean over the classes.
         """
         if not self._binary:
             return functional.cross_entropy(
@@ -35,7 +35,7 @@ class Loss:
 
 
 def balanced_weights(labels: Tensor, classes: int) -> Tensor:
-    """Float [classes]: n / (k * n of the class) of n images of k classes; 0 for a class without images.
+    """Return float [classes]: n / (k * n of the class) for n images of k classes; 0 for a class without images.
 
     Their mean over the images is 1, so the loss and the learning rate keep their scale. King and Zeng, "Logistic
     regression in rare events data" (2001).

@@ -1,7 +1,7 @@
 """Loss, accuracy, images and time since the last line of metrics. Runs on every rank.
 
-Sums stay on the device. The host reads those of a logged step once the device has gone on to the next one: it never
-waits for a device that then has nothing to do.
+Sums stay on the device. The host reads those of a logged step while the device computes the next step, so the device
+never has to idle.
 """
 
 import math
@@ -59,7 +59,7 @@ class Totals:
         return Means(loss / images, correct / images, waited / self.group.world_size)
 
     def check(self) -> None:
-        """Wait for the device. All ranks must call this.
+        """Wait for the device, and check the loss. All ranks must call this.
 
         Raises:
             DivergedError: the loss is not finite.
@@ -73,9 +73,9 @@ class Totals:
 class LossMeter:
     """Sums since the last line of metrics, and the time.
 
-    Losses and correct predictions are those of this rank's images; images and steps are those of all ranks. The losses
-    are float32 numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither on the
-    number of ranks nor on when a state was saved. A part of the training's state.
+    Losses and correct predictions count this rank's images; images and steps count all ranks'. The losses are float32
+    numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither on the number of ranks
+    nor on when a state was saved. A part of the training's state.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -85,7 +85,7 @@ class LossMeter:
         self.images = 0
         self._steps = 0
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=group.device)
-        """Steps with a finite sum: once it is not finite, it stays so."""
+        """Steps with a finite sum. Once the sum is not finite, it stays so."""
         self._timed_images = 0
         self._started: float | None = None
         self._waited = 0.0
@@ -102,7 +102,7 @@ class LossMeter:
             self._waited += seconds
 
     def add(self, loss: Tensor, correct: Tensor) -> None:
-        """Add some of this rank's images: the sum (float32) of their losses, how many were predicted correctly."""
+        """Add some of this rank's images: the sum (float32) of their losses, and the number predicted correctly."""
         self.loss += loss.detach()
         self.correct += correct
 
@@ -114,9 +114,9 @@ class LossMeter:
         self._finite_steps += torch.isfinite(self.loss)
 
     def totals(self, step: int) -> Totals:
-        """The sums of all ranks' images after step `step`. All ranks must call this; no host waits for a device."""
+        """Return all ranks' sums after step `step`. All ranks must call this; no host waits for a device."""
         waited = torch.full_like(self.loss, self._waited / max(self._seconds, 1e-9))
-        # One all-reduce for all: each one waits for all ranks.
+        # Use one all-reduce for all sums: each one waits for all ranks.
         sums = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct, waited]))
         return Totals(
             step=step,
@@ -138,7 +138,7 @@ class LossMeter:
         return self._earlier_seconds + self._seconds
 
     def images_per_second(self) -> float:
-        """Images of all ranks per second of training time."""
+        """Return all ranks' images per second of training time."""
         return self._timed_images / max(self._seconds, 1e-9)
 
     def leave_out(self, seconds: float) -> None:
@@ -150,20 +150,20 @@ class LossMeter:
         """Reset the sums, after a line of metrics."""
         self._earlier_seconds = self.train_seconds
         self._started, self._waited = time.monotonic(), 0.0
-        # Zero, unless it is not finite: then it stays so, and no state from here on is saved.
+        # A loss that is not finite stays so, and no state from here on is saved.
         self.loss.mul_(0)
         self.correct.zero_()
         self.images = self._timed_images = self._steps = 0
         self._finite_steps.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums of all ranks, on the device, and counts. All ranks must call this; no host waits for it."""
+        """Return all ranks' sums, on the device, and counts. All ranks must call this; no host waits for it."""
         loss, correct = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct]))
         sums = {"loss": loss.clone(), "correct": correct.clone()}
         return {**sums, "images": self.images, "train_seconds": self.train_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Go on from a saved state. The saved sums are those of all ranks: rank 0 alone counts them."""
+        """Continue from a saved state. Its sums include all ranks, so rank 0 alone counts them."""
         for name, mine in (("loss", self.loss), ("correct", self.correct)):
             mine.copy_(state_dict[name] if self._group.is_rank_zero else torch.zeros(()))
         self.images, self._earlier_seconds = state_dict["images"], state_dict["train_seconds"]

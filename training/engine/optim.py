@@ -1,6 +1,6 @@
 """Optimizers by name, and the learning rate as a pure function of the step and the validations. Runs on every rank.
 
-What a schedule remembers is in `Progress`, which is saved.
+A schedule keeps its memory in `Progress`, which is saved.
 """
 
 import math
@@ -18,7 +18,7 @@ from training.runtime.train_progress import Progress
 
 Groups = list[dict[str, Any]]
 
-# SwinV2 computes the biases of its attention with it.
+# SwinV2 computes the biases of its attention with this MLP.
 _POSITION_MLP = "cpb_mlp"
 
 
@@ -27,8 +27,8 @@ def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optim
     nesterov = config.nesterov and config.momentum > 0
     optimizer = SGD(groups, momentum=config.momentum, nesterov=nesterov, **settings)
     if settings.get("fused") and config.momentum:
-        # torch allocates them in the first step without writing them; if GradScaler has the kernel skip that step
-        # (fp16), what the memory held before would be the momentum.
+        # torch allocates the momentum in the first step. If GradScaler lets the kernel skip that step (fp16), nothing
+        # is written, and old content of the memory would become the momentum.
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -51,10 +51,10 @@ OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """An optimizer of the parameters that require gradients, on CUDA a fused one: one kernel instead of many.
+    """Make an optimizer of the parameters that require gradients; on CUDA it is fused: one kernel instead of many.
 
-    What does not decay is always a group of its own, so --decay-norm-and-bias may change during a run. A group's
-    `lr_scale` is its share of the learning rate (`set_learning_rate`); that of the first group is 1.
+    Parameters without decay always have their own groups, so --decay-norm-and-bias may change during a run. A group's
+    `lr_scale` is its share of the learning rate (`set_learning_rate`); the first group has 1.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     decayed, scales = decayed_names(model), layer_scales(model, config.layer_decay)
@@ -75,12 +75,12 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """The names of the parameters with weight decay: the weights of linear layers, convolutions and attention.
+    """Name the parameters with weight decay: the weights of linear layers, convolutions and attention.
 
-    Not biases and norms; nor embeddings, tokens, scales and biases of positions, whatever their shape.
+    Biases, norms, embeddings, tokens, scales and biases of positions have none, whatever their shape.
     """
     spared = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    # timm's models say what else.
+    # timm models list further exclusions in `no_weight_decay()`.
     spared |= set(getattr(model, "no_weight_decay", tuple)())
     return {
         name
@@ -90,7 +90,7 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """By the names of the parameters, their share of the learning rate: times `decay` for each block after them.
+    """Return each parameter's share of the learning rate, by name: a factor `decay` for each block after it.
 
     Clark et al., "ELECTRA" (2020); Bao et al., "BEiT" (2021), with these layers for vision transformers: the
     embeddings, the blocks, the head.
@@ -118,7 +118,7 @@ class LrPosition(NamedTuple):
     """A step's position in a training."""
 
     step: int
-    """Steps done before it."""
+    """Steps done before this one."""
     warmup_steps: int
     steps_per_epoch: int
     total_steps: int
@@ -130,7 +130,6 @@ class LrPosition(NamedTuple):
 
 
 def _cosine(start: float, end: float, share: float) -> float:
-    """From start to end along half a cosine."""
     return end + (start - end) * 0.5 * (1 + math.cos(math.pi * share))
 
 
@@ -141,7 +140,7 @@ def _step(config: TrainConfig, position: LrPosition) -> float:
 
 
 def _one_cycle(_config: TrainConfig, position: LrPosition) -> float:
-    """Smith and Topin, "Super-convergence" (2018), like torch's OneCycleLR in two phases with a constant momentum."""
+    """Follow Smith and Topin, "Super-convergence" (2018): torch's OneCycleLR in two phases, with constant momentum."""
     top, last = max(0, position.warmup_steps - 1), max(1, position.total_steps - 1)
     if position.step < top:
         return _cosine(_ONE_CYCLE_FIRST, 1.0, position.step / top)
@@ -161,7 +160,7 @@ SCHEDULES: dict[str, Callable[[TrainConfig, LrPosition], float]] = {
 
 
 def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> float:
-    """The learning rate of the next step: a linear warm-up (one-cycle has its own), then the schedule."""
+    """Return the learning rate of the next step: a linear warm-up (one-cycle has its own), then the schedule."""
     total_steps, step = steps_per_epoch * config.epochs, progress.step
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps)
     highest = highest_learning_rate(config) * progress.lr_factor
@@ -172,7 +171,7 @@ def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int)
 
 
 def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:
-    """After a validation without improvement for too long, lower the learning rate, as torch's ReduceLROnPlateau."""
+    """Lower the learning rate if validations do not improve for too long, like torch's ReduceLROnPlateau."""
     if config.lr_scheduler != "plateau":
         return
     if progress.plateau_loss is None or val_loss < progress.plateau_loss * (1 - _THRESHOLD):

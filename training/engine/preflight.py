@@ -56,7 +56,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
 
     Raises:
         BadNodeError: this rank's device or network returned wrong results.
-        TorchrelayError: another rank's did.
+        TorchrelayError: another rank's device or network did.
     """
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
@@ -71,7 +71,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     if problems:
         raise TorchrelayError(f"this rank passed the check, but another rank failed: {next(iter(problems.values()))}")
     if group.device.type == "cuda":
-        # The training must find no memory that the preflight used.
+        # Leave the training the memory that the preflight used.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(group.device)
     bandwidth = None
@@ -223,7 +223,7 @@ def main(run_dir: str = "", attempt: str = "1") -> int:
 
 
 def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
-    # In the environment of a user's script, which lacks the package that the types of events need (hpc.run.events).
+    # A user's environment may lack the package that the types of events need (hpc.run.events).
     ledger, known = run.events / f"attempt-{attempt:03d}-trainer.jsonl", {"time": time.time(), "attempt": attempt}
     try:
         ledger.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Measures the devices of the ranks and the network between them, for `hpc smoke`. Runs on every rank.
 
-`python -m training.engine.rank_benchmark` under torchrun, after the preflight. Rank 0 prints one line of JSON. Each
+`python -m training.engine.rank_benchmark` runs under torchrun, after a preflight. Rank 0 prints one line of JSON. Each
 number is the fastest of several tries: a device or link that is slow once may have been disturbed.
 """
 
@@ -20,7 +20,7 @@ from training.engine.preflight import connect_and_check
 from training.runtime.process_group import ProcessGroup, disconnect
 from training.runtime.rank_device import device_name
 
-# jobs.node_probe looks for it.
+# jobs.node_probe looks for this.
 _PREFIX = "benchmark: "
 _TRIES = 3
 _PING_PONGS = 20
@@ -33,7 +33,7 @@ _COPY_BYTES = 2**28
 
 
 def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Every pair of nodes once, in rounds in which no node is in two pairs: the circle method. Pure."""
+    """Arrange all pairs of nodes in rounds in which no node is in two pairs, by the circle method. Pure."""
     # With an odd number, one node rests in each round.
     places: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     rounds = []
@@ -71,7 +71,7 @@ def _rank_speed(group: ProcessGroup, node: str) -> RankSpeed:
 
 
 def _fastest(group: ProcessGroup, work: Callable[[], object]) -> float:
-    """Seconds of the fastest try, after one that does not count; all ranks try at the same time."""
+    """Return the seconds of the fastest try, after one that does not count; all ranks try at the same time."""
     found = []
     for _ in range(_TRIES + 1):
         distributed.barrier(group=group.control)
@@ -120,7 +120,7 @@ def _pairs(group: ProcessGroup, node_of_rank: list[str]) -> list[dict[str, Any]]
 
 
 def _ping_pong(group: ProcessGroup, other: int, *, begins: bool) -> tuple[float, float]:
-    """Seconds of one way of a small message, and GB/s of a large one, with another rank."""
+    """Measure the seconds of a small message to another rank (one way), and the GB/s of a large one."""
     small = torch.zeros(1, device=group.device)
     large = torch.zeros(_PAIR_BYTES[group.device.type] // 4, device=group.device)
     latency = min(_there_and_back(group, small, other, begins=begins) for _ in range(_PING_PONGS)) / 2

@@ -1,4 +1,4 @@
-"""What the ranks agree on before they read the data: the list of files, and that all have the same. Every rank."""
+"""Gives all ranks the list of files before they read the data, and checks that their data is the same. Every rank."""
 
 import time
 
@@ -9,12 +9,12 @@ from training.data.file_index import load_or_build_index
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 
-# Two batches of each are in the memory that snapshots need, too, and no GPU trains on what so many decode.
+# Two batches of each worker take memory that snapshots need, too, and no GPU trains faster than this number decodes.
 _MAX_WORKERS = 32
 
 
 def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayout | None) -> bytes:
-    """The index of an image folder as rank 0 has listed it, on every rank; empty for other data.
+    """Return rank 0's index of an image folder on every rank; empty for other data.
 
     Raises:
         SharedError: rank 0 cannot read the folder.
@@ -27,7 +27,7 @@ def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayo
 
 
 def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
-    """The number of loader processes of this rank: by default its share of the node's cores."""
+    """Return this rank's number of loader processes: by default its share of the node's cores."""
     if data.on_device:
         return 0
     if config.num_workers is not None:
@@ -38,10 +38,10 @@ def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
 def check_same(data: Data, group: ProcessGroup) -> None:
     """Check that the copies of the data on all nodes are the same.
 
-    Of an image folder all ranks have rank 0's index; a file that another node lacks is found out when it is read.
+    Of an image folder all ranks have rank 0's index; a file that another node lacks is noticed when it is read.
 
     Raises:
-        SharedError: some rank has others.
+        SharedError: some rank has other data.
     """
     found = group.all_gather_json([len(data.train), data.fingerprint])
     other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)

@@ -38,7 +38,7 @@ class Stepper:
         self.preprocess, self.loss, self.fault = preprocess, loss, context.fault
         self.wrapped = wrap_for_training(state.model, self.config, group)
         self.unrepeatable: list[str] = []
-        """The operations of the model without a deterministic kernel on this device, as of the warm-up."""
+        """The model's operations without a deterministic kernel on this device, found by the warm-up."""
 
     def warm_up(self, channels: int, size: int) -> None:
         """Make a backward pass that changes nothing, on blank images of this many channels and pixels a side.
@@ -54,7 +54,7 @@ class Stepper:
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         images = min(2, self.schedule.batch_size // (self.group.world_size * self.config.grad_accum_steps))
         if self.config.compile:
-            # As many as in this rank's first micro-batch: code compiled for another number would not be used.
+            # Use the size of this rank's first micro-batch: code compiled for another size would not be used.
             schedule, per_group = self.schedule, self.schedule.samples_per_group
             start, end = split_range(schedule.batch_size, self.group.rank, self.group.world_size, per_group)
             images = split_range(end - start, 0, self.config.grad_accum_steps, per_group)[1]
@@ -91,7 +91,7 @@ class Stepper:
         optimizer, scaler = state.optimizer, state.scaler
         loss_meter.begin_step()
         seed_generators(self.group.device, derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
-        # After an evaluation; going through all modules takes half a millisecond.
+        # Only after an evaluation: going through all modules takes half a millisecond.
         if not state.model.training:
             set_train_mode(state.model)
         set_learning_rate(optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
@@ -119,9 +119,9 @@ class Stepper:
             state.ema.update(progress.step)
 
     def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> tuple[Tensor, Tensor]:
-        """Of a micro-batch: the sum of the losses, and how many images were predicted correctly.
+        """Return the sum of a micro-batch's losses, and the number of images predicted correctly.
 
-        Of mixed images, the label that counts is that of the larger part, as in torchvision's references.
+        A mixed image counts as its larger part, as in torchvision's references.
         """
         inputs = self.preprocess(images)
         with autocast(self.config, self.group.device):

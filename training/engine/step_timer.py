@@ -1,7 +1,7 @@
 """Step times of a rank, and its own share of them, which tells a straggler from the ranks that wait for it.
 
-Runs on every rank. With DDP the steps of all ranks take as long as those of the slowest. So each rank measures what it
-does alone: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
+Runs on every rank. With DDP all ranks' steps take as long as the slowest rank's. So each rank measures what it does
+alone: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
 statistics. The backward pass waits for the gradients of other ranks, and is not measured.
 """
 
@@ -31,14 +31,14 @@ class StepTimer:
         self._on_gpu = group.device.type == "cuda"
         self._began = 0.0
         self.loading_seconds = 0.0
-        """How long this rank waited for the last batch."""
+        """Seconds that this rank waited for the last batch."""
         self._entered: _Mark = 0.0
         self._forwards: list[tuple[_Mark, _Mark]] = []
         self._unread: deque[tuple[float, float, list[tuple[_Mark, _Mark]]]] = deque()
-        """Of each step, the seconds in all and for loading, and the forward passes."""
+        """Each step's seconds in all and for loading, and its forward passes."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
-        """Of each step, the seconds in all and of this rank's own work."""
-        # With SyncBN and FSDP the forward pass waits for other ranks: there the loading alone is measured.
+        """Each step's seconds in all and of this rank's own work."""
+        # With SyncBN and FSDP the forward pass waits for other ranks, so only the loading is measured.
         if not context.config.sync_bn and context.config.strategy == "ddp":
             model.register_forward_pre_hook(self._enter)
             model.register_forward_hook(self._leave)
@@ -52,7 +52,7 @@ class StepTimer:
             self._forwards.append((self._entered, self._mark()))
 
     def batches(self, batches: Iterator[Batch], progress: Progress) -> Iterator[Batch]:
-        """The same batches, timed: the wait for a batch is a part of the step that follows."""
+        """Yield the batches, and time them: the wait for a batch is a part of the step that follows."""
         while True:
             self._heartbeat.beat("load", progress.step)
             self._began = time.perf_counter()
@@ -62,7 +62,7 @@ class StepTimer:
                 return
             self.loading_seconds = time.perf_counter() - self._began
             self._heartbeat.beat("step", progress.step)
-            # The warm-up and validations leave some.
+            # Drop the passes that the warm-up and validations leave.
             self._forwards = []
             yield batch
 
@@ -91,7 +91,7 @@ class StepTimer:
 
 
 def _seconds_between(start: _Mark, end: _Mark) -> float | None:
-    """Seconds between two marks; None: the device has not reached the second."""
+    """Return the seconds between two marks; None if the device has not reached the second."""
     if isinstance(start, float):
         assert isinstance(end, float)  # noqa: S101  # marks of one device are of one kind
         return end - start

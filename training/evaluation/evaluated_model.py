@@ -20,7 +20,7 @@ from training.models.factory import FORMATS, Preprocess, build_model, first_line
 from training.models.parallel import load_full_state_dict, place_model
 from training.runtime.process_group import ProcessGroup
 
-# Whose weights a checkpoint holds: the moving average, if there is one, is what validations evaluate.
+# The parts of a checkpoint with weights: validations evaluate the moving average, if there is one.
 _PARTS = ("ema/", "model/")
 
 
@@ -30,11 +30,11 @@ class EvaluatedModel:
 
     card: ModelCard
     config: TrainConfig
-    """With the model's precision and strategy."""
+    """The flags, with the model's precision and strategy."""
     model: nn.Module
     preprocess: Callable[[Tensor], Tensor]
     takes_any_size: bool
-    """Whether images in memory may have another size than those of its training."""
+    """True if images in memory may have another size than in its training."""
 
 
 class ExportedClassifier(nn.Module):
@@ -45,14 +45,14 @@ class ExportedClassifier(nn.Module):
         self._classify, self._device = classify, device
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logarithms of the probabilities (float32 [n, classes], on `device`) of images (uint8 [n, *image_shape])."""
+        """Return log probabilities (float32 [n, classes], on `device`) of images (uint8 [n, *image_shape])."""
         probabilities = self._classify(images.to("cpu").contiguous())
-        # A probability that float32 has rounded to zero: the loss stays finite.
+        # float32 may have rounded a probability to zero; the loss must stay finite.
         return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log().to(self._device)
 
 
 def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> EvaluatedModel:
-    """The model in the directory that `hpc evaluate` has filled. All ranks must call this.
+    """Load the model in the directory that `hpc evaluate` has filled. All ranks must call this.
 
     Raises:
         SharedError: on all ranks, if a file is damaged, or this node lacks what it needs.
@@ -92,7 +92,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
 
 
 def _as_trained(config: TrainConfig, card: ModelCard) -> TrainConfig:
-    """With the batch size of the training, which limits that of its evaluations: last bits depend on it."""
+    """Set the training's batch size, which limits its evaluations' batches: last bits depend on it."""
     return replace(config, batch_size=card.made_from.get("config", {}).get("batch_size", config.batch_size))
 
 
@@ -107,7 +107,7 @@ def _exported(card: ModelCard, model: ExportedClassifier, config: TrainConfig) -
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:
-    """The tensors of a model by name, on the CPU: from its own file, or out of a checkpoint."""
+    """Read a model's tensors by name, on the CPU, from its own file or a checkpoint."""
     try:
         if (directory / MODEL_WEIGHTS).exists():
             return load_file(directory / MODEL_WEIGHTS)

@@ -37,7 +37,7 @@ class Evaluation:
     probability: Tensor
     """float32 [n]: probability of the predicted class."""
     top5_correct: int
-    """Images whose true class is among the five most likely."""
+    """Number of images whose true class is among the five most likely."""
 
     @property
     def correct(self) -> int:
@@ -67,7 +67,7 @@ class Evaluator:
     config: TrainConfig
     model: nn.Module
     preprocess: Callable[[Tensor], Tensor]
-    """Turns the images of a batch (uint8 [n, c, h, w]) into what the model takes."""
+    """Turns the images of a batch (uint8 [n, c, h, w]) into the model's inputs."""
     group: ProcessGroup
     workers: int
 
@@ -78,7 +78,7 @@ class Evaluator:
             torch.distributed.broadcast(buffer, 0)
         self.model.eval()
         rank, world_size, device = self.group.rank, self.group.world_size, self.group.device
-        # Not by the number of ranks, on which the loss would then depend.
+        # Do not divide this by the number of ranks: the loss would depend on it.
         batch_size = min(_MAX_BATCH, self.config.batch_size)
         losses = torch.zeros(-(-len(source) // batch_size), dtype=torch.float64, device=device)
         times_evaluated = torch.zeros(len(source), dtype=torch.int64, device=device)
@@ -88,7 +88,7 @@ class Evaluator:
         top5_correct = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), batch_size, rank, world_size)
-        # A worker makes a batch at a time, and starts for this evaluation alone.
+        # A worker makes one batch at a time, and starts for this evaluation alone.
         workers = min(self.workers, -(-len(source) // (batch_size * world_size)))
         with load_device_batches(device, source, requests, workers) as batches:
             for number, batch in enumerate(batches):
@@ -108,7 +108,7 @@ class Evaluator:
         all_reduce = self.group.all_reduce
         result = Evaluation(
             labels=all_reduce(shown),
-            # Of each batch's loss and each image's prediction one rank has the value and the others zero: no rounding.
+            # One rank has a batch's loss or an image's prediction, all others have zero: nothing is rounded.
             loss=math.fsum(all_reduce(losses).tolist()) / len(source),
             corrupt=tuple(sorted(set().union(*self.group.all_gather_json(list(corrupt))))),
             predicted=all_reduce(predicted),
@@ -116,13 +116,13 @@ class Evaluator:
             top5_correct=int(all_reduce(top5_correct)),
         )
         if wrong := int((all_reduce(times_evaluated) != 1).sum()):
-            raise AssertionError(f"{wrong} of {len(source)} images were not evaluated once")
+            raise AssertionError(f"{wrong} of {len(source)} images were not evaluated exactly once")
         return result
 
     def evaluate_weights(
         self, weights: Iterable[tuple[str, Tensor]], source: ImageSource, before_batch: Callable[[], object]
     ) -> Evaluation:
-        """Evaluate other weights, which come one after the other; afterwards the model has its own again."""
+        """Evaluate other weights, which come one after the other, and then restore the model's own."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         load_full_state_dict(self.model, weights, sharded=self.config.strategy == "fsdp")
         try:

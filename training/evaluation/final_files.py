@@ -1,4 +1,4 @@
-"""The content of `final/` beside the model: CSV tables and sample predictions. Runs on rank 0."""
+"""Makes the files of `final/` besides the model: CSV tables and sample predictions. Runs on rank 0."""
 
 import base64
 import csv
@@ -30,7 +30,7 @@ _MAX_SIDE = 96
 
 
 def confusion_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> str:
-    """The confusion matrix: a row for each true class, a column for each predicted one; both int64 [n], by image."""
+    """Return the confusion matrix: a row per true class, a column per predicted class; both int64 [n], by image."""
     count = len(classes)
     matrix = torch.bincount(labels * count + predicted, minlength=count**2).view(count, count)
     rows = ([name, *row] for name, row in zip(classes, matrix.tolist(), strict=True))
@@ -38,7 +38,7 @@ def confusion_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -
 
 
 def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> str:
-    """A row for each class: counts, accuracy (recall), precision, F1, and the class that it is most confused with.
+    """Return a row for each class: counts, accuracy (recall), precision, F1, and the class it is most confused with.
 
     A share without a denominator is empty. The labels and predictions are int64 [n], by image.
     """
@@ -46,7 +46,7 @@ def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> 
     images, predictions, correct = (
         torch.bincount(values, minlength=len(classes)).tolist() for values in (labels, predicted, labels[right])
     )
-    # By class, the class that most of its images were taken for, and how many: no matrix of all pairs of classes.
+    # For each class, the one that most of its images were taken for, and how many: no matrix of all pairs is needed.
     confused: dict[int, tuple[str, int]] = {}
     wrong = Counter(zip(labels[~right].tolist(), predicted[~right].tolist(), strict=True))
     for (true, other), times in sorted(wrong.items()):
@@ -64,7 +64,7 @@ def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> 
 
 
 def history_csv(train: Iterable[Record], evaluations: Iterable[Record]) -> str:
-    """A row for each epoch, from the lines of `metrics/train.jsonl` and `metrics/eval.jsonl`."""
+    """Return a row for each epoch, from the lines of `metrics/train.jsonl` and `metrics/eval.jsonl`."""
     epochs: dict[int, list[Record]] = {}
     for record in train:
         epochs.setdefault(record["epoch"], []).append(record)
@@ -72,10 +72,10 @@ def history_csv(train: Iterable[Record], evaluations: Iterable[Record]) -> str:
     rows = []
     last: Record = {"step": 0, "train_seconds": 0.0}
     for epoch, records in epochs.items():
-        # Each line is the mean over the steps since the line before it. The last of an epoch is at its end.
+        # Each line is the mean over the steps since the line before it. An epoch's last line is at its end.
         pairs = list(zip([last, *records], records, strict=False))
         steps = [record["step"] - before["step"] for before, record in pairs]
-        # Without saves and validations, which train_seconds leaves out.
+        # Saves and validations are not included: train_seconds leaves them out.
         seconds = [record["train_seconds"] - before["train_seconds"] for before, record in pairs]
         total_seconds = max(sum(seconds), 1e-9)
         last = records[-1]
@@ -105,16 +105,16 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) -> str:
-    """Images spread evenly over the test set (`even`), and the most confident errors (`mistake`).
+    """Return images spread evenly over the test set (`even`), and the most confident errors (`mistake`).
 
     The choice depends on the model alone, not on the number of ranks.
 
     Raises:
-        UserError: this node cannot read them.
+        UserError: this node cannot read the images.
     """
     readable = sorted(set(range(len(source.labels))) - set(test.corrupt))
     count = min(_SAMPLES, len(readable))
-    # From the middle of equal stretches: the first images of a folder are all of one class.
+    # Take the middle of equal stretches: the first images of a folder are all of one class.
     even = [readable[(2 * number + 1) * len(readable) // (2 * count)] for number in range(count)]
     wrong = set((test.predicted != source.labels).nonzero().flatten().tolist()) - set(test.corrupt)
     mistakes = sorted(wrong, key=lambda index: (-float(test.probability[index]), index))[:_SAMPLES]

@@ -1,4 +1,4 @@
-"""What a model was made from: flags, data, code and versions, for `made_from` in `model.json`. Runs on rank 0."""
+"""The origin of a model: flags, data, code and versions, for `made_from` in `model.json`. Runs on rank 0."""
 
 import json
 from contextlib import suppress
@@ -16,7 +16,7 @@ from training.runtime.software import versions
 
 
 def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
-    """Everything that the model depends on, ready for JSON; null for what is unknown."""
+    """Return all that the model depends on, ready for JSON; null if unknown."""
     run, spec, revision = context.run_dir, dict[str, Any](), None
     with suppress(OSError, ValueError):
         spec = dict(json.loads(current_spec(run).read_bytes()))

@@ -29,9 +29,9 @@ from training.models.parallel import full_state_dict
 from training.monitoring.run_logger import RunLogger
 from training.runtime.run_context import RunContext
 
-# Of the best model, in the result of the final one.
+# Fields of the best model in the result of the final one.
 _BEST_FIELDS = ("step", "epoch", "val_accuracy", "val_loss")
-# The matrix of more classes has millions of cells, nearly all of them zero; classes.csv has those that matter.
+# With more classes the matrix has millions of cells, nearly all of them zero; classes.csv has those that matter.
 _MAX_CONFUSION_CLASSES = 2000
 _TEST_FIELDS = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
@@ -43,7 +43,7 @@ class Validator:
     context: RunContext
     evaluator: Evaluator
     preprocess: Preprocess
-    """That of its images."""
+    """Turns images into the model's inputs."""
     data: Data
     state: TrainState
     corrupt_images: Sequence[int]
@@ -58,7 +58,7 @@ class Validator:
         )
 
     def validate_if_due(self, before_batch: Callable[[], object]) -> Evaluation | None:
-        """After an epoch, validate. None: no validation was due. `record` must follow."""
+        """Validate after an epoch; None if no validation was due. `record` must follow."""
         progress = self.state.progress
         if progress.evaluated_epochs == progress.epoch or self.data.val is None:
             return None
@@ -98,7 +98,7 @@ class Validator:
         progress, group = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
             return None
-        # Waiting for `best/` and loading it have no usual duration, as batches have.
+        # Unlike batches, waiting for `best/` and loading it have no usual duration.
         self.context.heartbeat.beat("end")
         weights, saved = self.logger.load_best() or ({}, None)
         best = group.all_gather_json({name: saved[name] for name in _BEST_FIELDS} if saved else None)[0]
@@ -113,13 +113,13 @@ class Validator:
         return {**best, **numbers_of(test)}
 
     def _weights(self) -> dict[str, Tensor]:
-        """On rank 0 a copy of the model's weights on the CPU; empty elsewhere. All ranks must call this."""
+        """Return a copy of the model's weights on rank 0's CPU, and nothing elsewhere. All ranks must call this."""
         tensors = full_state_dict(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
         # safetensors writes contiguous tensors only.
         return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
 
     def _result(self) -> dict[str, Any]:
-        """The content of `result.json` beside the test."""
+        """Return the content of `result.json` except the test."""
         config, progress, preprocess = self.context.config, self.state.progress, self.preprocess
         size = {"channels": preprocess.channels, "size": preprocess.size}
         return {
@@ -142,14 +142,14 @@ class Validator:
         return made_from(self.context, self.data, self.evaluator.group)
 
     def _card(self) -> dict[str, bytes]:
-        """On rank 0 the content of `model.json`, by its name."""
+        """Return, on rank 0, the content of `model.json` by its name."""
         if not self.evaluator.group.is_rank_zero:
             return {}
         card = make_card(self.context.config, self.data, self.preprocess, self._made_from)
         return {MODEL_CARD: card.to_json().encode()}
 
     def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
-        """On rank 0 the tables and samples of `final/`, by their names."""
+        """Return, on rank 0, the tables and samples of `final/` by their names."""
         if not self.evaluator.group.is_rank_zero:
             return {}
         run, classes = self.context.run_dir, self.data.classes
@@ -168,7 +168,7 @@ def evaluate_and_log(
     logger: RunLogger,
     model_after: tuple[int, int],
 ) -> Evaluation:
-    """Evaluate a model, log the result as that of `split`, and print it; `model_after`: the model's step and epoch.
+    """Evaluate a model, log the result for `split`, and print it; `model_after`: the model's step and epoch.
 
     Raises:
         SharedError: more images are corrupt than --max-corrupt-images allows.
@@ -201,7 +201,7 @@ def evaluate_and_log(
 
 
 def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], logger: RunLogger) -> dict[str, str]:
-    """The tables and samples of an evaluation, by the names of their files in `final/`."""
+    """Make the tables and samples of an evaluation, by the names of their files in `final/`."""
     texts = {CLASSES: classes_csv(test.labels, test.predicted, classes)}
     if len(classes) <= _MAX_CONFUSION_CLASSES:
         texts[CONFUSION] = confusion_csv(test.labels, test.predicted, classes)
@@ -214,11 +214,11 @@ def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], l
 
 
 def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluation) -> str | None:
-    """A sentence with what to try, if always predicting the most frequent class of the test is as accurate; or None."""
+    """Return what to try if always predicting the test's most frequent class is as accurate; else None."""
     images, number = (int(value) for value in test.labels.bincount().max(0))
     share = images / test.total
-    # Two standard errors: a model that has diverged may hit some more images by chance. Of a single class there is
-    # nothing to learn.
+    # Allow two standard errors: a model that has diverged may hit some more images by chance. With a single class there
+    # is nothing to learn.
     if share == 1 or test.accuracy > share + 2 * math.sqrt(share * (1 - share) / test.total):
         return None
     return (
@@ -229,5 +229,5 @@ def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluatio
 
 
 def numbers_of(test: Evaluation | None) -> dict[str, Any]:
-    """The numbers of a test; null without one."""
+    """Return the numbers of a test; null without one."""
     return {f"test_{name}": getattr(test, name, None) for name in _TEST_FIELDS}

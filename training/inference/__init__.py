@@ -1,1 +1,1 @@
-"""A trained model outside its training: for predict, export and the test."""
+"""Trained models outside their training, for predict, export and the test."""

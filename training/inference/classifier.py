@@ -1,4 +1,4 @@
-"""A trained model from bytes of images to probabilities, rebuilt from `model.json` and its weights.
+"""A trained model that turns bytes of images into probabilities, rebuilt from `model.json` and its weights.
 
 Runs wherever a model is exported or used; needs neither ranks nor a run directory.
 """
@@ -31,7 +31,7 @@ class Classifier(nn.Module):
             self.register_buffer(name, torch.tensor(values)[:, None, None].clone())
 
     def forward(self, images: Tensor) -> Tensor:
-        """Probabilities (float32 [n, classes]) of images (uint8 [n, *card.image_shape])."""
+        """Return the probabilities (float32 [n, classes]) of images (uint8 [n, *card.image_shape])."""
         card = self.card
         preprocess = Preprocess(
             mean=self.mean, std=self.std, channels=card.channels, size=card.size, interpolation=card.interpolation
@@ -40,16 +40,16 @@ class Classifier(nn.Module):
 
     @torch.inference_mode()
     def classify(self, images: Tensor) -> Tensor:
-        """As `forward`, in the precision of the model's test; the result is on the CPU."""
+        """Call `forward` in the precision of the model's test; the result is on the CPU."""
         with autocast(self.card.config(), self.mean.device):
             return self(images).cpu()  # type: ignore[no-any-return]
 
 
 def find_model(name: str) -> Path:
-    """The directory of a model: given itself, or of a run `final/`, else `best/`.
+    """Find the directory of a model: the given one, or `final/` of a run, else its `best/`.
 
     Raises:
-        UserError: there is none.
+        UserError: none has a model.
     """
     given = Path(name).expanduser()
     run = RunDir(given if given.exists() or given.is_absolute() else Path("runs") / given)
@@ -63,7 +63,7 @@ def find_model(name: str) -> Path:
 
 
 def load_classifier(directory: Path) -> Classifier:
-    """The model in a directory with `model.json` and `model.safetensors`, in evaluation mode on the CPU.
+    """Load the model in a directory with `model.json` and `model.safetensors`, in evaluation mode on the CPU.
 
     Raises:
         UserError: the files are damaged, or do not belong together.

@@ -26,7 +26,7 @@ from training.inference.model_card import ModelCard
 from training.models.factory import first_line
 
 _IMAGES = 64
-# Another order of summation changes a probability by about 1e-6; another computation by more.
+# Another order of summation changes a probability by about 1e-6; a wrong computation changes it by more.
 _TOLERANCE = 1e-4
 _FORMATS = "\n".join(["File format.", *(f"{name}: {kind.about}" for name, kind in FORMATS.items())])
 
@@ -97,10 +97,10 @@ def export(options: ExportOptions) -> str:
 
 
 def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
-    """The name of a split of the model's data set, and images of it (uint8 [n, *card.image_shape]).
+    """Return a split's name and images (uint8 [n, *card.image_shape]) from the model's data set.
 
     Raises:
-        UserError: the data set is missing, or another one.
+        UserError: the data set is missing, or not the model's.
     """
     name = given or card.made_from["data"]["path"]
     if not name:
@@ -120,7 +120,7 @@ def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
 
 @torch.inference_mode()
 def largest_difference(exported: Classify, classifier: Classifier, images: Tensor) -> float:
-    """The largest difference between two models' probabilities, with the first image as a batch of its own."""
+    """Return the largest difference between two models' probabilities; the first image is its own batch."""
     batches = [batch for batch in (images[:1], images[1:]) if len(batch)]
     return float(torch.cat([(exported(batch) - classifier(batch)).abs() for batch in batches]).max())
 

@@ -24,7 +24,7 @@ from training.inference.model_card import ModelCard, read_card
 from training.models.factory import first_line
 
 Classify = Callable[[Tensor], Tensor]
-"""Images (uint8 [n, channels, height, width]) to probabilities (float32 [n, classes]), both on the CPU."""
+"""Turns images (uint8 [n, channels, height, width]) into probabilities (float32 [n, classes]), both on the CPU."""
 
 _METADATA = "torchrelay"
 # The limit of protobuf.
@@ -38,11 +38,11 @@ class Format:
     suffix: str
     about: str
     serialize: Callable[[Classifier], bytes]
-    """The content of the file. Raises what the exporter raises."""
+    """Returns the content of the file. Raises what the exporter raises."""
     load: Callable[[bytes], tuple[str, Classify]]
-    """The text of the model card in a file, and the model."""
+    """Returns the text of the model card in a file, and the model."""
     packages: tuple[str, ...] = ()
-    """What must be installed beside torch."""
+    """Packages that it needs besides torch."""
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def require_packages(kind: Format) -> None:
     """Check that the packages of a format are installed.
 
     Raises:
-        UserError: one is not; says what to type.
+        UserError: one is missing; says what to type.
     """
     missing = [name for name in kind.packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -130,7 +130,7 @@ def require_packages(kind: Format) -> None:
 
 
 def load_exported(path: Path, kind: Format) -> tuple[ModelCard, Classify]:
-    """An exported model.
+    """Load an exported model.
 
     Raises:
         UserError: the file cannot be read, or has no model card.

@@ -1,6 +1,6 @@
-"""`model.json` beside the weights: how to build the model, how to prepare images for it, and what it was made from.
+"""`model.json`, which says how to build the model, how to prepare images for it, and what it was made from.
 
-It suffices to rebuild the model, or to use an exported one, without the run directory. Rank 0 writes it; export and
+With it, a model can be rebuilt, or an exported one used, without the run directory. Rank 0 writes it; export and
 predict read it anywhere.
 """
 
@@ -20,13 +20,13 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """One model."""
+    """One model's description."""
 
     model: str
     """Architecture, as --model names it."""
     head_hidden: int
     transform_input: bool
-    """Whether it undoes the usual normalisation, as torchvision's pretrained GoogLeNet and Inception do."""
+    """True if the model undoes the usual normalisation, as torchvision's pretrained GoogLeNet and Inception do."""
     classes: tuple[str, ...]
     """Class names, in the order of the model's outputs."""
     crop_pct: float
@@ -38,17 +38,17 @@ class ModelCard:
     size: int
     """Side after preprocessing: normalised images of another `image_shape` are scaled to it."""
     mean: tuple[float, ...]
-    """Of each channel, for values from 0 to 1."""
+    """Mean of each channel, for values from 0 to 1."""
     std: tuple[float, ...]
     amp: Literal["none", "bf16", "fp16"]
     """Precision of the test."""
     made_from: Mapping[str, Any]
     """Flags, data and versions: `training.evaluation.provenance`."""
     interpolation: Interpolation = "bilinear"
-    """How images are scaled. Cards of earlier versions lack it: they were bilinear."""
+    """Interpolation with which images are scaled. Cards of earlier versions lack it: it was bilinear."""
 
     def to_json(self) -> str:
-        """The content of `model.json`."""
+        """Return the content of `model.json`."""
         return json.dumps({"format": FORMAT, **asdict(self), "preprocessing": self.preprocessing}, indent=2) + "\n"
 
     @property
@@ -71,13 +71,13 @@ class ModelCard:
         ]
 
     def config(self) -> TrainConfig:
-        """The flags that the model is built with."""
+        """Return the flags that build the model."""
         weights = "./was-pretrained" if self.transform_input else None
         return TrainConfig(data=".", model=self.model, head_hidden=self.head_hidden, weights=weights, amp=self.amp)
 
 
 def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> ModelCard:
-    """The card of a model of this training; `preprocess` is that of its evaluations."""
+    """Make the card of this training's model, whose evaluations use `preprocess`."""
     height, width = data.shape if data.in_memory else (preprocess.size, preprocess.size)
     return ModelCard(
         model=config.model,
@@ -97,7 +97,7 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
 
 
 def read_card(text: str, source: str) -> ModelCard:
-    """The card in the content of `model.json`; `source` names its file in errors.
+    """Read the card in the content of `model.json`; `source` names its file in errors.
 
     Raises:
         UserError: it is damaged, or of another version.

@@ -56,7 +56,7 @@ class PredictOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One image."""
+    """One image's prediction."""
 
     path: Path
     top: tuple[tuple[str, float], ...] = ()
@@ -82,10 +82,10 @@ def main() -> int:
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
-    """A prediction for each image, in the order of the images.
+    """Predict each image, in the order of the images.
 
     Raises:
-        UserError: an option cannot work, there is no such model, or it takes neither gray nor color images.
+        UserError: an option cannot work, the model does not exist, or it takes neither gray nor color images.
     """
     if options.json and options.csv:
         raise UserError("--json and --csv exclude each other: use one of them")
@@ -114,17 +114,17 @@ def predict(options: PredictOptions) -> list[Prediction]:
 
 
 def find_images(given: Sequence[Path]) -> Iterator[Path]:
-    """The given files, and for each given directory the images in and below it, sorted by name.
+    """Yield the given files, and for each given directory the images in and below it, sorted by name.
 
     Raises:
-        UserError: a directory has none.
+        UserError: a directory has no images.
     """
     for path in given:
         if not path.is_dir():
             yield path
             continue
         names = sorted(
-            os.path.join(directory, name)  # noqa: PTH118  # of a million
+            os.path.join(directory, name)  # noqa: PTH118  # for a million files
             for directory, _, files in os.walk(path)
             for name in files
             if is_image(name)
@@ -135,10 +135,10 @@ def find_images(given: Sequence[Path]) -> Iterator[Path]:
 
 
 def load(model: str) -> tuple[ModelCard, Classify]:
-    """A model of a run, or an exported one.
+    """Load a model of a run, or an exported one.
 
     Raises:
-        UserError: there is none.
+        UserError: it does not exist.
     """
     path = Path(model).expanduser()
     if not path.is_file():
@@ -155,7 +155,7 @@ def load(model: str) -> tuple[ModelCard, Classify]:
 
 
 def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tensor | str:
-    """The image (uint8 [*card.image_shape]) as the model's evaluation prepared it, or why it cannot be read."""
+    """Return the image (uint8 [*card.image_shape]) as the model's evaluation prepared it, or why it cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -174,7 +174,7 @@ def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tenso
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
-    """For each image (row) the names and probabilities of its most likely classes."""
+    """Return each image's (row's) most likely classes with their probabilities."""
     values, indices = probabilities.topk(min(top, len(classes)), dim=1)
     return [
         tuple((classes[index], value) for index, value in zip(*row, strict=True))

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward pass computes each block again instead of keeping what it computed.
+"""Activation checkpointing: the backward pass computes each block again instead of keeping its results.
 
 Runs on every rank. Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016).
 """
@@ -16,14 +16,14 @@ from training.runtime.compat import BatchNorm
 
 
 def checkpoint_activations(model: nn.Module) -> int:
-    """Keep of each block only the input until the backward pass; it computes the same, with the same dropout.
+    """Keep only each block's input until the backward pass, which computes the block again with the same dropout.
 
-    The names of the model's tensors stay the same, and evaluations as they are. Returns the number of such blocks: not
-    single layers, which would save nothing, because their input is kept anyway.
+    Results, the names of the model's tensors and evaluations do not change. Returns the number of such blocks. Single
+    layers are left out: they would save nothing, because their input is kept anyway.
     """
     blocks = [block for block in blocks_in_order(model) if _is_worth_it(block)]
     for block in blocks:
-        # A copy of the model would have this block's: the moving average is copied before.
+        # A copy of the model would call this block's forward, so the moving average is copied before.
         block.forward = _recomputed(block)
     return len(blocks)
 

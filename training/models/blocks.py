@@ -1,4 +1,4 @@
-"""The blocks of a model: each is sharded, computed again, or trained at a rate of its own. Runs on every rank."""
+"""The blocks of a model: each can be sharded, computed again, or trained at its own rate. Runs on every rank."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from training.models.factory import last_layer_name
 
 
 def is_row(module: nn.Module) -> bool:
-    """Whether the module is a Sequential or a list, which has no forward of its own."""
+    """Return whether the module is a Sequential, or a list, which has no forward."""
     return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
 def row_members(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of the outermost Sequentials and lists inside a module."""
+    """Yield the members of the outermost Sequentials and lists inside a module."""
     for child in module.children():
         if is_row(module) and not is_row(child):
             yield child
@@ -22,7 +22,7 @@ def row_members(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
-    """The members of Sequentials and lists, and the layers beside them, in the order of the model's code."""
+    """Yield the members of Sequentials and lists, and the layers beside them, in the order of the model's code."""
     for child in module.children():
         is_member = is_row(module) and not is_row(child)
         # timm's stages are modules with a row of this name.
@@ -34,9 +34,9 @@ def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def depths(model: nn.Module) -> dict[str, int]:
-    """By the names of the parameters, how many blocks come before them, in the order of the model's code.
+    """Return how many blocks come before each parameter, by its name, in the order of the model's code.
 
-    Norms and embeddings belong to the block before them, or to the first one. The last layer is a block of its own.
+    Norms and embeddings belong to the block before them, or to the first one. The last layer is its own block.
     """
     block_of: dict[nn.Parameter, nn.Module] = {}
     for block in (*blocks_in_order(model), model.get_submodule(last_layer_name(model))):

@@ -23,12 +23,12 @@ from training.runtime.counter_rng import Purpose, derive_key
 FORMATS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# What models raise for images of a size that they do not take.
+# Models raise these for images of a size that they do not take.
 _SIZE_ERRORS = (RuntimeError, ValueError, AssertionError)
 
 
 def input_size(config: TrainConfig, native: int | None) -> int:
-    """Side in pixels of the model's square inputs; `native` is the side of images in memory."""
+    """Return the side in pixels of the model's square inputs; `native` is the side of images in memory."""
     if config.image_size is not None:
         return config.image_size
     if config.model in OWN_MODELS:
@@ -41,12 +41,12 @@ def input_size(config: TrainConfig, native: int | None) -> int:
 
 
 def input_channels(config: TrainConfig, native: int) -> int:
-    """Channels of the model's inputs: three for torchvision's and timm's models."""
+    """Return the model's input channels: three for torchvision's and timm's models."""
     return native if config.model in OWN_MODELS else 3
 
 
 def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Mean and standard deviation of the images that a model of timm was made for; None: those of the data."""
+    """Return mean and standard deviation of the images that a timm model was made for; None: use the data's."""
     if not model.startswith(TIMM):
         return None
     from training.models.timm_models import timm_settings  # noqa: PLC0415  # takes seconds
@@ -56,7 +56,7 @@ def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | N
 
 
 def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) -> nn.Module:
-    """A model with random weights, which follow from the seed; with a frozen backbone if the flags ask for it.
+    """Build a model with random weights, which follow from the seed; freeze its backbone if the flags ask for it.
 
     Raises:
         UserError: the model does not take images of this size.
@@ -122,13 +122,13 @@ def _try_forward(model: nn.Module, channels: int, size: int) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
 def last_layer_name(model: nn.Module) -> str:
-    """The name of the layer whose outputs are the classes."""
-    # timm's models say it.
+    """Name the layer whose outputs are the classes."""
+    # timm models name this layer.
     named = getattr(model, "pretrained_cfg", {}).get("classifier")
     if isinstance(named, str):
         part = model.get_submodule(named)
@@ -140,7 +140,7 @@ def last_layer_name(model: nn.Module) -> str:
 
 
 def head_name(model: nn.Module) -> str:
-    """The name of the model's child that contains the last layer, such as `fc` or `classifier`."""
+    """Name the model's child with the last layer, such as `fc` or `classifier`."""
     return last_layer_name(model).partition(".")[0]
 
 
@@ -148,7 +148,7 @@ def add_hidden_layer(model: nn.Module, width: int) -> None:
     """Insert a layer before the last one.
 
     Raises:
-        UserError: the last one is a convolution.
+        UserError: the last layer is a convolution.
     """
     name = last_layer_name(model)
     last = model.get_submodule(name)
@@ -159,17 +159,17 @@ def add_hidden_layer(model: nn.Module, width: int) -> None:
 
 
 def no_stochastic_depth(rate: float | None, model: str) -> UserError:
-    """The error for --drop-path with a model that has none."""
+    """Make the error for --drop-path with a model without stochastic depth."""
     return UserError(f"--drop-path is {rate}, but {model} has no stochastic depth: leave it out")
 
 
 def set_drop_path(model: nn.Module, rate: float, name: str) -> None:
-    """Set the rate of stochastic depth of the last block; those before it change in proportion.
+    """Set the rate of stochastic depth of the last block; the rates of earlier blocks change in proportion.
 
     Huang, Sun, Liu, Sedra and Weinberger, "Deep networks with stochastic depth" (2016).
 
     Raises:
-        UserError: the model has none.
+        UserError: the model has no stochastic depth.
     """
     parts: list[Any] = [module for module in model.modules() if type(module).__name__ == "StochasticDepth"]
     if not parts:
@@ -180,7 +180,7 @@ def set_drop_path(model: nn.Module, rate: float, name: str) -> None:
 
 
 def set_train_mode(model: nn.Module) -> None:
-    """`model.train()`, except for frozen parts: their batch statistics do not change."""
+    """Call `model.train()`, except for frozen parts: their batch statistics do not change."""
     model.train()
     for part in model.children():
         parameters = list(part.parameters())
@@ -193,7 +193,7 @@ class Preprocess:
     """Turns the data's bytes into the model's floats, on the model's device."""
 
     mean: Tensor
-    """Float [c, 1, 1], of values from 0 to 1."""
+    """Mean, float [c, 1, 1], of values from 0 to 1."""
     std: Tensor
     channels: int
     size: int
@@ -201,8 +201,8 @@ class Preprocess:
     memory_format: torch.memory_format = torch.channels_last
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Uint8 [n, c, h, w] to float [n, channels, size, size]; a single channel is repeated."""
-        # In place: on a CPU, new memory for each result takes longer than the arithmetic.
+        """Turn uint8 [n, c, h, w] into float [n, channels, size, size]; a single channel is repeated."""
+        # Compute in place: on a CPU, new memory for each result takes longer than the arithmetic.
         values = images.to(self.mean.device, non_blocking=True).float().div_(255).sub_(self.mean).div_(self.std)
         if values.shape[2:] != (self.size, self.size):
             values = functional.interpolate(values, (self.size, self.size), mode=self.interpolation, antialias=True)
@@ -211,11 +211,11 @@ class Preprocess:
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """The context of `--amp`; FSDP has mixed precision of its own (training.models.fsdp)."""
+    """Return the context of `--amp`; FSDP has its own mixed precision (training.models.fsdp)."""
     dtype = _DTYPES[config.amp] if config.strategy == "ddp" else None
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def make_scaler(config: TrainConfig, device: torch.device) -> GradScaler:
-    """Scales the loss so that float16 gradients do not vanish; for the other types it does nothing."""
+    """Make a loss scaler, which keeps float16 gradients from vanishing; it does nothing for other types."""
     return GradScaler(device.type, enabled=config.amp == "fp16")

@@ -18,14 +18,14 @@ from training.models.blocks import is_row, row_members
 from training.runtime.compat import BatchNorm
 from training.runtime.process_group import ProcessGroup, SharedError
 
-# A block with fewer weights is gathered with its surroundings: a message of its own would not pay.
+# A block with fewer weights is gathered with its surroundings: its own message would not pay.
 _MIN_WEIGHTS = 2**15
 
 
 def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
-    """Shard the model in place: of every parameter this rank keeps its rows, on its device.
+    """Shard the model in place: this rank keeps its rows of every parameter, on its device.
 
-    Blocks are moved to the device and sharded one at a time, so that it never holds the whole model.
+    Blocks are moved to the device and sharded one at a time, so the device never holds the whole model.
 
     Raises:
         SharedError: --fsdp-sharding hybrid, and the nodes have different numbers of ranks.
@@ -35,7 +35,7 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
     mesh = _mesh(config, group)
     policy = MixedPrecisionPolicy()
     if config.amp == "bf16":
-        # autocast would keep its copies of the weights, those of the whole model, until the backward pass.
+        # autocast would keep copies of the whole model's weights until the backward pass.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         # Batch normalization stays in float32, as with autocast. All such layers are one message.
         norms: list[nn.Module] = [module for module in model.modules() if isinstance(module, BatchNorm)]
@@ -48,7 +48,7 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
 
 
 def _mesh(config: TrainConfig, group: ProcessGroup) -> DeviceMesh:
-    """All ranks in a row, or with --fsdp-sharding hybrid a row of ranks for each of several nodes."""
+    """Arrange all ranks in a row, or with --fsdp-sharding hybrid in a row for each of several nodes."""
     per_node = group.rank_info.local_world_size
     if config.fsdp_sharding == "hybrid":
         sizes = group.all_gather_json(per_node)
@@ -61,10 +61,10 @@ def _mesh(config: TrainConfig, group: ProcessGroup) -> DeviceMesh:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The blocks to gather one at a time, inner ones first; the rest is gathered with the model itself.
+    """List the blocks to gather one at a time, inner ones first; the rest is gathered with the model itself.
 
-    Blocks are the members of Sequentials and lists, and the model's children. What is inside a block is not sharded
-    apart, because some blocks, such as attention, use their children's weights without calling them.
+    Blocks are the members of Sequentials and lists, and the model's children. A block's children are not sharded on
+    their own, because some blocks, such as attention, use their children's weights without calling them.
     """
     found = [*row_members(model), *(child for child in model.children() if not is_row(child))]
     large = [part for part in dict.fromkeys(found) if sum(map(torch.numel, part.parameters())) >= _MIN_WEIGHTS]
@@ -72,10 +72,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class FsdpModel:
-    """A sharded model with the interface of DDP: call it, with all parts of a step but the last in `no_sync`.
+    """A sharded model with the interface of DDP: call it, with all parts of a step except the last in `no_sync`.
 
-    Gradients are reduced and sharded after every part, not only after the last: unsharded ones would take the memory
-    that FSDP saves.
+    Gradients are reduced and sharded after every part, not only after the last, because unsharded gradients would take
+    the memory that FSDP saves.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup, *, syncs_buffers: bool) -> None:
@@ -93,7 +93,7 @@ class FsdpModel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The context of all parts of a step but the last."""
+        """The context of all parts of a step except the last."""
         self._last_part = False
         try:
             yield
@@ -102,7 +102,7 @@ class FsdpModel:
 
 
 def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[str, Tensor]]:
-    """The unsharded tensors of a model, one after the other, on rank 0 alone. All ranks must call this."""
+    """Yield a model's unsharded tensors, one after the other, on rank 0 alone. All ranks must call this."""
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if is_rank_zero:
@@ -110,7 +110,7 @@ def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[st
 
 
 def shard_like(own: Tensor, value: Tensor) -> Tensor:
-    """The shard of an unsharded tensor, which every rank has, that a rank holds of its own tensor; nothing is sent."""
+    """Return this rank's shard of an unsharded tensor, cut as its own tensor. Every rank has it, so nothing is sent."""
     if not isinstance(own, DTensor):
         return value
     return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)

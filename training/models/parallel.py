@@ -1,6 +1,6 @@
 """Prepares a model for training: DDP and the compiler, or FSDP. Runs on every rank.
 
-None of them changes the names of the model's tensors, nor its evaluation.
+None of these changes the names of the model's tensors, or its evaluation.
 """
 
 from collections.abc import Iterable
@@ -25,9 +25,9 @@ from training.runtime.process_group import ProcessGroup, SharedError
 if TYPE_CHECKING:
     from training.models.fsdp import FsdpModel
 
-# So often DDP measures a step on GPUs at most.
+# On GPUs, DDP measures at most one step in this number.
 _MEASURED_EVERY = 100
-# Shapes differ by number of ranks, by part of a step and in the warm-up: torch's default limit is too low.
+# Shapes differ by number of ranks, by part of a step and in the warm-up, so torch's default limit is too low.
 _MAX_SHAPES = 64
 
 
@@ -43,7 +43,7 @@ def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> n
 def wrap_for_training(
     model: nn.Module, config: TrainConfig, group: ProcessGroup
 ) -> "DistributedDataParallel | FsdpModel":
-    """The model in DDP, or the model that FSDP has sharded.
+    """Wrap the model in DDP, or wrap the model that FSDP has sharded.
 
     In training each rank has its own batch statistics; saved states and evaluations use rank 0's. Gradients are views
     of DDP's buckets, which saves a copy of all gradients.
@@ -62,7 +62,7 @@ def wrap_for_training(
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
     # The constructor's argument has different names in torch 2.11 and 2.15.
     ddp.broadcast_buffers = has_other_buffers(model)
-    # To measure a step, the host waits for the events of the GPU's step before.
+    # To measure a step, the host waits for the events of the GPU's previous step.
     rate = config.log_every if group.device.type == "cpu" else max(config.log_every, _MEASURED_EVERY)
     measure_allreduce(ddp, rate)
     if config.compress_gradients == "bf16":
@@ -80,10 +80,10 @@ def has_other_buffers(model: nn.Module) -> bool:
 
 
 def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[float, float] | None:
-    """How long the all-reduce of the gradients took in the last step that DDP has measured on this rank, in seconds.
+    """Return the seconds of the gradients' all-reduce in the last step that DDP has measured on this rank.
 
-    First from the start of the first bucket to the end of the last; then the part after this rank's own backward pass,
-    in which it could but wait. None: FSDP, or there is no such step.
+    The first number is from the start of the first bucket to the end of the last; the second is the part after this
+    rank's own backward pass, in which it only waited. None: FSDP, or there is no such step.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return None
@@ -93,14 +93,14 @@ def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[f
 
 
 def gradient_bytes(model: nn.Module, config: TrainConfig) -> int:
-    """The size of the gradients that each rank sends and receives per step."""
+    """Return the bytes of gradients that each rank sends and receives per step."""
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     compressed = config.compress_gradients == "bf16"
     return sum(parameter.numel() * (2 if compressed else parameter.element_size()) for parameter in trained)
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
-    """The model's unsharded tensors by name, one after the other, on rank 0 alone. All ranks must call this."""
+    """Return the model's unsharded tensors by name, one after the other, on rank 0 alone. All ranks must call this."""
     if not sharded:
         return model.state_dict().items() if group.is_rank_zero else ()
     from training.models.fsdp import gather_tensors  # noqa: PLC0415  # as above
@@ -114,10 +114,10 @@ def load_full_state_dict(
 ) -> None:
     """Load unsharded tensors, which every rank gets one after the other; unless `strict`, some may be missing.
 
-    torchvision's MNASNet cannot load what `nn.Module.load_state_dict` is given out of a file, which lacks its version.
+    `nn.Module.load_state_dict` fails for torchvision's MNASNet, because tensors in a file lack its version.
 
     Raises:
-        RuntimeError: the model has no such tensor, or one of another shape, or others that are missing.
+        RuntimeError: the model lacks a tensor of this name and shape, or has tensors that are missing here.
     """
     own = model.state_dict()
     missing = set(own)
@@ -131,7 +131,7 @@ def load_full_state_dict(
 
 
 def _shard_like(own: Tensor, value: Tensor) -> Tensor:
-    """This rank's shard of a tensor that every rank has, if the model's own is sharded."""
+    """Return this rank's shard of a tensor that every rank has, if the model's own is sharded."""
     from training.models.fsdp import shard_like  # noqa: PLC0415  # as above
 
     return shard_like(own, value)
@@ -156,7 +156,7 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
 
 
 def compiler_error(error: RuntimeError) -> str:
-    """The first line of a failing compiler's message; empty if the error has another cause."""
+    """Return the first line of a failing compiler's message; empty for other errors."""
     if not is_compiler_error(error):
         return ""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))

@@ -7,13 +7,13 @@ from torch.nn import functional
 def small_cnn(classes: int, channels: int, size: int) -> nn.Sequential:
     """A convolutional network without batch normalization: 106,000 weights for 28 x 28 pixels.
 
-    It has as many convolutions as it takes to reduce the image to 8 x 8 pixels. What it computes for an image does not
-    depend on the rest of the batch.
+    It has as many convolutions as it takes to reduce the image to 8 x 8 pixels. An image's result does not depend on
+    the rest of the batch.
     """
     layers: list[nn.Module] = []
     width = 16
     while size > 8 or not layers:
-        # Pooling before the activation gives the same and activates a quarter.
+        # Pooling before the activation gives the same result with a quarter of the activations.
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
         channels, size, width = width, size // 2, min(2 * width, 64)
     layers += [nn.Flatten(), nn.Linear(channels * size * size, 64), nn.ReLU(), nn.Linear(64, classes)]
@@ -39,15 +39,15 @@ class SmallResNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
 
     def forward(self, images: Tensor) -> Tensor:
-        """Float [n, channels, h, w] to [n, classes]."""
+        """Map float [n, channels, h, w] to [n, classes]."""
         return self.fc(self.features(images).mean((2, 3)))  # type: ignore[no-any-return]
 
 
 class ResidualBlock(nn.Module):
     """Two convolutions and a shortcut around them.
 
-    Where the shape changes, the shortcut has no weights (option A): it skips every other pixel and fills the new
-    channels with zeros.
+    If the shape changes, the shortcut has no weights (option A): it skips every other pixel and fills the new channels
+    with zeros.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -59,7 +59,7 @@ class ResidualBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[n, channels, h, w] to [n, width, h / stride, w / stride], rounded up."""
+        """Map [n, channels, h, w] to [n, width, h / stride, w / stride], rounded up."""
         values = functional.relu(self.bn1(self.conv1(images)))
         shortcut = images[:, :, :: self.stride, :: self.stride]
         if self.added:

@@ -1,7 +1,7 @@
 """Batch normalization over the images of all ranks. Runs on every rank.
 
-torch's own SyncBatchNorm refuses tensors on a CPU, and on a GPU lets the host wait three times in each layer, because
-it looks for ranks without images. Here every rank has some.
+torch's own SyncBatchNorm refuses tensors on a CPU, and on a GPU makes the host wait three times in each layer to look
+for ranks without images. Here every rank has some.
 """
 
 from types import SimpleNamespace
@@ -15,16 +15,16 @@ from training.runtime.compat import BatchNorm
 
 
 def convert_sync_batch_norm(model: nn.Module) -> nn.Module:
-    """Replace the model's batch normalization by one over the global batch."""
+    """Replace the model's batch normalization with one over the global batch."""
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            # The same parameters, buffers and settings, with another forward.
+            # Only `forward` changes: parameters, buffers and settings stay.
             module.__class__ = SyncBatchNorm
     return model
 
 
 class SyncBatchNorm(BatchNorm):
-    """Ioffe and Szegedy, "Batch normalization" (2015), with mean and variance over all ranks' images.
+    """Batch normalization (Ioffe and Szegedy, 2015) with mean and variance over all ranks' images.
 
     Ranks may have different numbers of images, but not none. Gradients flow through the statistics of all ranks.
     """
@@ -37,7 +37,7 @@ class SyncBatchNorm(BatchNorm):
             )
         batches = cast("Tensor", self.num_batches_tracked)
         batches.add_(1)
-        # Without a momentum, the mean of all batches.
+        # Without a momentum, the running statistics are the mean of all batches.
         momentum = self.momentum if self.momentum is not None else 1 / float(batches)
         return cast("Tensor", _Normalize.apply(images, self.weight, self.bias, self, momentum))
 
@@ -71,7 +71,7 @@ class _Normalize(torch.autograd.Function):
         )
         images_gradient = None
         if wanted[0]:
-            # DDP adds up the gradients of weight and bias; those of the images need the sums of all ranks here.
+            # DDP adds up the gradients of weight and bias; the images' gradients need the sums of all ranks here.
             both = torch.cat([sums, products])
             distributed.all_reduce(both)
             sums, products = both.chunk(2)
@@ -82,11 +82,11 @@ class _Normalize(torch.autograd.Function):
 
 
 def _dense(values: Tensor) -> Tensor:
-    """In a memory format that the kernels take."""
+    """Return the values in a memory format that the kernels take."""
     return values if values.is_contiguous(memory_format=torch.channels_last) else values.contiguous()
 
 
-# --- the kernels that torch has for GPUs alone, on a CPU ---
+# --- kernels for CPUs, which torch has for GPUs alone ---
 
 
 def _kernels(values: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Models of the package timm (`--model timm:NAME`). Runs on every rank; imported only for these: it takes seconds."""
+"""Models of the package timm (`--model timm:NAME`). Runs on every rank; imported only for them: it takes seconds."""
 
 import importlib
 from typing import Any
@@ -11,7 +11,7 @@ from training.models.factory import no_stochastic_depth
 
 
 def timm_settings(model: str) -> Any:
-    """What a model was made for: timm's PretrainedCfg of `timm:NAME` or `timm:NAME.TAG`.
+    """Return a model's settings: timm's PretrainedCfg of `timm:NAME` or `timm:NAME.TAG`.
 
     Raises:
         UserError: timm is not installed, or has no such model.
@@ -29,7 +29,7 @@ def timm_settings(model: str) -> Any:
 
 
 def build_timm_model(model: str, classes: int, size: int, drop_path: float | None) -> nn.Module:
-    """A model with random weights, for images of `size` pixels.
+    """Build a model with random weights, for images of `size` pixels.
 
     Raises:
         ValueError: it does not take images of this size.

@@ -1,4 +1,4 @@
-"""Writes events, metrics (JSON lines, and for TensorBoard), `best/` and `final/`. Runs on every rank; rank 0 writes.
+"""Writes events, metrics (JSON lines and TensorBoard's), `best/` and `final/`. Runs on every rank; rank 0 writes.
 
 A resumed run first removes the metrics of steps after the restored one, so the files have neither gaps nor repetitions.
 While the disk is full, lines wait in memory.
@@ -54,7 +54,7 @@ class JsonLines:
         self._waiting: list[Record] = []
 
     def append(self, record: Record) -> None:
-        """Append a record, after those that did not fit earlier."""
+        """Append a record, after the records that did not fit earlier."""
         self._waiting.append(record)
         try:
             if self._check:
@@ -74,7 +74,7 @@ class NoSpaceError(TorchrelayError):
 
 
 class RunLogger:
-    """Writes what people and other programs read of a run. On ranks other than 0 every call does nothing.
+    """Writes the files that people and other programs read. On ranks other than 0 every call does nothing.
 
     Raises:
         UserError: the run directory cannot be made.
@@ -113,7 +113,7 @@ class RunLogger:
         if self._writes:
             self.check_is_newest()
             keep_only(self._run_dir.train_metrics, lambda record: record["step"] <= progress.step)
-            # Validations that the restored state includes; a test is repeated until `final/` exists.
+            # Keep the validations that the restored state includes; a test is repeated until `final/` exists.
             keep_only(
                 self._run_dir.eval_metrics,
                 lambda record: bool(record["split"] == "val" and record["epoch"] <= progress.evaluated_epochs),
@@ -129,9 +129,9 @@ class RunLogger:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {event.kind!r} is lost")
 
     def log_later(self, log: Callable[[], None]) -> None:
-        """Call `log_metrics` and what belongs to it in the background, in the order of these calls.
+        """Call `log`, which calls `log_metrics`, in the background, in the order of these calls.
 
-        `log` may wait for the device, and for a slow disk.
+        It may wait for the device, and for a slow disk.
         """
         if self._writes:
             self._metrics.enqueue(log)
@@ -141,7 +141,7 @@ class RunLogger:
         self._metrics.wait()
 
     def log_metrics(self, record: Record) -> None:
-        """Write the metrics of a logged step, or of an evaluation, which name their split. In `log_later` alone."""
+        """Write the metrics of a logged step, or of an evaluation, which name their split. Call it in `log_later`."""
         lines, scalars = self._train, ["loss", "accuracy", "lr", "images_per_second"]
         if "split" in record:
             lines, scalars = self._evaluations, ["loss", "accuracy"]
@@ -150,7 +150,7 @@ class RunLogger:
             return
         try:
             if self._tensorboard is None:
-                # At the first metrics: all ranks would wait half a second for the import before their first step.
+                # Imported here, because all ranks would wait half a second for it before their first step.
                 from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
                 # TensorBoard hides what an earlier attempt wrote from this step on.
@@ -178,7 +178,7 @@ class RunLogger:
     def save_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Start replacing `best/` in the background. If the disk is full, `close` tries again.
 
-        Writes the weights, which nobody may change meanwhile, the result, and files of this content, by name.
+        Writes the weights, which must not change meanwhile, the result, and `files`: their contents by name.
         """
         if self._writes:
             self._best.submit(partial(self._publish_best, weights, result, files))
@@ -193,7 +193,7 @@ class RunLogger:
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training continues without it")
 
     def load_best(self) -> tuple[Weights, dict[str, Any]] | None:
-        """The weights and the result in `best/`; None: they cannot be read, or this is not rank 0."""
+        """Load the weights and the result in `best/`; None if they cannot be read, or on ranks other than 0."""
         if not self._writes:
             return None
         self.wait()
@@ -224,9 +224,9 @@ class RunLogger:
         return self._run_dir.best / _RESULT
 
     def save_final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
-        """Write `final/`, which marks the run as complete; the arguments are those of `save_best`.
+        """Write `final/`, which marks the run as complete; takes the arguments of `save_best`.
 
-        Without weights, `final/` has none: those of an evaluation are another run's.
+        An evaluation passes no weights, because they are another run's.
 
         Raises:
             NoSpaceError: the disk is full. The newest checkpoint has the last step.
@@ -248,7 +248,7 @@ class RunLogger:
 
     @property
     def busy(self) -> bool:
-        """Whether `best/` is being written."""
+        """True while `best/` is being written."""
         return self._best.busy
 
     def wait(self) -> None:
@@ -264,7 +264,7 @@ class RunLogger:
 
 
 def _write_model(weights: Weights, result: dict[str, Any], files: Files, directory: Path) -> None:
-    # Serialized in memory first: on a full disk safetensors raises no OSError.
+    # Serialize in memory first: on a full disk safetensors raises no OSError.
     if weights:
         (directory / MODEL_WEIGHTS).write_bytes(save(weights, {"format": "pt"}))
     (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")

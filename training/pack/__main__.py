@@ -65,7 +65,7 @@ class PackOptions:
 
 
 def main() -> int:
-    """From the command line to the exit code, unless an error is raised."""
+    """Parse, pack or verify; return the exit code, unless an error is raised."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     options = program.parse(PackOptions, sys.argv[1:], program.called("training.pack"))
     for name, minimum in (("size", 8), ("num_workers", 1)):
@@ -78,14 +78,14 @@ def main() -> int:
 
 
 def _identity(index: PackIndex) -> dict[str, Any]:
-    """What packed data sets of the same images in the same size have in common."""
+    """Identify images and size: equal for packed data sets of the same images in the same size."""
     tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
     images = json.dumps([index.classes, tables]).encode()
     return {"size": index.size, "images": hashlib.sha256(images).hexdigest()}
 
 
 def _check_resumable(directory: Path, index: PackIndex) -> None:
-    """Make sure that the images packed in a directory are the same, in the same size; without any, record which."""
+    """Check that a directory's packed images are these, in this size; if it has none, record which they are."""
     path, identity = directory / _PLAN, _identity(index)
     if not has_records(directory):
         write_json(path, identity)
@@ -99,17 +99,16 @@ def _check_resumable(directory: Path, index: PackIndex) -> None:
 
 
 def _npy(array: np.ndarray) -> bytes:
-    """The content of a file of an array."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     return buffer.getvalue()
 
 
 def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, np.ndarray]]:
-    """The index of the images, in which the pixels are missing, and the labels and names by their files.
+    """Return the index of the images, still without the pixels, and the labels and names by their files.
 
     Raises:
-        UserError: SRC is no image folder, a directory in it cannot be read, or DST is inside SRC.
+        UserError: SRC is not an image folder, a directory in it cannot be read, or DST is inside SRC.
     """
     if not src.is_dir():
         raise UserError(f"SRC is {src}, which is not a directory: give the image folder")
@@ -144,7 +143,7 @@ def pack(options: PackOptions, workers: int) -> None:
     """Make DST, unless it is complete already.
 
     Raises:
-        UserError: SRC is no image folder or has changed, or DST is something else.
+        UserError: SRC is not an image folder or has changed, or DST is something else.
         TorchrelayError: another process packs into DST, or the disk is full.
     """
     src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
@@ -188,7 +187,7 @@ def pack(options: PackOptions, workers: int) -> None:
 
 
 def _is_packed(dst: Path, index: PackIndex) -> bool:
-    """Whether DST is complete; an error if it exists, but is something else."""
+    """Return whether DST is complete. Raises UserError if it exists, but is something else."""
     if not (dst / INDEX).exists():
         if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
             raise UserError(f"{dst} exists and is not a packed data set: give a new directory")
@@ -201,7 +200,7 @@ def _is_packed(dst: Path, index: PackIndex) -> bool:
 
 @contextmanager
 def _working_directory(dst: Path) -> Iterator[Path]:
-    """The directory that the files are made in, locked for this process."""
+    """Make and lock the directory that the files are made in."""
     directory = dst.parent / f".{dst.name}.packing"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -223,7 +222,7 @@ def _working_directory(dst: Path) -> Iterator[Path]:
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes that decode. They ignore the signals that the packer handles, and die with it."""
+    """Start processes that decode. They ignore the signals that the packer handles, and die with it."""
     signals = ((signal.SIGTERM, signal.SIGINT),)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), die_with_parent, signals)
     try:
@@ -251,7 +250,7 @@ def verify(dst: Path, workers: int) -> None:
     """Compare a packed data set with its checksums.
 
     Raises:
-        UserError: DST is no packed data set, or a file is damaged.
+        UserError: DST is not a packed data set, or a file is damaged.
     """
     if check_data(dst).kind != "packed":
         raise UserError(f"{dst} is not a packed data set: give one that hpc pack made")

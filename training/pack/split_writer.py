@@ -1,8 +1,8 @@
 """The pixels of one part of a data set: one array in a file, filled by several processes. Imports no torch.
 
-Beside it is an array of records, one per image: which images are done, and from which version of their files. A record
-is written when the pixels are durable, so a packer that was killed, or whose node lost power, repeats the images that
-have none. Each image has its place, so the bytes do not depend on the number of processes.
+An array of records, one per image, says which images are done, and from which version of their files. A record is
+written when the pixels are durable, so a packer that was killed, or whose node lost power, repeats the images without
+one. Each image has its place, so the bytes do not depend on the number of processes.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from training.data.transforms.crop import center_box
 CHANNELS = 3
 MISSING, DONE, CORRUPT = range(3)
 _RECORD = np.dtype([("state", "u1"), ("bytes", "<i8"), ("mtime_ns", "<i8"), ("sha256", "u1", 32)])
-# Images of one task: some hundredths of a second.
+# Images of one task, which takes some hundredths of a second.
 _CHUNK = 16
 _LINE_SECONDS = 5.0
-# Tasks per process that are submitted beforehand, so that no process waits while the packer writes records.
+# Tasks per process that are submitted in advance, so that no process waits while the packer writes records.
 _AHEAD = 8
 
 
@@ -50,17 +50,17 @@ class SplitWriter:
         self._offset, self.records = pixels.offset, records
 
     def path_of(self, index: int) -> Path:
-        """The file of an image."""
+        """Return the path of an image."""
         return self.source / os.fsdecode(self.names[index])
 
     def pack(self, pool: ProcessPoolExecutor, first: int) -> Future[np.ndarray]:
-        """Start packing a chunk; the result is its records."""
+        """Start packing a chunk; the future returns its records."""
         records = np.array(self.records[first : first + _CHUNK])
         paths = [self.path_of(first + place) for place in range(len(records))]
         return pool.submit(pack_chunk, self.path, self._offset + first * self._image_bytes, self.size, paths, records)
 
     def record(self, first: int, records: np.ndarray) -> list[Path]:
-        """Write the records of a chunk; returns its corrupt images."""
+        """Write the records of a chunk, and return its corrupt images."""
         self.records[first : first + len(records)] = records
         return [self.path_of(first + place) for place in np.flatnonzero(records["state"] == CORRUPT).tolist()]
 
@@ -82,7 +82,7 @@ class SplitWriter:
 
 
 def _existing(path: Path) -> np.memmap | None:
-    """A mapped array that an earlier packer has made; None: it was not, or not completely."""
+    """Map an array that an earlier packer has made; None if there is none, or it is incomplete."""
     try:
         return open_memmap(path, mode="r+")
     except (OSError, ValueError):
@@ -90,7 +90,7 @@ def _existing(path: Path) -> np.memmap | None:
 
 
 def has_records(directory: Path) -> bool:
-    """Whether any image is packed in a directory."""
+    """Return whether any image is packed in a directory."""
     found = (_existing(path) for path in directory.glob(".*-records.npy"))
     return any(records is not None and records["state"].any() for records in found)
 
@@ -156,10 +156,10 @@ def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], record
 
 
 def as_square(image: Image.Image, size: int) -> np.ndarray:
-    """The middle of an image, uint8 [size, size, 3], scaled so that the shorter side of the image becomes `size`.
+    """Return the middle of an image, uint8 [size, size, 3], scaled so that the image's shorter side becomes `size`.
 
     A JPEG at least four times as large is decoded at a half, a quarter or an eighth of its size, which takes a
-    fraction of the time. It is still at least twice as large as the result, so the quality is the resize filter's.
+    fraction of the time. That is still at least twice as large as the result, so the resize filter decides the quality.
     """
     scale = 2 * size / min(image.size)
     image.draft(None, (round(image.width * scale), round(image.height * scale)))
@@ -169,7 +169,7 @@ def as_square(image: Image.Image, size: int) -> np.ndarray:
 
 
 def pixels_sha256(path: Path, images: int, pool: ProcessPoolExecutor) -> str:
-    """The checksum of a file of pixels, as `SplitWriter.file` has it."""
+    """Compute the checksum of a file of pixels, as `SplitWriter.file` has it."""
     digest = hashlib.sha256()
     for digests in pool.map(partial(_image_digests, path), range(0, images, _CHUNK), chunksize=_AHEAD):
         digest.update(digests)
@@ -177,6 +177,6 @@ def pixels_sha256(path: Path, images: int, pool: ProcessPoolExecutor) -> str:
 
 
 def _image_digests(path: Path, first: int) -> bytes:
-    """The SHA-256 (32 bytes) of each image of a chunk. Runs in a process of the pool."""
+    """Compute the SHA-256 (32 bytes) of each image of a chunk. Runs in a process of the pool."""
     images = np.load(path, mmap_mode="r", allow_pickle=False)[first : first + _CHUNK]
     return b"".join(hashlib.sha256(image).digest() for image in images)

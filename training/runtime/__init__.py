@@ -1,1 +1,1 @@
-"""What a rank runs in: process group, signals, heartbeat, console, random numbers. Runs on every rank."""
+"""The environment of a rank: process group, device, stop requests, console, random numbers. Runs on every rank."""

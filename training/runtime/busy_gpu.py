@@ -52,7 +52,7 @@ def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
             if not warned:
                 _warn(f"{platform.node()}: {message}{_users_of(device)}: trying again for {_LIMIT_SECONDS:.0f} s")
                 warned = True
-        # Outside the handler, in which the exception would keep what `use` allocated.
+        # Sleep outside the handler, in which the exception would keep what `use` allocated.
         time.sleep(_PAUSE_SECONDS)
 
 

@@ -38,7 +38,7 @@ def scaler_tensors(scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:
 def stop_workers(batches: Any) -> Sequence[Any]:
     """End the workers of a DataLoader's iterator, and return their processes. Read in torch 2.11 and 2.15.
 
-    The iterator's destructor does the same, but at no certain time.
+    The iterator's destructor does the same, but at an unknown time.
     """
     batches._shutdown_workers()
     workers: Sequence[Any] = batches._workers
@@ -51,12 +51,12 @@ def shard_offsets(sharded: Any) -> tuple[int, ...]:
 
 
 def measure_allreduce(ddp: DistributedDataParallel, every: int) -> None:
-    """Have DDP measure each `every`th step. Read in torch 2.11 and 2.15."""
+    """Let DDP measure each `every`th step. Read in torch 2.11 and 2.15."""
     ddp._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
 
 
 def measured_allreduce(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return what DDP has measured, times in nanoseconds. Read in torch 2.11 and 2.15."""
+    """Return DDP's measurements, times in nanoseconds. Read in torch 2.11 and 2.15."""
     measured: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return measured
 
@@ -79,9 +79,9 @@ def is_compiler_error(error: RuntimeError) -> bool:
 
 
 def replace_end_of_ranks(end: Callable[[Callable[[int], None]], None]) -> None:
-    """Have torchrun call `end` where it ends its ranks, with its own way, which takes seconds until it kills them.
+    """Let torchrun call `end` to end its ranks. `end` gets torchrun's own way, which takes the seconds until it kills.
 
-    Read in torch 2.11 and 2.15: `PContext.close` is called wherever torchrun ends ranks, with a timeout of 30 s.
+    Read in torch 2.11 and 2.15: torchrun ends ranks only by `PContext.close`, with a timeout of 30 s.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 
@@ -94,7 +94,7 @@ def replace_end_of_ranks(end: Callable[[Callable[[int], None]], None]) -> None:
 
 
 def run_exit_functions() -> None:
-    """Run what is registered with atexit, before an `os._exit` that would skip it. Read in Python 3.11."""
+    """Run the functions that atexit holds, before an `os._exit` that would skip them. Read in Python 3.11."""
     import atexit
 
     atexit._run_exitfuncs()

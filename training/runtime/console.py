@@ -1,4 +1,4 @@
-"""What people see on standard output: lines, or a progress bar on a terminal. Runs on every rank; rank 0 prints."""
+"""Shows people lines on standard output, or a progress bar on a terminal. Runs on every rank; rank 0 prints."""
 
 import sys
 from contextlib import suppress

@@ -1,8 +1,8 @@
-"""Which CPU cores a rank uses: those beside its GPU, if that costs it none. Runs on every rank.
+"""Binds a rank to the CPU cores beside its GPU, if that costs it no cores. Runs on every rank.
 
-Pinned memory, decoded images and the threads that start kernels are then in the memory that the GPU is connected to.
+Pinned memory, decoded images and the threads that start kernels are then on the NUMA node that the GPU is connected to.
 torchrun's own `--numa-binding` asks CUDA in torchrun's process, of which our ranks are forks, and CUDA does not survive
-a fork. Not run on a GPU yet.
+a fork. This module has not run on a GPU yet.
 """
 
 import os
@@ -43,11 +43,11 @@ def bind_to_cores(device: torch.device, rank_info: RankInfo) -> CoreShare:
 
 
 def choose_cores(allowed: frozenset[int], gpus: Sequence[str], rank_info: RankInfo, sys: Path = _SYS) -> CoreShare:
-    """The cores of the NUMA node of this rank's GPU, unless these are fewer than an equal share of all.
+    """Choose the cores of the NUMA node of this rank's GPU, unless they are fewer than an equal share of all.
 
     Args:
         allowed: the cores that the job may use on this node.
-        gpus: PCI address of the GPU of each local rank; empty: not known.
+        gpus: PCI address of each local rank's GPU; empty: not known.
         rank_info: this rank.
         sys: where Linux describes the machine.
     """
@@ -73,6 +73,6 @@ def _read(file: Path) -> str:
 
 
 def _parse_list(text: str) -> frozenset[int]:
-    """Linux's lists of cores, such as `0-15,32-47`."""
+    """Read Linux's list of cores, such as `0-15,32-47`."""
     ranges = [part.partition("-") for part in text.split(",") if part]
     return frozenset(core for first, _, last in ranges for core in range(int(first), int(last or first) + 1))

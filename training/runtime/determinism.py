@@ -1,4 +1,4 @@
-"""Whether a training repeats bit by bit: every setting of torch, cuDNN, cuBLAS and NCCL that decides on it. Every rank.
+"""Makes trainings repeat bit by bit: every setting of torch, cuDNN, cuBLAS and NCCL that matters. Every rank.
 
 | setting | `off` | `warn` | `error` |
 |---|---|---|---|
@@ -9,8 +9,8 @@
 | NCCL: rings alone, no sums in the switches (NVLS) | no | yes | yes |
 | the compiler: no autotuning (`training.models.parallel`) | no | yes | yes |
 
-What an environment sets wins. TF32 rounds float32 products of matrices to 10 bits of fraction, in the same way each
-time, so `--tf32` is a choice of its own; torch uses it for convolutions on GPUs in any case.
+Variables that are set already win. TF32 rounds float32 products of matrices to 10 bits of fraction, in the same way
+each time, so `--tf32` is a separate choice; torch always uses it for convolutions on GPUs.
 """
 
 import os
@@ -34,7 +34,7 @@ _NO_KERNEL = "does not have a deterministic implementation"
 
 
 def configure(config: TrainConfig) -> None:
-    """Set up torch and the libraries below it. Before the ranks connect: NCCL reads its settings then."""
+    """Set up torch and the libraries below it. Call this before the ranks connect: NCCL reads its settings then."""
     repeatable = config.deterministic != "off"
     for name, value in _ENVIRONMENT.items() if repeatable else ():
         os.environ.setdefault(name, value)
@@ -57,7 +57,7 @@ def configure_attention(model: nn.Module) -> None:
 
 
 def uses_fused_attention(model: nn.Module) -> bool:
-    """Whether a model calls `scaled_dot_product_attention`: torchvision's by MultiheadAttention, timm's by a switch."""
+    """Return whether a model calls `scaled_dot_product_attention`, by MultiheadAttention or by timm's switch."""
     return any(
         isinstance(part, nn.MultiheadAttention) or getattr(part, "fused_attn", False) for part in model.modules()
     )
@@ -65,9 +65,9 @@ def uses_fused_attention(model: nn.Module) -> bool:
 
 @contextmanager
 def watch_operations() -> Iterator[list[str]]:
-    """Yield a list, which at the end has the operations of the body that have no deterministic kernel here.
+    """Yield a list that finally names the operations of the body that have no deterministic kernel here.
 
-    torch's warnings of them are not printed, now or later. Other warnings are.
+    torch's warnings of these are not printed, now or later; other warnings are.
     """
     operations: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -83,15 +83,15 @@ def watch_operations() -> Iterator[list[str]]:
 
 
 def operation_without_kernel(text: str) -> str:
-    """The operation of which torch says that it has no deterministic kernel; empty if it says something else."""
+    """Return the operation that, by torch's message, has no deterministic kernel; empty for other messages."""
     before, found, _ = text.partition(f" {_NO_KERNEL}")
     return before.split()[-1] if found else ""
 
 
 class Numerics:
-    """What the bits of a training depend on beside its flags and data. A part of its state, to compare on restoration.
+    """The values besides flags and data on which a training's bits depend; saved, and compared on restoration.
 
-    Not seen by it: which GPU of a node has which rank, and how the nodes are wired. NCCL builds its rings from that.
+    It does not see which GPU of a node has which rank, and how the nodes are wired. NCCL builds its rings from that.
     """
 
     def __init__(self, config: TrainConfig, group: ProcessGroup) -> None:
@@ -119,14 +119,14 @@ class Numerics:
                 "threads": torch.get_num_threads(),
             }
         self.changes: list[str] = []
-        """What differs from the restored state's, such as `torch 2.11.0 instead of 2.15.0`."""
+        """Differences from the restored state, such as `torch 2.11.0 instead of 2.15.0`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The values."""
+        """Return the values."""
         return dict(self.values)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Compare with what a saved state was computed on."""
+        """Compare with the values of a saved state."""
         names = [*self.values, *(name for name in state_dict if name not in self.values)]
         self.changes = [
             f"{name} {self.values.get(name)} instead of {state_dict.get(name)}"
@@ -136,12 +136,12 @@ class Numerics:
 
 
 def describe_numerics(values: dict[str, Any]) -> str:
-    """What the saved values of `Numerics` say, for a claim about bits."""
+    """Describe the saved values of `Numerics`, for a claim about bits."""
     ranks, device = values["ranks"], values["device"]
     where = f"{ranks} rank{'' if ranks == 1 else 's'} on {device}"
     return f"--deterministic {values['deterministic']}, {where}, torch {values['torch']}"
 
 
 def _distinct(values: list[Any]) -> Any:
-    """The value that all ranks have, or all of them by rank."""
+    """Return the value that all ranks have, or all values by rank."""
     return values[0] if all(value == values[0] for value in values) else values

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpc.base.errors import UserError
 
-# Where each fault happens: `load` (waiting for a batch), `boundary` (before a step), `step` (between the gradients and
+# The place of each fault: `load` (waiting for a batch), `boundary` (before a step), `step` (between the gradients and
 # the weights), `save` (between the files), `evaluate`, or `preflight` (its matrix product).
 _PLACES = {
     "step": "step",
@@ -28,14 +28,14 @@ POINTS = ("step", "save", "evaluate", "stop")
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of one rank, whenever that reaches the place of the fault at or after a step."""
+    """A fault of one rank, which happens when the rank reaches the fault's place at or after a step."""
 
     point: str
     """A key of _PLACES."""
     step: int
     rank: int
     always: bool = False
-    """Also after torchrun has restarted the ranks; otherwise at their first start only."""
+    """True if it also happens after torchrun has restarted the ranks, not at their first start only."""
 
     def __str__(self) -> str:
         """The text that `parse_fault` reads."""
@@ -59,7 +59,7 @@ class Fault:
 
                 raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. (injected by --fault)")
             case "exit":
-                # With exit code 0 and no message, as if the work were done.
+                # Exit with code 0 and no message, as if the work were done.
                 os._exit(0)
             case "slow":
                 time.sleep(0.3)
@@ -68,7 +68,7 @@ class Fault:
 
 
 def _hang() -> None:
-    """Its name stands in the stacks that an aborted rank prints."""
+    """Sleep for ever; an aborted rank's stacks show this function's name."""
     print("hanging (injected by --fault)", flush=True)
     while True:
         time.sleep(60)

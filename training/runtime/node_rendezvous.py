@@ -1,4 +1,4 @@
-"""The rendezvous of the torchruns of a round: members that are known, over authenticated connections. Once per node.
+"""The rendezvous of a round's torchruns: known members, over authenticated connections. Runs once per node.
 
 The coordinator has chosen the members (jobs.control.round_members) and replaces lost ones. Here they only wait for each
 other, at the start and whenever ranks of one of them have died. torch's own backends do not suffice:
@@ -8,9 +8,8 @@ other, at the start and whenever ranks of one of them have died. torch's own bac
 - `static` never tells a node that another one's ranks have died: its `num_nodes_waiting` is always 0. Everybody can
   write to its store, too, and the ranks of all restarts share it.
 
-The first member's torchrun keeps what the members report. A report is a whole state, sent again and again, so that
-connections may break. All members pass a generation, in which ranks were started, before one of them can enter the
-next.
+The first member's torchrun keeps the members' reports. A report is a whole state, sent again and again, so connections
+may break. All members pass a generation, in which ranks were started, before one of them can enter the next.
 """
 
 import os
@@ -40,26 +39,26 @@ BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.
 _ARRIVAL_SECONDS = 600.0
 _POLL_SECONDS = 0.2
-# While no ranks run, and all wait for the last member.
+# The pause while no ranks run, and all wait for the last member.
 _MEETING_POLL_SECONDS = 0.03
 # Ranks that fail as soon as they start wait for the coordinator, which decides in two seconds whether they start again:
 # without this, a script that cannot start would be started ten times meanwhile.
 _MIN_BETWEEN_STARTS_SECONDS = 3.0
-# In rounds of more than 200 nodes, or of 30 while they meet: the first one's torchrun needs a fifth of a core for a
-# thousand answers a second.
+# This matters in rounds of more than 200 nodes, or of 30 while they meet: the first node's torchrun needs a fifth of a
+# core for a thousand answers a second.
 _POLL_SECONDS_PER_NODE = 0.001
 _LIMITS = Limits(timeout_seconds=5.0, max_message_bytes=2**12)
 
 
 class _Members:
-    """What the members have reported, in the first one's torchrun."""
+    """The members' reports, in the first member's torchrun."""
 
     def __init__(self, number: int) -> None:
         self._lock = threading.Lock()
         self._generations, self._ended, self._master = [0] * number, set[int](), ("", 0)
 
     def take(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Take a member's report, and return the answer to it. Raises DecodeError if it is not one."""
+        """Take a member's report, and return the answer to it. Raises DecodeError if it is not a report."""
         match report:
             case {"node": int(node), "generation": int(generation), "ended": bool(ended), "master": [str(), int()]}:
                 pass
@@ -81,7 +80,7 @@ class _Members:
             }
 
     def serve(self, connection: Connection) -> None:
-        """Answer one of the others."""
+        """Answer another member."""
         while True:
             connection.send(self.take(connection.receive()))
 
@@ -104,26 +103,26 @@ class NodeRendezvous(RendezvousHandler):
         self._members: _Members | None = None
         if self._node == 0:
             self._members = _Members(self._num_nodes)
-            # The run id as purpose: torchruns of other rounds have the same secret.
+            # The run id is the purpose, because torchruns of other rounds have the same secret.
             self._server = Server(secret, self._run_id, self._members.serve, _LIMITS, [self._endpoint[1]])
 
     def get_backend(self) -> str:
-        """The name under which torchrun knows it."""
+        """Return its name in torchrun."""
         return BACKEND
 
     def get_run_id(self) -> str:
-        """The name of the round."""
+        """Return the name of the round."""
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait until all members have arrived here as often as this one.
 
         Raises:
-            RendezvousError: they will not, or have not within ten minutes.
+            RendezvousError: they cannot arrive, or have not within ten minutes.
         """
         self._generation += 1
         if self._node == 0:
-            # A store for each generation of ranks: in one of earlier ranks they would find the addresses of dead ones.
+            # Each generation of ranks has a new store: in an earlier one they would find addresses of dead ranks.
             with listen(self._ports) as free:
                 self._master = self._address, int(free.getsockname()[1])
         deadline = time.monotonic() + _ARRIVAL_SECONDS
@@ -131,14 +130,14 @@ class NodeRendezvous(RendezvousHandler):
             answer = self._report()
             if self._host_has_left:
                 raise RendezvousConnectionError("the torchrun of the round's first node has ended")
-            # Where all have arrived, the ranks of another node may have started, and ended, already.
+            # If all have arrived, the ranks of another node may have started, and ended, already.
             has_arrived = answer.get("arrived") == self._num_nodes
             if answer.get("ended") and not has_arrived:
                 raise RendezvousClosedError("the ranks of another node have ended, and cannot be restarted")
             if has_arrived and time.monotonic() >= self._next_start:
                 self._next_start = time.monotonic() + _MIN_BETWEEN_STARTS_SECONDS
                 address, port = answer["master"]
-                # The ranks inherit it. TORCHELASTIC_RESTART_COUNT stays 0 where another node's ranks were the cause.
+                # The ranks inherit it. TORCHELASTIC_RESTART_COUNT stays 0 if another node's ranks were the cause.
                 os.environ[RESTARTS] = str(self._generation - 1)
                 store = cast("Store", _ExitBarrier(self))
                 return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))
@@ -146,20 +145,20 @@ class NodeRendezvous(RendezvousHandler):
         raise RendezvousTimeoutError(f"not all {self._num_nodes} nodes arrived within {_ARRIVAL_SECONDS:.0f} s")
 
     def num_nodes_waiting(self) -> int:
-        """How many members want new ranks: if there are any, torchrun restarts this node's, too."""
+        """Return how many members want new ranks: if any does, torchrun restarts this node's, too."""
         if time.monotonic() < self._next_look:
             return 0
         self._next_look = time.monotonic() + self._poll_seconds
         return int(self._report().get("waiting", 0))
 
     def wait_for_end(self) -> None:
-        """Report that this node's ranks have ended, and wait for those of the other members."""
+        """Report that this node's ranks have ended, and wait for the other members' ranks."""
         self._ended = True
         while self._report().get("ended") != self._num_nodes and not self._host_has_left:
             time.sleep(self._poll_seconds)
 
     def is_closed(self) -> bool:
-        """False: the coordinator ends rounds."""
+        """Return False: the coordinator ends rounds."""
         return False
 
     def set_closed(self) -> None:
@@ -187,7 +186,7 @@ class NodeRendezvous(RendezvousHandler):
             answer = self._connection.receive()
             self._met = True
         except OSError as error:
-            # It listens until it ends. Of other errors the network may recover.
+            # The first member listens until it ends. The network may recover from other errors.
             self._host_has_left = self._met and isinstance(error, ConnectionRefusedError)
             if self._connection:
                 self._connection.close()
@@ -197,7 +196,7 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class _ExitBarrier:
-    """What torchrun asks of a store: to wait for the other members' torchruns before it ends."""
+    """The store with which torchrun waits for the other members' torchruns before it ends."""
 
     timeout = timedelta()
 
@@ -208,7 +207,7 @@ class _ExitBarrier:
         """Do nothing: nodes that do not end are the coordinator's business."""
 
     def add(self, _key: str, _amount: int) -> int:
-        """Do nothing; 0: this member does not know whether it is the last one."""
+        """Return 0: this member does not know whether it is the last one."""
         return 0
 
     def wait(self, _keys: Iterable[str]) -> None:

@@ -29,11 +29,11 @@ from training.runtime.run_context import RankInfo
 # After this long without an answer, another rank is dead.
 _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
-# Enough for the full bandwidth, and little beside a state for which that matters.
+# Enough for the full bandwidth, and small compared with a state for which that matters.
 _BUCKET_BYTES = 2**26
 # c10's number for the log level of errors.
 _ERROR = 2
-# Between two looks for rank 0's store; the second for many ranks.
+# Pauses between two looks for rank 0's store; the longest is for many ranks.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
 
 
@@ -68,7 +68,7 @@ class ProcessGroup:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self.rank_info.is_rank_zero
 
     @property
@@ -90,19 +90,19 @@ class ProcessGroup:
             torch.cuda.synchronize(self.device)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, on the CPU."""
+        """Sum a tensor over all ranks, on the CPU."""
         total = values.detach().to("cpu", copy=True)
         distributed.all_reduce(total, group=self.control)
         return total
 
     def all_reduce_on_device(self, value: Tensor) -> Tensor:
-        """The sum of a tensor over all ranks, on the device; the host does not wait for it."""
+        """Sum a tensor over all ranks, on the device; the host does not wait for it."""
         total = value.detach().clone()
         distributed.all_reduce(total)
         return total
 
     def broadcast_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of rank 0's tensors on every rank's device: a broadcast for each dtype; the host does not wait for it.
+        """Copy rank 0's tensors to every rank's device by a broadcast for each dtype; the host does not wait for it.
 
         Names, shapes and dtypes must be the same on all ranks.
         """
@@ -116,10 +116,10 @@ class ProcessGroup:
         return copies
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], source: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of rank `source` by name, one after the other, on every rank's device; other ranks' are ignored.
+        """Yield rank `source`'s tensors by name, one after the other, on every rank's device; other ranks' are ignored.
 
-        All ranks must exhaust it. They are sent in buckets of 64 MB, or of one larger tensor, and each keeps its bucket
-        in memory: copy those that are kept.
+        All ranks must take all tensors. They are sent in buckets of 64 MB, or of one larger tensor, and each keeps its
+        bucket in memory: copy a tensor to keep it.
         """
         is_source = self.rank == source
         found = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}
@@ -136,12 +136,12 @@ class ProcessGroup:
             parts = {name: part.view(described[name].shape) for name, part in split}
             for name, part in parts.items() if is_source else ():
                 part.copy_(tensors[name])
-            # As bytes, because a backend may not know a type.
+            # Send bytes, because a backend may not know a type.
             distributed.broadcast(flat.view(torch.uint8), source)
             yield from parts.items()
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """The bytes of rank `source`, on every rank; the argument of other ranks is ignored."""
+        """Return rank `source`'s bytes on every rank; the argument of other ranks is ignored."""
         return broadcast_bytes(data, source, self.control)
 
     def all_gather_json(self, value: Any) -> list[Any]:
@@ -149,7 +149,7 @@ class ProcessGroup:
         return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), self.control)]
 
     def new_group(self) -> "ProcessGroup":
-        """The same ranks with a control group of their own, for another thread. All ranks must call this."""
+        """Return the same ranks with another control group, for another thread. All ranks must call this."""
         return replace(self, control=_control_group(self.timeout))
 
     @contextmanager
@@ -184,7 +184,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
         TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
-    # The rendezvous's key-value store: torchrun's; in memory for a single rank without torchrun.
+    # The key-value store is torchrun's, or in memory for a single rank without torchrun.
     store: Store = HashStore()
     if "MASTER_ADDR" in os.environ:
         if not rank_info.is_rank_zero:
@@ -195,7 +195,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
     gpu = device if device.type == "cuda" else None
     if gpu:
         wait_while_busy(gpu, partial(occupy, gpu))
-    # Before gloo and NCCL start their threads.
+    # Bind before gloo and NCCL start their threads.
     cores = bind_to_cores(device, rank_info).per_rank
     distributed.init_process_group(
         "nccl" if gpu else "gloo",
@@ -239,13 +239,13 @@ def _wait_for_store(address: str, port: int) -> None:
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_SECONDS, pause * 1.2)
         except OSError:
-            return  # what else is wrong, torch's client says
+            return  # torch's client reports other errors
         else:
             return
 
 
 def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """The names of tensors in groups of one dtype, each of up to 64 MB or of one tensor."""
+    """Yield the names of tensors in groups of one dtype, each of up to 64 MB or of one tensor."""
     bucket, size_bytes = list[str](), 0
     for name, tensor in sorted(tensors.items(), key=lambda item: str(item[1].dtype)):
         if bucket and (size_bytes + tensor.nbytes > _BUCKET_BYTES or tensor.dtype != tensors[bucket[0]].dtype):

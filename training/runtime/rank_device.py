@@ -1,4 +1,4 @@
-"""Which device a rank computes on, and whose fault it is if that does not work. Runs on every rank."""
+"""Finds the device of a rank, and whose fault it is if that does not work. Runs on every rank."""
 
 import os
 import platform
@@ -20,13 +20,13 @@ from training.runtime.run_context import RankInfo
 
 # After this long without an answer, another rank is dead.
 _TIMEOUT = timedelta(minutes=10)
-# Exists wherever NVIDIA's driver is loaded; AMD's.
+# Files that exist wherever NVIDIA's driver is loaded, and AMD's.
 _NVIDIA_DRIVER, _AMD_DRIVER = Path("/dev/nvidiactl"), Path("/dev/kfd")
 
 
 @contextmanager
 def device_of_the_node() -> Iterator[None]:
-    """While this rank's device is tried for the first time: an error of CUDA is the node's fault.
+    """Blame the node for an error of CUDA while this rank's device is tried for the first time.
 
     Raises:
         BadNodeError: CUDA has failed.
@@ -35,19 +35,19 @@ def device_of_the_node() -> Iterator[None]:
         yield
     except RuntimeError as error:
         message = str(error).strip().partition("\n")[0]
-        # An NCCL that cannot reach another node says nothing of this one's device.
+        # If NCCL cannot reach another node, that says nothing of this node's device.
         if "cuda" not in message.lower() and not is_device_failure(message):
             raise
         raise BadNodeError(f"{platform.node()} cannot use its GPUs: {message}") from error
 
 
 def device_name(device: torch.device) -> str:
-    """The model of a GPU, such as `NVIDIA H200`, or `CPU`."""
+    """Return the model of a GPU, such as `NVIDIA H200`, or `CPU`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The model of the CPU, such as `INTEL(R) XEON(R) PLATINUM 8592+, family 6, model 207`, or else `aarch64`."""
+    """Return the CPU's model, such as `INTEL(R) XEON(R) PLATINUM 8592+, family 6, model 207`, or else `aarch64`."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0]
     except OSError:
@@ -76,7 +76,7 @@ class HostValues:
             self._copied = torch.cuda.current_stream(values.device).record_event(_event())
 
     def read(self) -> list[float]:
-        """Wait until they are there, and no longer. Any thread may call this."""
+        """Wait for the copy alone, and return the values. Any thread may call this."""
         if self._copied:
             self._copied.synchronize()
         values: list[float] = self._values.tolist()
@@ -91,7 +91,7 @@ class DeviceCopy:
         self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def make_device_wait(self) -> None:
-        """Let the GPU begin what comes next when the copy is complete. The host does not wait."""
+        """Let the GPU begin its next work when the copy is complete. The host does not wait."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
         began.record(current)
@@ -105,7 +105,7 @@ class DeviceCopy:
 
     @property
     def stall_seconds(self) -> float:
-        """How long the GPU has waited; 0 as long as it has not gone on."""
+        """Seconds that the GPU has waited; 0 until it continues."""
         if self._waited is None:
             return 0.0
         began, ended = self._waited
@@ -114,9 +114,9 @@ class DeviceCopy:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed what draws random numbers on a rank: the CPU's generator, and its device's.
+    """Seed a rank's generators of random numbers: the CPU's, and its device's.
 
-    As `torch.manual_seed`, which on a CPU takes a millisecond to remember itself for the devices that are not in use.
+    `torch.manual_seed` does the same, but on a CPU takes a millisecond to prepare devices that are not in use.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -124,7 +124,7 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def find_device(rank_info: RankInfo, store: Store) -> torch.device:
-    """This rank's device. All ranks share the store.
+    """Find this rank's device. All ranks share the store.
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them, though they were asked for.
@@ -148,7 +148,7 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
 
 
 def why_no_gpu(drivers: tuple[Path, ...] = (_NVIDIA_DRIVER, _AMD_DRIVER)) -> str:
-    """Why torch can use no GPU here."""
+    """Return why torch can use no GPU here."""
     version = f"torch {torch.__version__}"
     if torch.version.cuda is None and torch.version.hip is None:
         return f"{version} is built for CPUs alone"
@@ -165,12 +165,12 @@ def why_no_gpu(drivers: tuple[Path, ...] = (_NVIDIA_DRIVER, _AMD_DRIVER)) -> str
 
 
 def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) -> torch.device:
-    """`find_device`, of what a node has: ranks with and without a GPU could not connect.
+    """Choose the device by what all nodes have: ranks with and without a GPU could not connect.
 
     Args:
         rank_info: this rank.
-        store: that of all ranks.
-        usable: how many GPUs torch can use on this node.
+        store: the store of all ranks.
+        usable: number of GPUs that torch can use on this node.
         problem: why it can use none though it must; empty if it need not.
 
     Raises:
@@ -184,7 +184,7 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
         store.set("all seen", "")
     store.wait(["all seen"], _TIMEOUT)
     where = f"local rank {rank_info.local_rank} on {platform.node()}"
-    # First: the store is gone as soon as the first rank has ended.
+    # Raise this first: the store is gone as soon as the first rank has ended.
     if broken:
         raise BadNodeError(f"{where} cannot use the GPU that was asked for (--device cpu needs none): {problem}")
     some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)

@@ -1,4 +1,4 @@
-"""Which rank this process is, and which attempt at which run it belongs to. Runs on every rank; imports no torch."""
+"""The rank of this process, and the attempt and run that it belongs to. Runs on every rank; imports no torch."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -24,11 +24,11 @@ class RankInfo:
     world_size: int
     local_world_size: int
     restarts: int
-    """Times that the ranks have been restarted in this round."""
+    """Number of times that the ranks were restarted in this round."""
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is rank 0, which writes the files and prints."""
+        """True on rank 0, which writes the files and prints."""
         return self.rank == 0
 
 
@@ -58,7 +58,7 @@ class RunContext:
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None, 0))
     recipe: str | None = None
     evaluation: EvaluationTask | None = None
-    """What to evaluate instead of training."""
+    """The evaluation to make instead of training."""
 
     def beat_with_each(self, phase: Phase, items: Iterable[_Item]) -> Iterator[_Item]:
         """Yield the items, each after a heartbeat."""

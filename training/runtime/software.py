@@ -16,7 +16,7 @@ _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
 
 def versions() -> dict[str, str | None]:
-    """Versions by name; None for what is not installed or not there."""
+    """Return versions by name; None for software that is absent."""
     cuda = torch.cuda.is_available()
     cudnn = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
     installed: dict[str, str | None] = dict.fromkeys(_PACKAGES)

@@ -1,4 +1,4 @@
-"""How all ranks act on one rank's request at the same step: a stop signal, a save, a snapshot. Runs on every rank.
+"""Lets all ranks act on one rank's request (a stop signal, a save, a snapshot) at the same step. Runs on every rank.
 
 `training.relay` records the signal, `Trainer.save_and_stop` saves the step that the ranks agreed on.
 """
@@ -12,9 +12,9 @@ from torch import distributed
 
 from training.relay import PendingMaximum
 
-# The ranks exchange their flags about this often, but at least every so many boundaries: when storage stalls, steps of
-# milliseconds may take seconds, and a signal should still take effect within the grace period of a preemption. An
-# exchange is a ring in which each rank waits for the ranks before it.
+# The ranks exchange their flags about this often, and at least once in _MAX_INTERVAL boundaries: when storage stalls,
+# steps of milliseconds may take seconds, and a signal should still take effect within the grace period of a preemption.
+# An exchange is a ring in which each rank waits for the ranks before it.
 _EXCHANGE_SECONDS = 0.05
 _MAX_INTERVAL = 5
 
@@ -28,7 +28,7 @@ class StopRequested(Exception):  # noqa: N818  # no error: a request that all ra
 
 
 class StepFlags(NamedTuple):
-    """What a rank requests at a step boundary. The maximum over the ranks counts."""
+    """A rank's requests at a step boundary. The maximum over the ranks counts."""
 
     signal: int = 0  # the number of the signal to stop for; 0: none
     save: int = 0  # 1: a checkpoint is due
@@ -51,17 +51,17 @@ class StopConsensus:
         self._maximum = PendingMaximum(group)
         self._began = time.monotonic()
         self._boundaries = 0
-        """Since the last exchange."""
+        """Boundaries since the last exchange."""
         self.interval = 1
         """Boundaries from the last exchange to the next; the same on every rank."""
 
     def is_due(self) -> bool:
-        """Count a step boundary, and say whether the ranks exchange flags at it. Every rank must call this."""
+        """Count a step boundary, and return whether the ranks exchange flags at it. Every rank must call this."""
         self._boundaries += 1
         return self._boundaries >= self.interval
 
     def exchange(self, flags: StepFlags, max_interval: float = math.inf) -> StepFlags:
-        """Send this rank's flags, and return those agreed on at the previous exchange: the same on every rank.
+        """Send this rank's flags, and return the flags agreed on at the previous exchange, the same on every rank.
 
         Every rank must call this: at a step boundary when `is_due`, in an evaluation before each batch. Rank 0's
         `max_interval` limits the boundaries from the next exchange to the one after it.
@@ -71,7 +71,7 @@ class StopConsensus:
         """
         agreed = self.wait()
         self.interval = agreed.interval or 1
-        # What was agreed on happens now. A rank that still requests it means the same: it must not happen twice.
+        # What was agreed on happens now. A rank may still request it, but it must not happen twice.
         wanted = StepFlags(*(0 if done else flag for done, flag in zip(agreed, flags, strict=True)))
         self._maximum.start(wanted._replace(interval=self._proposed_interval(max_interval)))
         if agreed.signal:
@@ -79,7 +79,7 @@ class StopConsensus:
         return agreed
 
     def _proposed_interval(self, max_interval: float) -> int:
-        """How many boundaries fit into the time between two exchanges, as of the last; 0 on ranks other than 0."""
+        """Return how many boundaries fit between two exchanges, by the last ones' speed; 0 on ranks other than 0."""
         now, boundaries = time.monotonic(), self._boundaries
         fitting = int(_EXCHANGE_SECONDS * boundaries / max(now - self._began, 1e-9))
         self._began, self._boundaries = now, 0

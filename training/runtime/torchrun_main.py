@@ -1,7 +1,7 @@
 """torchrun with our rendezvous, and a faster start and exit: a script in place of `python -m torch.distributed.run`.
 
-Runs once per node and round. With `--run-path`, the ranks are forks of this process, and find imported what they need:
-once per node instead of once per rank, and not again by a rank that replaces a failed one.
+Runs once per node and round. With `--run-path`, the ranks are forks of this process, which imports what they need once
+per node instead of once per rank, and not again for a rank that replaces a failed one.
 
 Garbage collection takes a quarter of a second of the imports' 1.5 s and finds nothing. At exit Python would spend half
 a second, of the grace period if there is one, on freeing torch's modules.
@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from torch.numa.binding import AffinityMode
 
-# First, before what PYTHONPATH names: a user's code may have a package of the same name.
+# Look here before PYTHONPATH: a user's code may have a package of the same name.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.base.environment import PRELOAD, SECRET
 from hpc.base.errors import EXIT_BAD_NODE
@@ -34,11 +34,11 @@ from hpc.base.kernel import adopt_orphans, end_children
 from training.runtime.compat import replace_end_of_ranks, run_exit_functions
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 
-# A user's script, in a fork, finds its own packages.
+# A user's script, in a fork, must find its own packages.
 del sys.path[0]
 
-# Where one rank has died, the others hang in a collective and do not end on SIGTERM: torchrun gives them 30 s. Those
-# that can save are asked by the agent.
+# If one rank has died, the others hang in a collective and do not end on SIGTERM: torchrun would give them 30 s. The
+# agent asks ranks that can save.
 _END_SECONDS = 1
 
 
@@ -56,13 +56,13 @@ def end_ranks(close: Callable[[int], None]) -> None:
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import what a rank needs, `MODULE`, and call `MODULE:FUNCTION`; ranks fork.
+    """Import what a rank needs, `MODULE`, and call `MODULE:FUNCTION`.
 
-    So neither may start threads or touch the GPUs.
+    Neither may start threads or touch the GPUs, because ranks are forks.
     """
     for name in names:
         module, _, function = name.partition(":")
-        # A rank that needs what is missing or broken says so.
+        # A rank that needs a missing or broken module reports it.
         with contextlib.suppress(Exception):
             imported = importlib.import_module(module)
             if function:
@@ -109,7 +109,7 @@ def run() -> int:
 
 if __name__ == "__main__":
     code = run()
-    # The clean-up that os._exit would skip, such as of temporary directories.
+    # os._exit would skip this clean-up, such as of temporary directories.
     run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""How far a run is. Runs on every rank."""
+"""The progress of a run. Runs on every rank."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a run is, and what its validations have shown: plain numbers, saved with the state."""
+    """A run's progress and the results of its validations: plain numbers, saved with the state."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # epochs done
     samples_seen: int = 0  # images of the current epoch that were used
     evaluated_epochs: int = 0  # epochs after which the model was validated
-    val_loss: float | None = None  # of the last validation, as the accuracy
+    val_loss: float | None = None  # of the last validation, like the accuracy
     val_accuracy: float | None = None
     best_accuracy: float | None = None  # the highest of all validations
     best_epoch: int = 0  # the epoch with that accuracy
@@ -29,7 +29,7 @@ class Progress:
             self.epoch, self.samples_seen = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """All fields."""
+        """Return all fields."""
         return asdict(self)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:

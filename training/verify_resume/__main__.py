@@ -41,7 +41,7 @@ _CUTS = {
     "evaluate": "SIGKILL during the first evaluation from step",
     "stop": "SIGTERM before step",
 }
-# After one rank has failed, for the error messages of all.
+# Time for all ranks' error messages after one has failed.
 _GRACE_SECONDS = 10
 
 
@@ -134,21 +134,21 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
 def draw_faults(
     config: TrainConfig, sizes: list[int], cuts: int, steps: int, points: Sequence[str] = POINTS
 ) -> list[Fault]:
-    """The cuts: at random steps, of each kind in turn, on random ranks; all follow from the seed."""
+    """Draw the cuts: random steps, each kind in turn, random ranks; all follow from the seed."""
     key = derive_key(config.seed, Purpose.CUT)
     # A stop before the last step has no effect: the training ends.
     at = (rand_int(key, torch.arange(cuts), max(1, steps - 2)) + 1).tolist()
     ranks = rand_int(key, torch.arange(cuts) + cuts, 2**20).tolist()
     kinds = [points[number % len(points)] for number in range(cuts)]
     steps_per_epoch = steps // config.epochs
-    # When each happens: an evaluation at the end of its epoch.
+    # The step of each cut; an evaluation is at the end of its epoch.
     happens = [
         -(-step // steps_per_epoch) * steps_per_epoch if kind == "evaluate" else step
         for step, kind in zip(at, kinds, strict=True)
     ]
     order = sorted(range(cuts), key=lambda number: (happens[number], kinds[number] == "evaluate"))
     return [
-        # Rank 0 is the one that saves.
+        # Rank 0 saves.
         Fault(point=kinds[n], step=at[n], rank=0 if kinds[n] == "save" else ranks[n] % sizes[attempt % len(sizes)])
         for attempt, n in enumerate(order)
     ]

@@ -51,7 +51,7 @@ def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
 
 
 def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
-    """The newest checkpoints."""
+    """Compare the newest checkpoints."""
     tensors = [read_full(path) for path in (one, other)]
     parts: dict[str, Callable[[str], bool]] = {
         "weights": lambda key: key.startswith("model/") and not key.endswith(_STATISTICS),
@@ -77,7 +77,7 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
 
 
 def _results(run: RunDir) -> list[Any]:
-    """Both models' `result.json`, and the lines of the confusion matrix."""
+    """Read both models' `result.json`, and the lines of the confusion matrix."""
     files = [path for path in (run.final_result, run.best / "result.json") if path.exists()]
     results = [_timeless(json.loads(path.read_text())) for path in files]
     return [*results, *(run.confusion.read_text().splitlines() if run.confusion.exists() else [])]
@@ -96,7 +96,7 @@ def compare_tensors(name: str, one: Mapping[str, Tensor], other: Mapping[str, Te
 
 
 def _differs(name: str, all_of_one: Mapping[str, Tensor], all_of_other: Mapping[str, Tensor]) -> str:
-    """How a tensor differs; empty if it does not."""
+    """Describe how a tensor differs; empty if it does not."""
     one, other = all_of_one.get(name), all_of_other.get(name)
     if one is None or other is None:
         return f"{name} is missing in the {'un' if one is None else ''}interrupted training"
@@ -124,7 +124,7 @@ def compare_values(name: str, one: list[Any], other: list[Any]) -> ComparedPart:
 
 
 def _first_difference(path: str, one: Any, other: Any) -> str:
-    """The first value inside two JSON documents that differs, and where it is."""
+    """Describe the first value that differs between two JSON documents, and where it is."""
     if isinstance(one, dict) and isinstance(other, dict):
         children: Iterator[tuple[Any, Any, Any]] = (
             (key, one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())
@@ -164,7 +164,7 @@ def compare_samples_and_losses(one: RunDir, other: RunDir) -> list[ComparedPart]
 
 
 def samples_by_step(run: RunDir) -> dict[int, list[int]]:
-    """The images of each step in the order of the ranks, as the last attempt at that step used them."""
+    """Return each step's images in the order of the ranks, as the last attempt at that step used them."""
     latest: dict[int, tuple[str, list[int]]] = {}
     for path in sorted(run.sample_log(0, 0).parent.glob("*.jsonl")):
         attempt = path.name.partition("-rank-")[0]

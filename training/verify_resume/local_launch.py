@@ -20,7 +20,7 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 def prepare_server() -> None:
-    """Let the server import what ranks need, once the first rank starts. One thread per rank, as with torchrun."""
+    """Let the server import what ranks need when the first one starts. A rank has one thread, as with torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _FORKSERVER.set_forkserver_preload(["training.__main__", "training.config.command_line", *MODULES])
 
@@ -41,7 +41,7 @@ def start_ranks(
 
 
 def free_port() -> int:
-    """A port of this machine that nothing listens on."""
+    """Find a port of this machine that nothing listens on."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -50,8 +50,8 @@ def free_port() -> int:
 def wait_for_ranks(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
     """Wait until all ranks have ended or one has failed; then end the others, and return the exit codes by rank.
 
-    None: it was ended here, because another rank was killed, or had failed `grace_seconds` before, which is time for
-    error messages. It would wait minutes for that rank.
+    None: the rank was ended here, because another rank was killed, or had failed `grace_seconds` before (time for error
+    messages). It would have waited minutes for that rank.
     """
     try:
         while (running := [rank for rank in ranks if rank.exitcode is None]) and not any(r.exitcode for r in ranks):
@@ -74,7 +74,6 @@ def kill_ranks(ranks: Sequence[BaseProcess]) -> None:
 
 
 def _run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: Callable[[], None] | None) -> None:
-    """Runs in the process of a rank."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

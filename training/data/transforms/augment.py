@@ -1,9 +1,9 @@
 """Augmentation: random crop, mirroring, color jitter, a policy, random erasing. Runs on ranks and loader workers.
 
-What becomes of an image is a function of (seed, epoch, index of the sample): it does not depend on the rank, the worker
-or the batch. Crops, mirroring and erasing take numbered draws from the epoch's random stream (`counter_rng`), on the
-CPU, without torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded`
-seeds that for each image and restores it afterwards.
+The result is a function of (seed, epoch, index of the sample): it does not depend on the rank, the worker or the batch.
+Crops, mirroring and erasing take numbered draws from the epoch's random stream (`counter_rng`), on the CPU, without
+torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded` seeds that
+for each image and restores it afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,14 +24,14 @@ from training.data.transforms.crop import center_box, crop_and_resize, random_bo
 from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, derive_key, rand_float, rand_int
 
-# The draws that belong to one image in the random stream of an epoch, and what each is for.
+# The draws of one image in the random stream of an epoch, and the purpose of each.
 _DRAWS = 32
 _ROW, _COLUMN, _FLIP, _BOX = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Defaults:
-    """What `auto` means for a kind of data."""
+    """The meaning of `auto` for a kind of data."""
 
     crop: str
     flip: bool
@@ -55,11 +55,11 @@ _DEFAULTS: dict[Kind, _Defaults] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """What a training does to its images: first `crop_one` to each, if it `resizes`, then `batch` to all."""
+    """The changes of a training's images: first `crop_one` to each, if it `resizes`, then `batch` to all."""
 
     seed: int
     resizes: bool
-    """Whether images are cropped and resized one by one; always for those of a folder, which differ in size."""
+    """True if images are cropped and resized one by one: always for a folder, whose images differ in size."""
     area: tuple[float, float] | None = None
     """Crop a random box with at least and at most this part of the image's area; None: the square in the middle."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
@@ -70,18 +70,18 @@ class Augmentation:
     flip: bool = False
     """Mirror half of the images."""
     policy: Callable[[Any], Tensor] | None = None
-    """What torchvision does to one image (uint8 [C, H, W]), on the CPU."""
+    """torchvision's change of one image (uint8 [C, H, W]), on the CPU."""
     erasing: RandomErasing | None = None
 
     @property
     def needs_cpu(self) -> bool:
-        """Whether some of it runs on the CPU alone, image by image: so slow that loader workers pay."""
+        """True if a part runs on the CPU alone, image by image: so slow that loader workers pay."""
         return self.resizes or self.policy is not None
 
     def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
-        """Crop, resize and perhaps mirror an image (uint8 [h, w, c]): uint8 [c, *size].
+        """Crop, resize and perhaps mirror an image (uint8 [h, w, c]), and return uint8 [c, *size].
 
-        `index` is the sample's, as `BatchRequest` numbers them.
+        `index` is the sample's number in `BatchRequest`.
         """
         key, (height, width) = derive_key(self.seed, Purpose.AUGMENTATION, epoch), image.shape[:2]
         if self.area:
@@ -95,14 +95,14 @@ class Augmentation:
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
         """Augment, and perhaps overwrite, images of one size (uint8 [n, C, H, W]).
 
-        `indices` (int64 [n], on the CPU) are those of the samples, as `BatchRequest` numbers them.
+        `indices` (int64 [n], on the CPU) are the samples' numbers in `BatchRequest`.
         """
         key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip and not self.resizes:
-            # The upper half of the draws mirrors here and the lower half in `crop_one`: either is as good, and to
-            # exchange them would change the images that a seed gives.
+            # The upper half of the draws mirrors here, the lower half in `crop_one`: both are as good, but to exchange
+            # them would change the images that a seed gives.
             mirrored = to_device(rand_int(key, indices * _DRAWS + _FLIP, 2).bool(), images.device)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if self.policy is not None:
@@ -116,7 +116,7 @@ class Augmentation:
 def _seeded(key: int) -> Iterator[None]:
     """Seed torch's generator of the CPU, and restore it afterwards. Takes some microseconds.
 
-    `torch.manual_seed` would also seed those of the GPUs. torch uses 32 bits of the key, so among many millions of
+    `torch.manual_seed` would also seed the GPUs' generators. torch uses 32 bits of the key, so among many millions of
     samples a few are changed alike, in no pattern.
     """
     before = torch.default_generator.get_state()
@@ -143,9 +143,9 @@ def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
 def make_augmentation(
     config: TrainConfig, kind: Kind, shape: tuple[int, int, int], mean: tuple[float, ...]
 ) -> Augmentation:
-    """The augmentation that the flags ask for; the kind of the data decides what `auto` means.
+    """Make the augmentation that the flags ask for; the kind of the data decides what `auto` means.
 
-    `shape` is the [C, H, W] that images in memory have, or that those of a folder are resized to; `mean` the mean of
+    `shape` is the [C, H, W] of images in memory, or that to which a folder's images are resized; `mean` is the mean of
     each channel, from 0 to 1, with which random erasing fills.
 
     Raises:
@@ -177,7 +177,7 @@ def make_augmentation(
 
 
 def _make_policy(config: TrainConfig, found_on: str, *, through_pillow: bool) -> Callable[[Any], Tensor] | None:
-    """Torchvision's color jitter, and then its policy; None: the flags ask for neither.
+    """Compose torchvision's color jitter and its policy; None if the flags ask for neither.
 
     AutoAugment: Cubuk et al. (2018). RandAugment: Cubuk et al. (2019). TrivialAugment: Müller and Hutter (2021).
     Pillow takes a third less time than tensors for RandAugment of large images.

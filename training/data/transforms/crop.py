@@ -1,6 +1,6 @@
-"""Crops of images: which box of an image to take, and how to resize it. Runs on ranks, loader workers and packers.
+"""Chooses the box of an image to crop, and resizes it. Runs on ranks, loader workers and packers.
 
-The module imports no torch, because packers use its boxes and start without torch.
+It imports no torch, because packers use its boxes and start without torch.
 """
 
 import math
@@ -21,7 +21,7 @@ RANDOM_NUMBERS = 2 + 2 * _TRIES
 
 
 def center_box(height: int, width: int, crop_pct: float = 1.0) -> CropBox:
-    """The square in the middle; its side is `crop_pct` of the shorter side."""
+    """Return the square in the middle; its side is `crop_pct` of the shorter side."""
     side = max(1, round(min(height, width) * crop_pct))
     return (height - side) // 2, (width - side) // 2, side, side
 
@@ -29,7 +29,7 @@ def center_box(height: int, width: int, crop_pct: float = 1.0) -> CropBox:
 def random_box(
     numbers: Iterator[float], height: int, width: int, area: tuple[float, float], ratio: tuple[float, float]
 ) -> CropBox:
-    """A box of random place, area and shape, as torchvision's RandomResizedCrop draws it.
+    """Draw a box of random place, area and shape, as torchvision's RandomResizedCrop does.
 
     It takes at most RANDOM_NUMBERS of the numbers, which are from [0, 1). `area` has the least and the greatest area of
     the box, as parts of the image's; `ratio` the least and the greatest width by height.
@@ -51,7 +51,7 @@ def random_box(
 def crop_and_resize(
     image: "Tensor", box: CropBox, size: tuple[int, int], interpolation: Interpolation = "bilinear"
 ) -> "Tensor":
-    """The box of an image (uint8 [h, w, c]), resized to uint8 [c, *size].
+    """Crop the box of an image (uint8 [h, w, c]), and resize it to uint8 [c, *size].
 
     Interleaved channels, [h, w, c], take two thirds of the time of separate planes.
     """
@@ -65,5 +65,5 @@ def crop_and_resize(
 
 
 def center_crop(image: "Tensor", size: tuple[int, int], crop_pct: float, interpolation: Interpolation) -> "Tensor":
-    """The middle of an image (uint8 [h, w, c]), `crop_pct` of its shorter side, resized to uint8 [c, *size]."""
+    """Crop an image's middle (uint8 [h, w, c]), `crop_pct` of its shorter side, and resize it to uint8 [c, *size]."""
     return crop_and_resize(image, center_box(image.shape[0], image.shape[1], crop_pct), size, interpolation)

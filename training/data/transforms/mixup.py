@@ -18,7 +18,7 @@ from training.runtime.counter_rng import Purpose, derive_key
 
 @dataclass(frozen=True, kw_only=True)
 class Mixup:
-    """How the images of a step are mixed."""
+    """The way to mix the images of a step."""
 
     lam: float
     """The image's weight, called lambda in the papers; its partner has the rest."""
@@ -27,7 +27,7 @@ class Mixup:
 
 
 def draw_mix(config: TrainConfig, step: int, size: int) -> Mixup | None:
-    """How to mix images of `size` pixels in the step after `step` steps; None: the flags ask for neither.
+    """Draw how to mix images of `size` pixels in the step after `step` steps; None if the flags ask for neither.
 
     Mixup: Zhang et al., "mixup: Beyond empirical risk minimization" (2018). Cutmix: Yun et al., "CutMix" (2019). With
     both flags, each step uses one of them, with equal probability.
@@ -37,7 +37,7 @@ def draw_mix(config: TrainConfig, step: int, size: int) -> Mixup | None:
     random = np.random.Generator(np.random.Philox(derive_key(config.seed, Purpose.MIX, step)))
     if config.mixup and (not config.cutmix or random.random() < 0.5):
         return Mixup(lam=random.beta(config.mixup, config.mixup), box=None)
-    # The box: a square of the partner's area around a random pixel, clipped to the image; lambda follows from the rest.
+    # The box is a square of the partner's area around a random pixel, clipped to the image; the rest gives lambda.
     half = size * math.sqrt(1 - random.beta(config.cutmix, config.cutmix)) / 2
     row, column = random.integers(0, size, 2)
     top, bottom = (int(min(max(edge, 0), size)) for edge in (row - half, row + half))
@@ -57,13 +57,13 @@ def mix_images(mix: Mixup, images: Tensor) -> Tensor:
 
 
 def mix_labels(mix: Mixup, labels: Tensor, classes: int) -> Tensor:
-    """The targets of mixed images: int64 [n] to float [n, classes], whose rows add up to 1."""
+    """Turn labels of mixed images, int64 [n], into targets, float [n, classes], whose rows add up to 1."""
     targets = (labels[:, None] == torch.arange(classes, device=labels.device)).float()
     return targets * mix.lam + _partners(targets) * (1 - mix.lam)
 
 
 def _partners(values: Tensor) -> Tensor:
-    """The rows in the order 1, 0, 3, 2, ...; the last of an odd number keeps its place."""
+    """Return the rows in the order 1, 0, 3, 2, ...; the last of an odd number keeps its place."""
     paired = len(values) // 2 * 2
     swapped = values[:paired].reshape(-1, 2, *values.shape[1:]).flip(1).flatten(0, 1)
     return torch.cat([swapped, values[paired:]])

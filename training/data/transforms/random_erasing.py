@@ -45,7 +45,7 @@ class RandomErasing:
         return fill_all(images, to_device(boxes, images.device), to_device(color, images.device))
 
     def boxes(self, epoch: int, indices: Tensor, height: int, width: int) -> Tensor:
-        """Top, left, height and width (int64 [n, 4]) of the rectangles; height 0: erase nothing."""
+        """Draw top, left, height and width (int64 [n, 4]) of the rectangles; height 0: erase nothing."""
         key = derive_key(self.seed, Purpose.ERASE, epoch)
         drawn = uniform(key, indices[:, None] * _DRAWS + torch.arange(_DRAWS)).double()
         areas, ratios = drawn[:, 3::2], drawn[:, 4::2]
@@ -70,7 +70,7 @@ def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
-    """The same in a few operations, none of which makes the host wait for a GPU."""
+    """Do what `fill_each` does in a few operations, none of which makes the host wait for a GPU."""
     height, width = images.shape[2:]
     top, left, high, wide = boxes.unbind(1)
     inside = _within(top, high, height)[:, None, :, None] & _within(left, wide, width)[:, None, None, :]
@@ -78,6 +78,6 @@ def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def _within(first: Tensor, length: Tensor, size: int) -> Tensor:
-    """Which of `size` positions (bool [n, size]) are among the `length` from `first` on."""
+    """Mark the positions (bool [n, size]) that are among the `length` from `first` on."""
     places = torch.arange(size, device=first.device)
     return (places >= first[:, None]) & (places < (first + length)[:, None])
