@@ -19,7 +19,7 @@ PAGES = subprocess.run(
 ).stdout.split()
 GENERATED = {"docs/reference/commands.md", "docs/reference/json.md", "docs/reference/events.md"}
 # An example of a new command, and what the first run on a GPU will write.
-NOT_THERE = {"hpc/collect.py", "benchmarks/results/gpu.json"}
+NOT_THERE = {"hpc/commands/runs/collect.py", "benchmarks/results/gpu.json"}
 # Of other programs and of the flags' own spelling.
 OTHER_FLAGS = {
     *("help", "version", "json", "debug", "help-all", "watch", "quiet"),
