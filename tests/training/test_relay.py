@@ -1,16 +1,13 @@
 """The helper for scripts of one's own, copied: two ranks, stopped, killed and restored."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.relay_script import Script, run_relay
+from support.relay_script import Script, copy_relay, run_relay
 from support.trainings import slow
-
-import training.relay
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -88,15 +85,17 @@ def test_shards_are_saved_whole_and_fit_another_number_of_ranks(tmp_path: Path) 
     assert script.results(0)[-1]["restored"] == 20
 
 
-def test_outside_of_a_run_nothing_is_stopped_written_or_imported() -> None:
+def test_outside_of_a_run_nothing_is_stopped_written_or_imported(tmp_path: Path) -> None:
     code = (
         "import signal, sys, relay\n"
         "with relay.state() as saved:\n"
         "    relay.report(step=1, loss=0.5)\n"
         "    print(saved.step, relay.should_stop(), signal.getsignal(signal.SIGTERM), 'torch' in sys.modules)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(training.relay.__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    copy_relay(tmp_path)
+    # Isolated and without site-packages: where Torchrelay is not installed.
+    argv = [sys.executable, "-ISc", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "0 False 0 False\n", done.stderr
 
 

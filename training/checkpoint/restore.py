@@ -29,13 +29,12 @@ from training.monitoring.run_logger import RunLogger
 from training.relay import (
     Candidate,
     checkpoint_path,
+    discard,
     file_names,
     find_candidates,
     find_damage,
     list_checkpoints,
-    reject,
     remove_newer,
-    remove_published,
     restore_newest,
 )
 from training.runtime.process_group import ProcessGroup
@@ -153,10 +152,8 @@ class Restorer:
         """Warn, and see to it that no attempt tries this state again."""
         self.logger.console.warn(f"{candidate.source} {path} is not used: {reason}")
         self.logger.event(CheckpointRejected(path=str(path), reason=reason))
-        if candidate.durable and candidate.rank == self.group.rank:
-            reject(path)
-        elif not candidate.durable and (candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate)):
-            remove_published(path)
+        if candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate):
+            discard(path, durable=candidate.durable)
 
 
 def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:

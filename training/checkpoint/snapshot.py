@@ -16,9 +16,9 @@ from hpc.core.kernel import available_memory_bytes
 from hpc.core.nodedir import NodeDir
 from hpc.core.rundir import STATE_VALUES, RunDir
 from training.relay import (
-    KEPT_SNAPSHOTS,
     checkpoint_path,
     list_checkpoints,
+    missing_snapshot_bytes,
     read_checkpoint,
     remove_published,
     save_checkpoint,
@@ -95,7 +95,7 @@ def missing_space(directory: Path, size_bytes: int) -> str:
     Raises:
         OSError: the directory cannot be read.
     """
-    missing = size_bytes * (KEPT_SNAPSHOTS + 1 - min(KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
+    missing = missing_snapshot_bytes(directory, size_bytes)
     disk = os.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize
     if free < missing:

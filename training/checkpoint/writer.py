@@ -28,13 +28,12 @@ from training.checkpoint.state import LOSS, TrainState
 from training.compat import copy_each
 from training.config.rules import Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
-from training.relay import KEPT_SNAPSHOTS, BackgroundWriter, remove_newer, save_checkpoint
+from training.relay import BackgroundWriter, remove_newer, save_checkpoint, save_snapshot
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.run_context import RunContext
 
-_SNAPSHOT_MODE = 0o700
 _BLOCK_BYTES, _ALIGNMENT = 2**26, 64
 
 
@@ -214,7 +213,7 @@ class SnapshotDestination:
             return False
         try:
             for path in (*self._parents, self.directory):
-                path.mkdir(mode=_SNAPSHOT_MODE, exist_ok=True)
+                path.mkdir(mode=0o700, exist_ok=True)
             problem = missing_space(self.directory, size_bytes * self._writers)
         except OSError as error:
             problem = str(error)
@@ -226,7 +225,7 @@ class SnapshotDestination:
         """Write a snapshot, and delete all but the newest."""
         self._logger.wait_for_metrics()
         if self.directory:
-            save_checkpoint(self.directory, step, copy.write, KEPT_SNAPSHOTS, _SNAPSHOT_MODE)
+            save_snapshot(self.directory, step, copy.write)
 
     def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
         """Warn of a failure."""
