@@ -140,6 +140,29 @@ def test_signal_that_the_run_was_submitted_with_stops_it_too(tmp_path: Path) -> 
     assert (tmp_path / "checkpoints" / "step-00000000").is_dir(), "whatever the step"
 
 
+def test_checkpoint_that_failed_at_the_last_step_is_tried_again_by_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    code = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from torch import distributed\n"
+        "import relay\n"
+        "distributed.init_process_group('gloo')\n"
+        "with relay.state(checkpoint_seconds=0, snapshot_seconds=0) as saved:\n"
+        "    for saved.step in (1, 2):\n"
+        "        relay.should_stop()\n"
+        "    if distributed.get_rank() == 0:\n"
+        "        while not Path('events/attempt-001-script.jsonl').read_text().count('checkpoint_failed'):\n"
+        "            time.sleep(0.01)\n"
+        "        Path('checkpoints').unlink()\n"
+        "distributed.destroy_process_group()\n"
+    )
+    done = run_relay(code, directory=tmp_path, ranks=2, TORCHRELAY_RUN_DIR=str(tmp_path), TORCHRELAY_ATTEMPT="1")
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint of step 2 could not be written, and is tried again later" in done.stderr
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+
+
 def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":
     """Restore the newest state, print its step and which directories were made durable, and save this step."""
     code = (

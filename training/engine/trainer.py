@@ -37,12 +37,11 @@ from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
 from training.monitoring.run_logger import JsonLines, RunLogger
-from training.relay import signals
+from training.relay import StepFlags, StopConsensus, StopRequested, signals
 from training.runtime.console import Console
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
-from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
 
 
 class Trainer:

@@ -45,9 +45,10 @@ from .checkpoint_files import (
 )
 from .object_states import Saveable
 from .progress_files import Heartbeat, Phase, progress_files
-from .rank_exchange import PendingMaximum, all_gather_bytes, broadcast_bytes, ranks
+from .rank_exchange import all_gather_bytes, broadcast_bytes, ranks
 from .restoring import Candidate, find_candidates, remove_newer, restore_newest
 from .saved_state import SavedState
+from .stop_consensus import StepFlags, StopConsensus, StopRequested
 from .stop_signals import STOP_SIGNALS, signals
 from .this_rank import THIS_RANK
 
@@ -64,16 +65,17 @@ def should_stop() -> bool:
     """
     if THIS_RANK.run_dir is None or ranks.stopping:
         return ranks.stopping is not None
-    ranks.connect("should_stop()")
-    saved = SavedState.active
+    consensus, saved = ranks.connect("should_stop()"), SavedState.active
     progress_files.beat(saved.step if saved else None)
-    stop, checkpoint, snapshot = ranks.agree([signals.received(), *(saved.due() if saved else (0, 0))])
-    if stop:
-        ranks.settle()
-        ranks.stopping = stop, signals.received_at() or time.monotonic()
-    elif saved and (checkpoint or snapshot):
-        saved.save(durable=bool(checkpoint))
-    return ranks.stopping is not None
+    checkpoint, snapshot = saved.due() if saved else (0, 0)
+    try:
+        agreed = consensus.exchange(StepFlags(signal=signals.received(), save=checkpoint, snapshot=snapshot))
+    except StopRequested as request:
+        ranks.stopping = request.name, signals.received_at() or time.monotonic()
+        return True
+    if saved and (agreed.save or agreed.snapshot):
+        saved.save(durable=bool(agreed.save))
+    return False
 
 
 def report(*, step: int, **numbers: Any) -> None:

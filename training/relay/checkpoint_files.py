@@ -74,7 +74,7 @@ def _fsync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems cannot for directories, of which `hpc submit` has warned.
+        # Some file systems cannot do this for directories, of which `hpc submit` has warned.
         if error.errno not in _UNSUPPORTED or not path.is_dir():
             raise
     finally:

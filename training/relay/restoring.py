@@ -53,12 +53,12 @@ def find_candidates(rank: int, checkpoints: Path | None, snapshots: Path | None)
 
 
 def restore_newest(
-    mine: list[Candidate], load: Callable[[Candidate], bool], group: "ProcessGroup | None"
+    mine: list[Candidate], load: Callable[[Candidate], bool], group: "ProcessGroup | None", snapshots: Path | None
 ) -> Candidate | None:
     """Load the newest state that is usable, and return it; None: there is none. All ranks must call this.
 
     `mine` is what this rank can read, the newest last. `load`, on all ranks, loads a state of one of them; it returns
-    False on all of them if the state is not usable.
+    False on all of them if the state is not usable. Newer snapshots in the directory `snapshots` are then removed.
     """
     while True:
         text = json.dumps(vars(mine[-1]) if mine else None, default=str)
@@ -68,6 +68,8 @@ def restore_newest(
         if best and mine and best.rank == mine[-1].rank:
             mine.pop()
         if best is None or load(best):
+            if snapshots:
+                remove_newer(snapshots, best.step if best else 0)
             return best
 
 
@@ -94,10 +96,7 @@ def restore_objects(objects: Mapping[str, Saveable]) -> Candidate | None:
         return bool(data)
 
     mine = find_candidates(THIS_RANK.rank, THIS_RANK.checkpoints, THIS_RANK.snapshots)
-    restored = restore_newest(mine, load, ranks.group)
-    if restored and THIS_RANK.snapshots:
-        remove_newer(THIS_RANK.snapshots, restored.step)
-    return restored
+    return restore_newest(mine, load, ranks.group, THIS_RANK.snapshots)
 
 
 def _read(candidate: Candidate) -> bytes:

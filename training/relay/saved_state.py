@@ -4,7 +4,6 @@ The thread that trains copies the state to the host's memory; a background threa
 """
 
 import shutil
-import signal
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -15,7 +14,7 @@ from .background_writer import BackgroundWriter
 from .checkpoint_files import describe_bytes, missing_snapshot_bytes, save_checkpoint, save_snapshot
 from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialized
 from .progress_files import progress_files
-from .rank_exchange import ranks
+from .rank_exchange import all_gather_bytes, ranks
 from .restoring import restore_objects
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
 
@@ -80,14 +79,17 @@ class SavedState:
         SavedState.active = None
         is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
         if THIS_RANK.run_dir is not None and is_done:
-            ranks.settle()
+            ranks.connect("state()").wait()
+            self._background.wait()
+            if any(all_gather_bytes(b"failed" if self._unwritten else b"", ranks.group)):
+                self._saved_steps[0] = -1
             self.save(durable=True)
             self._background.wait()
             if self._unwritten:
                 raise self._unwritten
             if ranks.stopping:
-                number, at = ranks.stopping
-                name, seconds = signal.Signals(number).name, round(time.monotonic() - at, 3)
+                name, requested_at = ranks.stopping
+                seconds = round(time.monotonic() - requested_at, 3)
                 progress_files.event("train_stopped", step=self.step, signal=name, seconds=seconds)
 
     def due(self) -> tuple[int, int]:
@@ -128,7 +130,7 @@ class SavedState:
             _write_state(directory, step, serialized(content), keep=self._keep if durable else None)
         except OSError as error:
             if durable:
-                self._unwritten, self._saved_steps[0] = error, -1
+                self._unwritten = error
                 progress_files.event("checkpoint_failed", step=step, reason=str(error))
                 warn(f"the checkpoint of step {step} could not be written, and is tried again later: {error}")
             else:
