@@ -1,13 +1,11 @@
 """A user's script with the three calls is preempted under the supervisor, and loses a rank: it ends as undisturbed."""
 
 import json
-from pathlib import Path
 
 import pytest
 from support.cluster import TWO_NODES, TWO_RANKS_HERE, Run, Site, add_script, preempt
-from support.relay_script import SCRIPT
+from support.relay_script import SCRIPT, add_relay
 
-import training.relay
 from hpc.base.files import read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -17,7 +15,7 @@ STEPS = 1500
 
 def submit(site: Site, name: str, *flags: str, **environment: str) -> Run:
     """The script, whose ranks write their results into the run directory."""
-    add_script(site, "relay.py", Path(training.relay.__file__).read_text())
+    add_relay(site)
     add_script(site, "script.py", SCRIPT)
     words = ("--", "script.py", str(STEPS), "-1", "-1")
     results = str(site.path / "runs" / name)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, TWO_NODES, Run, Site
+from support.relay_script import copy_relay
 from support.trainings import make_folder
 
 from hpc.base.files import read_json_lines
@@ -76,9 +77,9 @@ EXAMPLES = {**OWN, **(OF_LIBRARIES if PYTHON else {})}
 
 
 def submit(site: Site, name: str) -> Run:
-    for file in ("training/__init__.py", "training/relay.py"):
-        (site.path / file).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / file, site.path / file)
+    (site.path / "training").mkdir()
+    shutil.copy(ROOT / "training/__init__.py", site.path / "training")
+    copy_relay(site.path / "training")
     shutil.copytree(ROOT / "examples" / name, site.path / "examples" / name)
     for command in (("git", "init", "-q"), ("git", "add", "examples", "training")):
         assert site.type(*command).returncode == 0

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from support.cluster import TWO_NODES, Run, Site, add_script, dead
+from support.relay_script import add_relay
 
-import training.relay
 from hpc.base.files import read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -55,7 +55,7 @@ distributed.destroy_process_group()
 
 
 def submit(site: Site, name: str, epochs: int, *flags: str) -> Run:
-    add_script(site, "relay.py", Path(training.relay.__file__).read_text())
+    add_relay(site)
     add_script(site, "train.py", TRAIN)
     return site.submit(*TWO_NODES, f"--name={name}", *flags, "--", "train.py", str(epochs))
 

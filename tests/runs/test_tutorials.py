@@ -3,13 +3,13 @@
 import os
 import re
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, Run, Site, add_script, site_without_slurm
+from support.relay_script import add_relay
 
 from hpc.run.rundir import RunDir
 from hpc.slurm.alive import local_jobs
@@ -72,9 +72,8 @@ def test_first_run_prints_what_it_shows(site: Site) -> None:
 def test_own_script_prints_what_is_shown() -> None:
     [diff, *_] = re.findall(r"```diff\n(.*?)```", (TUTORIALS / "own-script.md").read_text(), re.DOTALL)
     with site_without_slurm() as site:
-        shutil.copy(ROOT / "training/relay.py", site.path)
+        add_relay(site)
         add_script(site, "train.py", "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[:1] != "-"))
-        assert site.type("git", "add", "relay.py").returncode == 0
         run = Run(site, RunDir(site.path / "runs/first"), "")
         waits: dict[str, Callable[[], object]] = {
             "drill": lambda: run.wait_for_steps(10),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import training.relay
+from support.cluster import Site
 from support.trainings import run_forked
 
 # A model of one rank's own noise: whether random numbers, weights and own objects go on is seen in the last line.
@@ -74,9 +75,22 @@ distributed.destroy_process_group()
 """
 
 
+def copy_relay(project: Path) -> None:
+    """Copy the helper into a user's project, as the tutorial says."""
+    source = Path(training.relay.__file__).parent
+    shutil.copytree(source, project / source.name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+
+
+def add_relay(site: Site) -> None:
+    """Copy the helper into a site, where git tracks it."""
+    copy_relay(site.path)
+    for command in (("git", "init", "-q"), ("git", "add", "relay")):
+        assert site.type(*command).returncode == 0
+
+
 def run_relay(program: str, *words: str, directory: Path, **settings: Any) -> "subprocess.CompletedProcess[str]":
     """Run a program in forked ranks, in a directory that has a copy of the helper."""
-    shutil.copy(training.relay.__file__, directory / "relay.py")
+    copy_relay(directory)
     return run_forked(program, *words, directory=directory, **settings)
 
 
@@ -100,7 +114,7 @@ class Script:
         }  # fmt: skip
         if not torchrun:
             return run_relay(SCRIPT, *words, directory=self.path, ranks=ranks, **environment)
-        shutil.copy(training.relay.__file__, self.path / "relay.py")
+        copy_relay(self.path)
         (self.path / "script.py").write_text(SCRIPT)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         return subprocess.run(

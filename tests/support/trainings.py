@@ -251,7 +251,7 @@ def pixel_tolerance() -> int:
 
 def agree_at_each_step() -> None:
     """In a rank: exchange flags at every boundary, however short the steps are."""
-    from training.runtime import stop_consensus
+    from training.relay import stop_consensus
 
     stop_consensus._MAX_INTERVAL = 1  # noqa: SLF001
 

@@ -1,16 +1,13 @@
 """The helper for scripts of one's own, copied: two ranks, stopped, killed and restored."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.relay_script import Script, run_relay
+from support.relay_script import Script, copy_relay, run_relay
 from support.trainings import slow
-
-import training.relay
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -88,15 +85,17 @@ def test_shards_are_saved_whole_and_fit_another_number_of_ranks(tmp_path: Path) 
     assert script.results(0)[-1]["restored"] == 20
 
 
-def test_outside_of_a_run_nothing_is_stopped_written_or_imported() -> None:
+def test_outside_of_a_run_nothing_is_stopped_written_or_imported(tmp_path: Path) -> None:
     code = (
         "import signal, sys, relay\n"
         "with relay.state() as saved:\n"
         "    relay.report(step=1, loss=0.5)\n"
         "    print(saved.step, relay.should_stop(), signal.getsignal(signal.SIGTERM), 'torch' in sys.modules)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(training.relay.__file__).parent)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    copy_relay(tmp_path)
+    # Isolated and without site-packages: where Torchrelay is not installed.
+    argv = [sys.executable, "-ISc", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "0 False 0 False\n", done.stderr
 
 
@@ -139,6 +138,29 @@ def test_signal_that_the_run_was_submitted_with_stops_it_too(tmp_path: Path) -> 
     done = run_alone(code, tmp_path, TORCHRELAY_STOP_SIGNAL="SIGHUP")
     assert done.stdout == "True True\n", done.stderr
     assert (tmp_path / "checkpoints" / "step-00000000").is_dir(), "whatever the step"
+
+
+def test_checkpoint_that_failed_at_the_last_step_is_tried_again_by_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    code = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from torch import distributed\n"
+        "import relay\n"
+        "distributed.init_process_group('gloo')\n"
+        "with relay.state(checkpoint_seconds=0, snapshot_seconds=0) as saved:\n"
+        "    for saved.step in (1, 2):\n"
+        "        relay.should_stop()\n"
+        "    if distributed.get_rank() == 0:\n"
+        "        while not Path('events/attempt-001-script.jsonl').read_text().count('checkpoint_failed'):\n"
+        "            time.sleep(0.01)\n"
+        "        Path('checkpoints').unlink()\n"
+        "distributed.destroy_process_group()\n"
+    )
+    done = run_relay(code, directory=tmp_path, ranks=2, TORCHRELAY_RUN_DIR=str(tmp_path), TORCHRELAY_ATTEMPT="1")
+    assert done.returncode == 0, done.stderr
+    assert "the checkpoint of step 2 could not be written, and is tried again later" in done.stderr
+    assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
 
 
 def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":

@@ -29,13 +29,11 @@ from training.monitoring.run_logger import RunLogger
 from training.relay import (
     Candidate,
     checkpoint_path,
+    discard,
     file_names,
     find_candidates,
     find_damage,
     list_checkpoints,
-    reject,
-    remove_newer,
-    remove_published,
     restore_newest,
 )
 from training.runtime.process_group import ProcessGroup
@@ -44,7 +42,7 @@ from training.runtime.run_context import RunContext
 
 @dataclass(frozen=True)
 class Restorer:
-    """Finds and loads a state; all ranks do the same."""
+    """Finds and loads a state. All ranks make the same calls."""
 
     context: RunContext
     state: TrainState
@@ -63,9 +61,7 @@ class Restorer:
             TorchrelayError: the storage cannot be read.
         """
         directory = snapshot_directory(self.context, self.group)
-        restored = restore_newest(self.candidates(), self.load, self.group.control)
-        if directory:
-            remove_newer(directory, self.state.progress.step)
+        restored = restore_newest(self.candidates(), self.load, self.group.control, directory)
         node, rank_info = self.context.node_dir, self.group.rank_info
         if node and rank_info.local_rank == 0:
             # Ranks of another world size or strategy have written the other snapshots of this node.
@@ -76,7 +72,7 @@ class Restorer:
         return restored
 
     def candidates(self) -> list[Candidate]:
-        """This rank's candidates, the newest last."""
+        """Return the states that this rank can offer, the newest last."""
         checkpoints = self.context.run_dir.checkpoints if self.group.is_rank_zero else None
         found = find_candidates(self.group.rank, checkpoints, snapshot_directory(self.context, self.group))
         if self.state.sharded:
@@ -90,7 +86,7 @@ class Restorer:
         return found
 
     def is_sharded_snapshot(self, candidate: Candidate) -> bool:
-        """Whether each rank has its shards of the state in its own place."""
+        """Return whether each rank has its shards of the state in its own place."""
         return self.state.sharded and not candidate.durable
 
     def load(self, candidate: Candidate) -> bool:
@@ -119,7 +115,7 @@ class Restorer:
 
     @torch.no_grad()
     def broadcast(self, found: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
-        """The tensors that rank `source` has found, on every rank and where they belong."""
+        """Copy the tensors that rank `source` has found to where they belong on every rank, and return them."""
         allocate, tensors = self.state.allocator(), dict[str, Tensor]()
         received = self.group.broadcast_tensors(found, source)
         for name, value in self.context.beat_with_each("start", received):
@@ -127,7 +123,7 @@ class Restorer:
         return tensors
 
     def examine(self, candidate: Candidate, path: Path) -> tuple[bytes, dict[str, Tensor], str]:
-        """The values and the tensors of a state, on the rank whose candidate it is, or why it is not usable."""
+        """Return the values and the tensors of a state, on the rank whose candidate it is, or why it is not usable."""
         is_own, text, tensors = candidate.rank == self.group.rank, b"", dict[str, Tensor]()
         try:
             if self.state.sharded:
@@ -153,14 +149,12 @@ class Restorer:
         """Warn, and see to it that no attempt tries this state again."""
         self.logger.console.warn(f"{candidate.source} {path} is not used: {reason}")
         self.logger.event(CheckpointRejected(path=str(path), reason=reason))
-        if candidate.durable and candidate.rank == self.group.rank:
-            reject(path)
-        elif not candidate.durable and (candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate)):
-            remove_published(path)
+        if candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate):
+            discard(path, durable=candidate.durable)
 
 
 def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
-    """Of a snapshot; attempt -1 if it is unreadable."""
+    """Return which step of which attempt a snapshot is of; the attempt is -1 if it is unreadable."""
     try:
         return candidate.step, json.loads((candidate.path / STATE_VALUES).read_bytes())["attempt"]
     except (OSError, ValueError, KeyError):
@@ -168,7 +162,7 @@ def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
 
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[bytes, dict[str, Tensor]]:
-    """The values of an intact state, and its tensors. Those that were saved in shards are put together.
+    """Return the values of an intact state, and its tensors. Shards are put together.
 
     Raises:
         UserError: another version of the trainer made it.

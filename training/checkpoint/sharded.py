@@ -32,13 +32,13 @@ _SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def shard_file(group: ProcessGroup) -> str:
-    """The file of this rank's shards."""
+    """Return the name of the file of this rank's shards."""
     return f"state-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """Which part of a state a rank holds; by default all of it."""
+    """Describes which part of a state a rank holds; by default all of it."""
 
     file: str = STATE_TENSORS
     offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class ShardLayout:
 
 
 def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
-    """What this rank holds of sharded tensors, on its device, and where in the full ones that begins."""
+    """Return what this rank holds of sharded tensors, on its device, and where in the full ones that begins."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, and DDP does without
 
     sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
@@ -75,7 +75,7 @@ def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[di
 
 
 def _local(tensor: Any) -> Tensor:
-    """What this rank holds of a tensor."""
+    """Return what this rank holds of a tensor."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
@@ -84,7 +84,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
-    """The tensors of a state as this rank holds them, from the file that the same rank wrote.
+    """Read the tensors of a state as this rank holds them, from the file that the same rank wrote.
 
     The world size must be the same as then.
     """
@@ -97,12 +97,12 @@ def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> 
 
 
 def read_shards(directory: Path, state: TrainState) -> dict[str, Tensor]:
-    """The tensors of a state as this rank holds them, from any number of files of shards or one of full tensors."""
+    """Read the tensors of a state as this rank holds them, from any number of shard files or one full file."""
     return _load(directory, state.allocator())
 
 
 def read_full(directory: Path) -> dict[str, Tensor]:
-    """The full tensors of a state, in the host's memory; those of one file are in the kernel's, and read when used."""
+    """Read the full tensors of a state into the host's memory; those of one file are mapped, and read when used."""
     if (directory / STATE_TENSORS).exists():
         return load_file(directory / STATE_TENSORS)
     return _load(directory, lambda _name, like: torch.empty_like(like, device="cpu"))

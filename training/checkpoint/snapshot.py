@@ -16,9 +16,9 @@ from hpc.base.kernel import available_memory_bytes
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import STATE_VALUES, RunDir
 from training.relay import (
-    KEPT_SNAPSHOTS,
     checkpoint_path,
     list_checkpoints,
+    missing_snapshot_bytes,
     read_checkpoint,
     remove_published,
     save_checkpoint,
@@ -44,7 +44,7 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
         files = read_checkpoint(path)
         if isinstance(files, str):
             continue
-        # A user's script (training.relay) has a file of its own instead.
+        # The state of a user's script (training.relay) is another file, and refers to no results.
         if STATE_VALUES in files and missing_results(json.loads(files[STATE_VALUES]), run):
             continue
         try:
@@ -65,7 +65,7 @@ def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
-    """Which metrics, validation or best model this state refers to that are not in the run directory; empty if none.
+    """Return what a state refers to that the run directory lacks: metrics, validation or best model; empty: nothing.
 
     The snapshot of another node may be newer than the last metrics that rank 0 wrote before it was lost. Resuming from
     it would leave a gap in the metrics.
@@ -90,12 +90,12 @@ def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
 
 
 def missing_space(directory: Path, size_bytes: int) -> str:
-    """Why snapshots of this size do not fit into a node's memory; empty if they do.
+    """Return why snapshots of this size do not fit into a node's memory; empty if they do.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    missing = size_bytes * (KEPT_SNAPSHOTS + 1 - min(KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
+    missing = missing_snapshot_bytes(directory, size_bytes)
     disk = os.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize
     if free < missing:

@@ -1,13 +1,13 @@
 """The state of a training: everything that must survive an interruption, in one place. Runs on every rank.
 
-Each part registers with TrainState under a name, with the methods of torch's `Stateful` protocol. A state is saved as
-the tensors of all parts by `part/key` (safetensors), and all else by part (JSON): no pickles. Random numbers are
-counted (`training.runtime.counter_rng`), so there are no generators to save.
+Each part registers with TrainState under a name, and has `state_dict` and `load_state_dict`. A state is saved as the
+tensors of all parts by `part/key` (safetensors), and all else by part (JSON): no pickles. Random numbers are counted
+(`training.runtime.counter_rng`), so there are no generators to save.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
 from training.models.parallel import load_full_state_dict
+from training.relay import Saveable
 from training.runtime.compat import scaler_tensors
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress
@@ -29,21 +30,7 @@ from training.runtime.train_progress import Progress
 LOSS = "loss_meter/loss"
 
 
-class Stateful(Protocol):
-    """torch.distributed.checkpoint.stateful.Stateful, the import of which takes a second.
-
-    A state dict maps names to tensors or to what JSON holds. All ranks call `state_dict` at the same step, so it may
-    communicate.
-    """
-
-    def state_dict(self) -> dict[str, Any]:
-        """What must survive an interruption. Tensors may be those that the training goes on changing."""
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
-        """Restore what `state_dict` returned."""
-
-
-_Part = TypeVar("_Part", bound=Stateful)
+_Part = TypeVar("_Part", bound=Saveable)
 
 
 @dataclass(kw_only=True)
@@ -55,18 +42,18 @@ class TrainState:
     scaler: GradScaler
     ema: Ema | None
     identity: dict[str, Any]
-    """What a saved state must have in common with this one."""
+    """Settings and data that a saved state must have in common with this one."""
     attempt: int
     """The number of this attempt at the run: snapshots of shards match only within one."""
     sharded: bool
     """Whether each rank holds a shard of every parameter and of its optimizer state (FSDP)."""
     progress: Progress = field(default_factory=Progress)
-    _parts: dict[str, Stateful] = field(default_factory=dict, init=False)
+    _parts: dict[str, Saveable] = field(default_factory=dict, init=False)
     copies: list[DeviceCopy] = field(default_factory=list, init=False)
     """Copies from the GPU, for which `wait_for_copies` waits."""
 
     def __post_init__(self) -> None:
-        """Register what every training has."""
+        """Register the parts that every training has."""
         self.register("model", _ModelState(self.model))
         if self.ema:
             self.register("ema", _ModelState(self.ema.model))
@@ -75,12 +62,16 @@ class TrainState:
         self.register("progress", self.progress)
 
     def register(self, name: str, part: _Part) -> _Part:
-        """Save and restore this part too."""
+        """Save and restore this part too.
+
+        Its state dict maps names to tensors, which the training may go on changing, or to what JSON holds. All ranks
+        call `state_dict` at the same step, so it may communicate.
+        """
         self._parts[name] = part
         return part
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of all parts, on their devices, and all else. All ranks must call this.
+        """Return the tensors of all parts, on their devices, and all else. All ranks must call this.
 
         Raises:
             SharedError: there are more unreadable images than are allowed.
@@ -96,7 +87,7 @@ class TrainState:
     def allocator(
         self, shape_of: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape
     ) -> Callable[[str, Tensor], Tensor]:
-        """A function that finds memory for a saved tensor, given its name and any tensor of its type and shape.
+        """Return a function that finds memory for a saved tensor, given its name and any tensor of its type and shape.
 
         Models' tensors get those of this state, the optimizer's new memory on the device, all others new memory of the
         host. `shape_of` is the shape in which a tensor of this state is saved.
@@ -150,13 +141,16 @@ class TrainState:
                 raise UserError(f"--data has {label} {value}, but {before}: use the same data, or another --run-dir")
 
     def wait_for_copies(self) -> None:
-        """Before the state is changed, let the GPU finish the copies under way. The host does not wait."""
+        """Let the GPU finish the copies under way, before the state is changed. The host does not wait."""
         while self.copies:
             self.copies.pop().make_device_wait()
 
 
 class _ScalerState:
-    """A loss scale as tensors on the device: GradScaler's own `state_dict` waits for it. Empty without `--amp fp16`."""
+    """Saves a loss scale as tensors on the device: GradScaler's own `state_dict` waits for it.
+
+    The state is empty without `--amp fp16`.
+    """
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
@@ -165,7 +159,7 @@ class _ScalerState:
         scaler = self._scaler
         if not scaler.is_enabled():
             return {}
-        # Before its first step it has none of both.
+        # Before its first step the scaler has neither.
         scale, tracker = scaler_tensors(scaler)
         if scale is None or tracker is None:
             return {"scale": torch.tensor(scaler.get_scale()), "growth_tracker": torch.tensor(0, dtype=torch.int32)}
@@ -177,7 +171,7 @@ class _ScalerState:
 
 
 class _ModelState:
-    """A model's tensors by name."""
+    """Saves a model's tensors by name."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -186,12 +180,12 @@ class _ModelState:
         return self._model.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        # Sharded tensors were read as such.
+        # Sharded tensors were read in shards.
         load_full_state_dict(self._model, state_dict.items(), sharded=False)
 
 
 class _OptimizerState:
-    """An optimizer's state by `index of the parameter/key`, and its parameter groups."""
+    """Saves an optimizer's state by `index of the parameter/key`, and its parameter groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -216,6 +210,6 @@ class _OptimizerState:
 
 
 def identity(config: TrainConfig, data: Data) -> dict[str, Any]:
-    """What a state belongs to: settings and data, wherever the data lie."""
+    """Return the settings and the data that a state belongs to, wherever the data lie."""
     counts = {"train_samples": len(data.train), "classes": len(data.classes), "fingerprint": data.fingerprint}
     return {name: getattr(config, name) for name in IDENTIFYING} | counts

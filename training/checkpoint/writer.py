@@ -27,19 +27,18 @@ from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
 from training.config.rules import Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
-from training.relay import KEPT_SNAPSHOTS, BackgroundWriter, remove_newer, save_checkpoint
+from training.relay import BackgroundWriter, remove_newer, save_checkpoint, save_snapshot
 from training.runtime.compat import copy_each
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.run_context import RunContext
 
-_SNAPSHOT_MODE = 0o700
 _BLOCK_BYTES, _ALIGNMENT = 2**26, 64
 
 
 def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
-    """The state as it is. All ranks must call this; on a GPU the host does not wait for it.
+    """Return the state as it is. All ranks must call this; on a GPU the host does not wait for it.
 
     Batch statistics differ by rank. A copy of rank 0's is saved, because the next forward pass changes them.
 
@@ -53,7 +52,7 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
     tensors, values = state.state_dict()
     models = {"model/": state.model} | ({"ema/": state.ema.model} if state.ema else {})
     buffers = [prefix + name for prefix, model in models.items() for name, _ in model.named_buffers()]
-    # Those that are not persistent, such as timm's position indices, are constants and not in the state.
+    # Buffers that are not persistent, such as timm's position indices, are constants and not in the state.
     tensors |= group.broadcast_copies({name: tensors[name] for name in buffers if name in tensors})
     if state.sharded:
         tensors, layout = local_shards(tensors, group)
@@ -62,9 +61,9 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
 
 
 def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Host memory for tensors like these, by name; pinned for those of a GPU, which copies to that at full speed.
+    """Allocate host memory for tensors like these, by name; pinned for a GPU's, which copies to it at full speed.
 
-    In few blocks: torch rounds each piece of pinned memory up to a power of two.
+    The memory comes in few blocks: torch rounds each piece of pinned memory up to a power of two.
     """
     blocks: list[list[str]] = [[]]
     size = 0
@@ -85,12 +84,12 @@ def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _aligned(tensor: Tensor) -> int:
-    """Its bytes, such that what follows may have any type."""
+    """Return the bytes that a tensor takes up in a block, so that the next one may have any type."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostCopy:
-    """A copy of a state in the host's memory, which the training does not touch. Each copy reuses the memory."""
+    """Holds a copy of a state in the host's memory, which the training does not touch. Each copy reuses the memory."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -101,7 +100,7 @@ class HostCopy:
 
     @property
     def is_allocated(self) -> bool:
-        """Whether there has been a copy, so that the next one need not allocate memory."""
+        """Return whether there has been a copy, so that the next one need not allocate memory."""
         return bool(self._tensors)
 
     def start(self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout) -> DeviceCopy | None:
@@ -129,7 +128,7 @@ class HostCopy:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss in the copy, which is complete, is finite."""
+        """Return whether the loss in the copy, which is complete, is finite."""
         return math.isfinite(float(self._tensors[LOSS]))
 
     def write(self, directory: Path, *, replicated: bool = True) -> None:
@@ -147,15 +146,16 @@ class HostCopy:
 
 
 class CheckpointDestination:
-    """`checkpoints/` of the run directory. If a write fails, the training goes on."""
+    """Writes to `checkpoints/` of the run directory. If a write fails, the training goes on."""
 
     skips_while_busy = False
     """Whether to skip a state while the previous one is being written, instead of waiting for that."""
 
-    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger, *, sharded: bool) -> None:
+    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
         self.interval = parse_interval("checkpoint_every", context.config.checkpoint_every)
         self._directory, self._keep = context.run_dir.checkpoints, context.config.keep_checkpoints
         self._fault, self._group, self._logger = context.fault, group, logger
+        sharded = context.config.strategy == "fsdp"
         self._writes = group.is_rank_zero or sharded
         self._save = partial(save_sharded, group.new_group()) if sharded else save_checkpoint
 
@@ -194,13 +194,14 @@ class CheckpointDestination:
 
 
 class SnapshotDestination:
-    """A node's memory. Where snapshots cannot be written, the training goes on without."""
+    """Writes snapshots to a node's memory. Where they cannot be written, the training goes on without."""
 
-    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger, *, sharded: bool) -> None:
+    def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
         self.directory = snapshot_directory(context, group)
         self.interval = Interval()
         if self.directory:
             self.interval = parse_interval("snapshot_every", context.config.snapshot_every)
+        sharded = context.config.strategy == "fsdp"
         # Shards are usable only if all ranks have those of the same step.
         self.skips_while_busy = not sharded
         self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
@@ -209,12 +210,12 @@ class SnapshotDestination:
         self._warned = False
 
     def prepare(self, size_bytes: int) -> bool:
-        """Whether this rank writes, and the node's memory has space."""
+        """Return whether this rank writes, and the node's memory has space."""
         if not self.directory:
             return False
         try:
             for path in (*self._parents, self.directory):
-                path.mkdir(mode=_SNAPSHOT_MODE, exist_ok=True)
+                path.mkdir(mode=0o700, exist_ok=True)
             problem = missing_space(self.directory, size_bytes * self._writers)
         except OSError as error:
             problem = str(error)
@@ -226,7 +227,7 @@ class SnapshotDestination:
         """Write a snapshot, and delete all but the newest."""
         self._logger.wait_for_metrics()
         if self.directory:
-            save_checkpoint(self.directory, step, copy.write, KEPT_SNAPSHOTS, _SNAPSHOT_MODE)
+            save_snapshot(self.directory, step, copy.write)
 
     def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
         """Warn of a failure."""
@@ -250,12 +251,12 @@ class SnapshotDestination:
 
 
 def shard_directory(rank: int, world_size: int) -> str:
-    """The name of the directory of one rank's snapshots of its shards."""
+    """Return the name of the directory of one rank's snapshots of its shards."""
     return f"rank-{rank:05d}-of-{world_size:05d}"
 
 
 def snapshot_directory(context: RunContext, group: ProcessGroup) -> Path | None:
-    """Where this rank writes its node's snapshots, or those of its shards; None: it writes none."""
+    """Return where this rank writes the snapshots of its node, or of its own shards; None: it writes none."""
     if context.node_dir and context.config.strategy == "fsdp":
         return context.node_dir.snapshots / shard_directory(group.rank, group.world_size)
     return context.node_dir.snapshots if context.node_dir and group.rank_info.local_rank == 0 else None
@@ -280,23 +281,23 @@ class StateWriter:
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
-        """Start the interval anew, with this step as saved; with `due`, an interval in seconds is over at once."""
+        """Start the interval again, with this step as saved; with `due`, an interval in seconds is over at once."""
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
 
     @property
     def cost_seconds(self) -> float:
-        """What the last save took from the training; from a GPU, as far as it is known yet."""
+        """Return the seconds that the last save took from the training; of a GPU's, those that are known so far."""
         waited = self._device_copy.stall_seconds if self._device_copy else 0.0
         return self._stall_seconds + self._thread_seconds + waited
 
     @property
     def is_saved(self) -> bool:
-        """Whether this step's state counts as saved, or `save` was called for it. The same on all ranks."""
+        """Return whether this step's state counts as saved, or `save` was called for it: the same on all ranks."""
         return self._state.progress.step == self._saved_step
 
     def due_by_time(self) -> bool:
-        """Whether the interval has passed on this rank's clock. Clocks differ: the ranks must agree on one."""
+        """Return whether the interval has passed on this rank's clock. Clocks differ: the ranks must agree on one."""
         interval = self._destination.interval
         if interval.seconds is None:
             return False
@@ -304,14 +305,14 @@ class StateWriter:
         return time.monotonic() - self._saved_at >= max(interval.seconds, min_interval)
 
     def due_by_step(self) -> bool:
-        """Whether the step is a multiple of the interval."""
+        """Return whether the step is a multiple of the interval."""
         steps = self._destination.interval.steps
         return steps is not None and self._state.progress.step % steps == 0
 
     def due_within(self, boundaries: int) -> bool:
-        """Whether to request a save now: the last one is written, and one is due so many boundaries from now.
+        """Return whether to request a save now: the last one is written, and one is due so many boundaries from now.
 
-        That is when the ranks will have agreed on the request.
+        The ranks will have agreed on the request by then.
         """
         if self._background.busy:
             return False

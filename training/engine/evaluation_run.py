@@ -23,11 +23,10 @@ from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.validation import evaluate_and_log, numbers_of, tables_of
 from training.inference.model_card import ModelCard
 from training.monitoring.run_logger import RunLogger
-from training.relay import signals
+from training.relay import StepFlags, StopConsensus, StopRequested, signals
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
-from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
 from training.runtime.train_progress import Progress
 
 

@@ -37,12 +37,11 @@ from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
 from training.monitoring.run_logger import JsonLines, RunLogger
-from training.relay import signals
+from training.relay import StepFlags, StopConsensus, StopRequested, signals
 from training.runtime.console import Console
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
-from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
 
 
 class Trainer:
@@ -59,19 +58,15 @@ class Trainer:
     ) -> None:
         config = context.config
         self.config, self.context, self.group, self.data, self.workers = config, context, group, data, workers
-        self.schedule = make_schedule(
-            len(data.train),
-            config.batch_size,
-            config.epochs,
-            config.seed,
-            samples_per_group(config),
-            config.repeated_augmentation,
-        )
-        model = place_model(model, config, group)
         self.heartbeat, self.console = context.heartbeat, Console(enabled=group.is_rank_zero)
+        model = place_model(model, config, group)
         with group.raise_on_all_ranks():
             self.logger = RunLogger(context.run_dir, context.attempt, self.console, writes=group.is_rank_zero)
         self.samples = JsonLines(context.run_dir.sample_log(context.attempt, group.rank), self.console)
+        self.schedule = make_schedule(
+            len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config),
+            config.repeated_augmentation,
+        )  # fmt: skip
         self.state = TrainState(
             model=model,
             optimizer=make_optimizer(config, model),
@@ -89,32 +84,35 @@ class Trainer:
         self.corrupt_images = self.state.register("corrupt_images", corrupt_images)
         loss = Loss(config, data.train.labels, len(data.classes), group.device)
         self.stepper = Stepper(context, self.schedule, group, self.state, preprocess, loss)
-        self.totals: Totals | None = None
-        """Of the last logged step, if the loss has not been checked since."""
-        self.ended: str | None = None
-        """Why the training has ended before the last epoch's end; None: it has not."""
         self.step_timer = StepTimer(context, group, model)
-        checkpoints = CheckpointDestination(context, group, self.logger, sharded=self.state.sharded)
-        self.checkpoint_writer = StateWriter(checkpoints, self.state, group)
-        self.snapshots = SnapshotDestination(context, group, self.logger, sharded=self.state.sharded)
+        self.checkpoint_writer = StateWriter(CheckpointDestination(context, group, self.logger), self.state, group)
+        self.snapshots = SnapshotDestination(context, group, self.logger)
         self.snapshot_writer = StateWriter(self.snapshots, self.state, group)
         self.stop_consensus = StopConsensus(group.control)
-        evaluated = replace(preprocess, size=config.eval_image_size or preprocess.size)
+        self.validator = self.make_validator(preprocess)
+        self.totals: Totals | None = None
+        """The totals of the last logged step, if the loss has not been checked since."""
+        self.ended: str | None = None
+        """Why the training has ended before the last epoch's end; None: it has not."""
+
+    def make_validator(self, preprocess: Preprocess) -> Validator:
+        """Return the validator of the averaged model, if there is one, else of the trained model."""
+        evaluated = replace(preprocess, size=self.config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
-            config=config,
-            model=self.state.ema.model if self.state.ema else model,
+            config=self.config,
+            model=self.state.ema.model if self.state.ema else self.state.model,
             preprocess=evaluated,
-            group=group,
+            group=self.group,
             # Images in memory are not augmented in an evaluation: indexing them is faster than starting workers.
-            workers=0 if data.in_memory else workers,
+            workers=0 if self.data.in_memory else self.workers,
         )
-        self.validator = Validator(
-            context=context,
+        return Validator(
+            context=self.context,
             evaluator=evaluator,
             preprocess=evaluated,
-            data=data,
+            data=self.data,
             state=self.state,
-            corrupt_images=corrupt_images.indices,
+            corrupt_images=self.corrupt_images.indices,
             logger=self.logger,
         )
 
@@ -185,7 +183,7 @@ class Trainer:
         self.heartbeat.beat("start", progress.step)
 
     def report_numerics(self, step: int) -> None:
-        """Say what keeps the bits of the steps to come from being those of an uninterrupted training."""
+        """Report what keeps the bits of the steps to come from being those of an uninterrupted training."""
         if changes := self.numerics.changes:
             self.logger.event(NumericsChanged(step=step, changes=tuple(changes)))
             self.console.warn(
@@ -227,7 +225,7 @@ class Trainer:
                 self.loss_meter.add_wait(self.step_timer.loading_seconds)
                 self.corrupt_images.add(batch.corrupt.tolist())
                 self.stepper.step(batch, self.loss_meter)
-                # Of an earlier step, while the device computes this one.
+                # The loss is that of an earlier step: the device computes this one meanwhile.
                 self.check_loss()
                 self.step_timer.step_done()
                 if progress.step == first:
@@ -292,7 +290,7 @@ class Trainer:
             self.loss_meter.totals(self.state.progress.step).check()
 
     def validate_if_due(self) -> None:
-        """After an epoch, validate; that time is not training time, waiting for a slow disk is."""
+        """Validate after an epoch; that time is not training time, waiting for a slow disk is."""
         began = time.monotonic()
         if result := self.validator.validate_if_due(self.before_batch):
             self.loss_meter.leave_out(time.monotonic() - began)
@@ -300,7 +298,7 @@ class Trainer:
             self.validator.record(result)
 
     def before_batch(self) -> None:
-        """Between two batches of an evaluation: a request to stop does not wait for its end."""
+        """Act between two batches of an evaluation, for whose end a request to stop does not wait."""
         self.heartbeat.beat("evaluate", self.state.progress.step)
         self.agree()
         self.context.fault.inject("evaluate", self.state.progress.step, self.group.rank)
@@ -319,7 +317,7 @@ class Trainer:
         self.console.print(f"stopped by {request.name} after step {step}")
 
     def log_if_due(self) -> None:
-        """Every --log-every steps and at the end of an epoch, log the mean loss since the last time."""
+        """Log the mean loss since the last time, every --log-every steps and at the end of an epoch."""
         step, meter = self.state.progress.step, self.loss_meter
         if step % self.config.log_every and self.state.progress.samples_seen:
             return
@@ -357,7 +355,7 @@ class Trainer:
         )
 
     def allreduce(self, step_seconds: float) -> dict[str, float]:
-        """What rank 0 knows of the all-reduce of the gradients, for the log; nothing with one rank, or FSDP."""
+        """Return what rank 0 knows of the all-reduce of the gradients, for the log; nothing with one rank, or FSDP."""
         measured = allreduce_seconds(self.stepper.wrapped) if self.group.world_size > 1 else None
         if measured is None:
             return {}
@@ -390,7 +388,7 @@ class Trainer:
 
 
 def describe(config: TrainConfig, data: Data, schedule: BatchSchedule, group: ProcessGroup, model: nn.Module) -> str:
-    """What will be trained, in one line."""
+    """Say in one line what will be trained."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     on_device = ", images in its memory" if data.on_device else ""
     return (

@@ -6,12 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support.relay_script import run_relay
 from support.trainings import Starter, lines
 
-import training.relay
 from hpc.run.events.ledger import SucceededError, check_is_newest, claim_file
 from hpc.run.rundir import RunDir
-from training.relay import _this, report, state
 
 # 193 images: 19 steps an epoch.
 FLAGS = ("--epochs=3", "--batch-size=10", "--log-every=1", "--checkpoint-every=5", "--keep-checkpoints=50")
@@ -75,27 +74,36 @@ def test_checkpoint_and_metrics_that_come_after_the_next_attempt_are_not_publish
     assert steps == list(range(1, 58))
 
 
-def test_script_publishes_nothing_after_the_next_attempt_has_begun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SUCCEEDED = """
+import sys
+from pathlib import Path
+from relay import report, state
+
+def refused(call):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+
+def go_on():
+    with state() as saved:
+        saved.step += 1
+        Path(sys.argv[1]).touch()
+
+with state() as saved:
+    saved.step = 7
+    report(step=7, loss=1.0)
+refused(go_on)
+refused(lambda: report(step=8, loss=1.0))
+refused(lambda: state().__enter__())
+"""
+
+
+def test_script_publishes_nothing_after_the_next_attempt_has_begun(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     run.events.mkdir()
     environment = {"TORCHRELAY_RUN_DIR": str(tmp_path), "TORCHRELAY_ATTEMPT": "1"}
-    monkeypatch.setattr(training.relay, "_this", _this.find(environment))
-    with state() as saved:
-        saved.step = 7
-        report(step=7, loss=1.0)
-
-    def go_on() -> None:
-        with state() as saved:
-            saved.step += 1
-            claim(run, 2)
-
-    with pytest.raises(RuntimeError, match="attempt 2 has begun"):
-        go_on()
+    done = run_relay(SUCCEEDED, str(claim_file(run, 2)), directory=tmp_path, **environment)
+    assert done.stdout == 3 * "attempt 2 has begun: attempt 1 writes nothing more\n", done.stderr
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000007"]
-    with pytest.raises(RuntimeError, match="attempt 2 has begun"):
-        report(step=8, loss=1.0)
-    with pytest.raises(RuntimeError, match="attempt 2 has begun"):
-        state().__enter__()
     assert [line["step"] for line in lines(run.train_metrics)] == [7]

@@ -247,7 +247,7 @@ def test_the_thread_that_writes_uses_the_gpu_of_its_rank(
 
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
     second = replace(group, device=torch.device("cuda", 1))
-    checkpoints = writer.CheckpointDestination(trainer.context, group, trainer.logger, sharded=False)
+    checkpoints = writer.CheckpointDestination(trainer.context, group, trainer.logger)
     on_second = writer.StateWriter(checkpoints, trainer.state, second)
     on_second.restart_interval(due=True)
     on_second.save()

@@ -1,16 +1,16 @@
-"""Lets all ranks act on one rank's request (a stop signal, a save, a snapshot) at the same step. Runs on every rank.
+"""Has all ranks act on one rank's request at the same step: a stop signal, a save, a snapshot. Runs on every rank.
 
-`training.relay` records the signal, `Trainer.save_and_stop` saves the step that the ranks agreed on.
+A trainer exchanges flags every few steps, a script at each call of `should_stop`.
 """
 
 import math
 import time
 from signal import Signals
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import distributed
-
-from training.relay import PendingMaximum
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
 
 # The ranks exchange their flags about this often, and at least once in _MAX_INTERVAL boundaries: when storage stalls,
 # steps of milliseconds may take seconds, and a signal should still take effect within the grace period of a preemption.
@@ -43,12 +43,16 @@ class StopConsensus:
 
     About every 50 ms, at the same boundaries on all ranks, they start an all-reduce (maximum) of their flags on the
     CPU, and wait for the previous one, which had at least a whole step to finish. So a request takes effect within two
-    intervals; an interval is one boundary where steps take 50 ms or more.
+    intervals; an interval is one boundary where steps take 50 ms or more. Without a group this is the only rank, and a
+    request takes effect at once.
     """
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
-        self._is_rank_zero = distributed.get_rank() == 0
-        self._maximum = PendingMaximum(group)
+    def __init__(self, group: "ProcessGroup | None") -> None:
+        from torch import distributed
+
+        self._group = group
+        self._is_rank_zero = group is None or distributed.get_rank() == 0
+        self._pending: tuple[torch.Tensor, Any] | None = None
         self._began = time.monotonic()
         self._boundaries = 0
         """Boundaries since the last exchange."""
@@ -69,22 +73,36 @@ class StopConsensus:
         Raises:
             StopRequested: some rank received a signal.
         """
-        agreed = self.wait()
+        agreed = flags if self._group is None else self.wait()
         self.interval = agreed.interval or 1
         # What was agreed on happens now. A rank may still request it, but it must not happen twice.
         wanted = StepFlags(*(0 if done else flag for done, flag in zip(agreed, flags, strict=True)))
-        self._maximum.start(wanted._replace(interval=self._proposed_interval(max_interval)))
+        self._start(wanted._replace(interval=self._proposed_interval(max_interval)))
         if agreed.signal:
             raise StopRequested(agreed.signal)
         return agreed
 
     def _proposed_interval(self, max_interval: float) -> int:
-        """Return how many boundaries fit between two exchanges, by the last ones' speed; 0 on ranks other than 0."""
+        """Return how many boundaries fit between two exchanges, by the time since the last; 0 on ranks other than 0."""
         now, boundaries = time.monotonic(), self._boundaries
         fitting = int(_EXCHANGE_SECONDS * boundaries / max(now - self._began, 1e-9))
         self._began, self._boundaries = now, 0
         return max(1, int(min(max_interval, _MAX_INTERVAL, fitting))) if self._is_rank_zero else 0
 
+    def _start(self, wanted: StepFlags) -> None:
+        import torch
+        from torch import distributed
+
+        if self._group is not None:
+            maximum = torch.tensor(wanted)
+            work = distributed.all_reduce(maximum, distributed.ReduceOp.MAX, group=self._group, async_op=True)
+            self._pending = maximum, work
+
     def wait(self) -> StepFlags:
-        """Wait for the pending all-reduce, and return its flags."""
-        return StepFlags(*self._maximum.wait())
+        """Wait for the pending all-reduce, and return its flags; none if nothing is pending."""
+        if self._pending is None:
+            return StepFlags()
+        maximum, work = self._pending
+        self._pending = None
+        work.wait()
+        return StepFlags(*maximum.tolist())

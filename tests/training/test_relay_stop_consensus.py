@@ -7,10 +7,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch import distributed
 
-from training.runtime import stop_consensus
+from training.relay import StepFlags, StopConsensus, StopRequested, stop_consensus
 from training.runtime.process_group import ProcessGroup
-from training.runtime.stop_consensus import StepFlags, StopConsensus, StopRequested
 
 
 class Clock:
@@ -77,7 +77,7 @@ def test_where_steps_become_slow_flags_are_exchanged_at_each_again(group: Proces
 
 
 def test_ranks_other_than_0_leave_the_interval_to_it(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stop_consensus.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(distributed, "get_rank", lambda: 1)
     consensus = StopConsensus(group.control)
     found = exchanges(consensus, 0.001, 4, StepFlags())
     assert [step for step, _ in found] == [0, 1, 2, 3], "nobody has set it"
@@ -101,7 +101,7 @@ class OtherRank:
         self.group, self.flags = group, flags
 
     def all_reduce(self, own: torch.Tensor, op: object, *, group: object, async_op: bool) -> "OtherRank":
-        assert (op, group, async_op) == (stop_consensus.distributed.ReduceOp.MAX, self.group, True)
+        assert (op, group, async_op) == (distributed.ReduceOp.MAX, self.group, True)
         self.own = own
         return self
 
@@ -112,9 +112,18 @@ class OtherRank:
 def test_request_of_any_rank_takes_effect_on_all(group: ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     consensus = StopConsensus(group.control)
     other = OtherRank(group.control, StepFlags(save=1, interval=0))
-    monkeypatch.setattr(stop_consensus.distributed, "all_reduce", other.all_reduce)
+    monkeypatch.setattr(distributed, "all_reduce", other.all_reduce)
     assert consensus.exchange(StepFlags(snapshot=1)) == StepFlags()
     assert consensus.exchange(StepFlags()) == StepFlags(save=1, snapshot=1, interval=1)
     other.flags = StepFlags(signal=signal.SIGTERM)
     with pytest.raises(StopRequested, match=str(int(signal.SIGTERM))):
         consensus.exchange(StepFlags())
+
+
+def test_request_of_the_only_rank_takes_effect_at_once() -> None:
+    consensus = StopConsensus(None)
+    assert consensus.exchange(StepFlags(save=1)) == StepFlags(save=1)
+    assert consensus.exchange(StepFlags()) == StepFlags(), "not twice"
+    with pytest.raises(StopRequested, match=str(int(signal.SIGTERM))):
+        consensus.exchange(StepFlags(signal=signal.SIGTERM))
+    assert consensus.wait() == StepFlags()

@@ -1,0 +1,111 @@
+"""Three calls for a torchrun script of your own: `should_stop`, `report`, `state`. Runs on every rank.
+
+For example::
+
+    from training.relay import report, should_stop, state
+
+    with state(model=model, optimizer=optimizer) as saved:  # restores them, and saves them while they change
+        while saved.step < 10_000:
+            loss = train(next(batches))
+            saved.step += 1
+            report(step=saved.step, loss=loss)
+            if should_stop():  # on a signal: the same answer on all ranks, at the same step
+                break
+
+This package imports nothing else of torchrelay: a project that runs where that is not installed has a copy of it, under
+the name `relay`. Where no run of torchrelay has started the script, `should_stop` answers False, and the others do
+nothing. More is in docs/tutorials/own-script.md.
+
+Our own trainer stands on the same stop signals, heartbeat, exchanges between ranks, files of checkpoints, and choice of
+the newest one. Of `torch`, nothing is imported here: the import takes seconds, in which a signal would not be noticed.
+"""
+
+import time
+from typing import Any
+
+# The trainer, the node agents and the commands of the login node import from here what is not called below.
+from .background_writer import BackgroundWriter
+from .checkpoint_files import (
+    WriteFiles,
+    checkpoint_path,
+    describe_file,
+    discard,
+    file_names,
+    find_damage,
+    list_checkpoints,
+    missing_snapshot_bytes,
+    publish_directory,
+    read_checkpoint,
+    reject,
+    remove_published,
+    remove_unpublished,
+    save_checkpoint,
+    save_snapshot,
+    step_of,
+)
+from .object_states import Saveable
+from .progress_files import Heartbeat, Phase, progress_files
+from .rank_exchange import all_gather_bytes, broadcast_bytes, ranks
+from .restoring import Candidate, find_candidates, remove_newer, restore_newest
+from .saved_state import SavedState
+from .stop_consensus import StepFlags, StopConsensus, StopRequested
+from .stop_signals import STOP_SIGNALS, signals
+from .this_rank import THIS_RANK
+
+__all__ = ["report", "should_stop", "state"]
+
+
+def should_stop() -> bool:
+    """Whether to save and exit with 0: True on all ranks at the same call, a step after one of them got a signal.
+
+    All ranks call it equally often, after each step. Within `with state(...)`, that is also when snapshots are taken.
+
+    Raises:
+        RuntimeError: there are several ranks, and torch.distributed is not initialized yet.
+    """
+    if THIS_RANK.run_dir is None or ranks.stopping:
+        return ranks.stopping is not None
+    consensus, saved = ranks.connect("should_stop()"), SavedState.active
+    progress_files.beat(saved.step if saved else None)
+    checkpoint, snapshot = saved.due() if saved else (0, 0)
+    try:
+        agreed = consensus.exchange(StepFlags(signal=signals.received(), save=checkpoint, snapshot=snapshot))
+    except StopRequested as request:
+        ranks.stopping = request.name, signals.received_at() or time.monotonic()
+        return True
+    if saved and (agreed.save or agreed.snapshot):
+        saved.save(durable=bool(agreed.save))
+    return False
+
+
+def report(*, step: int, **numbers: Any) -> None:
+    """Say how far the training is: for `hpc status`, `hpc report`, trackers, and so that a hang is noticed.
+
+    Each rank that calls it shows that it lives; rank 0 writes the numbers.
+
+    Args:
+        step: the optimizer steps done.
+        numbers: such as `loss`, `images_per_second`, `epoch`, `lr`; tensors of one element too, for which a GPU waits.
+    """
+    progress_files.beat(step)
+    progress_files.metrics(step, numbers)
+
+
+def state(
+    *, checkpoint_seconds: float = 600.0, snapshot_seconds: float = 1.0, keep: int = 2, **objects: Saveable
+) -> SavedState:
+    """Keep these objects over interruptions. All ranks enter and leave the `with` block together.
+
+    Entering restores the newest state that any rank can reach; `saved.step` says how many steps are done, and the loop
+    counts it up. `should_stop()` takes the snapshots and checkpoints that are due; leaving without an exception saves
+    the last step. Modules, optimizers and schedulers are the same on all ranks (DDP), or in shards (FSDP2). Of
+    everything else, such as a loader, each rank saves its own; and of the random number generators of torch and Python.
+
+    Args:
+        checkpoint_seconds: between checkpoints in the run directory.
+        snapshot_seconds: between snapshots in the memory of each node, from which the ranks go on when one of them has
+            died; longer where they would take more than 1 % of the time. 0: none.
+        keep: how many checkpoints to keep.
+        objects: each has `state_dict` and `load_state_dict`; the same names in every attempt.
+    """
+    return SavedState(objects, checkpoint_seconds, snapshot_seconds, keep)

@@ -1,0 +1,227 @@
+"""Owns the directories of saved states, such as `step-00001200/`: they are whole, with a manifest, or absent.
+
+Ranks write them, as checkpoints on shared storage and as snapshots in a node's memory; node agents and the commands of
+the login node read them. Imports no torch.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_MANIFEST = "manifest.json"
+_NAME, _REJECTED = re.compile(r"step-(\d{8,})"), "rejected-"
+# Endings of a directory that is being written or removed, and of one that is being replaced.
+_UNFINISHED, _REPLACED = "tmp", "old"
+# Errors of file systems that have no fsync of directories.
+_UNSUPPORTED = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
+_KEPT_SNAPSHOTS = 2
+
+WriteFiles = Callable[[Path], dict[str, Any] | None]
+
+
+def publish_directory(
+    path: Path, write_files: WriteFiles, mode: int | None = None, *, check: Callable[[], None] | None = None
+) -> None:
+    """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
+
+    `write_files` receives the empty directory, and need not flush what it writes. The directory gets `mode`, its files
+    get it without the execute bits. None: the umask decides. `check` is called once everything is written,
+    which may take minutes; if it raises, nothing is published.
+
+    Raises:
+        OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = _temporary_name(path, _UNFINISHED)
+    try:
+        temporary.mkdir(mode=0o777 if mode is None else mode)
+        write_files(temporary)
+        for file in temporary.iterdir():
+            if mode is not None:
+                file.chmod(mode & 0o666)
+            _fsync(file)
+        _fsync(temporary)
+        if check:
+            check()
+        # A directory cannot be renamed onto one that has entries.
+        old = _temporary_name(path, _REPLACED) if path.exists() else None
+        if old:
+            path.rename(old)
+        temporary.rename(path)
+        _fsync(path.parent)
+        if old:
+            shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _temporary_name(path: Path, ending: str) -> Path:
+    return path.parent / f".{path.name}.{uuid.uuid4().hex}.{ending}"
+
+
+def _fsync(path: Path) -> None:
+    """Make a file's content durable, or the names in a directory: a rename is on the disk only after this."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems cannot do this for directories, of which `hpc submit` has warned.
+        if error.errno not in _UNSUPPORTED or not path.is_dir():
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_published(path: Path) -> None:
+    """Remove a published directory. It is renamed first, so a kill leaves no incomplete directory under its name.
+
+    Ignores errors. After a kill, `remove_unpublished` removes the rest.
+    """
+    with suppress(OSError):
+        path = path.rename(_temporary_name(path, _UNFINISHED))
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_unpublished(parent: Path, pattern: str) -> None:
+    """Remove temporary directories of killed processes; restore a directory that was renamed but not replaced.
+
+    `pattern` matches the names that are published in `parent`, such as `step-*`. `parent` need not exist.
+    """
+    for old in sorted(parent.glob(f".{pattern}.*.{_REPLACED}")):
+        path = parent / old.name[1:].rsplit(".", 2)[0]
+        if path.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(path)
+    for unfinished in parent.glob(f".{pattern}.*.{_UNFINISHED}"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+# --- saved states: `step-00001200/`, with a manifest ---
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Return the path of the checkpoint of a step."""
+    return directory / f"step-{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """Return the optimizer steps done, from the name of a checkpoint."""
+    return int(path.name.rpartition("-")[2])
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Return all checkpoints, intact or not; the newest (by its step) first. Ignores other names, such as of copies."""
+    if not directory.is_dir():
+        return []
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
+
+
+def save_checkpoint(
+    directory: Path, step: int, write_files: WriteFiles, keep: int | None, mode: int | None = None,
+    *, check: Callable[[], None] | None = None,
+) -> Path:  # fmt: skip
+    """Write a checkpoint and, once it is on the disk, delete all but the newest `keep`; None: delete nothing.
+
+    `write_files` receives the checkpoint's directory, which gets the mode `mode`. It may return the manifest's entries
+    for files that others have written and checked. `check` raises if the checkpoint may not be published.
+
+    Raises:
+        OSError: it could not be written; the older ones are all there.
+    """
+
+    def complete(temporary: Path) -> None:
+        files = write_files(temporary) or {}
+        files |= {file.name: describe_file(file) for file in sorted(temporary.iterdir()) if file.name not in files}
+        (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
+
+    path = checkpoint_path(directory, step)
+    publish_directory(path, complete, mode, check=check)
+    if keep is not None:
+        for outdated in list_checkpoints(directory)[keep:]:
+            remove_published(outdated)
+        for rejected in directory.glob(f"{_REJECTED}*"):
+            shutil.rmtree(rejected, ignore_errors=True)
+    return path
+
+
+def save_snapshot(directory: Path, step: int, write_files: WriteFiles) -> None:
+    """Write a snapshot, which the owner alone may read, and delete all but the newest. Raises as `save_checkpoint`."""
+    save_checkpoint(directory, step, write_files, _KEPT_SNAPSHOTS, 0o700)
+
+
+def missing_snapshot_bytes(directory: Path, size_bytes: int) -> int:
+    """Return how much more space snapshots of this size need: some are kept while another one is written."""
+    return size_bytes * (_KEPT_SNAPSHOTS + 1 - min(_KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
+
+
+def reject(path: Path) -> None:
+    """Mark a checkpoint that is torn or altered as unusable. It is deleted once a new one is committed."""
+    path.rename(path.with_name(_REJECTED + path.name))
+
+
+def discard(path: Path, *, durable: bool) -> None:
+    """Reject a checkpoint, or remove a snapshot, so that no attempt tries it again."""
+    if durable:
+        reject(path)
+    else:
+        remove_published(path)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Return the manifest's entry for a file."""
+    with path.open("rb") as file:
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def describe_bytes(data: bytes) -> dict[str, Any]:
+    """Return the manifest's entry for a file with this content."""
+    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
+    """Return what is wrong with a checkpoint; empty if its files are as they were written.
+
+    With its rank as `first` and the world size as `stride`, a rank checks its share of the files.
+
+    Raises:
+        OSError: the storage cannot be read. The checkpoint may be intact.
+    """
+    return _damage(path, describe_file, first, stride)
+
+
+def _damage(path: Path, describe: Callable[[Path], dict[str, Any]], first: int = 0, stride: int = 1) -> str:
+    try:
+        files = json.loads((path / _MANIFEST).read_bytes())["files"]
+        checked = sorted(files.items())[first::stride]
+        damaged = next((name for name, entry in checked if describe(path / name) != entry), None)
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"it does not match its manifest: {error!r}"
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error}): start the run again when it can") from error
+    return f"{damaged} is not as it was written" if damaged else ""
+
+
+def file_names(path: Path) -> list[str]:
+    """Return the names of the files of an intact checkpoint. Raises OSError if the storage cannot be read."""
+    return list(json.loads((path / _MANIFEST).read_bytes())["files"])
+
+
+def read_checkpoint(path: Path) -> dict[str, bytes] | str:
+    """Return the files of a checkpoint, or what is wrong with it. Raises OSError if the storage cannot be read."""
+    files = dict[str, bytes]()
+
+    def read(file: Path) -> dict[str, Any]:
+        files[file.name] = data = file.read_bytes()
+        return describe_bytes(data)
+
+    return _damage(path, read) or files

@@ -1,0 +1,153 @@
+"""Owns the content of a script's saved state: how it is captured from the objects, and given back to them.
+
+Runs on every rank. What all ranks share is saved once: modules, optimizers and schedulers, whole even where they are in
+shards. Of every other object, and of the random number generators, each rank saves its own.
+"""
+
+import io
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from .rank_exchange import all_gather_bytes, ranks
+from .this_rank import THIS_RANK
+
+# The file of a script's state in its directory.
+STATE_FILE = "state.pt"
+
+
+class Saveable(Protocol):
+    """What can be saved: modules, optimizers, schedulers, torchdata's StatefulDataLoader, objects of your own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors, numbers, texts, and lists and dicts of them. All ranks call it at the same step."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Restore what `state_dict` returned."""
+
+
+def capture_states(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]:
+    """Copy the states of the objects into memory that the training does not touch. All ranks must call this."""
+    writes = THIS_RANK.local_rank == 0
+    shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
+    own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
+    every = all_gather_bytes(serialized({"objects": own, "random": _random_states()}), ranks.group)
+    return {"step": step, "world_size": THIS_RANK.world_size, "shared": shared, "own": every}
+
+
+def _is_shared(one: Saveable) -> bool:
+    """Return whether all ranks have the same state, or shards of one."""
+    from torch import nn, optim
+
+    return isinstance(one, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler)
+
+
+def _copied(value: Any, *, keep: bool) -> Any:
+    """Copy the tensors in a state to the host's memory. All ranks put shards together, and only some `keep` them."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, torch.Tensor):
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.detach().to("cpu", copy=True) if keep else None
+    if isinstance(value, dict):
+        return {key: _copied(each, keep=keep) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(each, keep=keep) for each in value)
+    return value
+
+
+def _random_states() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def _restore_random(states: Mapping[str, Any]) -> None:
+    import torch
+
+    torch.set_rng_state(states["torch"])
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def serialized(content: Any) -> bytes:
+    """Return the bytes that `load_states` reads."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def _deserialized(data: bytes) -> Any:
+    """Return what `serialized` was given. Code in it is not run, but refused."""
+    import torch
+
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def check_restorable(objects: Mapping[str, Saveable]) -> None:
+    """Refuse, before the first step, a state that could be saved and not restored. Raises TypeError."""
+    from pickle import UnpicklingError
+
+    from torch import nn
+
+    for name, each in objects.items():
+        if isinstance(each, nn.Module):
+            continue
+        try:
+            _deserialized(serialized(_copied(each.state_dict(), keep=True)))
+        except UnpicklingError as error:
+            raise TypeError(
+                f"state({name}=...): its state_dict() holds more than tensors, numbers and texts, so it could not be "
+                f"restored: {error}"
+            ) from error
+
+
+def load_states(objects: Mapping[str, Saveable], data: bytes) -> None:
+    """Give the objects a saved state, serialized. Raises KeyError if it is that of other objects."""
+    content = _deserialized(data)
+    every = content["own"]
+    # With more ranks than then, some of them continue as others do.
+    own = _deserialized(every[THIS_RANK.rank % len(every)])
+    states = {**content["shared"], **own["objects"]}
+    if states.keys() != objects.keys():
+        raise KeyError(
+            f"the saved state is of {', '.join(sorted(states))}, and state() got {', '.join(sorted(objects))}"
+        )
+    for name, each in objects.items():
+        each.load_state_dict(_in_shards(each, states[name]))
+    _restore_random(own["random"])
+
+
+def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the state with its tensors in shards where the object has its parameters in shards (FSDP2)."""
+    from torch import nn, optim
+
+    if isinstance(one, nn.Module):
+        current = one.state_dict()
+        return {name: _like(current.get(name), value) for name, value in content.items()}
+    if not isinstance(one, optim.Optimizer):
+        return content
+    parameters = [each for group in one.param_groups for each in group["params"]]
+    values = {
+        index: {name: _like(parameters[int(index)], value) for name, value in each.items()}
+        for index, each in content["state"].items()
+    }
+    return {**content, "state": values}
+
+
+def _like(model: Any, value: Any) -> Any:
+    """Return a whole tensor in shards like `model`, if that is in shards and of its shape."""
+    import torch
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(model, DTensor) or not isinstance(value, torch.Tensor) or value.shape != model.shape:
+        return value
+    return distribute_tensor(value.to(model.device), model.device_mesh, model.placements)

@@ -1,0 +1,112 @@
+"""Writes what other programs read of a rank: its heartbeat, and the metrics and events of a script. Imports no torch.
+
+Runs on every rank. The node agent reads the heartbeat; `hpc status`, `hpc report` and trackers read the rest.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from .this_rank import THIS_RANK, check_no_later_attempt, warn
+
+# The file of a heartbeat keeps its size (padded with spaces), so a reader always finds one whole record.
+_HEARTBEAT_BYTES = 512
+
+Phase = Literal["start", "load", "step", "evaluate", "save", "end", "script"]
+
+
+class Heartbeat:
+    """A rank's sign of life: a JSON object in a file that the node's agent reads, rewritten in place.
+
+    It says what the rank is doing, and how fast it is. A beat is one write into memory. If that fails, one beat is
+    missing and the training continues.
+    """
+
+    def __init__(self, path: Path | None, rank: int) -> None:
+        self._rank = rank
+        self._count = 0
+        self._step = 0
+        self._path = path
+        self.step_seconds: float | None = None
+        """Mean wall time of recent steps."""
+        self.busy_seconds: float | None = None
+        """Mean time of this rank's own work in recent steps."""
+
+    def beat(self, phase: Phase, step: int | None = None) -> None:
+        """Write what begins now and the optimizer steps done, by default as in the previous beat."""
+        if self._path is None:
+            return
+        self._count += 1
+        self._step = self._step if step is None else step
+        record = {
+            "rank": self._rank, "pid": os.getpid(), "step": self._step, "phase": phase, "count": self._count,
+            "time": time.time(), "step_seconds": self.step_seconds, "busy_seconds": self.busy_seconds,
+        }  # fmt: skip
+        with suppress(OSError):
+            # At each beat: a script may close files that it does not know, and something may have emptied /dev/shm.
+            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.pwrite(descriptor, json.dumps(record).encode().ljust(_HEARTBEAT_BYTES), 0)
+            finally:
+                os.close(descriptor)
+
+
+class ProgressFiles:
+    """Writes the heartbeat of a script's rank, and on rank 0 the metrics and events of the script."""
+
+    def __init__(self) -> None:
+        self._heartbeat = Heartbeat(THIS_RANK.heartbeat, THIS_RANK.rank)
+        self._beaten_at: float | None = None
+        self._failed = False
+
+    def beat(self, step: int | None = None) -> None:
+        """Show that this rank lives: the node's agent notices a hang."""
+        now, mean = time.monotonic(), self._heartbeat.step_seconds
+        if self._beaten_at is not None:
+            seconds = now - self._beaten_at
+            self._heartbeat.step_seconds = seconds if mean is None else 0.9 * mean + 0.1 * seconds
+        self._beaten_at = now
+        self._heartbeat.beat("script", step)
+
+    def metrics(self, step: int, numbers: Mapping[str, Any]) -> None:
+        """Append a line to the metrics of the training, on rank 0; tensors of one element are numbers too."""
+        if THIS_RANK.rank != 0 or not numbers:
+            return
+        known = {name: _json_number(value) for name, value in numbers.items()}
+        where = {"world_size": THIS_RANK.world_size, "attempt": THIS_RANK.attempt, "time": time.time()}
+        self._append("metrics/train.jsonl", {"step": step, **known, **where})
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Append to the ledger of the run, on rank 0."""
+        record = {"time": time.time(), "event": name, "attempt": THIS_RANK.attempt, **fields}
+        self._append(f"events/attempt-{THIS_RANK.attempt:03d}-script.jsonl", record)
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        if THIS_RANK.run_dir is None or THIS_RANK.rank != 0:
+            return
+        path = THIS_RANK.run_dir / name
+        try:
+            check_no_later_attempt()
+            path.parent.mkdir(exist_ok=True)
+            with path.open("a+b") as file:
+                # A kill may have left half a line. A line break keeps it from spoiling the next one.
+                is_torn = file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
+                file.write(b"\n" * is_torn + json.dumps(record, default=str).encode() + b"\n")
+        except OSError as error:
+            if not self._failed:
+                warn(f"{path} cannot be written ({error}): free some space; the training continues without it")
+            self._failed = True
+
+
+def _json_number(value: Any) -> float | None:
+    """Return the number as JSON has it, for which a GPU waits; None if it is not finite."""
+    plain = value.item() if hasattr(value, "item") else value
+    return plain if math.isfinite(plain) else None
+
+
+progress_files = ProgressFiles()

@@ -1,0 +1,82 @@
+"""Owns the connection of the ranks on the CPU, and the bytes that they send each other. Runs on every rank.
+
+torch is imported in the functions that a rank calls, when the script has imported it already.
+"""
+
+import atexit
+from typing import TYPE_CHECKING, Any
+
+from .stop_consensus import StopConsensus
+from .this_rank import THIS_RANK
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
+    """Return the bytes of every rank, by rank. All ranks must call this; without a group, this is the only one.
+
+    torch's all_gather_object unpickles what it receives: a process that poses as a rank would run code on all. The
+    connections between ranks are not authenticated.
+    """
+    import torch
+    from torch import distributed
+
+    if group is None:
+        return [data]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(distributed.get_world_size(group))]
+    distributed.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    longest = max(1, *(int(size) for size in sizes))
+    own, *texts = (bytearray(longest) for _ in range(1 + len(sizes)))
+    own[: len(data)] = data
+    # Not through numpy, which the environment of a user's script may lack.
+    received = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
+    distributed.all_gather(received, torch.frombuffer(own, dtype=torch.uint8), group=group)
+    return [bytes(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
+
+
+def broadcast_bytes(data: bytes | None, source: int, group: "ProcessGroup | None") -> bytes:
+    """Return the bytes of rank `source` on every rank; the argument of other ranks is ignored."""
+    import torch
+    from torch import distributed
+
+    if group is None:
+        return data or b""
+    size = torch.tensor([len(data) if data is not None else 0])
+    distributed.broadcast(size, source, group=group)
+    mine = bytearray(data) if distributed.get_rank() == source and data is not None else bytearray(int(size))
+    if mine:
+        distributed.broadcast(torch.frombuffer(mine, dtype=torch.uint8), source, group=group)
+    return bytes(mine)
+
+
+class Ranks:
+    """Connects a script's rank to the others."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        """The ranks' process group on the CPUs; None: this is the only rank."""
+        self.stopping: tuple[str, float] | None = None
+        """The signal for which all ranks stop, and time.monotonic() when it arrived, or was agreed on."""
+        self._consensus: StopConsensus | None = None
+
+    def connect(self, call: str) -> StopConsensus:
+        """Make the process group, once. Raises RuntimeError if the script has none yet."""
+        from torch import distributed
+
+        if self._consensus is None:
+            if THIS_RANK.world_size > 1:
+                if not distributed.is_initialized():
+                    fix = "call it after torch.distributed.init_process_group()"
+                    raise RuntimeError(f"{call} needs the other ranks: {fix}")
+                self.group = distributed.new_group(backend="gloo")
+            self._consensus = StopConsensus(self.group)
+        return self._consensus
+
+    def close(self) -> None:
+        """Let go of the process group. At exit, before Python takes itself apart: its threads would abort then."""
+        self._consensus = self.group = None
+
+
+ranks = Ranks()
+atexit.register(ranks.close)

@@ -1,0 +1,161 @@
+"""Owns the block of `state`: restores the objects, and saves them while they change. Runs on every rank.
+
+The thread that trains copies the state to the host's memory; a background thread writes the copy.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from .background_writer import BackgroundWriter
+from .checkpoint_files import describe_bytes, missing_snapshot_bytes, save_checkpoint, save_snapshot
+from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialized
+from .progress_files import progress_files
+from .rank_exchange import all_gather_bytes, ranks
+from .restoring import restore_objects
+from .this_rank import THIS_RANK, check_no_later_attempt, warn
+
+# Snapshots may take a hundredth of the time.
+_SECONDS_PER_COST = 100.0
+
+
+class SavedState:
+    """The objects that `state` keeps, while its block runs."""
+
+    step: int
+    """The optimizer steps done."""
+    active: ClassVar["SavedState | None"] = None
+    """The block that this process is in; None: it is in none."""
+
+    def __init__(
+        self, objects: dict[str, Saveable], checkpoint_seconds: float, snapshot_seconds: float, keep: int
+    ) -> None:
+        self.step = 0
+        self._objects = objects
+        self._intervals = checkpoint_seconds, snapshot_seconds
+        self._keep = keep
+        self._saved_at = [time.monotonic()] * 2
+        self._saved_steps = [-1, -1]
+        self._cost_seconds = 0.0
+        self._background = BackgroundWriter()
+        self._snapshots = THIS_RANK.snapshots if snapshot_seconds else None
+        self._first_step: int | None = None
+        self._unwritten: OSError | None = None
+
+    def __enter__(self) -> Self:
+        """Restore the newest state, if there is one.
+
+        Raises:
+            RuntimeError: there are several ranks, and torch.distributed is not initialized yet. Or a later attempt
+                has begun.
+            TypeError: a state holds what could not be restored.
+            KeyError: the saved state is of other objects.
+        """
+        if THIS_RANK.run_dir is None:
+            return self
+        ranks.connect("state()")
+        began = time.monotonic()
+        check_no_later_attempt()
+        check_restorable(self._objects)
+        source = restore_objects(self._objects)
+        self.step = source.step if source else 0
+        self._saved_steps = [self.step if source and source.durable else -1, self.step]
+        self._first_step = self.step
+        progress_files.beat(self.step)
+        progress_files.event(
+            "train_started",
+            step=self.step, world_size=THIS_RANK.world_size, restored_from=source and str(source.path),
+            source=source and source.source,
+            restore_seconds=round(time.monotonic() - began, 3),
+        )  # fmt: skip
+        SavedState.active = self
+        return self
+
+    def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Save the last step, also at sys.exit(0); nothing after an error. Raises OSError if it cannot be written."""
+        SavedState.active = None
+        is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
+        if THIS_RANK.run_dir is not None and is_done:
+            ranks.connect("state()").wait()
+            self._background.wait()
+            if any(all_gather_bytes(b"failed" if self._unwritten else b"", ranks.group)):
+                self._saved_steps[0] = -1
+            self.save(durable=True)
+            self._background.wait()
+            if self._unwritten:
+                raise self._unwritten
+            if ranks.stopping:
+                name, requested_at = ranks.stopping
+                seconds = round(time.monotonic() - requested_at, 3)
+                progress_files.event("train_stopped", step=self.step, signal=name, seconds=seconds)
+
+    def due(self) -> tuple[int, int]:
+        """Return whether a checkpoint, and a snapshot, are due: 1 or 0. The clock of rank 0 decides."""
+        if self._first_step is not None and self.step > self._first_step:
+            progress_files.event("first_step", step=self.step)
+            self._first_step = None
+        if THIS_RANK.rank != 0 or self._background.busy:
+            return 0, 0
+        checkpoint_seconds, snapshot_seconds = self._intervals
+        waits = checkpoint_seconds, max(snapshot_seconds, _SECONDS_PER_COST * self._cost_seconds)
+        late = [time.monotonic() - at >= wait for at, wait in zip(self._saved_at, waits, strict=True)]
+        return int(late[0]), int(late[1] and self._snapshots is not None)
+
+    def save(self, *, durable: bool) -> None:
+        """Save this step, unless it is saved already. All ranks call it together.
+
+        What cannot be written is no error yet: a checkpoint is tried again when the next one is due, and at the end.
+        """
+        kind, began = 0 if durable else 1, time.monotonic()
+        self._saved_at[kind] = began
+        if self._saved_steps[kind] == self.step:
+            return
+        self._saved_steps[kind] = self.step
+        content = capture_states(self._objects, self.step)
+        copy_seconds = time.monotonic() - began
+        self._cost_seconds = max(0.9 * self._cost_seconds, copy_seconds)
+        directory = THIS_RANK.checkpoints if durable else self._snapshots
+        if directory and (durable or not self._background.busy):
+            write = partial(self._write, directory, self.step, content, copy_seconds, durable=durable)
+            self._background.submit(write)
+
+    def _write(
+        self, directory: Path, step: int, content: Mapping[str, Any], copy_seconds: float, *, durable: bool
+    ) -> None:
+        began, thread_began = time.monotonic(), time.thread_time()
+        try:
+            _write_state(directory, step, serialized(content), keep=self._keep if durable else None)
+        except OSError as error:
+            if durable:
+                self._unwritten = error
+                progress_files.event("checkpoint_failed", step=step, reason=str(error))
+                warn(f"the checkpoint of step {step} could not be written, and is tried again later: {error}")
+            else:
+                self._snapshots = None
+                warn(f"no more snapshots: {error}; an interruption now costs the steps since the last checkpoint")
+            return
+        if durable:
+            self._unwritten, seconds = None, round(time.monotonic() - began, 3)
+            progress_files.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
+        else:
+            # Where the ranks compute on CPUs, this thread takes time from them.
+            self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
+
+
+def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -> None:
+    """Write a checkpoint or, if `keep` is None, a snapshot. Raises OSError."""
+
+    def write_file(temporary: Path) -> dict[str, Any]:
+        (temporary / STATE_FILE).write_bytes(data)
+        return {STATE_FILE: describe_bytes(data)}
+
+    if keep is not None:
+        save_checkpoint(directory, step, write_file, keep, 0o700, check=check_no_later_attempt)
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(directory).free < missing_snapshot_bytes(directory, len(data)):
+        raise OSError(f"{directory} has no space for 3 snapshots of {len(data) / 1e6:,.1f} MB")
+    save_snapshot(directory, step, write_file)
