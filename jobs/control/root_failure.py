@@ -1,6 +1,6 @@
 """Which rank failed first; the others ended because of it. Runs in the head node's agent.
 
-Two controllers act when a rank dies:
+Two controllers act when a rank dies (docs/explanation/architecture.md says why there are two):
 
 - torchrun, on each node, restarts the round's ranks at once, as often as necessary (--max-restarts=1000000). It knows
   nothing of steps, budgets, or of nodes that are silent. It does not wait for the coordinator: most runs go on, and the

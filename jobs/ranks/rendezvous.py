@@ -1,18 +1,19 @@
 """The rendezvous of a round's nodes: port, address, interface, and torchrun's command line. Runs on compute nodes."""
 
-import os
 import random
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.base.environment import SECRET
+from hpc.base.transport import listen
 
 # Ports below this belong to system services, those of the ephemeral range to outgoing connections.
 LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
+# `listen` shuffles what it tries, with the random numbers of the system: slow for all twenty thousand.
+_TRIES = 1000
 TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
 """By its path: a user's PYTHONPATH must not replace it."""
 
@@ -81,33 +82,16 @@ def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[
     }
 
 
-def is_free(port: int) -> bool:
-    """Whether torchrun could listen on the port here."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True
-
-
-def pick_port(ports: Sequence[int] = (), tries: int = 1000) -> int:
-    """One of some ports, or one below the ephemeral range, that is free.
+def pick_port(ports: Sequence[int] = ()) -> int:
+    """Return a free port: one of `ports`, or one below the ephemeral range.
 
     It is random, so that two jobs on one node hardly ever pick the same.
 
     Raises:
-        OSError: none of the ports that were tried is free.
+        OSError: all that were tried are in use.
     """
     if not ports:
         first_ephemeral = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
         ports = range(LOWEST_PORT, max(first_ephemeral, LOWEST_PORT + 1000))
-    tried = random.SystemRandom().sample(ports, min(tries, len(ports)))
-    free = next((port for port in tried if is_free(port)), None)
-    if free is None:
-        raise OSError(
-            f"none of {len(tried)} ports tried between {ports[0]} and {ports[-1]} is free on {os.uname().nodename}"
-        )
-    return free
+    with listen(random.sample(ports, min(_TRIES, len(ports)))) as free:
+        return int(free.getsockname()[1])

@@ -78,8 +78,8 @@ def is_compiler_error(error: RuntimeError) -> bool:
     return isinstance(error, ShortenTraceback)
 
 
-def replace_end_of_ranks(end: Callable[[Callable[[int], None]], None]) -> None:
-    """Let torchrun call `end` to end its ranks. `end` gets torchrun's own way, which takes the seconds until it kills.
+def end_ranks_within(seconds: int, then: Callable[[], None]) -> None:
+    """Have torchrun kill ranks that it ends after `seconds`, and call `then` when their processes have ended.
 
     Read in torch 2.11 and 2.15: torchrun ends ranks only by `PContext.close`, with a timeout of 30 s.
     """
@@ -88,7 +88,8 @@ def replace_end_of_ranks(end: Callable[[Callable[[int], None]], None]) -> None:
     close = PContext.close
 
     def close_ranks(ranks: PContext, death_sig: Any = None, timeout: int = 0) -> None:  # noqa: ARG001
-        end(lambda seconds: close(ranks, death_sig, seconds))
+        close(ranks, death_sig, seconds)
+        then()
 
     PContext.close = close_ranks  # type: ignore[assignment]
 

@@ -29,7 +29,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from hpc.base.environment import RESTARTS
 from hpc.base.transport import Connection, DecodeError, Limits, Server, connect, listen
@@ -93,7 +92,8 @@ class NodeRendezvous(RendezvousHandler):
         self._node, self._num_nodes = int(parameters.get("rank")), parameters.max_nodes
         self._address, self._run_id, self._secret = parameters.local_addr or "", parameters.run_id, secret
         self._ports = port_range(parameters.get("ports", ""))
-        self._endpoint = parse_rendezvous_endpoint(parameters.endpoint, -1)
+        host, _, port = parameters.endpoint.rpartition(":")
+        self._endpoint = host.strip("[]"), int(port)
         self._generation, self._ended, self._master = 0, False, ("", 0)
         self._poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_NODE * self._num_nodes)
         self._next_look = 0.0

@@ -17,7 +17,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.base.environment import PRELOAD, SECRET
 from hpc.base.errors import EXIT_BAD_NODE
 from hpc.base.kernel import adopt_orphans, end_children
-from training.runtime.compat import replace_end_of_ranks, run_exit_functions
+from training.runtime.compat import end_ranks_within, run_exit_functions
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 
 # A user's script, in a fork, must find its own packages.
@@ -42,13 +42,11 @@ del sys.path[0]
 _END_SECONDS = 1
 
 
-def end_ranks(close: Callable[[int], None]) -> None:
-    """Ask the ranks to end by torchrun's own `close`, which kills those that do not, and wait.
+def end_left_processes() -> None:
+    """End what the ranks left behind, and return when nothing of them exists.
 
     torchrun waits only for the wrappers. A rank exists, and keeps its GPU, until the kernel has freed its memory.
-    Return when the ranks and the processes that they left behind have ended.
     """
-    close(_END_SECONDS)
     if left := end_children():
         with contextlib.suppress(OSError):  # a full disk
             print(f"processes {left} of ranks could not be killed", flush=True)
@@ -96,7 +94,7 @@ def run() -> int:
 
     rendezvous_handler_registry.register(BACKEND, create)
     adopt_orphans()
-    replace_end_of_ranks(end_ranks)
+    end_ranks_within(_END_SECONDS, end_left_processes)
     try:
         launch()
     except SystemExit as end:

@@ -50,11 +50,13 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.run import run_script_path
 from hpc.base.kernel import adopt_orphans
-from training.runtime.torchrun_main import end_ranks
+from training.runtime.compat import end_ranks_within
+from training.runtime.torchrun_main import end_left_processes
 
 program = sys.argv[1:]
 if __name__ == "__main__":
     adopt_orphans()
+    end_ranks_within(1, end_left_processes)
     specs, environment = DefaultLogsSpecs(), {"RANK": "0", "LOCAL_RANK": "0"}
     for is_wrapper_killed in (False, True):
         noted = Path(f"{program[-1]}-{is_wrapper_killed}")
@@ -65,7 +67,7 @@ if __name__ == "__main__":
         rank = noted.read_text().strip()
         if is_wrapper_killed:
             os.kill(ranks.pids()[0], signal.SIGKILL)
-        end_ranks(lambda seconds: ranks.close(timeout=seconds))
+        ranks.close()
         tasks = Path("/proc", rank, "task")
         print("left:", [each.name for each in tasks.iterdir()] if tasks.exists() else [])
 """
