@@ -13,7 +13,7 @@ from hpc.core.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed, n
 
 _PREFIX = "smoke-"
 # The fields of a NodeInfo that are kept and printed as JSON. The others are the checks of hpc doctor.
-_KEPT = (
+KEPT = (
     "name", "cpu", "cpus", "memory_bytes", "kernel", "gpus", "driver", "stage_dir", "stage_type", "stage_free_bytes",
     "write_bytes_per_second", "staged_bytes_per_second", "staging_problem", "clock_seconds", "problem",
 )  # fmt: skip
@@ -56,7 +56,7 @@ def _speeds(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def document_of(result: SmokeResult) -> dict[str, Any]:
     """Make the JSON document of a result."""
-    nodes = [{name: getattr(node, name) for name in _KEPT} for node in result.nodes]
+    nodes = [{name: getattr(node, name) for name in KEPT} for node in result.nodes]
     return {**asdict(result), "nodes": nodes}
 
 

@@ -4,14 +4,20 @@ Times are seconds since the epoch.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from hpc.core.events.downtime import Interruption
 from hpc.core.events.history import State
+from hpc.core.events.timeline import GPU_PARTS
+from hpc.spec import Service
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
+_HOURS = ["allocated", *GPU_PARTS]
+GpuHours = Annotated[
+    Mapping[str, float], Meta(extra_json_schema={"required": _HOURS, "propertyNames": {"enum": _HOURS}})
+]
 
 
 class AttemptSummary(Struct, frozen=True, kw_only=True):
@@ -30,7 +36,7 @@ class AttemptSummary(Struct, frozen=True, kw_only=True):
 
 
 class RecoveryCost(Struct, frozen=True, kw_only=True):
-    """What the interruptions of one cause cost."""
+    """The costs of the interruptions of one cause."""
 
     count: int
     median_seconds: float | None
@@ -38,7 +44,7 @@ class RecoveryCost(Struct, frozen=True, kw_only=True):
 
 
 class UsedBudget(Struct, frozen=True, kw_only=True):
-    """How many failures without progress of these causes there were, and at how many the run ends."""
+    """The number of failures of some causes without progress, and the number at which the run ends."""
 
     causes: tuple[str, ...]
     failures: int
@@ -46,7 +52,7 @@ class UsedBudget(Struct, frozen=True, kw_only=True):
 
 
 class Budgets(Struct, frozen=True, kw_only=True):
-    """What a run has used of its budgets."""
+    """The use of a run's budgets."""
 
     used: tuple[UsedBudget, ...]
     same_failure_twice: bool
@@ -64,7 +70,7 @@ class StagingProgress(Struct, frozen=True, kw_only=True):
 
 
 class AwaitedRun(Struct, frozen=True, kw_only=True):
-    """A run that must end before this one begins."""
+    """A run that must end before this one begins (--after, --after-ok)."""
 
     run: str
     run_dir: str
@@ -83,9 +89,9 @@ class UnsentMessage(Struct, frozen=True, kw_only=True):
 
 
 class TrackerState(Struct, frozen=True, kw_only=True):
-    """Where the metrics are sent."""
+    """A tracker to which the metrics are sent."""
 
-    tracker: str
+    tracker: Service
     url: str | None
     problem: str | None
     """Why a node of the last attempt could not send them."""
@@ -99,7 +105,7 @@ class LastOutput(Struct, frozen=True, kw_only=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """A run, as `hpc status --json` shows it."""
+    """A run, as `hpc status --json` shows it. A value that is not known is None; times are seconds since the epoch."""
 
     run: str
     run_dir: str
@@ -110,7 +116,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     epoch: float | None
     step: float | None
     total_steps: int | None
-    world_size: float | None
+    world_size: int | None
     device: str | None
     images_per_second: float | None
     train_loss: float | None
@@ -124,8 +130,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     gpu_type: str | None
     elapsed_seconds: float | None
     queue_seconds: float | None
-    gpu_hours: Mapping[str, float] | None
-    """By part (hpc.core.events.timeline), and `allocated`."""
+    gpu_hours: GpuHours | None
+    """GPU-hours by what the GPUs did, and their sum, `allocated`; `unknown` is what a script does not report."""
     goodput: float | None
     """The productive share of the time."""
     interruptions: tuple[Interruption, ...]
@@ -142,7 +148,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     """Why it has no job, or waits."""
     starts_at: float | None
     detail: str | None
-    """How the last attempt has ended."""
+    """How the last attempt ended."""
     traceback: Sequence[str] | None
     """The lines of the rank that ended a failed run."""
     last_output: LastOutput | None
