@@ -93,6 +93,12 @@ def test_make_targets_exist(page: str) -> None:
         assert target in known, f"{page}: make {target}"
 
 
+def test_json_schema_is_that_of_the_code() -> None:
+    from docs.site.json_schema import FILE, schema_text
+
+    assert FILE.read_text() == schema_text(), "make docs writes it"
+
+
 def test_environment_variables_are_those_of_the_code() -> None:
     """The page has each variable that users may read or set, and no other of ours."""
     code = "".join(path.read_text() for room in ("hpc", "jobs", "training") for path in (ROOT / room).rglob("*.py"))

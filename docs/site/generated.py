@@ -1,4 +1,4 @@
-"""Writes the reference pages that are made from the code: commands and flags, JSON documents, events."""
+"""Writes what is made from the code: docs/json.schema.json, and pages on commands and flags, JSON documents, events."""
 
 import inspect
 import json
@@ -12,6 +12,7 @@ from typing import Any, get_args
 import msgspec
 import tyro
 
+from docs.site import json_schema
 from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
 from hpc.commands.cluster.completion import OPTIONS, options_of
@@ -24,8 +25,9 @@ NOTE = "<!-- Made by docs/site/generated.py: changes are overwritten. -->\n"
 
 
 def write_pages(directory: Path) -> None:
-    """Write commands.md, json.md and events.md."""
-    schema = json.loads((directory.parent / "json.schema.json").read_text())
+    """Write docs/json.schema.json, commands.md, json.md and events.md."""
+    json_schema.FILE.write_text(json_schema.schema_text())
+    schema = json.loads(json_schema.FILE.read_text())
     for name, text in (("commands", commands_page()), ("json", json_page(schema)), ("events", events_page())):
         (directory / f"{name}.md").write_text(f"{NOTE}{text}")
 
@@ -109,9 +111,10 @@ def _kind(about: dict[str, Any]) -> str:
         return " or ".join(f"`{value}`" for value in about["enum"])
     if "const" in about:
         return f"`{about['const']}`"
-    if isinstance(about.get("items"), dict):
-        return f"array of {_kind(about['items'])}"
-    if several := about.get("anyOf") or about.get("oneOf"):
+    for word, parts in (("array", about.get("items")), ("object", about.get("additionalProperties"))):
+        if isinstance(parts, dict):
+            return f"{word} of {_kind(parts)}"
+    if several := about.get("anyOf"):
         return " or ".join(map(_kind, several))
     kinds = about.get("type", "any")
     return " or ".join(kinds) if isinstance(kinds, list) else str(kinds)

@@ -296,17 +296,23 @@ def _for_help(options: type[Any], shown: Help) -> type[Any]:
 
 
 def flag_texts(options: type[Any]) -> dict[str, str]:
-    """Return the docstrings of the fields of a dataclass and of its groups, by name."""
+    """Return the docstrings of the fields of a dataclass, by name, those of groups included."""
+    found = field_texts(options)
+    for group in filter(None, map(_group, dataclasses.fields(options))):
+        found |= flag_texts(group)
+    return found
+
+
+def field_texts(kind: type[Any]) -> dict[str, str]:
+    """Return the docstrings of the fields of a class, by name."""
     found = dict[str, str]()
-    for kind in reversed([kind for kind in options.__mro__ if dataclasses.is_dataclass(kind)]):
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    for owner in reversed(list(filter(inspect.get_annotations, kind.__mro__))):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         lines = definition.body if isinstance(definition, ast.ClassDef) else []
         for line, after in itertools.pairwise(lines):
             match line, after:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = inspect.cleandoc(text)
-    for group in filter(None, map(_group, dataclasses.fields(options))):
-        found |= flag_texts(group)
     return found
 
 

@@ -4,14 +4,20 @@ Times are seconds since the epoch.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from hpc.run.events.downtime import Interruption
 from hpc.run.events.history import State
+from hpc.run.events.timeline import GPU_PARTS
+from hpc.run.spec import Service
 
 TERMINAL = frozenset({"completed", "failed", "cancelled"})
+_HOURS = ["allocated", *GPU_PARTS]
+GpuHours = Annotated[
+    Mapping[str, float], Meta(extra_json_schema={"required": _HOURS, "propertyNames": {"enum": _HOURS}})
+]
 
 
 class AttemptSummary(Struct, frozen=True, kw_only=True):
@@ -30,7 +36,7 @@ class AttemptSummary(Struct, frozen=True, kw_only=True):
 
 
 class RecoveryCost(Struct, frozen=True, kw_only=True):
-    """The cost of all interruptions of one cause."""
+    """The costs of the interruptions of one cause."""
 
     count: int
     median_seconds: float | None
@@ -38,7 +44,7 @@ class RecoveryCost(Struct, frozen=True, kw_only=True):
 
 
 class UsedBudget(Struct, frozen=True, kw_only=True):
-    """The failures without progress of these causes, and the number at which the run ends."""
+    """The number of failures of some causes without progress, and the number at which the run ends."""
 
     causes: tuple[str, ...]
     failures: int
@@ -64,7 +70,7 @@ class StagingProgress(Struct, frozen=True, kw_only=True):
 
 
 class AwaitedRun(Struct, frozen=True, kw_only=True):
-    """A run that must end before this one begins."""
+    """A run that must end before this one begins (--after, --after-ok)."""
 
     run: str
     run_dir: str
@@ -83,9 +89,9 @@ class UnsentMessage(Struct, frozen=True, kw_only=True):
 
 
 class TrackerState(Struct, frozen=True, kw_only=True):
-    """A tracker that gets the metrics."""
+    """A tracker to which the metrics are sent."""
 
-    tracker: str
+    tracker: Service
     url: str | None
     problem: str | None
     """Why a node of the last attempt could not send the metrics."""
@@ -99,7 +105,7 @@ class LastOutput(Struct, frozen=True, kw_only=True):
 
 
 class Summary(Struct, frozen=True, kw_only=True):
-    """A run in `hpc status --json`."""
+    """A run, as `hpc status --json` shows it. A value that is not known is None; times are seconds since the epoch."""
 
     run: str
     run_dir: str
@@ -110,7 +116,7 @@ class Summary(Struct, frozen=True, kw_only=True):
     epoch: float | None
     step: float | None
     total_steps: int | None
-    world_size: float | None
+    world_size: int | None
     device: str | None
     images_per_second: float | None
     train_loss: float | None
@@ -124,8 +130,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     gpu_type: str | None
     elapsed_seconds: float | None
     queue_seconds: float | None
-    gpu_hours: Mapping[str, float] | None
-    """Hours by part (hpc.run.events.timeline), and `allocated`."""
+    gpu_hours: GpuHours | None
+    """GPU-hours by what the GPUs did, and their sum, `allocated`; `unknown` is what a script does not report."""
     goodput: float | None
     """The productive share of the time."""
     interruptions: tuple[Interruption, ...]

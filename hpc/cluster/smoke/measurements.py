@@ -12,8 +12,8 @@ from hpc.base.files import write_json
 from hpc.base.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed, node_from_json
 
 _PREFIX = "smoke-"
-# The fields of a NodeInfo to keep and to print as JSON. The others are the checks of hpc doctor.
-_KEPT = (
+# The fields of a NodeInfo that are kept and printed as JSON. The others are the checks of hpc doctor.
+KEPT = (
     "name", "cpu", "cpus", "memory_bytes", "kernel", "gpus", "driver", "stage_dir", "stage_type", "stage_free_bytes",
     "write_bytes_per_second", "staged_bytes_per_second", "staging_problem", "clock_seconds", "problem",
 )  # fmt: skip
@@ -55,8 +55,8 @@ def _speeds(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def document_of(result: SmokeResult) -> dict[str, Any]:
-    """Return the JSON document of a result."""
-    nodes = [{name: getattr(node, name) for name in _KEPT} for node in result.nodes]
+    """Make the JSON document of a result."""
+    nodes = [{name: getattr(node, name) for name in KEPT} for node in result.nodes]
     return {**asdict(result), "nodes": nodes}
 
 

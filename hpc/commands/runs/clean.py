@@ -26,6 +26,7 @@ from hpc.base.files import is_temporary, remove_abandoned
 from hpc.base.text import visible
 from hpc.base.units import duration_seconds
 from hpc.commands import cli
+from hpc.run.events.history import State
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
@@ -64,13 +65,13 @@ class CleanOptions(cli.RunsOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """The disk use of a run that has ended."""
+    """A run that has ended, and the space that it uses."""
 
     run: str
     run_dir: str
-    state: str
+    state: State
     last_used: float
-    """Time of the last write to the run, in seconds since the epoch."""
+    """The time when something was last written to it, in seconds since the epoch."""
     size: int
     """Bytes that the run's removal frees, without files that it shares with its forks."""
     checkpoints: int
@@ -139,7 +140,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
     oldest = time.time() - duration_seconds("--older-than", options.older_than)
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run] or cli.all_runs(options.runs_dir)
     cache = StatusCache()
-    states: dict[str, str] = {row.run_dir: row.state for row in cache.summaries(runs)}
+    states = {row.run_dir: row.state for row in cache.summaries(runs)}
     if cache.problem:
         raise TorchrelayError(f"{cache.problem}; which runs have ended is unknown: try again later")
     jobs = slurm.jobs() if any(run.script.exists() for run in runs) and slurm.is_available() else None
@@ -168,7 +169,7 @@ def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -
     return f"run {run.name} {what}: type hpc cancel {run.name}, and repeat hpc clean when it has ended"
 
 
-def _holding(run: RunDir, states: dict[str, str]) -> Holding:
+def _holding(run: RunDir, states: dict[str, State]) -> Holding:
     times, size, checkpoints = [run.path.stat().st_mtime], 0, 0
     for directory, _, names in os.walk(run.path):
         for name in names:

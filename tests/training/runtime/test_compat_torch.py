@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from training import compat
+from training.runtime import compat
 
 
 @pytest.mark.parametrize(
