@@ -319,13 +319,6 @@ def test_archive_that_cannot_be_read_is_retried_and_then_named(tmp_path: Path, m
         unpack(archive, tmp_path, 2**30, lambda _: False)
 
 
-def test_unpacking_can_be_stopped(tree: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
-    with pytest.raises(StagingStopped):
-        unpack(make(tmp_path / "a.tar", tree), target, 2**40, lambda done: done > 16 * MB)
-
-
 def test_unpacking_of_empty_files_can_be_stopped(tmp_path: Path) -> None:
     target = tmp_path / "target"
     target.mkdir()

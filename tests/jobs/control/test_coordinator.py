@@ -16,7 +16,7 @@ from support.events import (
     train_started,
     write_events,
 )  # fmt: skip
-from support.reported_nodes import AttemptMaker
+from support.reported_nodes import AttemptMaker, CoordinatedAttempt
 from support.waiting import wait_for
 
 from hpc.core.kernel import steady_time
@@ -113,11 +113,17 @@ def test_loss_of_a_spare_or_in_a_pause_interrupts_nothing(attempt: AttemptMaker)
     assert not spare.events("interruption")
 
 
-def test_silent_node_is_waited_for_if_the_run_needs_it(attempt: AttemptMaker) -> None:
+def needing_a_silent_node(attempt: AttemptMaker) -> CoordinatedAttempt:
+    """An attempt on Slurm that cannot go on without the second node, from which nothing is heard."""
     needed = attempt(resources=Resources(nodes="3"))
     on_slurm = replace(needed.node, allocation=replace(needed.node.allocation, cluster="slurm"))
     needed.coordinator = Coordinator(on_slurm, cast("Any", needed.nodes), needed.stop)
     needed.nodes.silent[1] = 6.0
+    return needed
+
+
+def test_silent_node_is_waited_for_if_the_run_needs_it(attempt: AttemptMaker) -> None:
+    needed = needing_a_silent_node(attempt)
     needed.poll()
     assert needed.nodes.directive.paused
     assert not needed.is_over()
@@ -134,10 +140,7 @@ def test_silent_node_is_waited_for_if_the_run_needs_it(attempt: AttemptMaker) ->
 
 
 def test_node_whose_agent_has_ended_is_not_waited_for(attempt: AttemptMaker) -> None:
-    needed = attempt(resources=Resources(nodes="3"))
-    on_slurm = replace(needed.node, allocation=replace(needed.node.allocation, cluster="slurm"))
-    needed.coordinator = Coordinator(on_slurm, cast("Any", needed.nodes), needed.stop)
-    needed.nodes.silent[1] = 6.0
+    needed = needing_a_silent_node(attempt)
     needed.nodes.ended.add(1)
     needed.poll()
     assert needed.is_over()
