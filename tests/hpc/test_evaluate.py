@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import (
-    SHORT_LOCAL_CONSTANT_LR,
-    Run,
-    Site,
-    refused,
-    site_without_slurm,
-    submit_and_wait,
-    tiny_data,
-)
+from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, refused, site_without_slurm, submit_and_wait, tiny_data
 from support.events import script_spec
 from support.reported_runs import pending_run
 from support.trainings import make_folder
@@ -173,7 +165,6 @@ def test_rank_that_is_killed_in_the_middle_costs_no_count(site: Site, source: Ru
         (("source", "--checkpoint=99"), "run source has no checkpoint of step 99: it has 8"),
         (("source", "--data=nowhere"), "nowhere, which does not exist"),
         (("gone.pt2",), "gone.pt2 does not exist: give a run, or a .pt2 or .onnx file of hpc export"),
-        (("source", "--learning-rate=1"), "there is no flag --learning-rate"),
     ],
 )
 def test_wrong_command_lines_of_an_evaluation(site: Site, source: Run, arguments: tuple[str, ...], says: str) -> None:

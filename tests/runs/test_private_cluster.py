@@ -1,7 +1,5 @@
 """Runs on a cluster that gives each job a /tmp and a /dev/shm of its own, and deletes them with it."""
 
-import json
-
 import pytest
 from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, assert_loses_a_node, preempt
 
@@ -24,9 +22,3 @@ def test_run_that_is_preempted_and_loses_a_node_completes(site: Site) -> None:
     staged = run.events("staged")
     assert all(event["per_job"] for event in staged)
     assert not any(event["reused"] for event in staged)
-
-
-def test_doctor_says_that_copies_go_with_the_job(site: Site) -> None:
-    found = {one["check"]: one for one in json.loads(site.hpc("doctor", "--json").stdout)}
-    assert found["private /tmp"]["value"] == "job_container/tmpfs"
-    assert "every new job of a run copies the data again" in found["private /tmp"]["cost"]

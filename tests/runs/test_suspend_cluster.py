@@ -1,6 +1,5 @@
 """Runs on a cluster that suspends the jobs that it preempts, and resumes them later."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -33,9 +32,3 @@ def test_preempted_run_stands_still_and_completes_though_it_loses_a_node(site: S
     assert (attempt["job_id"], attempt["cause"], status["interruptions"]) == (run.job_id, None, [])
     assert not run.events("node_lost")
     assert_loses_a_node(site, run, 1)
-
-
-def test_doctor_says_that_preempted_jobs_stand_still(site: Site) -> None:
-    found = {one["check"]: one for one in json.loads(site.hpc("doctor", "--json").stdout)}
-    assert found["PreemptMode"]["value"] == "PreemptMode=SUSPEND in partition gpu"
-    assert "stands still" in found["PreemptMode"]["cost"]

@@ -120,11 +120,7 @@ def test_supervisor_says_once_what_it_skips(runs: Path, cluster: dict[str, str])
 
 @pytest.mark.parametrize(
     "command",
-    [
-        hpc("cancel"),
-        hpc("drill", "{}", "worker-kill", "--yes"),
-        [sys.executable, "-m", "jobs.agent"],
-    ],
+    [hpc("cancel"), hpc("drill", "{}", "worker-kill", "--yes"), [sys.executable, "-m", "jobs.agent"]],
     ids=["cancel", "drill", "agent"],
 )
 def test_what_acts_on_a_run_refuses_that_of_another_user(

@@ -224,10 +224,7 @@ HOSTILE = {
     "file and directory": (tar_of(member("a"), member("a/b")), "is a file and a directory at once"),
     "bomb": (zip_of(("bomb", bytes(50 * MB))), "larger than the available 20 MB"),
     "bomb that lies": (zip_that_lies, "cannot be unpacked"),
-    "sparse": (
-        tar_of(member("sparse", b"", type=tarfile.GNUTYPE_SPARSE, size=0)),
-        "sparse file|cannot be unpacked",
-    ),
+    "sparse": (tar_of(member("sparse", b"", type=tarfile.GNUTYPE_SPARSE, size=0)), "sparse file|cannot be unpacked"),
 }
 
 

@@ -200,22 +200,6 @@ def test_next_job_does_not_wait_for_what_the_first_one_waited_for(site: Site) ->
     run.wait("the start", lambda: "RUNNING" in site.slurm("squeue", "-h", "-j", job_id, "-o", "%T %r"))
 
 
-def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
-    run = crippled(site, "run", holds_nodes=False)
-    site.slurm("sbatch", "--begin=now+1hour", str(run.directory.script))
-    taken = {**os.environ, "SLURM_CONF": site.slurm_conf}
-    code = (
-        "import sys; from pathlib import Path; from hpc.slurm import resubmit; from hpc.core.rundir import RunDir; "
-        "from hpc.spec import RunSpec; run = RunDir(Path(sys.argv[1])); "
-        "print(resubmit.submit_next_job(run, RunSpec.load(run), [], {'999999'}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run.directory.path)], env=taken, cwd=ROOT, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    assert [done.stdout.strip()] == live_jobs(run)
-
-
 def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
     run = site.submit(*RANK_PER_NODE, "--name=unwanted", "--nodes=1", "--sbatch", "begin=now+1hour")
     site.slurm("scancel", run.job_id)

@@ -176,9 +176,7 @@ def test_failed_rank_is_an_interruption(
     assert failed.members == (0, 1, 2)
 
 
-def test_steps_of_a_script_are_unknown_until_it_has_told_where_it_started(
-    attempt: AttemptMaker,
-) -> None:
+def test_steps_of_a_script_are_unknown_until_it_has_told_where_it_started(attempt: AttemptMaker) -> None:
     script = attempt(program=script_program(("a.py",)))
     script.beat(0, step=20)
     script.fail(1)
@@ -294,9 +292,7 @@ def test_cancellation_tells_the_agents_to_stop_and_waits_for_the_ranks_that_save
     assert cancel.coordinator.failure is None
 
 
-def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(
-    attempt: AttemptMaker,
-) -> None:
+def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(attempt: AttemptMaker) -> None:
     progress = attempt()
     now = progress.clock.now
     write_events(
@@ -370,9 +366,7 @@ def test_ranks_that_are_stopped_or_wait_for_a_node_do_not_hang(attempt: AttemptM
     assert [event["cause"] for event in waiting.events("interruption")] == ["node_failure"] * (why == "lost")
 
 
-def test_heartbeats_of_an_earlier_round_and_of_lost_nodes_do_not_count(
-    attempt: AttemptMaker,
-) -> None:
+def test_heartbeats_of_an_earlier_round_and_of_lost_nodes_do_not_count(attempt: AttemptMaker) -> None:
     old = attempt()
     for rank in range(3):
         old.beat(rank, still_seconds=61.0, step=50)

@@ -34,9 +34,7 @@ def test_first_round_begins_when_all_nodes_are_ready(attempt: AttemptMaker) -> N
     assert not starting.nodes.directive.preflight, "our trainer checks its nodes itself"
 
 
-def test_nodes_that_are_ready_start_without_a_late_one_after_a_minute(
-    attempt: AttemptMaker,
-) -> None:
+def test_nodes_that_are_ready_start_without_a_late_one_after_a_minute(attempt: AttemptMaker) -> None:
     starting = attempt()
     ready(starting)
     starting.nodes.forget(1)
@@ -174,9 +172,7 @@ def test_lost_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
     assert not few.events("interruption"), "it did not train yet"
 
 
-def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(
-    attempt: AttemptMaker,
-) -> None:
+def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(attempt: AttemptMaker) -> None:
     few = attempt(resources=Resources(nodes="3"))
     few.fail(1)
     few.nodes.report(2, phase=Phase.LEFT)

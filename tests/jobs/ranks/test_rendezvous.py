@@ -6,13 +6,7 @@ import pytest
 
 from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks import rendezvous
-from jobs.ranks.rendezvous import (
-    Rendezvous,
-    is_free,
-    pick_port,
-    torchrun_argv,
-    torchrun_environment,
-)
+from jobs.ranks.rendezvous import Rendezvous, is_free, pick_port, torchrun_argv, torchrun_environment
 
 
 def test_allocation_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,13 +261,6 @@ def test_what_a_dead_device_makes_a_rank_say(tmp_path: Path, ranks: LocalRanks) 
     assert [failure.cause for failure in (raised, aborted)] == ["bad_node"] * 2
 
 
-def test_exception_that_was_caught_long_ago_is_not_the_reason(tmp_path: Path, ranks: LocalRanks) -> None:
-    caught = "import traceback\ntry: 1 / 0\nexcept ArithmeticError: traceback.print_exc()\n"
-    assert wrap(tmp_path, sys.executable, "-c", caught + "for n in range(99): print(n)\nexit('no data in /x')") == 1
-    [failure] = ranks.new_failures()
-    assert failure.detail == "no data in /x"
-
-
 def test_wrapper_without_a_log_of_its_own(tmp_path: Path, ranks: LocalRanks) -> None:
     wrapper = [*WRAPPER, str(tmp_path / "gone"), str(tmp_path)]
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}

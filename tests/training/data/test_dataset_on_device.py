@@ -98,12 +98,7 @@ def test_on_a_gpu_images_must_fit_and_auto_leaves_most_of_it_free() -> None:
 
 def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter, idx_data: Path) -> None:
     start.data = idx_data
-    flags = (
-        "--epochs=2",
-        "--batch-size=9",
-        "--random-erasing=0.5",
-        "--log-every=1",
-    )
+    flags = ("--epochs=2", "--batch-size=9", "--random-erasing=0.5", "--log-every=1")
     one = start.complete(*flags, "--data-on-device=on", "--num-workers=3", run="on", world_size=2)
     other = start.complete(*flags, "--num-workers=1", run="off", world_size=2)
     assert all(map(torch.equal, final(one.run_dir).values(), final(other.run_dir).values()))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.trainings import Starter, asked, load, make_folder, pack_folder, slow
+from support.trainings import asked, load, make_folder, pack_folder, slow
 from torch import Tensor
 
 from hpc.core.errors import UserError
@@ -111,39 +111,13 @@ def test_training_from_packed_data_imports_no_torchvision(packed_data: Path) -> 
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        ([2], {"num_workers": 1}),
-        slow([1], {"auto_augment": "randaugment", "mixup": 0.2, "num_workers": 2}),
-    ],
+    [([2], {"num_workers": 1}), slow([1], {"auto_augment": "randaugment", "mixup": 0.2, "num_workers": 2})],
 )
 def test_a_cut_training_from_packed_data_is_bit_identical(
     packed_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int], options: dict[str, Any]
 ) -> None:
     config = TrainConfig(data=str(packed_data), **{**SHORT, "epochs": 3, **options})  # type: ignore[arg-type]  # any field
     assert verify(config, ranks, 3, tmp_path), capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_training_that_goes_on_with_other_ranks_has_the_same_samples(
-    packed_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = TrainConfig(data=str(packed_data), **SHORT)  # type: ignore[arg-type]  # any of its fields
-    assert verify(config, [3, 2, 1], 2, tmp_path), capsys.readouterr().out
-
-
-def test_corrupt_images_of_packed_data_count_as_those_of_a_folder(start: Starter, tmp_path: Path) -> None:
-    source = make_folder(tmp_path / "photos")
-    spoiled = [source / "train" / "red" / f"{number}.png" for number in (3, 5)]
-    for path in spoiled:
-        path.write_bytes(b"no image")
-    start.data = pack_folder(source, tmp_path / "packed")
-    flags = ["--epochs=1", "--batch-size=9", "--image-size=32", "--num-workers=1"]
-    said = start.complete(*flags).output()
-    for path in spoiled:
-        assert f"warning: {path} cannot be read: another image takes its place" in said
-    refused = start(*flags, "--max-corrupt-images=1", run="other")
-    assert refused.wait() != [0]
-    assert "2 images cannot be read, more than --max-corrupt-images 1" in refused.output()
 
 
 def special(directory: Path) -> dict[str, Path]:

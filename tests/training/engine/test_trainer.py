@@ -1,6 +1,5 @@
 """Whole trainings: what they write, for any world size, and how they report mistakes."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -59,18 +58,6 @@ def test_a_training_learns_and_writes_all_its_files(start: Starter) -> None:
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000045", "step-00000054"]
     assert list((run / "tensorboard").iterdir())
     assert run.stat().st_mode & 0o777 == 0o700
-
-
-def test_the_confusion_matrix_counts_every_test_image_under_the_names_of_the_classes(
-    start: Starter, folder_data: Path
-) -> None:
-    start.data = folder_data
-    run = start.complete(*SHORT).run_dir
-    with (run / "final" / "confusion.csv").open(newline="") as file:
-        header, *rows = list(csv.reader(file))
-    assert header == ["true class", "blue sky", "green", "red"]
-    assert [row[0] for row in rows] == header[1:]
-    assert [sum(map(int, row[1:])) for row in rows] == [9, 9, 9]
 
 
 def test_a_complete_run_is_left_alone(start: Starter) -> None:
