@@ -6,6 +6,7 @@ import shutil
 import pytest
 from support.cluster import SHORT_LOCAL, Run, Site, assert_equal, refused, submit_and_wait
 from support.events import attempt_ended, claimed, recorded_run
+from support.staging_nodes import contents
 
 from hpc.core.files import read_json_lines
 from hpc.core.rundir import RunDir
@@ -22,11 +23,6 @@ def parent(local_site: Site) -> Run:
 
 def copy_of(run: Run, name: str) -> RunDir:
     return RunDir(shutil.copytree(run.directory.path, run.directory.path.with_name(name)))
-
-
-def files_of(run: RunDir) -> dict[str, bytes]:
-    """All files of a run, by their paths in it."""
-    return {str(file.relative_to(run.path)): file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +52,7 @@ def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(local_site: Site
     newest, before_it, *_ = list_checkpoints(original.checkpoints)
     damaged = newest / "state.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    before = files_of(original)
+    before = contents(original.path)
     arguments = ("damaged", "--name=low", "--epochs=3", "--lr-scheduler=step", "--lr-step-epochs=1", "--lr=0.01")
     done = local_site.hpc("fork", *arguments, "--wait", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -70,7 +66,7 @@ def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(local_site: Site
     assert [lines[step]["attempt"] for step in (7, 8)] == [0, 1]
     assert lines[12]["lr"] == pytest.approx(0.0001), "the new schedule, at its place"
     assert json.loads(done.stdout)["status"]["goodput"] < 1
-    assert files_of(original) == before
+    assert contents(original.path) == before
 
 
 def test_fork_without_other_flags_has_the_bits_of_one_training(local_site: Site, parent: Run) -> None:

@@ -110,36 +110,6 @@ def test_killed_and_stopped_ranks_are_replaced(site: Site) -> None:
     run.cancel()
 
 
-# torchrun restarts it at once: it fails again when the first failure has been judged, and after a pause.
-FAILING = """
-import os, pathlib, time
-run, restarts = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"]), int(os.environ["TORCHRELAY_RESTARTS"])
-def interruptions():
-    return sum(path.read_text().count('"interruption"') for path in run.glob("events/*.jsonl"))
-while restarts > 1 or (restarts == 1 and interruptions() != 1):
-    time.sleep(0.1)
-raise ValueError(f"another message every time: {'x' * interruptions()}")
-"""
-
-
-@pytest.mark.slow
-def test_run_waits_between_failures_and_a_signal_ends_the_wait(site: Site) -> None:
-    add_script(site, "failing.py", FAILING)
-    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=failing", "--", "failing.py")
-    run.wait("the third interruption", lambda: len(run.events("interruption")) == 3)
-    assert [event["pause_seconds"] for event in run.events("interruption")] == [0.0, 10.0, 30.0]
-    status = run.status()
-    assert (status["state"], status["budget"]["used"][0]["failures"]) == ("running", 3)
-    shown = site.hpc("status", str(run.directory.path)).stdout
-    assert "failures without progress: 3 of 5 (crashed)" in shown
-    os.kill(int(run.job_id), signal.SIGTERM)
-    run.wait("the end of the attempt", lambda: run.events("attempt_ended"))
-    assert run.events("attempt_ended")[0]["cause"] == "requeued"
-    rounds = [event["attempt"] for event in run.events("rendezvous")]
-    assert rounds.count(1) == 3, "the check, the first one, and that after the first pause"
-    run.cancel()
-
-
 OWN = """
 import os, subprocess, sys, time, helper
 left = subprocess.Popen(["sleep", "1000"], start_new_session=True)

@@ -1,4 +1,4 @@
-"""A user's script with the helper on a real Slurm: preempted, a rank killed, hung; what status knows, what it costs."""
+"""A user's script with the helper on a real Slurm: a rank hangs, or a node is lost; what is restored."""
 
 import os
 import signal

@@ -11,8 +11,7 @@ import os
 gpus = os.environ["CUDA_VISIBLE_DEVICES"]
 print("ranks:", os.environ["WORLD_SIZE"], "GPUs:", len(gpus.split(",")) if gpus else 0)
 """
-PROFILE = "typed"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.profile("typed"), pytest.mark.timeout(400)]
 
 
 def assert_ran(run: Run, node: str, ranks: int, gpus: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from support.staging_nodes import stage
+from support.staging_nodes import contents, stage
 
 from hpc.core.errors import TorchrelayError
 from hpc.staging.archive import check, unpack
@@ -34,10 +34,6 @@ def tree(tmp_path: Path) -> Path:
     (path / "run.sh").chmod(0o755)
     (path / "nothing in it").mkdir()
     return path
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def make(archive: Path, tree: Path) -> Path:

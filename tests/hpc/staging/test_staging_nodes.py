@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.events import records_in
-from support.staging_nodes import disk, end_nodes, stage, start_nodes
+from support.staging_nodes import contents, disk, end_nodes, stage, start_nodes
 from support.waiting import wait_for
 
 from hpc.core.transport import Connection, Limits, Server, TransportError, connect
@@ -71,10 +71,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     here = Nodes(tmp_path)
     yield here
     end_nodes(here.processes)
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def test_source_is_read_once_and_every_node_has_all_of_it(nodes: Nodes, source: Path) -> None:

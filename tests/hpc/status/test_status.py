@@ -196,16 +196,8 @@ def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(
 
 
 def test_largest_parts_come_first() -> None:
-    parts = {
-        "notice": 1.0,
-        "release": 0.0,
-        "start": 120.0,
-        "stage": 4.0,
-        "rendezvous": 9.0,
-        "restore": None,
-        "total": 99.0,
-    }
-    assert largest_parts(parts) == "start 120.0, rendezvous 9.0, stage 4.0"
+    parts = {"notice": 1.0, "release": 0.0, "start": 120.0, "stage": 4.0, "rendezvous": 9.0, "restore": None}
+    assert largest_parts({**parts, "total": 99.0}) == "start 120.0, rendezvous 9.0, stage 4.0"
 
 
 def test_used_budgets_are_shown() -> None:

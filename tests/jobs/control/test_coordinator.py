@@ -253,6 +253,17 @@ def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
     assert pausing.nodes.directive.round == 2
 
 
+def test_signal_ends_a_pause(attempt: AttemptMaker) -> None:
+    pausing = attempt()
+    pausing.nodes.directive = replace(pausing.nodes.directive, paused=True)
+    for rank in range(3):
+        pausing.nodes.report(rank, phase=Phase.READY)
+    pausing.stop.handle(STOP_SIGNALS[1], None)
+    pausing.poll()
+    assert pausing.is_over()
+    assert (pausing.coordinator.failure, pausing.coordinator.signal) == (None, "SIGTERM")
+
+
 def test_attempt_that_others_have_ended_is_over(attempt: AttemptMaker) -> None:
     ended = attempt()
     write_events(ended.node.run, attempt_ended(cause="node_failure"), file="attempt-001-end.jsonl")

@@ -208,22 +208,6 @@ def test_goodput_is_unknown_where_the_time_is_not_recorded() -> None:
     assert goodput(6.0, 2.0, 10.0) == 0.75
 
 
-def test_steps_that_a_script_lost_are_unknown(tmp_path: Path) -> None:
-    """It reports none; how many it repeats is its own affair."""
-    run = RunDir(tmp_path)
-    write_events(
-        run,
-        began(1.0),
-        interruption(31.0, step=None, failed_at=30.0),
-        attempt_ended(40.0, "preempted", step=None),
-        began(50.0, attempt=2),
-        attempt_ended(90.0, attempt=2, step=None),
-    )
-    summary = summarize(run, None)
-    assert (len(summary.interruptions), summary.steps_lost) == (2, None)
-    assert [cost.steps_lost for cost in summary.recovery.values()] == [None, None]
-
-
 def test_run_without_interruption_lost_no_step(tmp_path: Path) -> None:
     write_events(RunDir(tmp_path), began(1.0))
     assert summarize(RunDir(tmp_path), None).steps_lost == 0
