@@ -13,7 +13,6 @@ import pytest
 from support.cluster import ROOT
 from support.events import attempt_ended, claimed, recorded_run
 from support.fake_slurm import write_programs
-from support.waiting import wait_for
 
 from hpc.core.errors import UserError
 from hpc.core.ownership import check_is_own
@@ -103,19 +102,6 @@ def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, clus
     assert theirs["warnings"][0].startswith("it belongs to nobody, so this is only what")
     assert own["reason"].startswith("its job is gone")
     assert not any("belongs to" in warning for warning in own["warnings"])
-
-
-def test_supervisor_says_once_what_it_skips(runs: Path, cluster: dict[str, str]) -> None:
-    make_run_of_the_stranger(runs / "theirs")
-    command = hpc("supervise", "--interval=1s", "--runs-dir", runs)
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **cluster}, stderr=subprocess.PIPE, text=True) as one:
-        try:
-            wait_for(lambda: len(called(cluster, "asked")) >= 3)
-        finally:
-            one.terminate()
-        assert one.stderr is not None
-        said = one.stderr.read()
-    assert said.count("theirs") == 2, "the name and the path, in one line"
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from support.events import attempt_ended, claimed, interruption, rank_failed, re
 from hpc.core.events.ledger import Event
 from hpc.core.rundir import RunDir
 from hpc.logs import __main__ as logs
-from hpc.logs.reader import Tail, lines_before, merged, offset_of_last
+from hpc.logs.reader import Tail, merged, offset_of_last
 from hpc.spec import Resources
 
 BLOCK = 2**17
@@ -245,13 +245,6 @@ def test_last_place_of_a_text_is_found_across_blocks(position: int, tmp_path: Pa
     assert offset_of_last(log, "needle") == position + 1
     assert offset_of_last(log, "hay") is None
     assert offset_of_last(tmp_path / "none", "needle") is None
-
-
-def test_lines_before_a_place(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("0\n1\n2\n3\n")
-    assert [lines_before(log, 4, count) for count in (0, 1, 2, 9)] == [4, 2, 0, 0]
-    assert lines_before(log, 5, 0) == 4, "the beginning of its line"
 
 
 @pytest.fixture

@@ -36,7 +36,6 @@ from support.reported_runs import (
 from hpc.core import program
 from hpc.core.files import append_json_line, json_line
 from hpc.core.rundir import RunDir
-from hpc.report import formats
 from hpc.report.__main__ import main
 from hpc.report.charts import extremes
 from hpc.report.command import shell_text, submit_command
@@ -502,19 +501,3 @@ def test_command_submits_the_same_run_again() -> None:
     assert (parsed.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
     assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
     assert "--data='/d a'" in shell_text(words) or "'--data=/d a'" in shell_text(words)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (9.94, "9.9 s"),
-        (59.6, "1 min"),
-        (200, "3 min 20 s"),
-        (7205, "2 h"),
-        (90_061, "1 d 1 h"),
-        (None, formats.UNKNOWN),
-    ],
-)
-def test_durations_read_well(seconds: float | None, text: str) -> None:
-    assert formats.duration(seconds) == text

@@ -196,15 +196,6 @@ def test_a_comparison_of_many_settings_stays_in_its_cards(page: Page, tmp_path: 
 
 
 @pytest.mark.slow
-def test_tools_of_a_figure_are_shown_where_one_points_at_it(page: Page, whole: Path) -> None:
-    open_page(page, whole)
-    tools = page.locator("#plot-0 .bk-Toolbar")
-    assert not tools.is_visible()
-    page.locator("#plot-0").hover()
-    tools.wait_for(state="visible")
-
-
-@pytest.mark.slow
 def test_page_of_a_sweep(window: Page, tmp_path: Path) -> None:
     directory = SweepDir(tmp_path / "shirts")
     params = ("lr=log:1e-4,1", "batch-size=32,64", "epochs=int:5,20")

@@ -16,10 +16,9 @@ from typing import Any
 
 import pytest
 from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead, tiny_data
-from support.events import attempt_ended, claimed, records_in, typed, write_events
+from support.events import attempt_ended, claimed, typed, write_events
 from support.fake_slurm import queueing_site, replace, write_programs
 
-from hpc.core.rundir import RunDir
 from hpc.slurm.client import running_slurm_conf
 from hpc.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
 from hpc.testbed.lifecycle import PATHS
@@ -301,10 +300,3 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
         run.wait("all nodes", lambda: set(node_states(PATHS).values()) <= USABLE_STATES)
     assert "next check in 2 s: slurm_load_jobs error: Unable to contact" in line
     assert_one_new_job(run)
-
-
-def test_ledger_of_a_supervised_run_is_readable(queue: Site) -> None:
-    run = crippled(queue, "run", holds_nodes=False)
-    supervise(queue)
-    kinds = [event["event"] for event in records_in(RunDir(run.directory.path).events)]
-    assert kinds == ["submitted", "claimed", "attempt_ended", "resubmitting", "resubmitted"]

@@ -57,15 +57,6 @@ def test_all_images_are_listed_by_class(data: Path, cache: Path) -> None:
     assert index.parts.keys() == {"train", "val", "test"}
 
 
-def test_an_index_survives_serialization(data: Path) -> None:
-    index = build_index(check_data(data))
-    again = deserialize(serialize(index))
-    assert again.classes == index.classes
-    for name, part in index.parts.items():
-        assert np.array_equal(again.parts[name].names, part.names)
-        assert np.array_equal(again.parts[name].labels, part.labels)
-
-
 def test_the_cached_index_is_used_while_no_class_directory_changes(data: Path, cache: Path) -> None:
     find(data, cache)
     plant(cache)

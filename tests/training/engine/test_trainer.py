@@ -105,22 +105,6 @@ def test_without_a_validation_set_there_is_no_best_and_without_a_test_set_no_tes
     assert (result(run)["val_accuracy"], result(run)["test_accuracy"], result(run)["best"]) == (None, None, None)
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        slow(("--model=shufflenet_v2_x0_5", "--image-size=32")),
-        slow(("--model=mobilenet_v3_small", "--image-size=32", "--amp=bf16", "--num-workers=1")),
-        ("--model=small-cnn", "--optimizer=adamw", "--lr=0.001", "--lr-scheduler=constant"),
-    ],
-)
-def test_models_of_torchvision_mixed_precision_and_adamw_work(
-    start: Starter, folder_data: Path, flags: tuple[str, ...]
-) -> None:
-    start.data = folder_data
-    run = start.complete(*SHORT, "--batch-size=9", *flags, world_size=2).run_dir
-    assert result(run)["test_total"] == 27
-
-
 def test_gray_images_in_memory_fit_a_model_for_photographs(start: Starter) -> None:
     run = start.complete(*SHORT, "--model=squeezenet1_1", "--image-size=24", "--batch-size=60").run_dir
     assert result(run)["input"]["channels"] == 3
