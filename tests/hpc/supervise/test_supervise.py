@@ -178,16 +178,6 @@ def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(queue: Site) 
     assert run.status()["state"] == "cancelled"
 
 
-def test_copy_of_a_run_directory_does_not_bring_the_run_back(queue: Site) -> None:
-    run = crippled(queue, "run", holds_nodes=False)
-    shutil.copytree(run.directory.path, queue.path / "copies" / "run")
-    done = queue.hpc("supervise", "--once", "--json", "--runs-dir=copies")
-    [line] = json.loads(done.stdout)
-    assert done.returncode == 1
-    assert "is this one a copy" in line["problem"]
-    assert not live_jobs(run)
-
-
 def test_next_job_does_not_wait_for_what_the_first_one_waited_for(site: Site) -> None:
     failed = site.slurm("sbatch", "--parsable", "--output=/dev/null", "--wrap=exit 1")
     run = crippled(site, "run", holds_nodes=False)
