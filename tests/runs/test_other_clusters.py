@@ -17,15 +17,10 @@ def training(site: Site, *flags: str) -> Run:
 
 # No grace time, JobRequeue=0, no accounting. The limit is the most that the partition allows, not its default; and the
 # new job starts long before Slurm notices that the node is dead, after five minutes.
-BARE = pytest.param("5:00", marks=pytest.mark.profile("bare"), id="bare")
-# Jobs that are preempted are cancelled instead of requeued.
-CANCEL = pytest.param("1:00:00", marks=pytest.mark.profile("cancel"), id="cancel")
-
-
-@pytest.mark.parametrize("limit", [BARE, CANCEL])
-def test_run_that_slurm_would_not_requeue_by_itself(site: Site, limit: str) -> None:
+@pytest.mark.profile("bare")
+def test_run_that_slurm_would_not_requeue_by_itself(site: Site) -> None:
     run = training(site)
-    assert run.queue("%l") == limit
+    assert run.queue("%l") == "5:00"
     preempt(run)
     run.wait_for_release()
     assert assert_loses_a_node(site, run, 2)[0]["cause"] == "preempted"
