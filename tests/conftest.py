@@ -28,19 +28,8 @@ USER = "torchrelay-test"
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it, nor the size of a
 # terminal, which pytest-xdist sets.
 LEAKS = (
-    "COLUMNS",
-    "LINES",
-    "SLURM_",
-    "SBATCH_",
-    "SUBMITIT_",
-    "TORCHELASTIC_",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHRELAY_",
+    *("COLUMNS", "LINES", "SLURM_", "SBATCH_", "SUBMITIT_", "TORCHELASTIC_", "TORCHRELAY_"),
+    *("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_"),
 )
 FOR_TESTS = {"TORCHRELAY_REQUIRE_SLURM", "TORCHRELAY_STRESS_SEED"}
 
@@ -78,8 +67,9 @@ _testbed: dict[str, Any] = {}
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Have the testbed be the kind of cluster that the test's module names as PROFILE, or else the usual one."""
-    profile = getattr(item.module, "PROFILE", "usual")  # type: ignore[attr-defined]  # all items are functions
+    """Have the testbed be the kind of cluster that the test's marker `profile` names, or else the usual one."""
+    marker = item.get_closest_marker("profile")
+    profile = marker.args[0] if marker else "usual"
     if "testbed" in item.fixturenames and _testbed.get("profile") != profile:  # type: ignore[attr-defined]
         need("slurmctld", "slurmd", "munged", "sbatch", "ip")
         _testbed.setdefault("was_up", hpc_json("testbed", "status")["up"])
@@ -164,15 +154,8 @@ def site(testbed: dict[str, Any], shared: Path) -> Iterator[Site]:
 
 def need_readable_checkout() -> None:
     """The ordinary user starts this checkout's Python: `make test` runs the tests in a copy where it could not."""
-    readable = [
-        "setpriv",
-        "--reuid=65534",
-        "--regid=65534",
-        "--clear-groups",
-        "test",
-        "-r",
-        str(ROOT / "pyproject.toml"),
-    ]
+    as_nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+    readable = [*as_nobody, "test", "-r", str(ROOT / "pyproject.toml")]
     assert subprocess.run(readable, check=False).returncode == 0, f"ordinary users cannot read {ROOT}: type make test"
 
 

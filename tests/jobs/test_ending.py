@@ -141,12 +141,6 @@ def node(tmp_path: Path, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
 
 
-def test_job_is_requeued(node: NodeAttempt) -> None:
-    start_next_attempt(node, [], [])
-    assert recorded(node, "requeued")
-    assert not recorded(node, "resubmitted")
-
-
 def test_job_is_requeued_once_though_its_events_cannot_be_read_then(node: NodeAttempt, slurm_command: Command) -> None:
     """They would name the nodes that it avoids."""
     log, events = node.run.path / "scontrol", node.run.events

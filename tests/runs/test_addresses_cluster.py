@@ -5,10 +5,9 @@ import json
 import pytest
 from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Run, Site, assert_loses_a_node
 
-PROFILE = "addresses"
 PORTS = range(20_000, 21_000)
 NETWORK = ("--port-range=20000-20999",)
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.profile("addresses"), pytest.mark.timeout(400)]
 
 
 def test_run_completes_on_the_network_that_works(site: Site) -> None:

@@ -5,8 +5,7 @@ import json
 import pytest
 from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, assert_loses_a_node, preempt
 
-PROFILE = "cancel"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.profile("cancel"), pytest.mark.timeout(400)]
 
 
 def test_run_that_is_preempted_and_loses_a_node_completes(site: Site) -> None:

@@ -25,19 +25,7 @@ def test_nothing_trains_on_a_cpu_unasked(real_cluster: Site) -> None:
     ended = run.events("attempt_ended")[0]
     assert ended["cause"] == "bad_node"
     assert re.search(
-        r"local rank 0 on gpu\d\d cannot use the GPU .*: no GPU driver is loaded \(there is no /dev/nv",
-        ended["detail"],
+        r"local rank 0 on gpu\d\d cannot use the GPU .*: no GPU driver is loaded \(there is no /dev/nv", ended["detail"]
     )
     assert run.steps() == []
     run.cancel()
-
-
-def test_the_cpu_can_be_asked_for(real_cluster: Site) -> None:
-    run = real_cluster.submit(*FLAGS, "--device=cpu")
-    run.wait_for_steps(1)
-    run.cancel()
-    path = str(run.directory.path)
-    assert run.status()["device"] == "CPU"
-    assert ["device", "CPU"] in [line.split() for line in real_cluster.hpc("status", path).stdout.splitlines()]
-    assert real_cluster.hpc("report", path).returncode == 0
-    assert "<small>on CPU</small>" in run.directory.report.read_text()

@@ -3,15 +3,9 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from support.cluster import ENDLESS, SLOW_STEPS, SMALL_BATCH, Run, Site, agent_pids
-
-from hpc.cluster.testbed.nodes import processes
-from hpc.slurm.client import TESTBED_DIRECTORY
+from support.cluster import ENDLESS, SLOW_STEPS, Run, Site, agent_pids
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 ONE_NODE = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
@@ -80,30 +74,3 @@ def test_agents_that_handle_no_signal_yet_and_one_that_is_killed(site: Site) -> 
     third.wait_for_more_steps(killed["attempt"] + 1)
     third.assert_no_gap()
     third.cancel()
-
-
-@contextmanager
-def planted_by_another_user(node: str) -> Iterator[None]:
-    """On a node, our directories in memory and in /tmp belong to somebody else."""
-    [process, *_] = processes(TESTBED_DIRECTORY / "ns" / f"{node}.net")
-    planted = [f"/proc/{process}/root/{parent}/torchrelay-0" for parent in ("dev/shm", "tmp")]
-    for path in planted:
-        Path(path).mkdir(mode=0o700, exist_ok=True)
-        os.chown(path, 65534, 65534)
-    try:
-        yield
-    finally:
-        for path in planted:
-            os.chown(path, 0, 0)
-
-
-def test_node_without_a_private_directory_is_excluded(site: Site) -> None:
-    with planted_by_another_user("gpu01"):
-        run = site.submit("--data=data", *SMALL_BATCH, "--epochs=1", *ONE_NODE)
-        run.wait("the exclusion", lambda: run.events("excluded"))
-        run.wait_for_release()
-        status = run.wait_for_state("completed")
-    first, second = status["attempts"]
-    assert (first["cause"], first["nodes"], second["cause"]) == ("bad_node", ["gpu01"], "completed")
-    assert "belongs to nobody" in first["detail"]
-    assert second["nodes"] != ["gpu01"]

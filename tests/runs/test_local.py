@@ -110,77 +110,6 @@ def test_killed_and_stopped_ranks_are_replaced(site: Site) -> None:
     run.cancel()
 
 
-DEAD_GPU = """
-import os, time
-if os.environ["RANK"] == "1":
-    raise RuntimeError("CUDA error: uncorrectable ECC error encountered\\nFor debugging, consider some advice")
-time.sleep(1000)
-"""
-
-
-@pytest.mark.slow
-def test_dead_gpu_marks_its_node_as_bad(site: Site) -> None:
-    add_script(site, "dead.py", DEAD_GPU)
-    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=2", "--name=dead", "--", "dead.py")
-    run.wait("the end of the attempt", lambda: run.events("attempt_ended"))
-    [ended] = run.events("attempt_ended")[:1]
-    assert (ended["cause"], ended["rank"]) == ("bad_node", 1)
-    assert "CUDA error: uncorrectable ECC error encountered" in ended["detail"]
-    run.cancel()
-
-
-# torchrun restarts it at once: it fails again when the first failure has been judged, and after a pause.
-FAILING = """
-import os, pathlib, time
-run, restarts = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"]), int(os.environ["TORCHRELAY_RESTARTS"])
-def interruptions():
-    return sum(path.read_text().count('"interruption"') for path in run.glob("events/*.jsonl"))
-while restarts > 1 or (restarts == 1 and interruptions() != 1):
-    time.sleep(0.1)
-raise ValueError(f"another message every time: {'x' * interruptions()}")
-"""
-
-
-@pytest.mark.slow
-def test_run_waits_between_failures_and_a_signal_ends_the_wait(site: Site) -> None:
-    add_script(site, "failing.py", FAILING)
-    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=failing", "--", "failing.py")
-    run.wait("the third interruption", lambda: len(run.events("interruption")) == 3)
-    assert [event["pause_seconds"] for event in run.events("interruption")] == [0.0, 10.0, 30.0]
-    status = run.status()
-    assert (status["state"], status["budget"]["used"][0]["failures"]) == ("running", 3)
-    shown = site.hpc("status", str(run.directory.path)).stdout
-    assert "failures without progress: 3 of 5 (crashed)" in shown
-    os.kill(int(run.job_id), signal.SIGTERM)
-    run.wait("the end of the attempt", lambda: run.events("attempt_ended"))
-    assert run.events("attempt_ended")[0]["cause"] == "requeued"
-    rounds = [event["attempt"] for event in run.events("rendezvous")]
-    assert rounds.count(1) == 3, "the check, the first one, and that after the first pause"
-    run.cancel()
-
-
-SAVES_SLOWLY = """
-import os, pathlib, signal, time
-run, stopped = pathlib.Path(os.environ["TORCHRELAY_RUN_DIR"]), []
-signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
-(run / "ready").touch()
-while not stopped:
-    time.sleep(0.1)
-time.sleep(7)
-(run / "saved").touch()
-"""
-
-
-@pytest.mark.slow
-def test_cancelled_run_saves_though_that_takes_longer_than_its_agent_takes_to_read_of_it(site: Site) -> None:
-    add_script(site, "saves.py", SAVES_SLOWLY)
-    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=saves", "--", "saves.py")
-    run.wait("the script", (run.directory.path / "ready").exists)
-    run.cancel()
-    assert (run.directory.path / "saved").exists()
-    assert run.status()["state"] == "cancelled"
-
-
 OWN = """
 import os, subprocess, sys, time, helper
 left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
@@ -292,15 +221,6 @@ def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site)
     run.assert_no_gap()
     assert len(run.attempts_logged()) == 1
     assert not run.events("interruption")
-
-
-def test_untracked_script_is_refused(site: Site) -> None:
-    (site.path / "my.py").write_text("")
-    assert site.type("git", "init", "-q").returncode == 0
-    done = site.hpc("submit", LOCAL, "--", "my.py")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "git add my.py" in done.stderr
-    assert not (site.path / "runs").exists()
 
 
 @pytest.mark.slow

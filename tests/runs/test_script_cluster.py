@@ -1,7 +1,4 @@
-"""A user's own script on a real Slurm, submitted by an ordinary user: modules, arguments, signals, tracebacks."""
-
-import json
-from pathlib import Path
+"""A user's own script on a real Slurm, submitted by an ordinary user: signals, tracebacks."""
 
 import pytest
 from support.cluster import TWO_NODES, Run, Site, add_script
@@ -10,34 +7,6 @@ from hpc.base.files import read_json_lines
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 ONE_NODE = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1")
-
-SHOW = """
-import json, os, sys
-from {package}.words import WORD
-if __name__ == "__main__":
-    print(json.dumps([WORD, *sys.argv[1:]]), flush=True)
-"""
-ARGUMENTS = ("--n", "4", "--data={data}/train", "{run_dir}", "{attempt}", "{unknown} {}", "$HOME", "--", "--x")
-
-
-def test_modules_with_their_own_flags_and_placeholders(ordinary_user: Site) -> None:
-    """At the top of the repository, on two nodes, and below `src`."""
-    site, runs = ordinary_user, list[Run]()
-    (site.path / "src").mkdir()
-    for package, nodes in (("package", TWO_NODES), ("src/inner", ONE_NODE)):
-        name = Path(package).name
-        add_script(site, f"{package}/words.py", "WORD = 'imported'\n")
-        add_script(site, f"{package}/show.py", SHOW.format(package=name))
-        runs.append(site.submit(*nodes, "--data=data", "--", "-m", f"{name}.show", *ARGUMENTS))
-    for run, ranks in zip(runs, (2, 1), strict=True):
-        assert run.directory.name.startswith("show-")
-        run.wait_for_state("completed")
-        for rank in range(ranks):
-            word, *arguments = json.loads(run.directory.rank_log(1, rank).read_text().splitlines()[-1])
-            assert arguments.pop(2).startswith("--data=/tmp/torchrelay-")
-            assert word == "imported"
-            assert arguments == ["--n", "4", str(run.directory.path), "1", "{unknown} {}", "$HOME", "--", "--x"]
-
 
 # Each rank counts in a file of its own, until it is stopped, and in the next attempt 20 steps more. A signal that it
 # handles makes it save, and exit as it was told.

@@ -35,14 +35,6 @@ def test_scratch_of_the_job_is_found_on_the_nodes_and_known_to_vanish(site: Site
     run.cancel()
 
 
-def test_variable_that_the_nodes_do_not_have_ends_the_attempt_in_words(site: Site) -> None:
-    run = submit(site, "--nodes=1", "--stage-dir=$NOWHERE")
-    run.wait("the refusal", lambda: run.events("node_failed"))
-    detail = run.events("node_failed")[0]["detail"]
-    assert detail.startswith("--stage-dir is $NOWHERE, but the job has no variable NOWHERE on gpu0")
-    run.cancel()
-
-
 def test_directory_that_the_nodes_share_is_recognised(site: Site) -> None:
     shared = site.path / "disk"
     shared.mkdir()

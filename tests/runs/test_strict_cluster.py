@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import pytest
 from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, assert_loses_a_node, preempt
 
-PROFILE = "strict"
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slurm, pytest.mark.profile("strict"), pytest.mark.timeout(400)]
 
 
 @pytest.fixture

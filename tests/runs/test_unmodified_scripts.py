@@ -26,6 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+SNAPSHOT = "snapshot.pt"
+
 
 class ToyDataset(Dataset):
     def __init__(self, size):
@@ -39,32 +41,24 @@ class ToyDataset(Dataset):
         return self.data[index]
 
 
-class Trainer:
-    def __init__(self, model, loader, optimizer, save_every, snapshot_path):
-        self.rank = int(os.environ["RANK"])
-        self.loader, self.optimizer, self.save_every, self.snapshot_path = loader, optimizer, save_every, snapshot_path
-        self.model, self.epochs_run = model, 0
-        if os.path.exists(snapshot_path):
-            snapshot = torch.load(snapshot_path)
-            self.model.load_state_dict(snapshot["model"])
-            self.epochs_run = snapshot["epochs"]
-            print(f"resuming at epoch {self.epochs_run}", flush=True)
-        self.model = DDP(self.model)
-
-    def run_epoch(self, epoch):
-        self.loader.sampler.set_epoch(epoch)
-        for source, targets in self.loader:
-            self.optimizer.zero_grad()
-            loss = F.mse_loss(self.model(source), targets)
+def train(loader, model, epochs, save_every):
+    rank, epochs_run = dist.get_rank(), 0
+    if os.path.exists(SNAPSHOT):
+        snapshot = torch.load(SNAPSHOT)
+        model.load_state_dict(snapshot["model"])
+        epochs_run = snapshot["epochs"]
+        print(f"resuming at epoch {epochs_run}", flush=True)
+    parallel, optimizer = DDP(model), torch.optim.SGD(model.parameters(), lr=1e-2)
+    for epoch in range(epochs_run, epochs):
+        loader.sampler.set_epoch(epoch)
+        for source, targets in loader:
+            optimizer.zero_grad()
+            loss = F.mse_loss(parallel(source), targets)
             loss.backward()
-            self.optimizer.step()
-        print(f"[rank {self.rank}] epoch {epoch}: {len(self.loader)} steps, loss {loss.item():.4f}", flush=True)
-
-    def train(self, epochs):
-        for epoch in range(self.epochs_run, epochs):
-            self.run_epoch(epoch)
-            if self.rank == 0 and epoch % self.save_every == 0:
-                torch.save({"model": self.model.module.state_dict(), "epochs": epoch + 1}, self.snapshot_path)
+            optimizer.step()
+        print(f"[rank {rank}] epoch {epoch}: {len(loader)} steps, loss {loss.item():.4f}", flush=True)
+        if rank == 0 and epoch % save_every == 0:
+            torch.save({"model": model.state_dict(), "epochs": epoch + 1}, SNAPSHOT)
 
 
 def cube(number):
@@ -79,27 +73,22 @@ def use_workers():
         print(f"pool: {pool.map(cube, range(4))}", flush=True)
 
 
-def main(save_every, total_epochs, batch_size):
-    multiprocessing.set_start_method("spawn")
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    data, model = ToyDataset(256), torch.nn.Linear(20, 1)
-    loader = DataLoader(data, batch_size=batch_size, shuffle=False, sampler=DistributedSampler(data))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    Trainer(model, loader, optimizer, save_every, "snapshot.pt").train(total_epochs)
-    dist.destroy_process_group()
-    if int(os.environ["RANK"]) == 0:
-        use_workers()
-    gc.collect()
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("total_epochs", type=int)
     parser.add_argument("save_every", type=int)
     parser.add_argument("--batch_size", default=32, type=int)
     args = parser.parse_args()
-    main(args.save_every, args.total_epochs, args.batch_size)
+    multiprocessing.set_start_method("spawn")
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    data = ToyDataset(256)
+    loader = DataLoader(data, batch_size=args.batch_size, shuffle=False, sampler=DistributedSampler(data))
+    train(loader, torch.nn.Linear(20, 1), args.total_epochs, args.save_every)
+    dist.destroy_process_group()
+    if int(os.environ["RANK"]) == 0:
+        use_workers()
+    gc.collect()
 """
 ARGUMENTS = ("train.py", "3", "1", "--batch_size=64")
 

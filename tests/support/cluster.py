@@ -47,12 +47,7 @@ THREE_EPOCHS = ("--data=data", *TWO_NODES, *TINY_BATCH, "--epochs=3", "--log-eve
 # Long enough to be interrupted, short enough to be trained to the end: 30 steps an epoch.
 TEN_EPOCHS = (
     *SMALL_BATCH,
-    "--epochs=10",
-    "--log-every=1",
-    "--gpus-per-node=1",
-    "--cpus-per-gpu=1",
-    "--snapshot-every=5",
-    "--log-samples",
+    *("--epochs=10", "--log-every=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--snapshot-every=5", "--log-samples"),
 )
 # Interrupted only after the test has seen its steps, because each of its 90 takes longer than to look.
 VERY_FEW_EPOCHS = (*TEN_EPOCHS, "--epochs=3")

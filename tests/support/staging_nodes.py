@@ -47,6 +47,11 @@ def stage(source: Path, stage_dir: Path) -> Staged:
         return stager.stage(source)
 
 
+def contents(path: Path) -> dict[str, bytes]:
+    """Return all files below a directory, by their paths in it."""
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
 def disk(path: Path, rank: int) -> Path:
     """A node's own disk."""
     directory = path / f"disk-{rank}"

@@ -62,11 +62,6 @@ def test_torn_line_loses_no_other_record(tmp_path: Path) -> None:
     assert last_json_line(path) == {"a": 3}
 
 
-def test_missing_log_has_no_records(tmp_path: Path) -> None:
-    assert list(read_json_lines(tmp_path / "none")) == []
-    assert last_json_line(tmp_path / "none") is None
-
-
 def test_refreshing_leaves_the_users_mode_and_needs_no_right_to_change_it(tmp_path: Path) -> None:
     directory = tmp_path / "events"
     directory.mkdir()

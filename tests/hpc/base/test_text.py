@@ -2,14 +2,7 @@
 
 import pytest
 
-from hpc.base.text import csv_cell, csv_text, few, visible
-
-
-def test_of_many_nodes_the_first_and_the_last_are_named() -> None:
-    names = [f"gpu{number:03d}" for number in range(1, 33)]
-    assert [few(names[:count]) for count in (1, 4, 5, 32)] == [
-        "gpu001", "gpu001, gpu002, gpu003, gpu004", "gpu001 ... gpu005 (5)", "gpu001 ... gpu032 (32)",
-    ]  # fmt: skip
+from hpc.base.text import csv_cell, csv_text, visible
 
 
 @pytest.mark.parametrize(

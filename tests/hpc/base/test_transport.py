@@ -59,13 +59,6 @@ def is_closed(unauthenticated: socket.socket) -> bool:
         return True
 
 
-def test_messages_arrive_in_both_directions(server: Server) -> None:
-    with client(server.port) as connection:
-        for number in range(3):
-            connection.send({"number": number})
-            assert connection.receive() == {"echo": {"number": number}}
-
-
 @pytest.mark.parametrize(("secret", "purpose"), [("guess", PURPOSE), ("", PURPOSE), (SECRET, "another purpose")])
 def test_client_without_the_secret_or_for_another_purpose_is_refused(server: Server, secret: str, purpose: str) -> None:
     with pytest.raises(TransportError, match="does not have the run's secret"):

@@ -1,7 +1,7 @@
 import pytest
 
 from hpc.base.errors import UserError
-from hpc.base.units import format_minutes, slurm_seconds, walltime_minutes
+from hpc.base.units import slurm_seconds, walltime_minutes
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,3 @@ def test_walltime(text: str, minutes: int) -> None:
 def test_bad_walltime(text: str) -> None:
     with pytest.raises(UserError, match="--time"):
         walltime_minutes(text)
-
-
-@pytest.mark.parametrize("minutes", [1, 59, 60, 1439, 1440, 20160])
-def test_formatted_minutes_parse_as_slurm_durations(minutes: int) -> None:
-    assert slurm_seconds(format_minutes(minutes)) == minutes * 60

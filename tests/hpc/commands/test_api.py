@@ -3,12 +3,11 @@
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import Site, site_without_slurm
+from support.cluster import Site
 
 import hpc
 
@@ -17,29 +16,23 @@ LOCAL: dict[str, Any] = {"cluster": "local", "gpus_per_node": 1, "cpus_per_gpu":
 TRAINS: dict[str, Any] = {"batch_size": 64, "log_every": 1, "checkpoint_every": "1", "lr_scheduler": "constant"}
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with site_without_slurm() as site:
-        yield site
-
-
 @pytest.fixture(autouse=True)
-def _in_the_site(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(site.path)
+def _in_the_site(local_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(local_site.path)
 
 
 @pytest.fixture(scope="module")
-def trained(site: Site) -> hpc.Run:
+def trained(local_site: Site) -> hpc.Run:
     """A complete training of 2 epochs, 4 steps each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(site.path)
+        patch.chdir(local_site.path)
         run = hpc.submit(hpc.TrainingRun(name="pets", data="data", epochs=2, **LOCAL, **TRAINS, val_split=0.2))
         assert run.wait(timeout_seconds=300)["state"] == "completed"
     return run
 
 
-def test_training_is_submitted_waited_for_and_read(site: Site, trained: hpc.Run) -> None:
-    assert (trained.name, trained.directory) == ("pets", site.path / "runs/pets")
+def test_training_is_submitted_waited_for_and_read(local_site: Site, trained: hpc.Run) -> None:
+    assert (trained.name, trained.directory) == ("pets", local_site.path / "runs/pets")
     assert list(trained.metrics()["step"]) == list(range(1, 9))
     assert set(trained.metrics("eval")["split"]) == {"val", "test"}
     assert trained.metrics("gpu").empty
@@ -78,8 +71,10 @@ def test_runs_are_in_the_directory_that_is_the_default(
     assert [run.name for run in hpc.runs()] == [run.name for run in hpc.runs(trained.directory.parent)]
 
 
-def test_script_is_submitted_and_cancelled(site: Site) -> None:
-    (site.path / "waits.py").write_text("import sys, time\nprint('began', sys.argv[1:], flush=True)\ntime.sleep(600)\n")
+def test_script_is_submitted_and_cancelled(local_site: Site) -> None:
+    (local_site.path / "waits.py").write_text(
+        "import sys, time\nprint('began', sys.argv[1:], flush=True)\ntime.sleep(600)\n"
+    )
     run = hpc.submit(hpc.ScriptRun(command="waits.py 'a b' --c", in_place=True, name="waits", **LOCAL))
     with pytest.raises(TimeoutError, match="run waits is"):
         run.wait(timeout_seconds=0.1)
@@ -107,10 +102,10 @@ def test_wrong_flags_are_refused_as_by_the_verb_and_leave_nothing() -> None:
     assert sorted(Path().glob("runs/*")) == before
 
 
-def test_what_is_not_given_is_the_users_default(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    (site.path / "config").mkdir()
-    (site.path / "config/torchrelay.yaml").write_text("model: of-the-user\n")
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(site.path / "config"))
+def test_what_is_not_given_is_the_users_default(local_site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    (local_site.path / "config").mkdir()
+    (local_site.path / "config/torchrelay.yaml").write_text("model: of-the-user\n")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(local_site.path / "config"))
     with pytest.raises(hpc.UserError, match="--model is 'of-the-user'"):
         hpc.submit(hpc.TrainingRun(data="data", **LOCAL))
     with pytest.raises(hpc.UserError, match="--model is 'given'"):

@@ -37,13 +37,12 @@ from hpc.base import program
 from hpc.base.files import append_json_line, json_line
 from hpc.commands.runs.report import main
 from hpc.commands.start import status
-from hpc.report import formats
 from hpc.report.charts import extremes
 from hpc.report.command import shell_text, submit_command
 from hpc.report.gather import gather
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
-from hpc.status.printing import summaries
+from hpc.status.printing import progress, summaries
 from hpc.status.run_view import summarize
 from hpc.submit.options import SubmitTraining
 from training.config.train_config import TrainConfig
@@ -302,8 +301,7 @@ def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Pa
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["step"], row["train_loss"], row["images_per_second"]) == (10, 0.7, 5100)
     assert (
-        status.progress(structs.replace(summarize(run, None), state="running", attempt=1))
-        == "attempt 1: step 10 loss 0.7000"
+        progress(structs.replace(summarize(run, None), state="running", attempt=1)) == "attempt 1: step 10 loss 0.7000"
     )
     html = report(run.path).html
     assert headings(html)[2:5] == ["Loss", "Images per second", "grad_norm"]
@@ -502,19 +500,3 @@ def test_command_submits_the_same_run_again() -> None:
     assert (parsed.train, parsed.resources, parsed.recovery) == (train, resources, recovery)
     assert (parsed.cluster, str(parsed.stage_dir)) == ("slurm", "/scratch")
     assert "--data='/d a'" in shell_text(words) or "'--data=/d a'" in shell_text(words)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.04, "0.0 s"),
-        (9.94, "9.9 s"),
-        (59.6, "1 min"),
-        (200, "3 min 20 s"),
-        (7205, "2 h"),
-        (90_061, "1 d 1 h"),
-        (None, formats.UNKNOWN),
-    ],
-)
-def test_durations_read_well(seconds: float | None, text: str) -> None:
-    assert formats.duration(seconds) == text

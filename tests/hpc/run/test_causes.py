@@ -54,11 +54,6 @@ def test_job_is_alive_until_slurm_has_ended_it() -> None:
     assert alive == {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.ENDING}
 
 
-def test_budget_that_is_used_up_ends_the_run() -> None:
-    assert must_requeue(Cause.CRASHED, JobState.RUNNING, may_restart=True)
-    assert not must_requeue(Cause.CRASHED, JobState.RUNNING, may_restart=False)
-
-
 @pytest.mark.parametrize(
     ("exit_code", "signal", "out_of_memory", "detail", "cause"),
     [

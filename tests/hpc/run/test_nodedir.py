@@ -18,7 +18,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import DEV_SHM
 from hpc.run.events.kinds import Cancelled
 from hpc.run.events.ledger import EventWriter
-from hpc.run.nodedir import HeldNodeDir, check_stage_dir, private_directory, stage_dir_on_node
+from hpc.run.nodedir import HeldNodeDir, check_stage_dir, stage_dir_on_node
 from hpc.run.rundir import RunDir
 
 
@@ -139,13 +139,6 @@ def test_second_agent_of_a_run_is_refused(run: Path, monkeypatch: pytest.MonkeyP
         agent.stdout.readline()
         with pytest.raises(TorchrelayError, match="another agent of this run is on this node"):
             HeldNodeDir(run, 0)
-
-
-def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
-    root = private_directory(tmp_path)
-    root.chmod(0o777)
-    with pytest.raises(TorchrelayError, match="not a directory that only you can use"):
-        private_directory(tmp_path)
 
 
 def on_a_node_with(mounts: str, code: str) -> "subprocess.CompletedProcess[str]":

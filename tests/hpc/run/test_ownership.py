@@ -13,7 +13,6 @@ import pytest
 from support.cluster import ROOT
 from support.events import attempt_ended, claimed, recorded_run
 from support.fake_slurm import write_programs
-from support.waiting import wait_for
 
 from hpc.base.errors import UserError
 from hpc.run.ownership import check_is_own
@@ -105,26 +104,9 @@ def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, clus
     assert not any("belongs to" in warning for warning in own["warnings"])
 
 
-def test_supervisor_says_once_what_it_skips(runs: Path, cluster: dict[str, str]) -> None:
-    make_run_of_the_stranger(runs / "theirs")
-    command = hpc("supervise", "--interval=1s", "--runs-dir", runs)
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **cluster}, stderr=subprocess.PIPE, text=True) as one:
-        try:
-            wait_for(lambda: len(called(cluster, "asked")) >= 3)
-        finally:
-            one.terminate()
-        assert one.stderr is not None
-        said = one.stderr.read()
-    assert said.count("theirs") == 2, "the name and the path, in one line"
-
-
 @pytest.mark.parametrize(
     "command",
-    [
-        hpc("cancel"),
-        hpc("drill", "{}", "worker-kill", "--yes"),
-        [sys.executable, "-m", "jobs.agent"],
-    ],
+    [hpc("cancel"), hpc("drill", "{}", "worker-kill", "--yes"), [sys.executable, "-m", "jobs.agent"]],
     ids=["cancel", "drill", "agent"],
 )
 def test_what_acts_on_a_run_refuses_that_of_another_user(

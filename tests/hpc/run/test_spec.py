@@ -95,6 +95,13 @@ def test_memory_and_times_that_say_what_they_mean() -> None:
     ("option", "message"),
     [
         ("requeue", "--sbatch requeue: runs are always requeued"),
+        ("requeue=1", "leave it out"),
+        ("nodes=3", "use --nodes"),
+        ("output=x", "use --runs-dir"),
+        ("signal=USR1@9", "use --signal-before"),
+        ("X", "KEY=VALUE"),
+        ("=y", "KEY=VALUE"),
+        ("comment=a\nb", "KEY=VALUE"),
         ("wait", "--sbatch wait: use --wait instead"),
         ("gpus=4", "--sbatch gpus: use --nodes and --gpus-per-node instead"),
         ("exclusive=", "--sbatch 'exclusive=': use KEY=VALUE, .* or KEY, such as exclusive"),
@@ -141,17 +148,6 @@ def test_bad_nodes(nodes: str) -> None:
 def test_node_range() -> None:
     resources = Resources(nodes="2:5")
     assert (resources.min_nodes, resources.max_nodes) == (2, 5)
-
-
-@pytest.mark.parametrize(
-    ("option", "hint"),
-    [("nodes=3", "use --nodes"), ("output=x", "use --runs-dir"), ("signal=USR1@9", "use --signal-before"),
-     ("requeue=1", "leave it out"), ("X", "KEY=VALUE"),
-     ("=y", "KEY=VALUE"), ("comment=a\nb", "KEY=VALUE")],
-)  # fmt: skip
-def test_bad_sbatch_option(option: str, hint: str) -> None:
-    with pytest.raises(UserError, match=hint):
-        Resources(sbatch=(option,))
 
 
 @pytest.mark.parametrize(

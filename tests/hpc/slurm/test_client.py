@@ -9,7 +9,7 @@ from support.fake_slurm import write_programs
 
 from hpc.run.causes import JobState
 from hpc.slurm import client as slurm
-from hpc.slurm.squeue import explain_reason, job_state, parse_jobs
+from hpc.slurm.squeue import explain_reason, parse_jobs
 
 
 @pytest.mark.parametrize(
@@ -110,11 +110,6 @@ PARTITION = "PartitionName=gpu AllowGroups=ALL Default=YES GraceTime={grace} Pre
 )
 def test_grace_of_a_preemption(grace: str, mode: str, seconds: int | None) -> None:
     assert slurm.grace_seconds(slurm.parse_fields(PARTITION.format(grace=grace, mode=mode))) == seconds
-
-
-def test_cancelled_by_a_user_is_cancelled() -> None:
-    assert job_state("CANCELLED by 1000") is JobState.CANCELLED
-    assert job_state("") is JobState.UNKNOWN
 
 
 def test_variables_that_choose_the_cluster_stay_outside_of_a_job() -> None:

@@ -41,9 +41,12 @@ assert resubmit.claim_next_job(run, 1, History.load(run))
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path: Path, slurm_command: Command) -> RunDir:
+    """A run of which Slurm lists no job."""
+    slurm_command("squeue", "exit 0")
     found = RunDir(tmp_path)
     found.events.mkdir()
+    found.script.write_text("#!/bin/sh\n")
     return found
 
 
@@ -135,8 +138,6 @@ def test_job_that_needs_an_excluded_node_is_submitted_without_exclusions(
     run: RunDir, slurm_command: Command, refusal: str
 ) -> None:
     """Such as one with --sbatch nodelist=gpu01,gpu02. In quotes: what sbatch of that release says."""
-    run.script.write_text("#!/bin/sh\n")
-    slurm_command("squeue", "exit 0")
     refused = f"echo 'sbatch: error: Batch job submission failed: {refusal}' >&2; exit 1"
     slurm_command("sbatch", f'case "$*" in *--exclude*) {refused};; *) echo 9;; esac')
     assert resubmit.submit_next_job(run, spec_of(), ["gpu02"], []) == "9"
@@ -144,7 +145,6 @@ def test_job_that_needs_an_excluded_node_is_submitted_without_exclusions(
 
 def test_job_that_was_queued_already_is_the_next_one(run: RunDir, slurm_command: Command) -> None:
     """The reply of an earlier sbatch may have been lost."""
-    run.script.write_text("#!/bin/sh\n")
     line = f"{{}}|{{}}|None||n/a|0|N/A|N/A|{run.script}|"
     jobs = [line.format(6, "PENDING"), line.format(7, "RUNNING"), line.format(8, "PENDING")]
     slurm_command("squeue", "\n".join(f"echo {shlex.quote(job)}" for job in jobs))
@@ -170,8 +170,6 @@ def test_next_job_waits_for_the_runs_that_the_run_waits_for(
 
 
 def test_job_gets_the_environment_of_the_submission_and_the_exclusions(run: RunDir, slurm_command: Command) -> None:
-    run.script.write_text("#!/bin/sh\n")
-    slurm_command("squeue", "exit 0")
     slurm_command("sbatch", f'echo "$WORD $*" > {run.path}/asked; echo 9')
     assert resubmit.submit_next_job(run, spec_of(), ["gpu02", "gpu03"], []) == "9"
     assert "--exclude=gpu02,gpu03" in (run.path / "asked").read_text()
@@ -189,8 +187,6 @@ def test_job_gets_the_environment_of_the_submission_and_the_exclusions(run: RunD
 def test_refusal_that_no_other_exclusions_would_change_is_told(
     run: RunDir, slurm_command: Command, refusal: str, excluded: list[str]
 ) -> None:
-    run.script.write_text("#!/bin/sh\n")
-    slurm_command("squeue", "exit 0")
     slurm_command("sbatch", f"echo >> {run.path}/asked; echo '{refusal}' >&2; exit 1")
     with pytest.raises(TorchrelayError, match=refusal):
         resubmit.submit_next_job(run, spec_of(exclude="gpu04"), excluded, [])
@@ -198,8 +194,6 @@ def test_refusal_that_no_other_exclusions_would_change_is_told(
 
 
 def test_without_the_failed_nodes_means_with_those_that_the_user_excludes(run: RunDir, slurm_command: Command) -> None:
-    run.script.write_text("#!/bin/sh\n")
-    slurm_command("squeue", "exit 0")
     slurm_command(
         "sbatch", 'case "$*" in *gpu02*) echo "is not available" >&2; exit 1;; *--exclude=gpu04*) echo 9;; esac'
     )

@@ -171,13 +171,6 @@ def test_table_of_all_runs_is_the_table_alone(run: RunDir, capsys: pytest.Captur
     assert len(printed(capsys, "--runs-dir", str(run.path.parent)).splitlines()) == 2
 
 
-def test_json_has_what_people_see(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    (row,) = json.loads(printed(capsys, str(run.path), "--json"))
-    assert [interruption["seconds"]["total"] for interruption in row["interruptions"]] == [9.0, 13.5, None]
-    assert (row["steps_lost"], row["goodput"]) == (3, None)
-    assert len(row["warnings"]) == 1
-
-
 @pytest.mark.parametrize("final", [True, False], ids=["a training", "a script"])
 def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys: pytest.CaptureFixture[str]) -> None:
     write_events(run, claimed(70.0, 2), attempt_ended(90.0, attempt=2, step=None))
@@ -203,16 +196,8 @@ def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(
 
 
 def test_largest_parts_come_first() -> None:
-    parts = {
-        "notice": 1.0,
-        "release": 0.0,
-        "start": 120.0,
-        "stage": 4.0,
-        "rendezvous": 9.0,
-        "restore": None,
-        "total": 99.0,
-    }
-    assert largest_parts(parts) == "start 120.0, rendezvous 9.0, stage 4.0"
+    parts = {"notice": 1.0, "release": 0.0, "start": 120.0, "stage": 4.0, "rendezvous": 9.0, "restore": None}
+    assert largest_parts({**parts, "total": 99.0}) == "start 120.0, rendezvous 9.0, stage 4.0"
 
 
 def test_used_budgets_are_shown() -> None:

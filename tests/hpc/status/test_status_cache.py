@@ -256,20 +256,13 @@ def test_missing_events_are_a_run_without_attempts(tmp_path: Path, squeue: Squeu
     assert StatusCache().summary(run).state == "running"
 
 
-def test_damaged_result_is_still_one(tmp_path: Path) -> None:
-    run = make_run(tmp_path, CLAIMED)
-    run.final.mkdir()
-    run.final_result.write_text("")
-    row = StatusCache().summary(run)
-    assert (row.state, row.test_accuracy) == ("completed", None)
-
-
 def test_unreadable_run_hides_no_other(shared: Path) -> None:
     """As an ordinary user: root reads everything."""
     need()
     run, sound = make_run(shared, CLAIMED), make_run(shared, CLAIMED, name="s")
     run.script.unlink(), sound.script.unlink()
     run.events.chmod(0)
+    (shared / "runs" / "theirs").mkdir(mode=0)
     program = (
         "import os, sys; os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "from hpc.commands.start.status import main; sys.exit(main(sys.argv[1:]))"
@@ -277,7 +270,7 @@ def test_unreadable_run_hides_no_other(shared: Path) -> None:
     arguments = ["--json", "--runs-dir", str(shared / "runs")]
     done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    damaged, other = json.loads(done.stdout)
+    damaged, other = json.loads(done.stdout)  # and nothing of a directory that others may not even look into
     [owner], [problem] = damaged["warnings"], damaged["damaged"]
     assert owner.startswith("it belongs to root")
     assert "Permission denied" in problem
@@ -298,10 +291,7 @@ def test_later_summary_has_what_changed(tmp_path: Path, squeue: Squeue) -> None:
     assert [row.step for row in cache.summaries([run, failed])] == [None, None]
     append_json_line(run.train_metrics, {"step": 6})
     write_events(failed, cancelled(9.0), file="cancel.jsonl")
-    assert [(row.step, row.state) for row in cache.summaries([run, failed])] == [
-        (6, "running"),
-        (None, "cancelled"),
-    ]
+    assert [(row.step, row.state) for row in cache.summaries([run, failed])] == [(6, "running"), (None, "cancelled")]
     write_events(failed, claimed(10.0), file="by-hand.jsonl")
     assert [row.attempt for row in cache.summaries([run, failed])] == [1, 1]
 

@@ -16,24 +16,16 @@ NO_SLURM = {"PATH": "/nonexistent"}
 SUBMIT = ("submit", "--synthetic", "--batch-size=8", "--name=run")
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--partition=gpu",),
-        ("--account=me",),
-        ("--qos=high",),
-        ("--constraint=a100",),
-        ("--exclude=gpu01",),
-        ("--sbatch=exclusive",),
-        ("--mem=64G",),
-        ("--time=12h",),
-        ("--gpus-per-node=a100:2",),
-    ],
-    ids=" ".join,
+OF_SLURM = (
+    *("--partition=gpu", "--account=me", "--qos=high", "--constraint=a100", "--exclude=gpu01", "--sbatch=exclusive"),
+    *("--mem=64G", "--time=12h", "--gpus-per-node=a100:2"),
 )
-def test_flag_of_slurms_is_refused(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    done = Site(tmp_path, "/nonexistent").hpc(*SUBMIT, *flags, **NO_SLURM)
-    name, _, value = flags[0].partition("=")
+
+
+@pytest.mark.parametrize("flag", OF_SLURM)
+def test_flag_of_slurms_is_refused(tmp_path: Path, flag: str) -> None:
+    done = Site(tmp_path, "/nonexistent").hpc(*SUBMIT, flag, **NO_SLURM)
+    name, _, value = flag.partition("=")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         f"hpc submit: {name} {value} needs Slurm, but there is no Slurm here (sbatch is not on the PATH): type this on "

@@ -97,12 +97,6 @@ def test_a_file_overrides_its_recipe_and_the_command_line_both(tmp_path: Path) -
     assert (other.model, other.epochs) == ("resnet20", 3)
 
 
-def test_the_command_line_can_switch_a_flag_off() -> None:
-    flags = ("--recipe", "vgg19-20class", "--data=/photos")
-    assert training(*flags).freeze_backbone
-    assert not training(*flags, "--no-freeze-backbone").freeze_backbone
-
-
 def test_the_rate_of_the_vgg19_recipe_grows_with_the_square_root_of_the_ranks() -> None:
     for world_size in (1, 4, 8):
         train = training("--recipe=vgg19-20class", "--data=/photos", f"--batch-size={64 * world_size}")

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,15 +26,10 @@ NOTHING_QUEUES = "echo 'sbatch was called' >&2; exit 1"
 def write_files(path: Path) -> None:
     """Write what the mistakes name."""
     tiny_data(path / "data", train=320, test=100)
-    (path / "empty").mkdir()
-    (path / "text").mkdir()
-    (path / "text" / "notes.txt").write_text("no image")
     (path / "runs" / "taken").mkdir(parents=True)
-    (path / "unknown.yaml").write_text("data: data\nbatch_sise: 64\n")
     (path / "nested.yaml").write_text("train:\n  lr: 1\n")
     (path / "list.yaml").write_text("- 1\n")
     (path / "broken.yaml").write_text("a: [\n")
-    (path / "type.yaml").write_text("data: data\nepochs: many\n")
     (path / "file").write_text("")
 
 
@@ -109,67 +103,28 @@ def test_bad_defaults_are_refused_and_the_nearest_place_wins(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nodes=5"], r"--nodes is 5, but partition gpu has 4: use --nodes 4 or fewer"),
-        (["--nodes=0"], r"--nodes is '0': use a number"),
-        (["--gpus-per-node=5"], r"--gpus-per-node is 5, but partition gpu has 4 per node: use --gpus-per-node 4"),
-        (["--partition=gpux"], r"--partition 'gpux' does not exist: use --partition with one of gpu, urgent"),
-        (["--time=2d"], r"--time is 2d, but partition gpu allows 1-00:00:00: use --time 1-00:00:00 or less"),
-        (["--time=soon"], r"--time is 'soon': use a duration such as 90m"),
-        (["--cpus-per-gpu=99"], r"--cpus-per-gpu is 99.*use --cpus-per-gpu 8 or fewer"),
-        (["--data=nowhere"], r"--data is .*/nowhere, which does not exist: give a directory, fashion-mnist or digits"),
-        (["--data=empty"], r"--data is .*/empty, but there are no images"),
-        (["--data=text"], r"--data is .*/text, but there are no images"),
         (["--data=file"], r"--data is .*/file, which is not a directory"),
-        (["--model=resnet51"], r"--model is 'resnet51', which is not known: did you mean .*resnet50"),
         (["--nodes=2", "--gpus-per-node=4", "--batch-size=7"], r"--batch-size is 7, too small for the 8 ranks"),
-        (["--batch-size=0"], r"--batch-size is 0: use 1 or more"),
-        (["--lr=fast"], r"--lr.*'fast'"),
-        (["--epochs=-1"], r"--epochs is -1"),
-        (["-N5"], r"--nodes is 5, but partition gpu has 4"),
-        (["-N", "2", "-p", "gpux"], r"--partition 'gpux' does not exist"),
-        (["-t2d"], r"--time is 2d, but partition gpu allows"),
-        (["-n", "8"], r"there is no flag -n: use --nodes and --gpus-per-node instead"),
-        (["-x", "gpu01"], r"there is no flag -x: use --exclude instead$"),
-        (["--gres=gpu:4"], r"there is no flag --gres: use --gpus-per-node 4 or a100:4 for GPUs"),
-        (["--mail-type", "END"], r"there is no flag --mail-type: use --sbatch mail-type=VALUE"),
-        (["--mem-per-gpu=8G"], r"there is no flag --mem-per-gpu: use --sbatch mem-per-gpu=VALUE"),
         (["--exclusive"], r"there is no flag --exclusive: use --sbatch exclusive$"),
-        (["--node", "2"], r"there is no flag --node: did you mean --nodes\?"),
-        (["--nodez", "2"], r"there is no flag --nodez: did you mean --nodes\?"),
         (["--name=a/b"], r"--name 'a/b': .*Try --name a-b"),
-        (["--name=a\nb"], r"--name 'a\\nb': it holds a newline"),
-        (["--name=.."], r"--name '\.\.'"),
-        (["--name="], r"--name ''"),
         (["--name=taken"], r"run 'taken' exists already in runs: choose another --name"),
-        (["--runs-dir=/tmp/runs"], r"--runs-dir /tmp/runs is on this node's own disk"),
-        (["--runs-dir=file"], r"--runs-dir file: .* is not a directory"),
         (["--runs-dir=file/x"], r"--runs-dir file/x: .* is not a directory"),
         (["--stage-timeout=1s"], r"--stage-timeout is 1s: use 10s or more"),
         (["--runs-dir=a%j"], r"Slurm replaces %"),
-        (["--config=unknown.yaml"], r"--config unknown.yaml: there is no flag 'batch_sise': did you mean batch-size"),
         (["--config=nested.yaml"], r"--config nested.yaml: there is no flag 'train'"),
         (["--config=list.yaml"], r"--config list.yaml is not a mapping"),
         (["--config=broken.yaml"], r"--config broken.yaml cannot be read"),
-        (["--config=none.yaml"], r"--config none.yaml cannot be read"),
-        (["--config=type.yaml"], r"--epochs.*'many'"),
-        (["--sbatch=nodes=3"], r"--sbatch nodes: use --nodes instead"),
         (["--sbatch=array=0-3"], r"--sbatch array: job arrays are not supported: submit one run per setting"),
         (
             ["--sbatch=hetjob"],
             r"--sbatch hetjob: heterogeneous jobs are not supported: submit one run, or one per kind",
         ),
-        (["--stage-dir=$(pwd)"], r"--stage-dir is '\$\(pwd\)': write variables as \$NAME or \$\{NAME\}"),
-        (["--gpus-per-node=a100:2"], r"partition gpu has 4 without a type per node: use --gpus-per-node 4 or fewer"),
-        (["--sbatch=requeue"], r"--sbatch requeue: runs are always requeued: leave it out"),
-        (["--cluster=cloud"], r"--cluster is 'cloud': use one of"),
-        (["--", "nowhere.py"], r"script 'nowhere.py' does not exist"),
-        (["--"], r"nothing follows --"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_refused(site: Site, arguments: list[str], message: str) -> None:
     given = {argument.partition("=")[0] for argument in arguments}
-    data = [] if given & {"--data", "--"} else ["--data=data"]
+    data = [] if "--data" in given else ["--data=data"]
     assert re.search(message, refused(site, *data, *arguments))
 
 
@@ -289,25 +244,3 @@ def test_dry_run_on_a_cluster_whose_nodes_are_out_of_service(cluster: Site) -> N
     assert answer["expected_start"] is None
     assert "#SBATCH --time=60\n" in answer["text"], "the partition's default"
     assert "Slurm does not say when it would start: type sinfo" in done.stderr
-
-
-def test_unknown_verbs_and_runs_are_refused_in_one_line(tmp_path: Path) -> None:
-    here = Site(tmp_path, "/nonexistent")
-    for arguments in (["statsu"], ["status", "nope"], ["logs", "nope"], ["cancel", "nope"], ["cancel"]):
-        done = here.hpc(*arguments)
-        assert (done.returncode, done.stdout) == (2, ""), arguments
-        assert done.stderr.count("\n") == 1, done.stderr
-
-
-def test_unreadable_runs_in_a_shared_directory_are_skipped(shared: Path) -> None:
-    theirs = shared / "runs" / "theirs"
-    theirs.mkdir(parents=True)
-    theirs.chmod(0)
-    program = (
-        "import os, sys\n"
-        "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-        "from hpc.commands.start.status import main; sys.exit(main(['--json']))"
-    )
-    done = Site(shared, "/nonexistent").type(sys.executable, "-c", program)
-    theirs.chmod(0o700)
-    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

@@ -98,9 +98,7 @@ def test_killed_after_sbatch_queued_the_job(here: tuple[Site, dict[str, str]]) -
     assert "has job 1, which is pending" in done.stderr
 
 
-def test_what_is_about_to_be_submitted_is_pending_and_nobody_else_submits_it(
-    here: tuple[Site, dict[str, str]],
-) -> None:
+def test_what_is_about_to_be_submitted_is_pending_and_nobody_else_submits_it(here: tuple[Site, dict[str, str]]) -> None:
     site, environment = here
     replace(site, "sbatch", HANGS)
     with started(site, environment, *SUBMIT):

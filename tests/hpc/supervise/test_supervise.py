@@ -16,12 +16,11 @@ from typing import Any
 
 import pytest
 from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead, tiny_data
-from support.events import attempt_ended, claimed, records_in, typed, write_events
+from support.events import attempt_ended, claimed, typed, write_events
 from support.fake_slurm import queueing_site, replace, write_programs
 
 from hpc.cluster.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
 from hpc.cluster.testbed.lifecycle import PATHS
-from hpc.run.rundir import RunDir
 from hpc.slurm.client import running_slurm_conf
 
 pytestmark = pytest.mark.timeout(400)
@@ -179,16 +178,6 @@ def test_run_that_is_cancelled_while_it_has_no_job_stays_cancelled(queue: Site) 
     assert run.status()["state"] == "cancelled"
 
 
-def test_copy_of_a_run_directory_does_not_bring_the_run_back(queue: Site) -> None:
-    run = crippled(queue, "run", holds_nodes=False)
-    shutil.copytree(run.directory.path, queue.path / "copies" / "run")
-    done = queue.hpc("supervise", "--once", "--json", "--runs-dir=copies")
-    [line] = json.loads(done.stdout)
-    assert done.returncode == 1
-    assert "is this one a copy" in line["problem"]
-    assert not live_jobs(run)
-
-
 def test_next_job_does_not_wait_for_what_the_first_one_waited_for(site: Site) -> None:
     failed = site.slurm("sbatch", "--parsable", "--output=/dev/null", "--wrap=exit 1")
     run = crippled(site, "run", holds_nodes=False)
@@ -198,22 +187,6 @@ def test_next_job_does_not_wait_for_what_the_first_one_waited_for(site: Site) ->
     assert actions(site) == {"run": "resubmit"}
     [job_id] = live_jobs(run)
     run.wait("the start", lambda: "RUNNING" in site.slurm("squeue", "-h", "-j", job_id, "-o", "%T %r"))
-
-
-def test_answer_of_sbatch_that_was_lost_costs_no_second_job(site: Site) -> None:
-    run = crippled(site, "run", holds_nodes=False)
-    site.slurm("sbatch", "--begin=now+1hour", str(run.directory.script))
-    taken = {**os.environ, "SLURM_CONF": site.slurm_conf}
-    code = (
-        "import sys; from pathlib import Path; from hpc.slurm import resubmit; from hpc.run.rundir import RunDir; "
-        "from hpc.run.spec import RunSpec; run = RunDir(Path(sys.argv[1])); "
-        "print(resubmit.submit_next_job(run, RunSpec.load(run), [], {'999999'}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(run.directory.path)], env=taken, cwd=ROOT, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    assert [done.stdout.strip()] == live_jobs(run)
 
 
 def test_job_that_its_user_cancelled_stays_cancelled(site: Site) -> None:
@@ -317,10 +290,3 @@ def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
         run.wait("all nodes", lambda: set(node_states(PATHS).values()) <= USABLE_STATES)
     assert "next check in 2 s: slurm_load_jobs error: Unable to contact" in line
     assert_one_new_job(run)
-
-
-def test_ledger_of_a_supervised_run_is_readable(queue: Site) -> None:
-    run = crippled(queue, "run", holds_nodes=False)
-    supervise(queue)
-    kinds = [event["event"] for event in records_in(RunDir(run.directory.path).events)]
-    assert kinds == ["submitted", "claimed", "attempt_ended", "resubmitting", "resubmitted"]

@@ -16,7 +16,7 @@ from support.events import (
     train_started,
     write_events,
 )  # fmt: skip
-from support.reported_nodes import AttemptMaker
+from support.reported_nodes import AttemptMaker, CoordinatedAttempt
 from support.waiting import wait_for
 
 from hpc.base.kernel import steady_time
@@ -113,11 +113,17 @@ def test_loss_of_a_spare_or_in_a_pause_interrupts_nothing(attempt: AttemptMaker)
     assert not spare.events("interruption")
 
 
-def test_silent_node_is_waited_for_if_the_run_needs_it(attempt: AttemptMaker) -> None:
+def needing_a_silent_node(attempt: AttemptMaker) -> CoordinatedAttempt:
+    """An attempt on Slurm that cannot go on without the second node, from which nothing is heard."""
     needed = attempt(resources=Resources(nodes="3"))
     on_slurm = replace(needed.node, allocation=replace(needed.node.allocation, cluster="slurm"))
     needed.coordinator = Coordinator(on_slurm, cast("Any", needed.nodes), needed.stop)
     needed.nodes.silent[1] = 6.0
+    return needed
+
+
+def test_silent_node_is_waited_for_if_the_run_needs_it(attempt: AttemptMaker) -> None:
+    needed = needing_a_silent_node(attempt)
     needed.poll()
     assert needed.nodes.directive.paused
     assert not needed.is_over()
@@ -134,10 +140,7 @@ def test_silent_node_is_waited_for_if_the_run_needs_it(attempt: AttemptMaker) ->
 
 
 def test_node_whose_agent_has_ended_is_not_waited_for(attempt: AttemptMaker) -> None:
-    needed = attempt(resources=Resources(nodes="3"))
-    on_slurm = replace(needed.node, allocation=replace(needed.node.allocation, cluster="slurm"))
-    needed.coordinator = Coordinator(on_slurm, cast("Any", needed.nodes), needed.stop)
-    needed.nodes.silent[1] = 6.0
+    needed = needing_a_silent_node(attempt)
     needed.nodes.ended.add(1)
     needed.poll()
     assert needed.is_over()
@@ -173,9 +176,7 @@ def test_failed_rank_is_an_interruption(
     assert failed.members == (0, 1, 2)
 
 
-def test_steps_of_a_script_are_unknown_until_it_has_told_where_it_started(
-    attempt: AttemptMaker,
-) -> None:
+def test_steps_of_a_script_are_unknown_until_it_has_told_where_it_started(attempt: AttemptMaker) -> None:
     script = attempt(program=script_program(("a.py",)))
     script.beat(0, step=20)
     script.fail(1)
@@ -252,6 +253,17 @@ def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
     assert pausing.nodes.directive.round == 2
 
 
+def test_signal_ends_a_pause(attempt: AttemptMaker) -> None:
+    pausing = attempt()
+    pausing.nodes.directive = replace(pausing.nodes.directive, paused=True)
+    for rank in range(3):
+        pausing.nodes.report(rank, phase=Phase.READY)
+    pausing.stop.handle(STOP_SIGNALS[1], None)
+    pausing.poll()
+    assert pausing.is_over()
+    assert (pausing.coordinator.failure, pausing.coordinator.signal) == (None, "SIGTERM")
+
+
 def test_attempt_that_others_have_ended_is_over(attempt: AttemptMaker) -> None:
     ended = attempt()
     write_events(ended.node.run, attempt_ended(cause="node_failure"), file="attempt-001-end.jsonl")
@@ -291,9 +303,7 @@ def test_cancellation_tells_the_agents_to_stop_and_waits_for_the_ranks_that_save
     assert cancel.coordinator.failure is None
 
 
-def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(
-    attempt: AttemptMaker,
-) -> None:
+def test_progress_counts_though_the_ranks_train_again_before_their_failure_is_known(attempt: AttemptMaker) -> None:
     progress = attempt()
     now = progress.clock.now
     write_events(
@@ -367,9 +377,7 @@ def test_ranks_that_are_stopped_or_wait_for_a_node_do_not_hang(attempt: AttemptM
     assert [event["cause"] for event in waiting.events("interruption")] == ["node_failure"] * (why == "lost")
 
 
-def test_heartbeats_of_an_earlier_round_and_of_lost_nodes_do_not_count(
-    attempt: AttemptMaker,
-) -> None:
+def test_heartbeats_of_an_earlier_round_and_of_lost_nodes_do_not_count(attempt: AttemptMaker) -> None:
     old = attempt()
     for rank in range(3):
         old.beat(rank, still_seconds=61.0, step=50)

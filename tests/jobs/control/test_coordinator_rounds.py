@@ -8,7 +8,7 @@ from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 
 from hpc.run.spec import Resources
 from hpc.run.spec_file import script_program
-from jobs.control.coordinator import Coordinator
+from jobs.control.coordinator import Coordinator, Failure
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS
 
@@ -34,9 +34,7 @@ def test_first_round_begins_when_all_nodes_are_ready(attempt: AttemptMaker) -> N
     assert not starting.nodes.directive.preflight, "our trainer checks its nodes itself"
 
 
-def test_nodes_that_are_ready_start_without_a_late_one_after_a_minute(
-    attempt: AttemptMaker,
-) -> None:
+def test_nodes_that_are_ready_start_without_a_late_one_after_a_minute(attempt: AttemptMaker) -> None:
     starting = attempt()
     ready(starting)
     starting.nodes.forget(1)
@@ -133,13 +131,18 @@ def test_signal_of_another_node_counts(attempt: AttemptMaker) -> None:
 # --- too few nodes ---
 
 
+def ended_by(few: CoordinatedAttempt, seconds: float = 0.0) -> Failure:
+    """The failure that has ended the attempt some seconds later."""
+    few.poll(seconds)
+    assert few.coordinator.failure is not None
+    return few.coordinator.failure
+
+
 def test_too_few_nodes_end_the_attempt_with_what_failed_on_them(attempt: AttemptMaker) -> None:
     few = attempt(resources=Resources(nodes="3"))
     ready(few)
     few.nodes.report(1, phase=Phase.FAILED, detail="no space in /tmp")
-    few.poll()
-    failure = few.coordinator.failure
-    assert failure is not None
+    failure = ended_by(few)
     left = "only 2 of 3 nodes can train, and the run needs 3"
     assert (failure.cause, failure.detail) == ("crashed", f"gpu02: no space in /tmp; {left}")
     assert (failure.node, failure.signature) == (
@@ -154,9 +157,7 @@ def test_bad_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
     ready(few)
     few.nodes.report(1, phase=Phase.FAILED, detail="no space in /tmp")
     few.nodes.report(2, phase=Phase.BAD_NODE, detail="no GPU answers")
-    few.poll()
-    failure = few.coordinator.failure
-    assert failure is not None
+    failure = ended_by(few)
     assert (failure.cause, failure.node, failure.signature) == ("bad_node", "gpu03", None)
     assert failure.detail.startswith("gpu02: no space in /tmp; gpu03: no GPU answers; only 1 of 3 nodes")
 
@@ -165,23 +166,17 @@ def test_lost_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:
     few = attempt(resources=Resources(nodes="3"))
     ready(few)
     few.nodes.silent[2] = 6.0
-    few.poll()
-    failure = few.coordinator.failure
-    assert failure is not None
+    failure = ended_by(few)
     assert (failure.cause, failure.node, failure.signature) == ("node_failure", "gpu03", None)
     assert failure.detail == "lost contact with gpu03; only 2 of 3 nodes can train, and the run needs 3"
     assert not few.events("interruption"), "it did not train yet"
 
 
-def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(
-    attempt: AttemptMaker,
-) -> None:
+def test_last_failure_is_the_reason_for_too_few_nodes_if_it_is_recent(attempt: AttemptMaker) -> None:
     few = attempt(resources=Resources(nodes="3"))
     few.fail(1)
     few.nodes.report(2, phase=Phase.LEFT)
-    few.poll(100.0)
-    failure = few.coordinator.failure
-    assert failure is not None
+    failure = ended_by(few, 100.0)
     assert (failure.rank, failure.step) == (1, 7)
     assert failure.detail == (
         "rank 1 on gpu02: exit code 1: ValueError: 12 is too much; only 2 of 3 nodes can train, and the run needs 3"
@@ -194,18 +189,6 @@ def test_failure_that_is_old_or_of_another_node_is_not_the_reason(attempt: Attem
     few.fail(1)
     changes = {"phase": Phase.LEFT} if why == "old" else {"phase": Phase.FAILED, "detail": "gone"}
     few.nodes.report(2, **changes)
-    few.poll(105.0 if why == "old" else 1.0)
-    failure = few.coordinator.failure
-    assert failure is not None
+    failure = ended_by(few, 105.0 if why == "old" else 1.0)
     assert (failure.cause, failure.rank) == ("crashed", None)
     assert failure.detail.startswith("only 2 of 3" if why == "old" else "gpu03: gone; only 2 of 3")
-
-
-def test_node_that_never_reported_is_waited_for(attempt: AttemptMaker) -> None:
-    few = attempt(resources=Resources(nodes="3"))
-    ready(few)
-    few.nodes.forget(2)
-    few.poll(599.0)
-    assert not few.is_over()
-    few.poll(1.0)
-    assert few.is_over()

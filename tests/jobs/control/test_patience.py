@@ -42,16 +42,13 @@ def seconds(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> Callab
     return seconds
 
 
-def test_node_that_slurm_has_marked_down_is_dead(seconds: Callable[[str], float]) -> None:
-    assert seconds(NODES.format(silent="down*", others=BUSY)) == 0.0
-
-
-def test_silent_node_may_have_lost_its_link(seconds: Callable[[str], float]) -> None:
-    assert seconds(NODES.format(silent="mixed*", others=BUSY)) == 45.0
-
-
-def test_idle_nodes_shorten_the_wait(seconds: Callable[[str], float]) -> None:
-    assert seconds(NODES.format(silent="mixed*", others=IDLE)) == 15.0
+@pytest.mark.parametrize(
+    ("silent", "others", "waits"),
+    [("down*", BUSY, 0.0), ("mixed*", BUSY, 45.0), ("mixed*", IDLE, 15.0)],
+    ids=["marked down: dead", "it may have lost its link", "idle nodes may replace it"],
+)
+def test_silent_node_is_waited_for(seconds: Callable[[str], float], silent: str, others: str, waits: float) -> None:
+    assert seconds(NODES.format(silent=silent, others=others)) == waits
 
 
 def test_nodes_that_the_job_cannot_use_shorten_nothing(node: NodeAttempt, slurm_command: Command) -> None:

@@ -52,11 +52,6 @@ def test_elastic_run_waits_for_a_slow_node_but_not_for_ever() -> None:
     assert decide_round(Directive(), view(READY, FAILED, min_nodes=1)) == RoundDecision(members=(0,))
 
 
-def test_too_few_nodes_from_the_start() -> None:
-    decision = decide_round(Directive(), view(READY, FAILED))
-    assert decision.failed == "only 1 of 2 nodes can train, and the run needs 2"
-
-
 def test_node_that_never_reports_is_waited_for_for_ten_minutes() -> None:
     elastic = {"min_nodes": 1, "max_nodes": 3}
     assert decide_round(Directive(), view(READY, None, waited=599.0)) == WAIT
@@ -75,30 +70,6 @@ def test_nothing_changes_while_all_members_train() -> None:
 
 def test_spare_takes_the_place_of_a_lost_node() -> None:
     assert decide_round(running(0, 1), view(RUNNING, RUNNING, READY, excluded=(1,))) == RoundDecision(members=(0, 2))
-
-
-def test_elastic_run_continues_without_a_lost_node() -> None:
-    elastic, fixed = (
-        view(RUNNING, RUNNING, RUNNING, excluded=(1,), min_nodes=min_nodes, max_nodes=3) for min_nodes in (1, 3)
-    )
-    assert decide_round(running(0, 1, 2), elastic) == RoundDecision(members=(0, 2))
-    assert decide_round(running(0, 1, 2), fixed).failed
-
-
-def test_late_node_joins_if_there_is_a_place() -> None:
-    assert decide_round(running(0), view(RUNNING, READY, min_nodes=1)) == RoundDecision(members=(0, 1))
-
-
-def test_round_is_done_when_every_member_has_ended_well() -> None:
-    assert decide_round(running(0, 1), view(ENDED, RUNNING)) == WAIT
-    assert decide_round(running(0, 1), view(ENDED, ENDED)) == RoundDecision(done=True)
-
-
-def test_round_whose_torchrun_failed_is_repeated_but_not_for_ever() -> None:
-    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1)) == RoundDecision(members=(0, 1))
-    assert decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=4)) == RoundDecision(members=(0, 1))
-    failed = decide_round(running(0, 1), view(ENDED, RUNNING, code=1, failed=5)).failed
-    assert failed == "torchrun failed 5 times in a row: see hpc logs --all"
 
 
 def test_end_of_an_older_round_is_no_end_of_this_one() -> None:

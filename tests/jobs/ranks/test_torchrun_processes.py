@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -261,13 +260,6 @@ def test_what_a_dead_device_makes_a_rank_say(tmp_path: Path, ranks: LocalRanks) 
     assert [failure.cause for failure in (raised, aborted)] == ["bad_node"] * 2
 
 
-def test_exception_that_was_caught_long_ago_is_not_the_reason(tmp_path: Path, ranks: LocalRanks) -> None:
-    caught = "import traceback\ntry: 1 / 0\nexcept ArithmeticError: traceback.print_exc()\n"
-    assert wrap(tmp_path, sys.executable, "-c", caught + "for n in range(99): print(n)\nexit('no data in /x')") == 1
-    [failure] = ranks.new_failures()
-    assert failure.detail == "no data in /x"
-
-
 def test_wrapper_without_a_log_of_its_own(tmp_path: Path, ranks: LocalRanks) -> None:
     wrapper = [*WRAPPER, str(tmp_path / "gone"), str(tmp_path)]
     environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0"}
@@ -390,33 +382,6 @@ def test_failure_of_a_rank_whose_heartbeat_has_no_step(tmp_path: Path, ranks: Lo
     assert failure.step is None
 
 
-WATCHER = """
-import sys, time
-from pathlib import Path
-from hpc.run.nodedir import NodeDir
-from jobs.control.agent_clock import AgentClock
-from jobs.ranks.monitor import LocalRanks
-ranks = LocalRanks(NodeDir(Path(sys.argv[1])), 1, "gpu01", AgentClock())
-while not ranks.heartbeats():
-    time.sleep(0.05)
-print("watching", flush=True)
-most = 0.0
-while not Path(sys.argv[1], "end").exists():
-    most = max([most, *(each.still_seconds for each in ranks.heartbeats())])
-    time.sleep(0.02)
-print(most)
-"""
-BEATING = """
-import itertools, sys, time
-from pathlib import Path
-from training.relay import Heartbeat
-heartbeat = Heartbeat(Path(sys.argv[1]), 0)
-for step in itertools.count():
-    heartbeat.beat("step", step)
-    time.sleep(0.05)
-"""
-
-
 def test_rank_that_waits_for_storage_that_hangs_cannot_be_killed(tmp_path: Path, ranks: LocalRanks) -> None:
     need("umount")
     (tmp_path / "storage").mkdir()
@@ -425,31 +390,3 @@ def test_rank_that_waits_for_storage_that_hangs_cannot_be_killed(tmp_path: Path,
         NodeDir(tmp_path).heartbeat(0).write_text(json.dumps(beat))
         wait_for(lambda: ranks.heartbeats()[0].state == "D")
         rank.kill()
-
-
-@pytest.mark.usefixtures("ranks")
-def test_rank_that_was_suspended_with_its_agent_does_not_hang(tmp_path: Path) -> None:
-    heartbeat = NodeDir(tmp_path).heartbeat(0)
-    beat = [sys.executable, "-c", BEATING, str(heartbeat)]
-    watch = [sys.executable, "-c", WATCHER, str(tmp_path)]
-    began = time.monotonic()
-    with (
-        subprocess.Popen(beat, cwd=ROOT) as rank,
-        subprocess.Popen(watch, cwd=ROOT, stdout=subprocess.PIPE, text=True) as agent,
-    ):
-        assert agent.stdout is not None
-        assert agent.stdout.readline() == "watching\n"
-        for process in (rank, agent):
-            process.send_signal(signal.SIGSTOP)
-        awake = time.monotonic() - began
-        time.sleep(5)
-        # The agent is quicker: it must not count what it slept through.
-        began, last = time.monotonic(), heartbeat.read_bytes()
-        agent.send_signal(signal.SIGCONT)
-        time.sleep(1)
-        rank.send_signal(signal.SIGCONT)
-        wait_for(lambda: heartbeat.read_bytes() != last)
-        (tmp_path / "end").touch()
-        most = float(agent.stdout.readline())
-        rank.kill()
-    assert most <= awake + time.monotonic() - began

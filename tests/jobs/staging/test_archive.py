@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from support.staging_nodes import stage
+from support.staging_nodes import contents, stage
 
 from hpc.base.errors import TorchrelayError
 from jobs.staging.archive import check, unpack
@@ -34,10 +34,6 @@ def tree(tmp_path: Path) -> Path:
     (path / "run.sh").chmod(0o755)
     (path / "nothing in it").mkdir()
     return path
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def make(archive: Path, tree: Path) -> Path:
@@ -224,10 +220,7 @@ HOSTILE = {
     "file and directory": (tar_of(member("a"), member("a/b")), "is a file and a directory at once"),
     "bomb": (zip_of(("bomb", bytes(50 * MB))), "larger than the available 20 MB"),
     "bomb that lies": (zip_that_lies, "cannot be unpacked"),
-    "sparse": (
-        tar_of(member("sparse", b"", type=tarfile.GNUTYPE_SPARSE, size=0)),
-        "sparse file|cannot be unpacked",
-    ),
+    "sparse": (tar_of(member("sparse", b"", type=tarfile.GNUTYPE_SPARSE, size=0)), "sparse file|cannot be unpacked"),
 }
 
 
@@ -317,13 +310,6 @@ def test_archive_that_cannot_be_read_is_retried_and_then_named(tmp_path: Path, m
     archive.symlink_to("/proc/self/mem")  # reading its first byte is an input/output error
     with pytest.raises(TorchrelayError, match=r"photos\.tar could not be read on .* \(Input/output error\), 3 times"):
         unpack(archive, tmp_path, 2**30, lambda _: False)
-
-
-def test_unpacking_can_be_stopped(tree: Path, tmp_path: Path) -> None:
-    target = tmp_path / "target"
-    target.mkdir()
-    with pytest.raises(StagingStopped):
-        unpack(make(tmp_path / "a.tar", tree), target, 2**40, lambda done: done > 16 * MB)
 
 
 def test_unpacking_of_empty_files_can_be_stopped(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.cluster import mounted_volume, need
-from support.staging_nodes import stage
+from support.staging_nodes import contents, stage
 
 from hpc.base.errors import TorchrelayError
 from jobs.staging.coordination import StagingGroup, StagingPlan
@@ -47,10 +47,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 24 MB, in memory."""
     with mounted_volume(tmp_path / "small", "size=24m,mode=1777") as path:
         yield path
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def leftovers(stage_dir: Path) -> list[str]:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.events import records_in
-from support.staging_nodes import disk, end_nodes, stage, start_nodes
+from support.staging_nodes import contents, disk, end_nodes, stage, start_nodes
 from support.waiting import wait_for
 
 from hpc.base.transport import Connection, Limits, Server, TransportError, connect
@@ -72,10 +71,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     here = Nodes(tmp_path)
     yield here
     end_nodes(here.processes)
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
 def test_source_is_read_once_and_every_node_has_all_of_it(nodes: Nodes, source: Path) -> None:
@@ -179,20 +174,6 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
     store.close()
 
 
-def test_listing_arrives_unchanged(server: PeerServer, source: Path) -> None:
-    listing = list_source(source)
-    with Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version) as peer:
-        assert peer.listing() == listing
-
-
-def test_peer_without_the_secret_gets_nothing(server: PeerServer, source: Path) -> None:
-    with (
-        pytest.raises(PeerError, match="does not have the run's secret"),
-        Peer(Address("gpu01", "127.0.0.1", server.port), "guess", list_source(source).version) as peer,
-    ):
-        peer.listing()
-
-
 def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     server.chunk_stores[listing.version].put(0, ("0" * 64,) * len(listing.batches[0]))
@@ -207,22 +188,6 @@ def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source
     peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
     with peer, pytest.raises(PeerError, match="its disk is full"):
         peer.ask(1)
-
-
-@pytest.mark.parametrize("reply", [b"[" * 200_000, b"null", b"[1]", b"", b"\xff\xfe"])
-def test_impostor_on_a_nodes_former_port_is_refused_whatever_it_sends(source: Path, reply: bytes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as impostor:
-
-        def talk() -> None:
-            connection, _ = impostor.accept()
-            with connection:
-                connection.recv(4096)
-                connection.sendall(len(reply).to_bytes(4, "big") + reply)
-
-        threading.Thread(target=talk, daemon=True).start()
-        version = list_source(source).version
-        with pytest.raises(PeerError), Peer(Address("gpu01", *impostor.getsockname()[:2]), "secret", version) as peer:
-            peer.ask(0)
 
 
 @pytest.mark.parametrize("asked", [{}, {"version": 1, "batch": 0}, {"version": "x", "batch": None}, {"batch": "0"}])

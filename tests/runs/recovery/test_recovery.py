@@ -13,7 +13,6 @@ from contextlib import contextmanager
 
 import pytest
 from support.cluster import (
-    ENDLESS,
     SLOW_STEPS,
     TWO_RANKS_HERE,
     VERY_FEW_EPOCHS,
@@ -183,25 +182,3 @@ def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
     os.kill(agent, signal.SIGUSR2)
     run.wait("the requeue", lambda: run.events("requeued"))
     assert run.status()["attempts"][0]["cause"] == "time_limit"
-
-
-def test_same_failure_twice_in_a_row_ends_the_run_with_the_rank_that_failed_first(site: Site) -> None:
-    run = site.submit("--data=data", "--name=twice", *ENDLESS, "--gpus-per-node=2", TORCHRELAY_FAULT="raise@8:3!")
-    status = run.wait_for_state("failed")
-    assert status["attempts"][-1]["cause"] == "crashed"
-    assert status["detail"].startswith("rank 3 on ")
-    assert len(run.events("interruption")) == 1
-    assert status["budget"]["same_failure_twice"] is True
-    assert not run.events("requeued")
-
-
-def test_bad_node_is_excluded(site: Site) -> None:
-    run = site.submit("--data=data", "--name=bad-node", *ENDLESS, TORCHRELAY_FAULT="preflight@0:1")
-    run.wait("the requeue", lambda: run.events("requeued"))
-    [first] = run.status()["attempts"]
-    assert first["cause"] == "bad_node"
-    [failed] = [event for event in run.events("rank_failed") if event["cause"] == "bad_node"]
-    run.wait(
-        "the exclusion", lambda: f"ExcNodeList={failed['node']}" in site.slurm("scontrol", "show", "job", run.job_id)
-    )
-    assert json.dumps(failed["node"]) in json.dumps(first["nodes"])

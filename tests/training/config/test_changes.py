@@ -60,16 +60,8 @@ def test_complete_training_goes_on_only_if_steps_follow(
 def test_flags_of_other_steps_are_sent_to_fork_and_those_of_the_state_to_a_new_run() -> None:
     best = Path("/runs/r/best")
     refuse_on_resume({"epochs", "log-every", "nodes", "time"}, "r", best)
-    for name in (
-        "lr",
-        "weight-decay",
-        "lr-scheduler",
-        "label-smoothing",
-        "amp",
-        "mixup",
-        "crop-scale",
-        "repeated-augmentation",
-    ):
+    optimization = ("lr", "weight-decay", "lr-scheduler", "label-smoothing")
+    for name in (*optimization, "amp", "mixup", "crop-scale", "repeated-augmentation"):
         with pytest.raises(UserError, match=f"type hpc fork r --name NEW --{name} ..."):
             refuse_on_resume({name}, "r", best)
         refuse_on_fork({name.replace("-", "_")}, best)

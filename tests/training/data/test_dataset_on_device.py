@@ -14,7 +14,6 @@ from training.data.batch_schedule import BatchRequest, evaluation_requests
 from training.data.build import move_to_device, synthetic_data, too_large
 from training.data.dataset import Data
 from training.data.loader import Batch, load_device_batches
-from training.verify_resume.__main__ import verify
 
 CPU = torch.device("cpu")
 OPTIONS: list[dict[str, Any]] = [
@@ -98,12 +97,7 @@ def test_on_a_gpu_images_must_fit_and_auto_leaves_most_of_it_free() -> None:
 
 def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter, idx_data: Path) -> None:
     start.data = idx_data
-    flags = (
-        "--epochs=2",
-        "--batch-size=9",
-        "--random-erasing=0.5",
-        "--log-every=1",
-    )
+    flags = ("--epochs=2", "--batch-size=9", "--random-erasing=0.5", "--log-every=1")
     one = start.complete(*flags, "--data-on-device=on", "--num-workers=3", run="on", world_size=2)
     other = start.complete(*flags, "--num-workers=1", run="off", world_size=2)
     assert all(map(torch.equal, final(one.run_dir).values(), final(other.run_dir).values()))
@@ -114,15 +108,3 @@ def test_a_training_ends_with_the_same_bits_wherever_its_data_lie(start: Starter
     assert (one.run_dir / "final" / "samples.json").read_text() == (
         other.run_dir / "final" / "samples.json"
     ).read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [[2], [3, 2, 1]])
-def test_a_cut_training_is_exact_with_data_on_the_device(
-    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: list[int]
-) -> None:
-    config = TrainConfig(
-        data=str(idx_data), data_on_device="on", crop="padded", flip="on", random_erasing=0.5, epochs=2, batch_size=9,
-        val_split=0.2, log_every=1, lr=0.02, checkpoint_every="5",
-    )  # fmt: skip
-    assert verify(config, ranks, 2, tmp_path), capsys.readouterr().out

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.trainings import Starter, make_folder
+from support.trainings import make_folder
 
 from hpc.base.errors import UserError
 from training.config.dataset_layout import check_data
@@ -55,15 +55,6 @@ def test_all_images_are_listed_by_class(data: Path, cache: Path) -> None:
     assert index.parts["val"].labels.tolist() == [0, 0, 1, 1, 2, 2]
     assert names(index)[4] == b"green/caf\xe9.jpg"
     assert index.parts.keys() == {"train", "val", "test"}
-
-
-def test_an_index_survives_serialization(data: Path) -> None:
-    index = build_index(check_data(data))
-    again = deserialize(serialize(index))
-    assert again.classes == index.classes
-    for name, part in index.parts.items():
-        assert np.array_equal(again.parts[name].names, part.names)
-        assert np.array_equal(again.parts[name].labels, part.labels)
 
 
 def test_the_cached_index_is_used_while_no_class_directory_changes(data: Path, cache: Path) -> None:
@@ -145,11 +136,3 @@ def test_a_directory_that_cannot_be_listed_is_named(data: Path, cache: Path) -> 
     shutil.rmtree(data / "val")
     with pytest.raises(UserError, match=rf"{data / 'val'} cannot be listed \(No such file or directory\)"):
         load_or_build_index(layout, cache, time.time_ns())
-
-
-def test_the_other_ranks_need_the_images_too(start: Starter, folder_data: Path, tmp_path: Path) -> None:
-    training = start(world_size=2, data=[folder_data, tmp_path / "not-staged"])
-    assert training.wait() == [2, 2]
-    complaints = [line for line in training.output().splitlines() if line.startswith("error: ")]
-    lost = f"--data is {tmp_path}/not-staged, which does not exist"
-    assert complaints == [f"error: rank 1: {lost}: give a directory, fashion-mnist or digits"]

@@ -10,12 +10,7 @@ from hpc.base.errors import UserError
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import Batch, ImageSource, load_batches
 
-NO_IMAGES = {
-    "truncated": None,
-    "empty": b"",
-    "no image": b"hello",
-    "a decompression bomb": b"P6 30000 30000 255\n",
-}
+NO_IMAGES = {"truncated": None, "empty": b"", "no image": b"hello", "a decompression bomb": b"P6 30000 30000 255\n"}
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from support.trainings import Starter, agree_at_each_step, events, lines, make_f
 from hpc.base.errors import EXIT_DIVERGED
 from hpc.commands.start.submit import main as submit
 from training.config.train_config import TrainConfig
-from training.data.batch_schedule import make_schedule
 from training.engine.early_stopping import out_of_patience
 from training.runtime.train_progress import Progress
 
@@ -94,12 +93,6 @@ def test_patience_counts_across_restarts(start: Starter, fault: str) -> None:
     assert validations(run) == [1, 2, 3, 4]
     assert result(run)["step"] == 36
     assert result(run)["world_size"] == 2
-
-
-def test_a_training_that_improves_goes_on(start: Starter) -> None:
-    run = start.complete("--epochs=3", "--batch-size=20", "--early-stopping-patience=3").run_dir
-    assert result(run)["ended"] is None
-    assert result(run)["epoch"] == 3
 
 
 # --- hours ---
@@ -246,10 +239,3 @@ def test_images_of_a_folder_are_recorded_by_file_name(start: Starter, tmp_path: 
     images = json.loads((training.run_dir / "diverged.json").read_text())["images"]
     assert len(images) == 5
     assert all(name.endswith((".jpg", ".png")) for name in images)
-
-
-def test_the_batch_of_a_step_is_what_its_ranks_request() -> None:
-    schedule = make_schedule(101, 20, 3, seed=4)
-    requests = [list(schedule.requests(0, 0, rank, 3)) for rank in range(3)]
-    for step, shares in enumerate(zip(*requests, strict=True), start=1):
-        assert schedule.batch(step) == [index for share in shares for index in share.indices]

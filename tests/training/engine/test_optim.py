@@ -190,22 +190,19 @@ def take_steps(optimizer: optim.Optimizer, model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reference"),
+    ("name", "settings", "reference"),
     [
-        ("sgd", partial(optim.SGD, momentum=0.8)),
-        ("adamw", partial(optim.AdamW, betas=(0.8, 0.95))),
-        ("adam", partial(optim.Adam, betas=(0.8, 0.95))),
+        ("sgd", {}, partial(optim.SGD, momentum=0.8)),
+        ("sgd", {"nesterov": True}, partial(optim.SGD, momentum=0.8, nesterov=True)),
+        ("adamw", {"adam_beta2": 0.95}, partial(optim.AdamW, betas=(0.8, 0.95))),
+        ("adam", {"adam_beta2": 0.95}, partial(optim.Adam, betas=(0.8, 0.95))),
     ],
 )
-def test_an_optimizer_is_that_of_torch(name: str, reference: Callable[..., optim.Optimizer]) -> None:
-    after, model = updated(name, momentum=0.8, adam_beta2=0.95, weight_decay=0.02, decay_norm_and_bias=True)
+def test_an_optimizer_is_that_of_torch(
+    name: str, settings: dict[str, object], reference: Callable[..., optim.Optimizer]
+) -> None:
+    after, model = updated(name, momentum=0.8, weight_decay=0.02, decay_norm_and_bias=True, **settings)
     take_steps(reference(model.parameters(), lr=0.1, weight_decay=0.02), model)
-    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
-
-
-def test_nesterov_momentum_is_that_of_torch() -> None:
-    after, model = updated("sgd", momentum=0.8, nesterov=True, weight_decay=0.02, decay_norm_and_bias=True)
-    take_steps(optim.SGD(model.parameters(), lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.02), model)
     assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
 

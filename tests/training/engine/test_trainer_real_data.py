@@ -1,8 +1,4 @@
-"""Trainings on real images in real files: they learn what is in them, and what they have learned can be used.
-
-Fashion-MNIST's clothes, or without that data set digits, as CIFAR-10's batches and as a folder of PNGs, and pieces of
-photographs as PNGs and JPEGs.
-"""
+"""Trainings on pieces of photographs: they learn what is in them, and what they have learned can be used."""
 
 import csv
 import io
@@ -15,45 +11,16 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from support.real_images import CLASSES, real_images
-from support.trainings import Ask, Starter, lines, result, write_cifar
+from support.trainings import Ask, Starter, lines, result
 
-from training.config.dataset_layout import CIFAR, check_data
+from training.config.dataset_layout import check_data
 from training.config.train_config import TrainConfig
 from training.inference import export
 from training.models.factory import build_model
 
-CIFAR10 = CIFAR["cifar10"]
 # Those that scikit-image ships; together they have hundreds of pieces that do not overlap.
 PHOTOS = ("astronaut.png", "chelsea.png", "coffee.png", "ihc.png", "retina.jpg", "rocket.jpg")
 SIDE, PIECES = 50, {"Train": 36, "Validation": 6, "test": 12}
-
-
-def in_color(images: np.ndarray) -> np.ndarray:
-    """[n, 3, 32, 32] of [n, 28, 28]."""
-    return np.pad(images, ((0, 0), (2, 2), (2, 2)))[:, None].repeat(3, axis=1)
-
-
-@pytest.fixture(scope="module")
-def batches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """CIFAR-10's files, with 2,500 training images and 500 test images."""
-    images, labels = real_images("train", 2500)
-    test, test_labels = real_images("test", 500)
-    parts = {name: (in_color(images[n::5]), labels[n::5]) for n, name in enumerate(CIFAR10.train)}
-    parts[CIFAR10.test] = (in_color(test), test_labels)
-    return write_cifar(tmp_path_factory.mktemp("real") / "cifar-10-batches-py", "cifar10", parts, list(CLASSES))
-
-
-@pytest.fixture(scope="module")
-def wardrobe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 1,000 clothes to learn from and 300 to be tested on, with no images set apart for validation."""
-    directory = tmp_path_factory.mktemp("real") / "wardrobe"
-    for part, source, count in (("train", "train", 1000), ("test", "test", 300)):
-        for number, (image, label) in enumerate(zip(*real_images(source, count), strict=True)):
-            path = directory / part / f"{label}" / f"{number:04d}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(image).save(path)
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -70,25 +37,6 @@ def album(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 piece = photo.crop((left, top, left + SIDE, top + SIDE))
                 piece.save(directory / part / Path(name).stem / f"{number}.{'png' if number % 2 else 'jpg'}")
     return directory
-
-
-@pytest.mark.slow
-def test_cifars_batches_of_real_clothes_are_learned(start: Starter, batches: Path) -> None:
-    start.data = batches
-    flags = ("--epochs=6", "--batch-size=50", "--lr=0.05", "--flip=off", "--ema-decay=0.99")
-    outcome = result(start.complete(*flags, world_size=2).run_dir)
-    assert outcome["classes"] == list(CLASSES)
-    assert outcome["test_total"] == 500
-    assert outcome["test_accuracy"] > 0.65, "a tenth would be chance"
-
-
-@pytest.mark.slow
-def test_a_folder_of_real_clothes_is_learned(start: Starter, wardrobe: Path) -> None:
-    start.data = wardrobe
-    flags = ("--epochs=4", "--batch-size=20", "--lr=0.03", "--image-size=28", "--crop=padded", "--num-workers=0")
-    outcome = result(start.complete(*flags, world_size=2).run_dir)
-    assert outcome["test_total"] == 300
-    assert outcome["test_accuracy"] > 0.6, "a tenth would be chance"
 
 
 @pytest.mark.usefixtures("one_thread")

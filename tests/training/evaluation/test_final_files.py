@@ -22,7 +22,6 @@ from hpc.base.git import git_revision
 from hpc.base.text import csv_text
 from hpc.run.rundir import STATE_TENSORS, STATE_VALUES, RunDir
 from hpc.submit.code_copy import copy_code, find_code
-from training.config.command_line import flag_names, with_files
 from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.engine.loss_meter import LossMeter
@@ -196,11 +195,6 @@ def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) ->
     assert data_wait_share() > 0
     loss_meter.restart()
     assert data_wait_share() == 0
-
-
-def test_a_recipe_that_a_file_names_is_known(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("recipe: cifar\n")
-    assert with_files({"config": tmp_path / "c.yaml"}, flag_names(TrainConfig))["recipe"] == "cifar"
 
 
 def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:

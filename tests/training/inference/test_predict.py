@@ -217,8 +217,7 @@ def test_a_file_that_computes_something_else_is_not_written(
     kind = FORMATS["torch"]
     monkeypatch.setitem(FORMATS, "torch", replace(kind, serialize=lambda _: kind.serialize(wrong)))
     with pytest.raises(
-        TorchrelayError,
-        match="nothing was written: on 27 images of the test set the probabilities of the exported",
+        TorchrelayError, match="nothing was written: on 27 images of the test set the probabilities of the exported"
     ):
         export.export(arguments)
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,6 @@ from torch._inductor import config as inductor
 from torch._inductor.exc import GPUTooOldForTriton, TritonMissing
 from torch.nn.parallel import DistributedDataParallel
 
-from hpc.base.errors import UserError
 from training.checkpoint.sharded import read_full
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
@@ -138,8 +137,3 @@ def test_a_rank_compiles_in_no_more_processes_than_it_has_cores(cores: int, proc
     with inductor.patch(compile_threads=32):
         compile_training(nn.Linear(2, 2), cores)
         assert inductor.compile_threads == processes
-
-
-def test_compilation_does_not_go_with_synchronised_norms() -> None:
-    with pytest.raises(UserError, match=r"--compile cannot be combined with --sync-bn"):
-        TrainConfig(data="x", compile=True, sync_bn=True)

@@ -325,13 +325,6 @@ def test_an_image_that_cannot_be_read_is_no_corrupt_one(photos: Path, tmp_path: 
     assert f"error: {path}: Is a directory: fix that; the same command" in pack(photos, tmp_path / "packed", code=1)
 
 
-def test_help_says_what_becomes_of_the_images() -> None:
-    said = " ".join(pack("--help").split())
-    assert "its shorter side is --size, and its middle square is kept" in said
-    assert "RandomResizedCrop" in said
-    assert "the same command resumes" in said
-
-
 def test_the_packer_needs_no_torch() -> None:
     code = "import sys, training.pack.__main__; print(sorted({'torch', 'torchvision', 'pandas'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,24 +1,16 @@
 """Injected faults, and how a rank ends that fails or whose peers fail: at once, with the reason as its last line."""
 
-import os
 import signal
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
 from support.trainings import Starter, Training
 
 from hpc.base.errors import UserError
-from training.runtime.fault_injection import NO_FAULT, Fault, parse_fault
+from training.runtime.fault_injection import parse_fault
 
 FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")
-
-
-@pytest.mark.parametrize("text", ["step@7:1", "slow@0:12", "raise@3:0!"])
-def test_a_fault_is_read_and_written_alike(text: str) -> None:
-    assert str(parse_fault(text)) == text
-    assert parse_fault("") == NO_FAULT
 
 
 @pytest.mark.parametrize("text", ["step", "fire@3:0", "step@3", "step@3:0?"])
@@ -27,32 +19,8 @@ def test_any_other_fault_is_refused(text: str) -> None:
         parse_fault(text)
 
 
-def test_a_fault_strikes_its_rank_from_its_step_on_at_its_place_alone() -> None:
-    fault = Fault(point="preflight", step=3, rank=1)
-    assert fault.inject("preflight", 3, 1)
-    assert fault.inject("preflight", 4, 1)
-    assert not fault.inject("preflight", 2, 1)
-    assert not fault.inject("preflight", 3, 0)
-    assert not fault.inject("step", 3, 1)
-
-
 def last_line(training: Training) -> str:
     return training.output().splitlines()[-1]
-
-
-def restarted(count: int) -> None:
-    """In a rank: torchrun has started it anew so many times."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(count)
-
-
-def test_a_fault_does_not_strike_again_when_torchrun_restarts_the_ranks(start: Starter) -> None:
-    training = start(*FLAGS, "--fault=raise@3:0", prepare=partial(restarted, 1))
-    assert training.wait() == [0], training.output()
-
-
-def test_a_fault_that_is_to_strike_always_does(start: Starter) -> None:
-    training = start(*FLAGS, "--fault=raise@3:0!", prepare=partial(restarted, 1))
-    assert training.wait() == [1]
 
 
 @pytest.mark.parametrize(

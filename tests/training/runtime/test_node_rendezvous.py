@@ -93,17 +93,6 @@ def test_when_a_rank_dies_the_ranks_of_all_nodes_are_restarted(tmp_path: Path, p
         assert SECRET not in (tmp_path / "environment-0").read_text()
 
 
-def test_ranks_of_one_node_are_restarted_together(tmp_path: Path, pair: Rendezvous) -> None:
-    with torchrun(tmp_path, replace(pair, num_nodes=1), 2) as alone:
-        wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)))
-        os.kill(int((tmp_path / "pid-1").read_text()), signal.SIGKILL)
-        wait_for(lambda: len(starts(tmp_path, 0)) == len(starts(tmp_path, 1)) == 2, 25)
-        for rank in (0, 1):
-            (tmp_path / f"end-{rank}").touch()
-        wait_for(lambda: alone.exit_code is not None)
-        assert alone.exit_code == 0
-
-
 @pytest.mark.parametrize("c10d", [True, False], ids=["torch's own backend", "ours"])
 def test_pickle_that_anybody_writes_to_the_store_is_not_read(tmp_path: Path, pair: Rendezvous, c10d: bool) -> None:
     """Of torch's own backend it is: should that change, ours is not needed any more."""

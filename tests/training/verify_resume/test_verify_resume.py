@@ -120,14 +120,7 @@ def test_images_that_cannot_be_read_are_exact_too(tmp_path: Path, capsys: pytest
     data = make_folder(tmp_path / "data", parts=("train", "val", "test"))
     for name in ("train/red/2.jpg", "train/green/5.png", "test/red/0.jpg"):
         (data / name).write_bytes(b"torn")
-    settings = {
-        **SHORT,
-        "image_size": 16,
-        "batch_size": 7,
-        "max_corrupt_images": 3,
-        "epochs": 3,
-        "num_workers": 0,
-    }
+    settings = {**SHORT, "image_size": 16, "batch_size": 7, "max_corrupt_images": 3, "epochs": 3, "num_workers": 0}
     (tmp_path / "runs").mkdir()
     assert verify(TrainConfig(data=str(data), **settings), [2], 3, tmp_path / "runs"), capsys.readouterr().out  # type: ignore[arg-type]
     result = json.loads((tmp_path / "runs" / "interrupted" / "final" / "result.json").read_text())

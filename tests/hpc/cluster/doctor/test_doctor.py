@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from dataclasses import asdict
@@ -196,16 +195,3 @@ def test_nodes_of_the_testbed(site: Site) -> None:
     assert told["value"].startswith("preflight: 2 ranks on CPU, all-reduce")
     assert found["runs directory", "login"]["severity"] == "ok", "the nodes have seen it"
     assert [path.name for path in site.path.iterdir() if path.name.startswith(".doctor")] == []
-
-
-def test_controller_that_is_down(site: Site) -> None:
-    dead = site.path / "dead.conf"
-    text = Path(site.slurm_conf).read_text()
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    lines = [f"SlurmctldPort={port}" if line.startswith("SlurmctldPort=") else line for line in text.splitlines()]
-    dead.write_text("\n".join(lines) + "\n")
-    done = site.hpc("doctor", "--json", SLURM_CONF=str(dead))
-    assert done.returncode == 1
-    assert findings(done)["slurm"]["severity"] == "cost"

@@ -81,7 +81,7 @@ def test_the_better_half_is_the_measure_when_half_is_slow() -> None:
     """Of four nodes, one that is slow with all others makes half of the pairs slow."""
     found = judge(with_pairs(*(pair(*one, rate=5.0) for one in (("a", "d"), ("b", "d"), ("c", "d")))))
     assert [(one.where, one.what) for one in found] == [
-        ("d", "with every other node it sends 5 GB/s, the median is 20"),
+        ("d", "with every other node it sends 5 GB/s, the median is 20")
     ]
 
 

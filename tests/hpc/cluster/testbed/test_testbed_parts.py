@@ -7,46 +7,10 @@ import pytest
 
 from hpc.base.errors import UserError
 from hpc.cluster.testbed import daemons, layout, render
-from hpc.cluster.testbed.profiles import ProfileName
 from hpc.cluster.testbed.system import locked
 from hpc.slurm import client
 
 PATHS = layout.TestbedPaths(Path("/run/torchrelay-testbed"))
-
-
-def test_slurm_conf_names_every_node_with_its_address_and_gpus() -> None:
-    text = render.slurm_conf(layout.TestbedShape(nodes=2, gpus_per_node=3), PATHS)
-    nodes = [line for line in text.splitlines() if line.startswith("NodeName=")]
-    assert [line.split()[:2] for line in nodes] == [
-        ["NodeName=gpu01", "NodeAddr=10.77.0.1"],
-        ["NodeName=gpu02", "NodeAddr=10.77.0.2"],
-    ]
-    assert all("Gres=gpu:3" in line for line in nodes)
-
-
-def test_every_gpu_has_a_device_file() -> None:
-    assert render.gres_conf(layout.TestbedShape(gpus_per_node=4), PATHS).endswith("/dev/nvidia[0-3]\n")
-    assert render.gres_conf(layout.TestbedShape(gpus_per_node=1), PATHS).endswith("/dev/nvidia0\n")
-
-
-def test_typed_profile_has_gpus_of_two_types_and_a_node_without() -> None:
-    shape = layout.TestbedShape(profile="typed", nodes=5, gpus_per_node=2)
-    text = render.slurm_conf(shape, PATHS)
-    nodes = [line.split() for line in text.splitlines() if line.startswith("NodeName=")]
-    gres = [[word for word in words if word.startswith("Gres=")] for words in nodes]
-    assert gres == [["Gres=gpu:a100:2"], ["Gres=gpu:a100:2"], ["Gres=gpu:h100:2"], [], ["Gres=gpu:a100:2"]]
-    typed = [line.split()[:3] for line in render.gres_conf(shape, PATHS).splitlines()]
-    assert typed[2:] == [["NodeName=gpu03", "Name=gpu", "Type=h100"], ["NodeName=gpu05", "Name=gpu", "Type=a100"]]
-    assert text.count("SelectTypeParameters=") == text.count("SelectTypeParameters=CR_CPU\n") == 1
-
-
-def test_bare_profile_is_hard_on_runs() -> None:
-    lines = render.slurm_conf(layout.TestbedShape(profile="bare"), PATHS).splitlines()
-    assert {"JobRequeue=0", "SlurmdTimeout=300"} <= set(lines)
-    [gpu] = [line.split() for line in lines if line.startswith("PartitionName=gpu")]
-    assert {"GraceTime=0", "MaxTime=00:05:00", "DefaultTime=00:05:00"} <= set(gpu)
-    quick = render.slurm_conf(layout.TestbedShape(profile="bare", slurmd_timeout=10), PATHS)
-    assert "SlurmdTimeout=10\n" in quick
 
 
 def test_ranges_profile_has_many_nodes_with_leading_zeros() -> None:
@@ -57,40 +21,9 @@ def test_ranges_profile_has_many_nodes_with_leading_zeros() -> None:
     assert "NodeName=gpu002 NodeAddr=10.77.0.2 " in render.slurm_conf(few, PATHS)
 
 
-@pytest.mark.parametrize(("profile", "mode"), [("cancel", "CANCEL"), ("suspend", "SUSPEND"), ("usual", "REQUEUE")])
-def test_profiles_differ_in_what_preemption_does(profile: ProfileName, mode: str) -> None:
-    lines = render.slurm_conf(layout.TestbedShape(profile=profile), PATHS).splitlines()
-    [gpu] = [line.split() for line in lines if line.startswith("PartitionName=gpu")]
-    assert [word for word in gpu if word.startswith("PreemptMode=")] == [f"PreemptMode={mode}"]
-    [general] = [line for line in lines if line.startswith("PreemptMode=")]
-    assert general.startswith(f"PreemptMode={mode}")
-
-
-def test_strict_profile_enforces_limits_and_has_a_plugin() -> None:
-    shape = layout.TestbedShape(profile="strict")
-    files = render.files(shape, PATHS, "here")
-    assert {PATHS.slurmdbd_conf, PATHS.job_submit} <= set(files)
-    conf = set(files[PATHS.slurm_conf].splitlines())
-    enforced = "AccountingStorageEnforce=associations,limits,qos"
-    assert {"AccountingStorageType=accounting_storage/slurmdbd", enforced, "JobSubmitPlugins=lua"} <= conf
-
-
 def test_nodes_without_gpus_mention_none() -> None:
     shape = layout.TestbedShape(gpus_per_node=0)
     assert "gpu:" not in render.slurm_conf(shape, PATHS) + render.gres_conf(shape, PATHS)
-
-
-@pytest.mark.parametrize("accounting", [True, False])
-def test_accounting_is_configured_when_asked_for(accounting: bool) -> None:
-    shape = layout.TestbedShape(accounting=accounting)
-    assert ("accounting_storage/slurmdbd" in render.slurm_conf(shape, PATHS)) is accounting
-    assert (PATHS.slurmdbd_conf in render.files(shape, PATHS, "here")) is accounting
-
-
-def test_hosts_name_the_nodes_and_the_machine() -> None:
-    text = render.hosts(layout.TestbedShape(nodes=2), "workstation")
-    assert "10.77.0.2 gpu02\n" in text
-    assert "10.77.0.254 login workstation\n" in text
 
 
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"nodes": 100}, {"gpus_per_node": -1}, {"cpus_per_node": 0}])

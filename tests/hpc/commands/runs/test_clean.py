@@ -10,14 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import (
-    SHORT_LOCAL_CONSTANT_LR,
-    Run,
-    Site,
-    refused,
-    site_without_slurm,
-    submit_and_wait,
-)
+from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, refused, site_without_slurm, submit_and_wait
 from support.events import submitted, write_events
 
 from hpc.base.kernel import start_time

@@ -4,14 +4,11 @@ import json
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, add_script, assert_equal, refused, submit_and_wait
-from support.events import cancelled, write_events
 
-from hpc.run.events.kinds import Resumed
-from hpc.run.events.resumption import current_spec, is_cancelled_now, record_resumption
+from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.submit.resumed_run import options_of
@@ -32,10 +29,7 @@ def complete(local_site: Site) -> Run:
         (("--epochs=1",), "--epochs is 1, but run complete has been in epoch 2: use 2 or more"),
         (("--lr", "0.1"), "type hpc fork complete --name NEW --lr ..."),
         (("--batch-size=32",), "--batch-size cannot change in a training that has begun: type hpc submit --name NEW"),
-        (("--epochs=0",), "--epochs is 0: use 1 or more"),
-        (("--nodes=two",), "--nodes is 'two'"),
         (("--setup=module load cuda", "--epochs=4"), "--cluster local has no batch script"),
-        (("--epoch=4",), "--epoch"),
     ],
 )
 def test_wrong_command_lines_say_what_to_type(
@@ -123,17 +117,6 @@ def test_cancelled_for_good_is_not_resumed(local_site: Site, complete: Run) -> N
 
 
 # --- its parts ---
-
-
-def test_only_cancellations_that_the_resumption_has_seen_are_taken_back(tmp_path: Path) -> None:
-    run, resumed = RunDir(tmp_path), Resumed(number=1, cancellations=1, attempt=1)
-    write_events(run, cancelled(), file=run.cancellation.name)
-    assert is_cancelled_now(run)
-    assert record_resumption(run, resumed)
-    assert not record_resumption(run, resumed), "another process was first"
-    assert not is_cancelled_now(run)
-    write_events(run, cancelled(), file=run.cancellation.name)
-    assert is_cancelled_now(run), "whatever the clocks say"
 
 
 def test_settings_of_the_run_are_kept_unless_others_are_given(complete: Run) -> None:

@@ -18,7 +18,7 @@ from hpc.commands.start import logs
 from hpc.run.events.ledger import Event
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources
-from hpc.status.log_reader import Tail, lines_before, merged, offset_of_last
+from hpc.status.log_reader import Tail, merged, offset_of_last
 
 BLOCK = 2**17
 
@@ -245,13 +245,6 @@ def test_last_place_of_a_text_is_found_across_blocks(position: int, tmp_path: Pa
     assert offset_of_last(log, "needle") == position + 1
     assert offset_of_last(log, "hay") is None
     assert offset_of_last(tmp_path / "none", "needle") is None
-
-
-def test_lines_before_a_place(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("0\n1\n2\n3\n")
-    assert [lines_before(log, 4, count) for count in (0, 1, 2, 9)] == [4, 2, 0, 0]
-    assert lines_before(log, 5, 0) == 4, "the beginning of its line"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from hpc.run.events.attempts import Attempt, attempts_of, budget_now, budget_of,
 from hpc.run.events.kinds import AttemptEnded, Claimed, Event, Joined, RoundStarted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
-from jobs.claim import claim, event_file, join, refuse
+from jobs.claim import claim, event_file, join
 from jobs.node_attempt import NodeAllocation
 
 
@@ -101,15 +101,6 @@ def ended(cause: str, step: int | None, restored: int | None = None) -> Attempt:
 CRASHED = PastInterruption(cause="crashed", step=20, restored_step=10)
 
 
-def test_failures_without_progress() -> None:
-    assert budget_of([]).failures == 0
-    assert budget_of([ended("crashed", None)]).failures == 1
-    assert budget_of([ended("crashed", None), ended("crashed", None)]).failures == 2
-    assert budget_of([ended("crashed", 20, 10), ended("crashed", 20, 15)]).failures == 1, "it began at a later step"
-    assert budget_of([ended("crashed", 20, 10), ended("preempted", 20, 10), ended("crashed", 20, 10)]).failures == 2
-    assert budget_of([ended("crashed", 20, 10), ended("preempted", 30, 20), ended("crashed", 30, 20)]).failures == 1
-
-
 def test_failures_inside_an_attempt_count_like_those_that_end_one() -> None:
     crashed_inside = replace(ended("preempted", 20), interruptions=(CRASHED,))
     assert budget_of([crashed_inside, ended("crashed", 20)]).failures == 2
@@ -180,12 +171,6 @@ def test_start_of_a_slurm_job_makes_one_attempt(run: RunDir) -> None:
     with pytest.raises(TorchrelayError, match="job 7 has already started an attempt"):
         claim(run, place(), 1, "n")
     assert claim(run, place(restart=1), 1, "n").attempt == 2
-
-
-def test_join_follows_a_refusal(run: RunDir) -> None:
-    refuse(run, place(restart=1), "the run was cancelled")
-    with pytest.raises(TorchrelayError, match="the run was cancelled"):
-        join(run, place(restart=1, node_rank=1), lambda: False, timeout_seconds=60.0)
 
 
 def test_join_times_out(run: RunDir) -> None:

@@ -47,12 +47,7 @@ def seconds(**parts: float | None) -> dict[str, float | None]:
     return {**dict.fromkeys(PARTS, 0.0), **parts}
 
 
-FIRST = (
-    began(1.0),
-    staged(2.0, node="a"),
-    started(10.0, step=0),
-    first_step(11.0, 1),
-)
+FIRST = (began(1.0), staged(2.0, node="a"), started(10.0, step=0), first_step(11.0, 1))
 
 
 def test_run_without_interruption_has_none(tmp_path: Path) -> None:
@@ -67,12 +62,7 @@ def test_worker_that_was_restarted_in_place(tmp_path: Path) -> None:
         started(40.0, step=55),
         first_step(41.5, 56),
     )
-    assert (found.cause, found.attempt, found.step, found.failed_at) == (
-        "crashed",
-        1,
-        57,
-        30.5,
-    )
+    assert (found.cause, found.attempt, found.step, found.failed_at) == ("crashed", 1, 57, 30.5)
     assert (found.rank, found.node, found.detail) == (3, "b", "KeyError: 1")
     assert found.steps_lost == 2
     assert found.seconds == seconds(notice=0.5, rendezvous=7.0, restore=2.0, first_step=1.5, total=11.0)
@@ -216,22 +206,6 @@ def test_recovery_by_cause(tmp_path: Path) -> None:
 def test_goodput_is_unknown_where_the_time_is_not_recorded() -> None:
     assert goodput(None, 0.0, 10.0) is None
     assert goodput(6.0, 2.0, 10.0) == 0.75
-
-
-def test_steps_that_a_script_lost_are_unknown(tmp_path: Path) -> None:
-    """It reports none; how many it repeats is its own affair."""
-    run = RunDir(tmp_path)
-    write_events(
-        run,
-        began(1.0),
-        interruption(31.0, step=None, failed_at=30.0),
-        attempt_ended(40.0, "preempted", step=None),
-        began(50.0, attempt=2),
-        attempt_ended(90.0, attempt=2, step=None),
-    )
-    summary = summarize(run, None)
-    assert (len(summary.interruptions), summary.steps_lost) == (2, None)
-    assert [cost.steps_lost for cost in summary.recovery.values()] == [None, None]
 
 
 def test_run_without_interruption_lost_no_step(tmp_path: Path) -> None:

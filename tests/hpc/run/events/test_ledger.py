@@ -7,7 +7,7 @@ import pytest
 from support.events import cancelled, claimed, interruption, train_started
 
 from hpc.run.events import ledger
-from hpc.run.events.kinds import KINDS, Cancelled, DataStaged, ImageCorrupt, Released
+from hpc.run.events.kinds import Cancelled, DataStaged, ImageCorrupt, Released
 from hpc.run.events.ledger import EventWriter
 
 
@@ -68,9 +68,3 @@ def test_events_are_in_the_order_of_what_happened(tmp_path: Path) -> None:
     hang = interruption(11.0, "hang", failed_at=9.0)
     EventWriter(tmp_path / "y.jsonl").append(hang)
     assert [event.kind for event in ledger.read(tmp_path)][-1] == "interruption", "a hang is noticed before"
-
-
-def test_kinds_have_names_of_their_own() -> None:
-    names = [kind.__struct_config__.tag for kind in KINDS]
-    assert len(set(names)) == len(names)
-    assert {"claimed", "staged", "environment", "interruption", "rendezvous", "notification_sent"} <= set(names)

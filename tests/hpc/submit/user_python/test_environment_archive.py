@@ -21,9 +21,7 @@ from hpc.report.command import submit_command
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.submit.user_python.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
-from jobs.ranks.rendezvous import Rendezvous, torchrun_argv
 from jobs.ranks.round import activated_environment
-from jobs.ranks.torchrun import PROCESS_WRAPPER
 from jobs.staging.unpack_environment import make_link
 
 
@@ -268,12 +266,6 @@ def test_dry_run_packs_nothing(venv: Path, tmp_path: Path) -> None:
     done = submit_by(str(venv / "bin" / "python"), tmp_path)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_our_ranks_have_the_copys_interpreter() -> None:
-    meeting = Rendezvous(run="r", attempt=1, secret="n", round=1, num_nodes=1, host="gpu02", port=12345, node=0)
-    torchrun = torchrun_argv(meeting, 2, "10.0.0.1", "/copy/bin/python", [str(PROCESS_WRAPPER), "rank"])
-    assert torchrun[0] == "/copy/bin/python", "and the ranks are forks of it"
 
 
 def test_copy_is_the_active_environment() -> None:

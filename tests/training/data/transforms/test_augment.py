@@ -222,10 +222,7 @@ TRANSFORMS: list[tuple[dict[str, Any], Callable[[Any], Any]]] = [
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
     ("options", "transform"),
-    [
-        ({"auto_augment": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)),
-        *TRANSFORMS,
-    ],
+    [({"auto_augment": "autoaugment"}, v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10)), *TRANSFORMS],
     ids=lambda value: name(value) if isinstance(value, dict) else "",
 )
 def test_images_in_memory_become_what_torchvision_makes_of_them(
