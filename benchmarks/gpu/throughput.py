@@ -108,8 +108,8 @@ def loops_of(name: str, group: ProcessGroup, root: Path, *, small: bool) -> list
     make_folder(root / "jpeg", _SMALL_IMAGES if small else _IMAGES)
     subprocess.run([sys.executable, "-m", "training.pack", root / "jpeg", root / "pack"], check=True)
     workers = max(1, len(os.sched_getaffinity(0)) - 1)
-    files = replace(case, folder=root / "jpeg", workers=workers, classes=CLASSES)
-    packed = replace(files, packed=root / "pack")
+    files = replace(case, folder=str(root / "jpeg"), workers=workers, classes=CLASSES)
+    packed = replace(files, packed=str(root / "pack"))
     return [loop(SYNTHETIC, case), loop(PACKED, packed), *(loop(JPEG, files, each) for each in (OURS, *RIVALS))]
 
 
