@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from benchmarks.gpu.part import Found, Goal, Row, goal, on_gpu, synchronize
-from benchmarks.harness import Contender, Sample, spread, take_turns
+from benchmarks.harness import Sample, spread, take_turns
 from benchmarks.photos import CLASSES, make_folder
 from benchmarks.speed.loops import RIVALS, Case
 from benchmarks.speed.our_loop import ours
@@ -122,10 +122,7 @@ def train(case: str, loops: list[Loop], *, small: bool) -> list[Row]:
             started.append(loop)
         except ModuleNotFoundError as error:
             print(f"{loop.name} is left out: {error}")
-    contenders = [
-        Contender(name=f"{each.images}, {each.name}", turn=partial(each.turn, 0.2 if small else 2.0))
-        for each in started
-    ]
+    contenders = {f"{each.images}, {each.name}": partial(each.turn, 0.2 if small else 2.0) for each in started}
     found = take_turns(contenders, 2 if small else 3)
     rows = list[Row]()
     for loop in started:

@@ -37,7 +37,6 @@ from statistics import median
 
 from benchmarks.harness import (
     ROOT,
-    Contender,
     Findings,
     RivalFlags,
     Row,
@@ -163,7 +162,7 @@ def loops_of(options: Options, model: str, images: str, root: Path) -> list[Loop
 
 def train(options: Options, loops: Sequence[LoopOnImages]) -> list[Row]:
     """Let the loops of a case take turns, and return a row for each."""
-    contenders = [Contender(name=each.name, turn=partial(each.turn, options.rivals, options.seconds)) for each in loops]
+    contenders = {each.name: partial(each.turn, options.rivals, options.seconds) for each in loops}
     samples = take_turns(contenders, options.turns)
     return rows_of({each: samples[each.name] for each in loops})
 

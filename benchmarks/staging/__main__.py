@@ -29,7 +29,7 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, say, spread, take_turns
+from benchmarks.harness import Findings, Flags, Row, Sample, benchmark, say, spread, take_turns
 from benchmarks.photos import photo
 from benchmarks.staging.throttle import MB, Speed, Storage
 from hpc.staging.store import is_memory
@@ -187,10 +187,7 @@ def measure(options: Options) -> Findings:
         tempfile.TemporaryDirectory(dir=options.disks, prefix="staging-disks-") as disks,
     ):
         bench = make_bench(options, Path(source).resolve(), Path(disks).resolve())
-        contenders = [
-            Contender(name=case, turn=partial(stage, bench, speed, nodes, name))
-            for case, (speed, nodes, name) in cases.items()
-        ]
+        contenders = {case: partial(stage, bench, *words) for case, words in cases.items()}
         found = take_turns(contenders, options.turns)
         size = bench.tar.stat().st_size
     rows: list[Row] = [
