@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.hpc_commands import testbed
@@ -45,14 +46,12 @@ def usual_slurm(nodes: int) -> Iterator[None]:
         yield
 
 
-def kill_worker(training: Training) -> Failure:
-    """Send SIGKILL to the last rank."""
-    return _signal_last_rank(training, signal.SIGKILL)
-
-
-def hang(training: Training) -> Failure:
-    """Send SIGSTOP to the last rank."""
-    return _signal_last_rank(training, signal.SIGSTOP)
+def signal_last_rank(training: Training, number: signal.Signals) -> Failure:
+    """Send a signal to the last rank."""
+    pid = training.last_rank()["pid"]
+    at = time.time()
+    os.kill(pid, number)
+    return Failure(at=at)
 
 
 def kill_node(training: Training) -> Failure:
@@ -81,19 +80,12 @@ def preempt(training: Training) -> Failure:
 
 
 KINDS: dict[str, Callable[[Training], Failure]] = {
-    "worker killed": kill_worker,
+    "worker killed": partial(signal_last_rank, number=signal.SIGKILL),
     "node killed": kill_node,
     "head node killed": kill_head_node,
     "preempted": preempt,
-    "hung": hang,
+    "hung": partial(signal_last_rank, number=signal.SIGSTOP),
 }
-
-
-def _signal_last_rank(training: Training, number: signal.Signals) -> Failure:
-    pid = training.last_rank()["pid"]
-    at = time.time()
-    os.kill(pid, number)
-    return Failure(at=at)
 
 
 def _power_off(name: str) -> Failure:

@@ -87,7 +87,7 @@ def timm_style(case: Case, device: torch.device) -> Iterator[None]:
             num_workers=case.workers, interpolation="bilinear", persistent_workers=case.workers > 0,
             color_jitter=0.0, distributed=ranks() > 1,
         )  # fmt: skip
-        batches = _endless(loader, device)
+        batches = endless(loader, device)
     shown: list[float] = []
     for step, (images, labels) in enumerate(batches):
         loss, _ = _step(case, model, optimizer, images, labels)
@@ -150,7 +150,8 @@ def _batches(case: Case, device: torch.device) -> Batches:
     if not case.folder:
         return fixed_batches(case, device)
     dataset = make_dataset(case.folder, case.image_size)
-    return _endless(make_loader(case, dataset, device, _sampler(dataset)), device)
+    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset) if ranks() > 1 else None
+    return endless(make_loader(case, dataset, device, sampler), device)
 
 
 def make_dataset(folder: str, image_size: int) -> Dataset[Any]:
@@ -163,10 +164,6 @@ def make_dataset(folder: str, image_size: int) -> Dataset[Any]:
         folder, v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
     )
     return dataset
-
-
-def _sampler(dataset: Dataset[Any]) -> DistributedSampler[Any] | None:
-    return DistributedSampler(dataset) if ranks() > 1 else None
 
 
 def make_loader(
@@ -186,7 +183,8 @@ def fixed_batches(case: Case, device: torch.device) -> Batches:
     return itertools.repeat((images, torch.randint(0, case.classes, (case.batch_size,), device=device)))
 
 
-def _endless(loader: Any, device: torch.device) -> Batches:
+def endless(loader: Any, device: torch.device) -> Batches:
+    """Return the batches of a loader on the device, epoch after epoch."""
     for epoch in itertools.count():
         if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler):
             sampler.set_epoch(epoch)
