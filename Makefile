@@ -34,8 +34,8 @@ drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m benchmarks.drill
 
-# Makes the tables of docs/explanation/performance.md. It takes 95 minutes on two idle cores (QUICK=1: a small form, 15 minutes), and
-# takes down the running testbed.
+# Makes the tables of docs/explanation/performance.md. It takes about 105 minutes on two idle cores (QUICK=1: a small form, 15
+# minutes), and takes down the running testbed.
 BENCHMARKS := commands start speed recovery storm projection shared_cores restart scaling
 QUICK :=
 RIVALS := rivals/ready

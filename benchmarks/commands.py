@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks import many_runs
-from benchmarks.harness import Contender, Findings, RivalFlags, Sample, benchmark, medians, spread, take_turns
+from benchmarks.harness import Findings, RivalFlags, Sample, benchmark, medians, spread, take_turns
 from benchmarks.hpc_commands import testbed
 
 HPC = str(Path(sys.executable).with_name("hpc"))
@@ -145,8 +145,7 @@ def measure(options: Options) -> Findings:
         root = Path(made).resolve()
         commands = submissions(root, options.rivals)
         commands += [each for runs in options.runs for each in looks(root, runs, options.jobs_per_run * runs)]
-        contenders = [Contender(name=each.name, turn=each.turn) for each in commands]
-        found = take_turns(contenders, options.turns, warm_up=True)
+        found = take_turns({each.name: each.turn for each in commands}, options.turns, warm_up=True)
         rows = [
             {
                 "command": each.name,

@@ -17,12 +17,18 @@ from benchmarks.harness import table
 from benchmarks.hpc_commands import hpc, supervised, testbed
 from hpc.run.events.downtime import PARTS
 
+BATCH = 512
 RUN = [
-    "--data=fashion-mnist", "--name=drill", "--nodes=2", "--spares=1", "--gpus-per-node=1", "--cpus-per-gpu=1",
-    "--epochs=100000", "--batch-size=512", "--lr=0.05", "--lr-scheduler=constant", "--hang-timeout=10s",
-    "--log-every=5",     "--checkpoint-every=5m",
+    "--data=fashion-mnist", "--name=drill", "--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1", "--epochs=100000",
+    f"--batch-size={BATCH}", "--lr=0.05", "--lr-scheduler=constant", "--hang-timeout=10s", "--log-every=5",
+    "--checkpoint-every=5m",
 ]  # fmt: skip
 COLUMNS = (*PARTS, "total")
+
+
+def submit(runs_dir: Path, *flags: str) -> Path:
+    """Submit the run, and return its directory."""
+    return Path(hpc("submit", *RUN, *flags, f"--runs-dir={runs_dir}")["run_dir"])
 
 
 def status(run: Path) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def main() -> None:
         # It ends first: then nobody writes into the directory any more when it is removed.
         testbed("--nodes=6", "--gpus-per-node=4", "--slurmd-timeout=300"),
     ):
-        run = Path(hpc("submit", *RUN, f"--runs-dir={directory}")["run_dir"])
+        run = submit(Path(directory), "--spares=1")
         found = drills(run)
         after = status(run)
     unharmed: dict[str, Any] = {"cause": "not interrupted", "seconds": dict.fromkeys(COLUMNS), "steps_lost": 0}

@@ -28,6 +28,8 @@ RIVALS = ROOT / "rivals" / "bin" / "python"
 Row = Mapping[str, Any]
 Sample = Mapping[str, float]
 """The numbers of one measurement, by name."""
+Turn = Callable[[], Sequence[Sample]]
+"""Measures a contender once, and returns what it has found: usually one sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,28 +93,19 @@ def benchmark(
         write_json(RESULTS / f"{name}.json", {"machine": measured_on, "options": given, **found.more, **found.tables})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contender:
-    """One of the things that are compared."""
-
-    name: str
-    turn: Callable[[], Sequence[Sample]]
-    """Measures once, and returns what it has found: usually one sample."""
-
-
-def take_turns(contenders: Sequence[Contender], turns: int, *, warm_up: bool = False) -> dict[str, list[Sample]]:
+def take_turns(contenders: Mapping[str, Turn], turns: int, *, warm_up: bool = False) -> dict[str, list[Sample]]:
     """Measure each contender so many times, one after the other, and return the samples by name.
 
     Each turn begins with another contender, so that none always follows the same one. With `warm_up` the first turn is
     not counted: it reads the files from the disk.
     """
-    found: dict[str, list[Sample]] = {each.name: [] for each in contenders}
+    found: dict[str, list[Sample]] = {name: [] for name in contenders}
     for turn in range(turns + warm_up):
-        place = turn % len(contenders)
-        for each in (*contenders[place:], *contenders[:place]):
-            samples = each.turn()
+        place, names = turn % len(contenders), tuple(contenders)
+        for name in (*names[place:], *names[:place]):
+            samples = contenders[name]()
             if turn >= warm_up:
-                found[each.name] += samples
+                found[name] += samples
         say(f"turn {turn + 1 - warm_up} of {turns}")
     return found
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import Contender, Findings, Flags, Sample, benchmark, medians, say, take_turns
+from benchmarks.harness import Findings, Flags, Sample, benchmark, medians, say, take_turns
 from hpc.run.events import kinds
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
@@ -75,7 +75,7 @@ def measure(options: Options) -> Findings:
         (directory / "prints.py").write_text(SCRIPT)
         for command in (("git", "init", "-q"), ("git", "add", "prints.py")):
             subprocess.run(command, cwd=directory, check=True)
-        sizes = [Contender(name=str(nodes), turn=partial(start, nodes, directory)) for nodes in options.nodes]
+        sizes = {str(nodes): partial(start, nodes, directory) for nodes in options.nodes}
         found = take_turns(sizes, options.turns)
     rows = [{"nodes": int(nodes), **medians(samples, 1), "runs": samples} for nodes, samples in found.items()]
     return Findings(tables={"rows": rows})

@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, take_turns
+from benchmarks.harness import Findings, Flags, Row, Sample, benchmark, take_turns
 
 KINDS = {
     "passive": {"OMP_WAIT_POLICY": "passive"},
@@ -74,10 +74,7 @@ def measure(options: Options) -> Findings:
     """Let the kinds take turns with each workload."""
     rows: list[Row] = []
     for workload, (runs, nodes, more) in WORKLOADS.items():
-        contenders = [
-            Contender(name=kind, turn=partial(images_per_second, runs, nodes, {**more, **KINDS[kind]}))
-            for kind in options.kinds
-        ]
+        contenders = {kind: partial(images_per_second, runs, nodes, {**more, **KINDS[kind]}) for kind in options.kinds}
         found = take_turns(contenders, options.turns)
         rates = {kind: [each["images_per_second"] for each in samples] for kind, samples in found.items()}
         medians = {kind: round(median(each)) for kind, each in rates.items()}

@@ -3,8 +3,8 @@
     .venv/bin/python -m benchmarks.start
 
 The same model, data and batch size on two nodes with a rank each, on a testbed of its own, which needs root: `hpc
-submit`, and sbatch with `srun torchrun` of a script that is written by hand (restart/plain_ddp.py). Each part ends when
-the last node or rank has passed it, by the one clock of the machine:
+submit`, and sbatch with `srun torchrun` of a script that is written by hand (recovery/rivals/torchrun_ddp.py). Each
+part ends when the last node or rank has passed it, by the one clock of the machine:
 
 - slurm: from the accepted job to the first line of its script;
 - agents: until the agents of all nodes know each other; staging: until every node has the data on its own disk. srun
@@ -14,42 +14,40 @@ the last node or rank has passed it, by the one clock of the machine:
 - checks, data, model: until the training is ready; then the first step.
 """
 
-import gzip
 import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from benchmarks.harness import ROOT, Contender, Findings, Flags, Sample, benchmark, medians, spread, take_turns
+from benchmarks.fashion_mnist import unpack
+from benchmarks.harness import ROOT, Findings, Flags, Sample, Turn, benchmark, medians, spread, take_turns
 from benchmarks.hpc_commands import hpc, testbed
 from benchmarks.processes import memory_bytes, naming
-from benchmarks.restart import marks
+from benchmarks.recovery.rivals import step_log
 from hpc.base.kernel import cpu_seconds
+from hpc.cluster.testbed.system import wait_until
 from hpc.run.events import kinds
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
-from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
 NODES, BATCH = 2, 512
-_START_SECONDS, _SETTLE_SECONDS = 300.0, 5.0
+_PATIENCE_SECONDS, _SETTLE_SECONDS = 300.0, 5.0
 PLAIN = """#!/bin/bash
 #SBATCH --job-name=plain --nodes={nodes} --ntasks-per-node=1 --cpus-per-task=1 --gpus-per-node=1 --time=60
 #SBATCH --output={directory}/plain.log
 date +%s.%N > {directory}/batch
-export MARKS={directory}/marks OMP_NUM_THREADS=1 PYTHONPATH={repository}
+export OMP_NUM_THREADS=1
 head=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n1)
 srun --cpus-per-task=1 {python} -m torch.distributed.run --nnodes={nodes} --nproc-per-node=1 \\
     --rdzv-backend=c10d --rdzv-endpoint=$head:29500 --rdzv-id=$SLURM_JOB_ID \\
-    {repository}/benchmarks/restart/plain_ddp.py \\
-    --data={directory} --checkpoint={directory}/checkpoint.pt --batch-size={batch} --save-every=100
+    {repository}/benchmarks/recovery/rivals/torchrun_ddp.py \\
+    --data={directory}/raw --output={directory} --images=60000 --batch-size={batch} --save-every=100
 """
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,19 +60,12 @@ class Options(Flags):
     """Seconds for which the agents are watched."""
 
 
-def wait_for(condition: Callable[[], T], what: str) -> T:
-    """Return the condition's first true answer."""
-    deadline = time.monotonic() + _START_SECONDS
-    while not (answer := condition()):
-        if time.monotonic() > deadline:
-            raise SystemExit(f"{what} has not come within {_START_SECONDS:.0f} s")
-        time.sleep(0.2)
-    return answer
-
-
 def wait_for_no_jobs() -> None:
     """Wait until nothing writes into the directories of the jobs, and the next one finds the nodes idle."""
-    wait_for(lambda: not subprocess.check_output(["squeue", "--noheader"], text=True).strip(), "the end of the jobs")
+    wait_until(
+        lambda: not subprocess.check_output(["squeue", "--noheader"], text=True).strip(),
+        seconds=_PATIENCE_SECONDS, what="the jobs to end",
+    )  # fmt: skip
 
 
 def between(began: float, ends: Mapping[str, float]) -> dict[str, float]:
@@ -96,9 +87,8 @@ def start_ours(directory: Path, seconds: float, agents: list[Sample]) -> list[Sa
     )  # fmt: skip
     run = RunDir(Path(answer["run_dir"]))
     try:
-        wait_for(
-            lambda: History.load(run).of(kinds.FirstStep),
-            f"the first step of {run.path}",
+        wait_until(
+            lambda: bool(History.load(run).of(kinds.FirstStep)), seconds=_PATIENCE_SECONDS, what=f"{name} to train"
         )
         time.sleep(_SETTLE_SECONDS)
         agents += watch_agents(run.path, seconds)
@@ -127,32 +117,28 @@ def parts_of_run(history: History, batch: float) -> dict[str, float]:
 def start_plain(directory: Path) -> list[Sample]:
     """Start the same with sbatch and srun torchrun."""
     directory = Path(tempfile.mkdtemp(dir=directory, prefix="plain-"))
-    raw = directory / "FashionMNIST" / "raw"
-    for made in (directory / "marks", raw):
-        made.mkdir(parents=True)
-    for path in FASHION_MNIST_DIRECTORY.glob("*.gz"):
-        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    unpack(directory / "raw")
     script = directory / "plain.sbatch"
     values = {"nodes": NODES, "directory": directory, "repository": ROOT, "python": sys.executable, "batch": BATCH}
     script.write_text(PLAIN.format(**values))
     done = subprocess.run(["sbatch", "--parsable", str(script)], stdout=subprocess.PIPE, text=True, check=True)
     accepted = time.time()
 
-    def first_steps() -> list[marks.Mark]:
-        found = marks.read(directory / "marks")
-        return found if sum(mark.name == "stepped" for mark in found) == NODES else []
+    def entries(event: str) -> list[step_log.Entry]:
+        return [entry for entry in step_log.read(directory / "steps.jsonl") if entry["event"] == event]
 
     try:
-        found = wait_for(first_steps, f"the first step of {script}")
+        wait_until(lambda: len(entries("first_step")) == NODES, seconds=_PATIENCE_SECONDS, what=f"{script} to train")
     finally:
         subprocess.run(["scancel", done.stdout.strip()], check=True)
         wait_for_no_jobs()
-    latest = {mark.name: mark.at for mark in found}  # in the order of their times
-    batch = float((directory / "batch").read_text())
+    batch, starts = float((directory / "batch").read_text()), entries("start")
     ends = {
-        "slurm": batch, "agents": batch, "staging": batch, "torchrun": latest["program"], "import": latest["imported"],
-        "process group": latest["connected"], "checks, data, model": latest["restored"],
-        "first step": latest["stepped"],
+        "slurm": batch, "agents": batch, "staging": batch, "torchrun": max(entry["began"] for entry in starts),
+        "import": max(entry["imported"] for entry in starts),
+        "process group": max(entry["connected"] for entry in starts),
+        "checks, data, model": max(entry["time"] for entry in starts),
+        "first step": max(entry["time"] for entry in entries("first_step")),
     }  # fmt: skip
     return [between(accepted, ends)]
 
@@ -181,10 +167,10 @@ def measure(options: Options) -> Findings:
         tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-start-") as made,
         testbed(f"--nodes={NODES}", "--gpus-per-node=1"),
     ):
-        contenders = [
-            Contender(name="torchrelay", turn=partial(start_ours, Path(made), options.seconds, agents)),
-            Contender(name="srun torchrun", turn=partial(start_plain, Path(made))),
-        ]
+        contenders: dict[str, Turn] = {
+            "torchrelay": partial(start_ours, Path(made), options.seconds, agents),
+            "srun torchrun": partial(start_plain, Path(made)),
+        }
         found = take_turns(contenders, options.turns, warm_up=True)
     rows = [
         {

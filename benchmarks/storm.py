@@ -18,23 +18,28 @@ import random
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Findings, RivalFlags, Row, benchmark, say
 from benchmarks.hpc_commands import hpc, supervised
-from benchmarks.recovery import failures, step_log
+from benchmarks.recovery import failures
 from benchmarks.recovery.contenders import CONTENDERS, NODES, Training, Workload, versions_of
+from benchmarks.recovery.rivals import step_log
 from hpc.base.kernel import process_state
+from hpc.cluster.testbed.lifecycle import revive_node
+from hpc.run.causes import JobState
+from hpc.slurm.client import hostnames
 
 # Each five failures in a row are these in some order: ranks fail more often than nodes.
 _MIX = ("worker killed", "worker killed", "hung", "preempted")
 _NODE = ("node killed", "head node killed")
+# A killed node then has its power back.
+_BACK_AFTER_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +52,10 @@ class Options(RivalFlags):
     """Epochs of the training."""
     images: int = 20_000
     """Images of an epoch."""
-    wait: float = 0.2
-    """Seconds of each step beside the network."""
     mean: float = 60.0
     """Seconds between two failures: of an exponential distribution."""
     seed: int = 5
     """Seed of the sequence of failures."""
-    back_after: float = 60.0
-    """Seconds after which a killed node has its power back."""
     cap: float = 2.0
     """A training is given up after so many times its failure-free time."""
 
@@ -92,83 +93,78 @@ class Result:
     steps: int
     """Different steps that were made."""
     recomputed: int
-    hit: dict[str, int]
-    """Failures that met it, by kind."""
+    hit: int
+    """Failures that met it."""
     missed: int
     """Failures that met no ranks."""
     interruptions: list[dict[str, Any]]
-    """Those of a run of ours, as `hpc status --json` has them."""
+    """Of a run of ours: as `hpc status --json` has them."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Storm:
-    """Trains, lets things fail, and measures."""
+    """Failures at their times, and what they meet."""
 
-    def __init__(self, options: Options, directory: Path) -> None:
-        self.options, self.directory = options, directory
-        self.workload = Workload(rivals=options.rivals, images=options.images, wait=options.wait, epochs=options.epochs)
+    options: Options
+    directory: Path
+    planned: Sequence[Planned] = ()
+    reviving: list[threading.Timer] = field(default_factory=list)
+    """These boot the killed nodes again."""
 
-    def train_all(
-        self, keys: Sequence[str], name: str, planned: Sequence[Planned], caps: Mapping[str, float]
-    ) -> dict[str, Result]:
-        """Let some contenders train at once, each on nodes of its own."""
-        with ThreadPoolExecutor(max_workers=len(keys) or 1) as executor:
+    @property
+    def workload(self) -> Workload:
+        """The training."""
+        return Workload(rivals=self.options.rivals, images=self.options.images, epochs=self.options.epochs)
+
+    def train_all(self, caps: Mapping[str, float]) -> dict[str, Result]:
+        """Let contenders train at once, each on nodes of its own, for so many seconds at most."""
+        with ThreadPoolExecutor(max_workers=len(caps) or 1) as executor:
             futures = {}
-            for key in keys:
-                futures[key] = executor.submit(self.train, key, name, planned, caps[key])
+            for key, cap in caps.items():
+                futures[key] = executor.submit(self._train, key, cap)
                 # So that their starts do not coincide.
                 time.sleep(10)
-            return {key: future.result() for key, future in futures.items()}
+        for timer in self.reviving:
+            timer.join()
+        return {key: future.result() for key, future in futures.items()}
 
-    def train(self, key: str, name: str, planned: Sequence[Planned], cap: float) -> Result:
+    def _train(self, key: str, cap: float) -> Result:
         """Submit, let the failures happen at their times, and wait until the training is complete or given up."""
         began = time.time()
-        training = CONTENDERS[key].start(self.directory / f"{name}-{key}", self.workload)
-        hit: Counter[str] = Counter()
-        reviving: list[threading.Thread] = []
-        left = list(planned)
+        name = f"{'storm' if self.planned else 'calm'}-{key}"
+        training = CONTENDERS[key].start(self.directory / name, self.workload)
+        met, left = list[bool](), list(self.planned)
         while not (ended_at := _ended_at(training)) and time.time() - began < cap:
             if left and time.time() - began >= left[0].at:
-                self._strike(training, left.pop(0).kind, hit, reviving)
+                met.append(self._strike(training, left.pop(0).kind))
             time.sleep(0.2)
-        result = self._result(training, began, ended_at, hit, len(planned) - len(left) - hit.total())
-        say(f"{name}: {result.title}: {'complete' if result.complete else 'given up'} after {result.seconds:.0f} s")
+        seconds = (ended_at or time.time()) - began
+        log = training.log()
+        useful = step_log.useful_steps(log)
+        interruptions = hpc("status", str(training.directory))[0]["interruptions"] if training.contender.is_ours else []
+        result = Result(
+            title=training.contender.title, complete=ended_at is not None, seconds=round(seconds, 1), steps=useful,
+            recomputed=sum(entry["event"] == "step" for entry in log) - useful,
+            hit=sum(met), missed=len(met) - sum(met), interruptions=interruptions,
+        )  # fmt: skip
+        say(f"{name}: {'complete' if result.complete else 'given up'} after {result.seconds:.0f} s")
         if not result.complete:
             training.cancel()
-        for thread in reviving:
-            thread.join()
         return result
 
-    def _strike(self, training: Training, kind: str, hit: "Counter[str]", reviving: list[threading.Thread]) -> None:
-        """Let something fail, unless there are no ranks that it could meet."""
+    def _strike(self, training: Training, kind: str) -> bool:
+        """Let something fail, and return whether there were ranks that it could meet."""
         # A rank may end at any time.
         with suppress(ProcessLookupError):
             if _has_ranks(training):
                 failure = failures.KINDS[kind](training)
-                hit[kind] += 1
                 say(f"{training.name}: {kind} at step {step_log.newest_step(training.log())}")
                 if failure.killed_node:
-                    thread = threading.Timer(self.options.back_after, failures.revive, [failure.killed_node])
-                    thread.start()
-                    reviving.append(thread)
-                return
+                    self.reviving.append(threading.Timer(_BACK_AFTER_SECONDS, revive_node, [failure.killed_node]))
+                    self.reviving[-1].start()
+                return True
         say(f"{training.name}: {kind} meets no ranks")
-
-    @staticmethod
-    def _result(training: Training, began: float, ended_at: float | None, hit: "Counter[str]", missed: int) -> Result:
-        log = training.log()
-        steps = sum(entry["event"] == "step" for entry in log)
-        useful = step_log.useful_steps(log)
-        is_ours = training.contender.is_ours
-        return Result(
-            title=training.contender.title,
-            complete=ended_at is not None,
-            seconds=round((ended_at or time.time()) - began, 1),
-            steps=useful,
-            recomputed=steps - useful,
-            hit=dict(hit),
-            missed=missed,
-            interruptions=hpc("status", str(training.directory))[0]["interruptions"] if is_ours else [],
-        )
+        return False
 
 
 def _ended_at(training: Training) -> float | None:
@@ -179,7 +175,7 @@ def _ended_at(training: Training) -> float | None:
 def _has_ranks(training: Training) -> bool:
     """Return whether its ranks train: both have started since its job has, and have not ended."""
     ranks = step_log.ranks(training.log())
-    running = {name for job in training.jobs() if job.state == "RUNNING" for name in job.nodes}
+    running = {name for job in training.jobs() if job.state is JobState.RUNNING for name in hostnames(job.nodes)}
     alive = [
         entry for entry in ranks.values() if process_state(entry["pid"]) not in {None, "Z"} and entry["host"] in running
     ]
@@ -198,7 +194,7 @@ def rows_of(calm: Mapping[str, Result], storms: Mapping[str, Result], total_step
             "complete": "yes" if result.complete else "given up",
             "steps": f"{result.steps} of {total_steps}",
             "recomputed": result.recomputed,
-            "failures": sum(result.hit.values()),
+            "failures": result.hit,
             "without_ranks": result.missed,
             "goodput": f"{'' if result.complete else 'at most '}{goodput:.2f}",
         })  # fmt: skip
@@ -209,21 +205,20 @@ def measure(options: Options) -> Findings:
     """Train without failures, all at once; then ours in the storm, then the rivals."""
     keys = options.contenders
     rivals = versions_of(options.rivals, keys)
-    failures.build_testbed(2 * NODES * len(keys) + 4)
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-storm-") as directory:
-        storm = Storm(options, Path(directory))
-        steps = options.epochs * storm.workload.epoch_steps
-        try:
-            with supervised(Path(directory)):
-                calm = storm.train_all(keys, "calm", (), dict.fromkeys(keys, 30 * steps * options.wait))
-                caps = {key: options.cap * result.seconds for key, result in calm.items()}
-                planned = sequence(options.seed, options.mean, max(caps.values()))
-                say(", ".join(f"{each.at:.0f} {each.kind}" for each in planned))
-                ours = [key for key in keys if CONTENDERS[key].is_ours]
-                storms = storm.train_all(ours, "storm", planned, caps)
-                storms |= storm.train_all([key for key in keys if key not in ours], "storm", planned, caps)
-        finally:
-            failures.end_testbed()
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-storm-") as made,
+        failures.usual_slurm(2 * NODES * len(keys) + 4),
+        supervised(Path(made)),
+    ):
+        calm_weather = Storm(options=options, directory=Path(made))
+        steps = options.epochs * calm_weather.workload.epoch_steps
+        calm = calm_weather.train_all(dict.fromkeys(keys, 30 * steps * calm_weather.workload.wait))
+        caps = {key: options.cap * result.seconds for key, result in calm.items()}
+        planned = sequence(options.seed, options.mean, max(caps.values()))
+        say(", ".join(f"{each.at:.0f} {each.kind}" for each in planned))
+        storm = replace(calm_weather, planned=planned)
+        storms = storm.train_all({key: cap for key, cap in caps.items() if CONTENDERS[key].is_ours})
+        storms |= storm.train_all({key: cap for key, cap in caps.items() if not CONTENDERS[key].is_ours})
     details = {key: {"calm": asdict(calm[key]), "storm": asdict(storms[key])} for key in storms}
     more = {"rivals": rivals, "details": details, "sequence": [asdict(each) for each in planned]}
     return Findings(tables={"rows": rows_of(calm, storms, steps)}, more=more)

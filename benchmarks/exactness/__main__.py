@@ -6,7 +6,6 @@ README.md says what is compared, and why the results are what they are. Each var
 random but the order of the images.
 """
 
-import gzip
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.exactness.common import CHECKPOINT_EVERY, EPOCHS, GLOBAL_BATCH, SEED
+from benchmarks.fashion_mnist import write_first
 from benchmarks.harness import ROOT, Findings, Flags, Row, benchmark, say
 from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
@@ -136,16 +136,6 @@ class Case:
         }  # fmt: skip
 
 
-def write_subset(target: Path) -> None:
-    """Copy Fashion-MNIST with the first training images only."""
-    for source in FASHION_MNIST_DIRECTORY.glob("*.gz"):
-        raw = gzip.decompress(source.read_bytes())
-        if source.name.startswith("train"):
-            header, size = (16, 784) if "images" in source.name else (8, 1)
-            raw = raw[:4] + IMAGES.to_bytes(4, "big") + raw[8 : header + IMAGES * size]
-        (target / source.name).write_bytes(gzip.compress(raw, 1))
-
-
 def tensors(tree: Any) -> Iterator[Tensor]:
     """Return all tensors in nested dictionaries and lists, in their order."""
     if isinstance(tree, Tensor):
@@ -177,7 +167,7 @@ def measure(options: Options) -> Findings:
     with tempfile.TemporaryDirectory(prefix="exactness-") as directory:
         data = Path(directory, "data")
         data.mkdir()
-        write_subset(data)
+        write_first(FASHION_MNIST_DIRECTORY, data, train=IMAGES, t10k=10_000)
         for (library, variant), ranks, workers in product(variants, options.ranks, options.workers):
             if not options.variant or variant in options.variant:
                 case = Case(

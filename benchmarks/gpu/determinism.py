@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.gpu.part import Found, Goal, Row, device, goal, same_bits, synchronize
-from benchmarks.harness import Contender, Sample, take_turns
+from benchmarks.harness import Sample, take_turns
 from training.config.train_config import TrainConfig
 from training.engine.optim import make_optimizer
 from training.models.factory import autocast, build_model
@@ -99,11 +99,11 @@ def measure(*, small: bool) -> Found:
         return [{"images_per_second": measured.images_per_second}]
 
     modes = SMALL_MODES if small else MODES
-    contenders = [
-        Contender(name=f"{name} {mode}", turn=partial(turn, name, batch_size, size, mode))
+    contenders = {
+        f"{name} {mode}": partial(turn, name, batch_size, size, mode)
         for name, batch_size, size in (SMALL if small else MODELS)
         for mode in modes
-    ]
+    }
     speeds = {
         name: median(each["images_per_second"] for each in samples)
         for name, samples in take_turns(contenders, ROUNDS).items()

@@ -7,7 +7,6 @@ Each part is a module whose function `measure` returns the rows of a table and g
 
 import importlib
 import os
-import struct
 import time
 from argparse import ArgumentParser
 from dataclasses import asdict, dataclass
@@ -16,10 +15,10 @@ from typing import Any
 
 import torch
 
+from benchmarks.fashion_mnist import write_first
 from benchmarks.harness import table
 from hpc.base.files import write_json
-from training.config.dataset_layout import FASHION_MNIST, IDX_STEMS, check_data, resolve_data
-from training.data.in_memory import read_idx_pair
+from training.config.dataset_layout import FASHION_MNIST, resolve_data
 
 Row = dict[str, Any]
 
@@ -70,17 +69,7 @@ def data_directory(few: Path | None = None) -> str:
     """Return Fashion-MNIST: that of the bundle (`make gpu-bundle`) or Debian's; or write some images to `few`."""
     bundle = os.environ.get("GPU_BUNDLE", "")
     name = str((Path(bundle) / FASHION_MNIST).absolute()) if bundle else FASHION_MNIST
-    if few is None:
-        return name
-    layout = check_data(resolve_data(name))
-    assert layout.test  # noqa: S101  # Fashion-MNIST has one
-    for part, files, count in (("train", layout.train, 1024), ("test", layout.test, 256)):
-        images, labels = read_idx_pair(files, part)
-        header = struct.pack(">4i", 0x803, count, *images.shape[2:])
-        (few / IDX_STEMS[f"{part}_images"]).write_bytes(header + images[:count].numpy().tobytes())
-        header = struct.pack(">2i", 0x801, count)
-        (few / IDX_STEMS[f"{part}_labels"]).write_bytes(header + labels[:count].to(torch.uint8).numpy().tobytes())
-    return str(few)
+    return name if few is None else str(write_first(resolve_data(name), few, train=1024, t10k=256))
 
 
 def main() -> None:

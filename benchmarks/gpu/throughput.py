@@ -19,7 +19,7 @@ from statistics import median
 import torch
 
 from benchmarks.gpu.part import Found, Goal, Row, goal, on_gpu, synchronize
-from benchmarks.harness import Contender, Sample, spread, take_turns
+from benchmarks.harness import Sample, spread, take_turns
 from benchmarks.photos import CLASSES, make_folder
 from benchmarks.speed.loops import RIVALS, Case
 from benchmarks.speed.our_loop import ours
@@ -108,8 +108,8 @@ def loops_of(name: str, group: ProcessGroup, root: Path, *, small: bool) -> list
     make_folder(root / "jpeg", _SMALL_IMAGES if small else _IMAGES)
     subprocess.run([sys.executable, "-m", "training.pack", root / "jpeg", root / "pack"], check=True)
     workers = max(1, len(os.sched_getaffinity(0)) - 1)
-    files = replace(case, folder=root / "jpeg", workers=workers, classes=CLASSES)
-    packed = replace(files, packed=root / "pack")
+    files = replace(case, folder=str(root / "jpeg"), workers=workers, classes=CLASSES)
+    packed = replace(files, packed=str(root / "pack"))
     return [loop(SYNTHETIC, case), loop(PACKED, packed), *(loop(JPEG, files, each) for each in (OURS, *RIVALS))]
 
 
@@ -122,10 +122,7 @@ def train(case: str, loops: list[Loop], *, small: bool) -> list[Row]:
             started.append(loop)
         except ModuleNotFoundError as error:
             print(f"{loop.name} is left out: {error}")
-    contenders = [
-        Contender(name=f"{each.images}, {each.name}", turn=partial(each.turn, 0.2 if small else 2.0))
-        for each in started
-    ]
+    contenders = {f"{each.images}, {each.name}": partial(each.turn, 0.2 if small else 2.0) for each in started}
     found = take_turns(contenders, 2 if small else 3)
     rows = list[Row]()
     for loop in started:

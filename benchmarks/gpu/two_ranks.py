@@ -5,19 +5,17 @@ how fast NCCL is, nor how it adds up. A training that is killed twice, restored 
 must end with the bits of one that was left alone.
 """
 
-import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from torch import distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from benchmarks.gpu.part import Found, Row, data_directory, device, same_bits
 from hpc.run.events.history import History
@@ -25,17 +23,16 @@ from hpc.run.events.kinds import TrainStarted
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
-from training.config.training_spec import MODULES
 from training.engine.launch import make_trainer
 from training.runtime.determinism import configure
 from training.runtime.fault_injection import NO_FAULT, parse_fault
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext, rank_info_from
 from training.verify_resume.compare import compare_runs
+from training.verify_resume.local_launch import prepare_server, start_ranks, wait_for_ranks
 
 RANKS = 2
-_TIMEOUT = timedelta(minutes=2)
-_FORKSERVER = multiprocessing.get_context("forkserver")
+_TIMEOUT, _GRACE_SECONDS = timedelta(minutes=2), 10.0
 
 
 def training(data: str, *, small: bool) -> TrainConfig:
@@ -51,31 +48,20 @@ def training(data: str, *, small: bool) -> TrainConfig:
     )  # fmt: skip
 
 
-def train(rank: int, port: int, config: TrainConfig, run: str, attempt: int, fault: str) -> None:
-    """Train as one rank, in its own process."""
+def train(config: TrainConfig, run: str, attempt: int, fault: str) -> None:
+    """Train as one rank, and end this process."""
     configure(config)
-    store = TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0, timeout=_TIMEOUT)
-    distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=_TIMEOUT)
+    distributed.init_process_group("gloo", timeout=_TIMEOUT)
     control = distributed.new_group(backend="gloo", timeout=_TIMEOUT)
     assert isinstance(control, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
-    place = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}
-    info = rank_info_from({name: str(value) for name, value in place.items()})
     group = ProcessGroup(
-        rank_info=info,
-        device=device(),
-        control=control,
-        connected_at=time.monotonic(),
-        cores=1,
-        timeout=_TIMEOUT,
-    )
+        rank_info=rank_info_from(os.environ), device=device(), control=control, connected_at=time.monotonic(),
+        cores=1, timeout=_TIMEOUT,
+    )  # fmt: skip
     context = RunContext(
-        config=config,
-        run_dir=RunDir(Path(run)),
-        attempt=attempt,
-        started=time.monotonic(),
-        fault=parse_fault(fault) if fault else NO_FAULT,
-        node_dir=NodeDir(Path(f"{run}-node")),
-    )
+        config=config, run_dir=RunDir(Path(run)), attempt=attempt, started=time.monotonic(),
+        fault=parse_fault(fault) if fault else NO_FAULT, node_dir=NodeDir(Path(f"{run}-node")),
+    )  # fmt: skip
     make_trainer(context, group).run()
     # Nothing waits for a rank that is done.
     sys.stdout.flush()
@@ -83,29 +69,17 @@ def train(rank: int, port: int, config: TrainConfig, run: str, attempt: int, fau
 
 
 def attempt(config: TrainConfig, run: Path, number: int, fault: str = "") -> list[int | None]:
-    """Start both ranks from the newest state to the end or the fault. Returns their exit codes."""
+    """Train on both ranks from the newest state to the end or the fault, and return their exit codes."""
     Path(f"{run}-node").mkdir(exist_ok=True)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    ranks = [
-        _FORKSERVER.Process(target=train, args=(rank, port, config, str(run), number, fault)) for rank in range(RANKS)
-    ]
-    for rank in ranks:
-        rank.start()
-    if fault:
-        ranks[int(fault.partition(":")[2])].join()
-        for rank in ranks:
-            rank.kill()
-    for rank in ranks:
-        rank.join()
-    return [rank.exitcode for rank in ranks]
+    # It trains before the ranks would read arguments.
+    instead = partial(train, config, str(run), number, fault)
+    return wait_for_ranks(start_ranks([()] * RANKS, Path(f"{run}.log"), instead), _GRACE_SECONDS)
 
 
 def measure(*, small: bool) -> Found:
     """Train twice and compare."""
     # Ranks are forks of a server that has imported torch, and has not asked for a GPU.
-    _FORKSERVER.set_forkserver_preload([*MODULES])
+    prepare_server()
     with tempfile.TemporaryDirectory() as directory:
         config = training(data_directory(Path(directory) if small else None), small=small)
         whole, cut = Path(directory) / "whole", Path(directory) / "cut"
@@ -116,7 +90,8 @@ def measure(*, small: bool) -> Found:
         shutil.rmtree(f"{cut}-node")
         codes += [attempt(config, cut, 3)]
         if codes[0] != [0, 0] or codes[-1] != [0, 0] or any(-signal.SIGKILL not in code for code in codes[1:-1]):
-            raise SystemExit(f"a training failed: exit codes {codes}")
+            logs = "".join(path.read_text()[-4000:] for path in Path(directory).glob("*.log"))
+            raise SystemExit(f"a training failed: exit codes {codes}\n{logs}")
         restored = History.load(RunDir(cut)).of(TrainStarted)
         rows: list[Row] = [
             {"part": part.name, "compared": part.compared, "difference": part.difference}

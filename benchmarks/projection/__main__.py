@@ -5,7 +5,7 @@
 
 Reads the seconds from each kind of failure to the first new step, as benchmarks/recovery measured them for us and
 for the rivals, and simulates a training of 30 productive days with published failure rates (`failure_model.py`).
-Prints the goodput by size, and what it consists of.
+Prints the goodput by size.
 
 From publications:
   - mean times to failure: 47.7 days at 8 GPUs, 7.9 h at 1,024, and 1.8 h at 16,384, which is itself a projection
@@ -179,18 +179,15 @@ def job_of(contender: Contender, gpus: int, options: Options) -> Job:
 def row_of(contender: Contender, gpus: int, options: Options) -> Row:
     """Simulate one contender on this many GPUs."""
     job = job_of(contender, gpus, options)
-    outcome = train(job, options.days * _DAY, (options.seed, gpus), half_width=options.half_width)
+    goodput, half_width = train(job, options.days * _DAY, (options.seed, gpus), half_width=options.half_width)
     nodes = max(1, gpus // _NODE_GPUS)
-    say(f"{gpus} GPUs, {contender.name}: {outcome.goodput:.3f}")
+    say(f"{gpus} GPUs, {contender.name}: {goodput:.3f}")
     return {
         "contender": contender.name, "gpus": gpus, "mttf_hours": round(job.mttf / _HOUR, 1),
-        "checkpoint_every_minutes": round(job.interval / 60, 1), "goodput": round(outcome.goodput, 4),
-        "half_width": round(outcome.half_width, 4),
-        "goodput_of_allocated_nodes": round(outcome.goodput * nodes / (nodes + job.spares), 4),
-        "recovering": round(outcome.down_share, 4), "computed_twice": round(outcome.lost_share, 4),
-        "saving": round(outcome.saving_share, 4),
-        "stored_gb_per_hour": round(options.state_gb * _HOUR / job.interval, 1), "failures": round(outcome.failures, 1),
-        "trainings": outcome.trainings,
+        "checkpoint_every_minutes": round(job.interval / 60, 1), "goodput": round(goodput, 4),
+        "half_width": round(half_width, 4),
+        "goodput_of_allocated_nodes": round(goodput * nodes / (nodes + job.spares), 4),
+        "stored_gb_per_hour": round(options.state_gb * _HOUR / job.interval, 1),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ training time ratio, here without the wait in the queue.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean, stdev
@@ -100,21 +100,6 @@ class Job:
         return work / self.speed + max(0, math.ceil(work / self.interval) - 1) * self.stall
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """One training, or the mean of many; the shares are of the wall time, and together with the goodput they make 1."""
-
-    goodput: float
-    half_width: float
-    """Half the width of the confidence interval of 95 % of the goodput."""
-    down_share: float
-    lost_share: float
-    """Computed twice."""
-    saving_share: float
-    failures: float
-    trainings: int
-
-
 def young_interval(stall: float, mttf: float) -> float:
     """Return the productive time between checkpoints that wastes least, to first order.
 
@@ -124,64 +109,44 @@ def young_interval(stall: float, mttf: float) -> float:
     return math.sqrt(2 * stall * mttf)
 
 
-def train_once(job: Job, work: float, random: np.random.Generator) -> Outcome:
-    """Simulate one training of `work` seconds of productive time."""
-    names = np.array([kind.share for kind in job.kinds]).cumsum()
-    wall = down_time = lost = 0.0
+def train_once(job: Job, work: float, random: np.random.Generator) -> float:
+    """Simulate one training of `work` seconds of productive time, and return its goodput."""
+    shares = np.array([kind.share for kind in job.kinds]).cumsum()
     # Productive time, from the start of the training: at the last restart; in the last checkpoint.
     reached = durable = 0.0
-    down, spares, failures = 0.0, job.spares, 0
+    wall, down, spares = 0.0, 0.0, job.spares
     while True:
         until_failure = random.exponential(job.mttf)
         needed = job.seconds_for(work - reached)
         if down + needed <= until_failure:
-            wall, down_time = wall + down + needed, down_time + down
-            break
-        wall, down_time = wall + until_failure, down_time + min(down, until_failure)
+            return work / (wall + down + needed)
+        wall += until_failure
         trained = max(0.0, until_failure - down)
-        kind = job.kinds[min(int(np.searchsorted(names, random.random(), side="right")), len(job.kinds) - 1)]
-        failures += 1
-        before, done = reached, job.work_after(trained)
+        kind = job.kinds[min(int(np.searchsorted(shares, random.random(), side="right")), len(job.kinds) - 1)]
+        before = reached
         if (saved := job.saved_after(trained)) > 0:
             durable = before + saved
         # After a restart from a snapshot that state is in memory again.
         has_snapshot = job.snapshot_interval is not None and kind.keeps_snapshots
         reached = max(durable, before + job.in_memory_after(trained)) if has_snapshot else durable
-        lost += before + done - reached
-        in_new_job = kind.restart is Restart.NEW_JOB or (kind.restart is Restart.SPARE and not spares)
-        if in_new_job:
-            # What was in memory is saved for it.
+        down = kind.seconds
+        if kind.restart is Restart.SPARE and spares:
+            spares -= 1
+        elif kind.restart is not Restart.IN_PLACE:
+            # What was in memory is saved for the new job.
             durable, spares = reached, job.spares
             down = kind.seconds if kind.restart is Restart.NEW_JOB else job.new_job
-        else:
-            spares -= kind.restart is Restart.SPARE
-            down = kind.seconds
-    return Outcome(
-        goodput=work / wall, half_width=math.nan, down_share=down_time / wall, lost_share=lost / wall,
-        saving_share=(wall - down_time - lost - work) / wall, failures=failures, trainings=1,
-    )  # fmt: skip
 
 
-def train(job: Job, work: float, seed: Sequence[int], *, half_width: float, most: int = 20_000) -> Outcome:
-    """Return the mean of as many trainings as make the confidence interval narrow enough, 100 to `most`."""
-    outcomes = list[Outcome]()
-    for outcome in _trainings(job, work, seed):
-        outcomes.append(outcome)
-        # The spread is computed after every tenth more: after each it would cost more than the trainings.
-        if len(outcomes) < 100 or len(outcomes) % max(10, len(outcomes) // 10):
-            continue
-        width = 1.96 * stdev(one.goodput for one in outcomes) / math.sqrt(len(outcomes))
-        if width <= half_width or len(outcomes) >= most:
-            break
-    return Outcome(
-        goodput=fmean(one.goodput for one in outcomes), half_width=width,
-        down_share=fmean(one.down_share for one in outcomes), lost_share=fmean(one.lost_share for one in outcomes),
-        saving_share=fmean(one.saving_share for one in outcomes), failures=fmean(one.failures for one in outcomes),
-        trainings=len(outcomes),
-    )  # fmt: skip
+def train(job: Job, work: float, seed: Sequence[int], *, half_width: float, most: int = 20_000) -> tuple[float, float]:
+    """Return the mean goodput of many trainings, and half the width of its confidence interval of 95 %.
 
-
-def _trainings(job: Job, work: float, seed: Sequence[int]) -> Iterator[Outcome]:
-    random = np.random.default_rng(seed)
+    As many trainings as make the interval narrow enough, 100 to `most`.
+    """
+    random, goodputs = np.random.default_rng(seed), list[float]()
     while True:
-        yield train_once(job, work, random)
+        # The spread is computed after every tenth more: after each it would cost more than the trainings.
+        goodputs += [train_once(job, work, random) for _ in range(max(100, len(goodputs) // 10))]
+        width = 1.96 * stdev(goodputs) / math.sqrt(len(goodputs))
+        if width <= half_width or len(goodputs) >= most:
+            return fmean(goodputs), width

@@ -8,10 +8,10 @@ that rank 0 logs (`step_log.py`): the seconds from the failure to the first step
 and the steps that the restored state does not have. The cost of a failure is these seconds and those in which the lost
 steps are made again.
 
-Several contenders train at once, each on nodes of its own, so that the minutes for which Slurm lets the rivals wait
-overlap. A step is mostly a wait (`rivals/common.py`), so the cores are idle but for starts. Killed workers come first,
-when nobody else starts, and one contender after another. Our own trainer, which computes without a wait, is measured
-before all others. Rivals get no help of our supervisor; ours has it in the rows that say so.
+Our own trainer, which computes without a wait, is measured before all others, by `hpc drill`, and supervised. Then
+workers are killed, in turns. Everything else happens to several contenders at once, each on nodes of its own, so that
+the minutes for which Slurm lets the rivals wait overlap. A step is mostly a wait (`rivals/common.py`), so the cores are
+idle but for starts. Rivals get no help of our supervisor; ours has it in the rows that say so.
 
 Slurm's defaults hold: SlurmdTimeout is 300 s, and a requeued job may start after 120 s. The partition has a GraceTime
 of 20 s. On preemption a job gets the signal that it has asked for (`preempt_send_user_signal`), as the documentation of
@@ -19,28 +19,36 @@ submitit and Lightning wants it.
 """
 
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from benchmarks import drill
 from benchmarks.harness import Findings, RivalFlags, Row, benchmark
-from benchmarks.hpc_commands import supervised
+from benchmarks.hpc_commands import hpc, supervised
 from benchmarks.recovery import failures
-from benchmarks.recovery.comparison import WORKER_KILLED, Comparison, Lane, Outcome
+from benchmarks.recovery.comparison import Lane, Outcome, Setting, play
 from benchmarks.recovery.contenders import CONTENDERS, NODES, Contender, Workload, versions_of
+from benchmarks.recovery.rivals.step_log import Recovery
 
+WORKER_KILLED = "worker killed"
+TRAINER, TRAINER_TITLE = "trainer", "ours, our own trainer, supervised"
+# What `hpc drill` calls the failures.
+_DRILLS = {
+    WORKER_KILLED: "worker-kill", "node killed": "node-kill", "head node killed": "node-kill", "preempted": "preempt",
+    "hung": "hang",
+}  # fmt: skip
 # More would need more neighbours than the kernel has room for.
 _MAX_TESTBED_NODES = 30
-_ALONE, _WITH_OTHERS, _SLOW = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(RivalFlags):
     """How much to compare."""
 
-    contenders: tuple[str, ...] = tuple(CONTENDERS)
-    """Contenders, by their keys in `contenders.py`."""
+    contenders: tuple[str, ...] = (TRAINER, *CONTENDERS)
+    """Contenders, by their keys in `contenders.py`, and our own trainer."""
     kinds: tuple[str, ...] = tuple(failures.KINDS)
     """Kinds of failures."""
     repeats: int = 3
@@ -50,39 +58,54 @@ class Options(RivalFlags):
     """Seconds after which a training that has not come back counts as lost."""
     hang_cap: float = 180.0
     """Seconds after which a hung training that has not come back counts as lost."""
-    wait: float = 0.2
-    """Seconds of each step beside the network."""
     images: int = 20_000
     """Images of an epoch."""
 
 
-def lanes(options: Options) -> list[Lane]:
-    """Return who fails when. What waits for Slurm does so at the same time as the others' waits."""
+def lanes(options: Options, *, worker_killed: bool) -> list[Lane]:
+    """Return who fails when: with `worker_killed` where a rank is replaced at once, else in all other ways."""
     found = []
-    for contender in (CONTENDERS[key] for key in options.contenders):
-        for stage, is_supervised, plan in _plans(contender, options.repeats):
-            kept = tuple((kind, repeats) for kind, repeats in plan if kind in options.kinds)
-            if kept:
-                found.append(Lane(contender=contender, plan=kept, supervised=is_supervised, stage=stage))
+    for contender in (CONTENDERS[key] for key in options.contenders if key != TRAINER):
+        for lane in _lanes(contender, options.repeats):
+            kept = {kind: repeats for kind, repeats in lane.plan.items() if kind in options.kinds}
+            if kept and lane.in_turns == worker_killed:
+                found.append(replace(lane, plan=kept))
     return found
 
 
-def _plans(contender: Contender, repeats: int) -> list[tuple[int, bool, tuple[tuple[str, int], ...]]]:
-    """Return the stage of each lane, whether it is supervised, and its kinds with their numbers."""
-    if contender.key == "trainer":
-        return [(_ALONE, True, tuple((kind, repeats if kind == WORKER_KILLED else 1) for kind in failures.KINDS))]
-    if contender.key == "spare":
-        return [(_SLOW, False, (("node killed", repeats),))]
+def _lanes(contender: Contender, repeats: int) -> Iterator[Lane]:
+    if contender.spares:
+        yield Lane(contender=contender, plan={"node killed": repeats})
+        return
+    if contender.restarts_in_place:
+        yield Lane(contender=contender, plan={WORKER_KILLED: repeats}, in_turns=True)
     if contender.is_ours:
-        rest = [(kind, repeats) for kind in ("hung", "node killed", "head node killed")]
-        return [
-            (_WITH_OTHERS, False, ((WORKER_KILLED, repeats), *rest, ("preempted", 1))),
-            (_SLOW, True, (("preempted", repeats),)),
-        ]
+        others = dict.fromkeys(("hung", "node killed", "head node killed"), repeats)
+        yield Lane(contender=contender, plan={**others, "preempted": 1})
+        yield Lane(contender=contender, plan={"preempted": repeats}, supervised=True)
+        return
     # Each of the two takes as long as the other: a dead node, and Slurm's waits.
-    first = (WORKER_KILLED, repeats if contender.restarts_in_place else 1), ("hung", 1), ("node killed", 1)
-    second = ("preempted", min(repeats, 2)), ("head node killed", 1)
-    return [(_WITH_OTHERS if contender.restarts_in_place else _SLOW, False, first), (_SLOW, False, second)]
+    slow = {} if contender.restarts_in_place else {WORKER_KILLED: 1}
+    yield Lane(contender=contender, plan={**slow, "hung": 1, "node killed": 1})
+    yield Lane(contender=contender, plan={"preempted": min(repeats, 2), "head node killed": 1})
+
+
+def drill_trainer(options: Options, directory: Path) -> list[Outcome]:
+    """Return what became of our own trainer, on a run of its own, with a supervisor."""
+    run, found = drill.submit(directory), []
+    for kind in options.kinds:
+        for _ in range(options.repeats if kind == WORKER_KILLED else 1):
+            drill.wait_for_steps(run, seconds=0.0)
+            [head, *_, last] = drill.status(run)["attempts"][-1]["nodes"]
+            victim = {"node killed": last, "head node killed": head}.get(kind)
+            [*_, cost] = drill.play(run, _DRILLS[kind], *([f"--node={victim}"] if victim else []))
+            recovery = Recovery(seconds=round(cost["seconds"]["total"], 1), steps_lost=cost["steps_lost"])
+            lost = round(cost["steps_lost"] * drill.BATCH / drill.status(run)["images_per_second"], 1)
+            found.append(Outcome(title=TRAINER_TITLE, kind=kind, recovery=recovery, work_lost=lost))
+            if victim:
+                hpc("testbed", "revive-node", victim)
+    hpc("cancel", str(run))
+    return found
 
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
@@ -107,24 +130,29 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def measure(options: Options) -> Findings:
-    """Build a testbed, and play all lanes on it."""
-    plan = lanes(options)
-    rivals = versions_of(options.rivals, options.contenders)
-    workload = Workload(rivals=options.rivals, images=options.images, wait=options.wait)
+    """Build a testbed, and let everything fail on it."""
+    in_turns, others = lanes(options, worker_killed=True), lanes(options, worker_killed=False)
+    rivals = versions_of(options.rivals, [key for key in options.contenders if key != TRAINER])
+    workload = Workload(rivals=options.rivals, images=options.images)
     caps = dict.fromkeys(failures.KINDS, options.cap) | {"hung": options.hang_cap}
     # A lane may have lost a node, and gets others after a preemption.
-    failures.build_testbed(min(_MAX_TESTBED_NODES, NODES * len(plan) + 6))
-    with tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-recovery-") as directory:
-        comparison = Comparison(workload, Path(directory), caps)
-        try:
-            with supervised(Path(directory) / "supervised"):
-                comparison.play(plan)
-        finally:
-            failures.end_testbed()
-    setting = {"epoch_steps": workload.epoch_steps, "slurmd_timeout": failures.SLURMD_TIMEOUT}
-    return Findings(tables={"rows": rows_of(comparison.outcomes)}, more={"rivals": rivals, **setting})
+    nodes = min(_MAX_TESTBED_NODES, NODES * max(len(in_turns), len(others)) + 6)
+    with (
+        tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-recovery-") as made,
+        failures.usual_slurm(nodes),
+        supervised(Path(made) / "supervised"),
+    ):
+        setting = Setting(workload=workload, directory=Path(made), caps=caps)
+        outcomes = drill_trainer(options, Path(made) / "supervised") if TRAINER in options.contenders else []
+        outcomes += play(in_turns, setting)
+        outcomes += play(others, setting)
+    more = {"rivals": rivals, "epoch_steps": workload.epoch_steps, "slurmd_timeout": failures.SLURMD_TIMEOUT}
+    return Findings(tables={"rows": rows_of(outcomes)}, more=more)
 
 
 if __name__ == "__main__":
-    small = {"contenders": ("ours", "submitit"), "kinds": (WORKER_KILLED,), "repeats": 1, "cap": 120.0, "images": 2560}
+    small = {
+        "contenders": (TRAINER, "ours", "submitit"), "kinds": (WORKER_KILLED,), "repeats": 1, "cap": 120.0,
+        "images": 2560,
+    }  # fmt: skip
     benchmark("recovery", Options(), measure, small=small, packages=("torch",))

@@ -1,34 +1,24 @@
 """The contenders of `benchmarks/recovery` and `storm.py`: how each submits the training of `rivals/`.
 
 Every one trains the same network on the same images with the same global batch, on 2 nodes with a rank each, and every
-rank asks for a GPU, which the testbed only pretends to have: so a job has its nodes for itself. Our own trainer has no
-wait in its steps; its rows stand beside the others.
+rank asks for a GPU, which the testbed only pretends to have: so a job has its nodes for itself.
 """
 
-import json
 import os
 import re
 import subprocess
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.harness import ROOT, versions
 from benchmarks.hpc_commands import hpc
-from benchmarks.recovery import step_log
-from hpc.base.files import read_json_lines
-from hpc.cluster.testbed import lifecycle, nodes
-from hpc.run.events.history import History
-from hpc.run.events.kinds import FirstStep, TrainStarted
-from hpc.run.rundir import RunDir
+from benchmarks.recovery.rivals import step_log
+from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, parse_jobs
+from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 
 SCRIPTS = Path(__file__).parent / "rivals"
 NODES = 2
-# Our own trainer has trained for this long before it fails.
-_TRAINED_SECONDS = 12.0
-# A job in one of these can still train.
-ALIVE = frozenset({"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +27,6 @@ class Workload:
 
     rivals: Path
     """The rivals' Python."""
-    data: Path = Path("/usr/share/datasets/fashion-mnist")
     images: int = 20_000
     batch_size: int = 128
     wait: float = 0.2
@@ -48,22 +37,12 @@ class Workload:
         """Return the steps of an epoch."""
         return self.images // NODES // (self.batch_size // NODES)
 
-    def flags(self, output: Path, data: str | None = None) -> list[str]:
+    def flags(self, output: Path, data: str = str(FASHION_MNIST_DIRECTORY)) -> list[str]:
         """Return the flags of a training script."""
         return [
-            f"--data={data or self.data}", f"--output={output}", f"--images={self.images}",
+            f"--data={data}", f"--output={output}", f"--images={self.images}",
             f"--batch-size={self.batch_size}", f"--wait={self.wait}", f"--epochs={self.epochs}",
         ]  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """A line of squeue."""
-
-    id: str
-    state: str
-    head: str
-    nodes: tuple[str, ...]
 
 
 @dataclass(kw_only=True)
@@ -94,68 +73,24 @@ class Training:
         ranks = step_log.ranks(self.log())
         return ranks[max(ranks)]
 
-    def steps_lost(self, recovery: step_log.Recovery) -> int:
-        """Return the steps lost by the last interruption, as the step log has them."""
-        return recovery.steps_lost
-
     def is_due(self) -> bool:
         """Return whether this is a time for a failure: the middle of an epoch, but not of the first one."""
         epoch, step = self.workload.epoch_steps, step_log.newest_step(self.log())
         return step > epoch and epoch // 2 <= step % epoch < 2 * epoch // 3
 
-    def jobs(self) -> list[Job]:
-        """Return its jobs that squeue still knows, and that can still train."""
+    def jobs(self) -> list[SlurmJob]:
+        """Return its jobs that can still train."""
         # The jobs of a run of ours change, and all of them have its name.
         selection = f"--name={self.name}" if self.contender.is_ours else f"--jobs={self.job_id}"
-        return [job for job in squeue(selection) if job.state in ALIVE]
+        # Slurm may have forgotten them.
+        return list(parse_jobs(_typed(["squeue", "--noheader", f"--Format={QUEUE_FORMAT}", selection]).stdout).values())
 
     def cancel(self) -> None:
         """End it for good, as its user would."""
-        jobs = self.jobs()
-        if jobs and self.contender.is_ours:
+        if self.jobs() and self.contender.is_ours:
             hpc("cancel", str(self.directory))
-        elif jobs:
-            # Slurm cancels all components of torchx's heterogeneous jobs, and none alone.
-            subprocess.run(["scancel", *{job.id.partition("+")[0] for job in jobs}], check=True)
-
-
-class OwnTrainer(Training):
-    """A run of our trainer: its step log is made from the run's events and metrics."""
-
-    def log(self) -> list[step_log.Entry]:
-        """Return its starts and steps."""
-        run = RunDir(self.directory)
-        starts = [event for event in History.load(run).events if isinstance(event, TrainStarted | FirstStep)]
-        events = [{"event": event.kind, "time": event.time, "step": event.step} for event in starts]
-        steps = [{**row, "event": "step"} for row in read_json_lines(run.path / "metrics" / "train.jsonl")]
-        found: list[step_log.Entry] = []
-        number = 0
-        for entry in sorted([*events, *steps], key=lambda entry: float(entry["time"])):
-            is_start = entry["event"] == "train_started"
-            number += is_start
-            fields = {"rank": 0, "event": "start"} if is_start else {"event": "step"}
-            found.append({"time": entry["time"], "step": entry["step"], "pid": -number, **fields})
-        return found
-
-    def last_rank(self) -> step_log.Entry:
-        """Return what the newest heartbeat on the nodes says."""
-        beats = []
-        for name in (name for job in self.jobs() for name in job.nodes):
-            for path in memory_of(name).glob("torchrelay-*/**/local-*"):
-                beat = json.loads(path.read_text().rstrip("\0 \n") or "{}")
-                if beat.get("rank") == NODES - 1:
-                    beats.append({"time": beat["time"], "pid": beat["pid"], "host": name})
-        return max(beats, key=lambda beat: float(beat["time"]))
-
-    def steps_lost(self, _recovery: step_log.Recovery) -> int:
-        """Return what the run's status says: what rank 0 had logged of the last steps may be lost with it."""
-        return int(hpc("status", str(self.directory))[0]["interruptions"][-1]["steps_lost"] or 0)
-
-    def is_due(self) -> bool:
-        """Return whether it has trained for a while: it saves snapshots, not epochs."""
-        log = self.log()
-        started = max((entry["time"] for entry in log if entry["event"] == "start"), default=None)
-        return started is not None and bool(log) and log[-1]["time"] > started + _TRAINED_SECONDS
+        elif self.jobs():
+            subprocess.run(["scancel", self.job_id], check=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +103,6 @@ class Contender:
     """Submits, and returns the id of the job."""
     package: str = "torch"
     """The distribution whose version matters."""
-    kind: type[Training] = Training
     is_ours: bool = False
     restarts_in_place: bool = True
     """Whether a killed rank is replaced without a part of Slurm."""
@@ -177,68 +111,25 @@ class Contender:
 
     def start(self, directory: Path, workload: Workload) -> Training:
         """Submit a training whose files are in this directory, which does not exist yet."""
-        training = self.kind(contender=self, directory=directory, workload=workload)
+        training = Training(contender=self, directory=directory, workload=workload)
         # The run directory is made by the submission.
         (directory.parent if self.is_ours else directory).mkdir(parents=True, exist_ok=True)
         training.job_id = self.submit(training)
         return training
 
 
-def memory_of(name: str) -> Path:
-    """Return the /dev/shm of a node, as its slurmd sees it; of a dead node a path that does not exist."""
-    for pid in nodes.processes(lifecycle.PATHS.node_net(name)):
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == "slurmd":
-                return Path(f"/proc/{pid}/root/dev/shm")
-    return Path("/nonexistent")
-
-
-def squeue(*selection: str) -> list[Job]:
-    """Return jobs in all states; none if Slurm has forgotten them."""
-    command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%B|%N", *selection]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = []
-    for line in done.stdout.splitlines():
-        number, state, head, nodes = line.split("|")
-        found.append(Job(id=number, state=state, head=head, nodes=tuple(expanded(nodes))))
-    return found
-
-
-def expanded(nodes: str) -> list[str]:
-    """Return the names in Slurm's short form of the testbed's nodes: gpu[01-02,05]."""
-    match = re.fullmatch(r"(\D+)\[(.+)\]", nodes)
-    if match is None:
-        return [nodes] if nodes else []
-    found = []
-    for part in match[2].split(","):
-        first, _, last = part.partition("-")
-        width = len(first)
-        found += [f"{match[1]}{number:0{width}}" for number in range(int(first), int(last or first) + 1)]
-    return found
-
-
 # --- how each is submitted ---
-
-
-def _submit_run(training: Training, *flags: str) -> str:
-    answer = hpc(
-        "submit", f"--nodes={NODES}", "--gpus-per-node=1", "--cpus-per-gpu=1", "--mem=4G", "--time=4h",
-        f"--data={training.workload.data}", "--hang-timeout=10s", f"--runs-dir={training.directory.parent}",
-        f"--name={training.name}", f"--spares={training.contender.spares}", *flags,
-    )  # fmt: skip
-    return str(answer["job_id"])
 
 
 def _submit_ours(training: Training) -> str:
     script = str((SCRIPTS / "relay_ddp.py").relative_to(ROOT))
-    return _submit_run(training, "--", script, *training.workload.flags(training.output, "{data}"))
-
-
-def _submit_trainer(training: Training) -> str:
-    return _submit_run(
-        training, "--model=small-cnn", f"--batch-size={training.workload.batch_size}", "--epochs=100000", "--lr=0.02",
-        "--lr-scheduler=constant", "--log-every=1",
+    answer = hpc(
+        "submit", f"--nodes={NODES}", "--gpus-per-node=1", "--cpus-per-gpu=1", "--mem=4G", "--time=4h",
+        f"--data={FASHION_MNIST_DIRECTORY}", "--hang-timeout=10s", f"--runs-dir={training.directory.parent}",
+        f"--name={training.name}", f"--spares={training.contender.spares}",
+        "--", script, *training.workload.flags(training.output, "{data}"),
     )  # fmt: skip
+    return str(answer["job_id"])
 
 
 def _submit_submitit(training: Training) -> str:
@@ -318,7 +209,6 @@ CONTENDERS = {
     for contender in (
         Contender(key="ours", title="ours", submit=_submit_ours, is_ours=True),
         Contender(key="spare", title="ours, with a spare node", submit=_submit_ours, is_ours=True, spares=1),
-        Contender(key="trainer", title="ours, our own trainer", submit=_submit_trainer, kind=OwnTrainer, is_ours=True),
         Contender(key="submitit", title="submitit, torchrun", package="submitit", submit=_submit_submitit),
         Contender(
             key="ft_launcher", title="ft_launcher", package="nvidia-resiliency-ext", submit=_submit_ft_launcher

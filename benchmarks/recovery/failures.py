@@ -6,19 +6,21 @@ A contender has no part in them: a rank is found in the step log, and killed fro
 import os
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
+from benchmarks.hpc_commands import testbed
 from benchmarks.recovery.contenders import Training
 from hpc.cluster.testbed import lifecycle
-from hpc.cluster.testbed.layout import TestbedShape
+from hpc.run.causes import JobState
+from hpc.slurm.client import hostnames
 
 # Seconds until Slurm marks a dead node down: its default.
 SLURMD_TIMEOUT = 300
-# The testbed's commands take turns.
-_testbed = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,39 +33,30 @@ class Failure:
     """It is dead until it is revived."""
 
 
-def build_testbed(nodes: int) -> None:
-    """Start a testbed with a GPU on each node, and use it for all that is typed from here.
+@contextmanager
+def usual_slurm(nodes: int) -> Iterator[None]:
+    """Start a testbed with a GPU on each node; it ends before the runs are removed, because their jobs write into them.
 
     Slurm has its defaults, except that on preemption it sends a job the signal that it has asked for, not SIGTERM.
     """
-    lifecycle.down()
-    lifecycle.up(TestbedShape(nodes=nodes, gpus_per_node=1, slurmd_timeout=SLURMD_TIMEOUT))
-    configuration = lifecycle.PATHS.slurm_conf
-    os.environ["SLURM_CONF"] = str(configuration)
-    with configuration.open("a") as file:
-        file.write("SlurmctldParameters=preempt_send_user_signal\n")
-    subprocess.run(["scontrol", "reconfigure"], check=True)
+    with testbed(f"--nodes={nodes}", "--gpus-per-node=1", f"--slurmd-timeout={SLURMD_TIMEOUT}"):
+        with Path(os.environ["SLURM_CONF"]).open("a") as file:
+            file.write("SlurmctldParameters=preempt_send_user_signal\n")
+        subprocess.run(["scontrol", "reconfigure"], check=True)
+        yield
 
 
-def end_testbed() -> None:
-    """End the testbed: nobody may write into the runs any more when they are removed."""
-    with _testbed:
-        lifecycle.down()
-
-
-def kill_worker(training: Training) -> Failure:
-    """Send SIGKILL to the last rank."""
-    return _signal_last_rank(training, signal.SIGKILL)
-
-
-def hang(training: Training) -> Failure:
-    """Send SIGSTOP to the last rank."""
-    return _signal_last_rank(training, signal.SIGSTOP)
+def signal_last_rank(training: Training, number: signal.Signals) -> Failure:
+    """Send a signal to the last rank."""
+    pid = training.last_rank()["pid"]
+    at = time.time()
+    os.kill(pid, number)
+    return Failure(at=at)
 
 
 def kill_node(training: Training) -> Failure:
     """Cut the power of the node that has the last rank and is not the head node."""
-    head, all_nodes = _nodes(training)
+    head, all_nodes = nodes_of(training)
     last = training.last_rank()["host"]
     # torchrun numbers the ranks by itself: the last one may be on the head node.
     others = [name for name in all_nodes if name not in {head, last}]
@@ -72,12 +65,12 @@ def kill_node(training: Training) -> Failure:
 
 def kill_head_node(training: Training) -> Failure:
     """Cut the power of the node with the batch script."""
-    return _power_off(_nodes(training)[0])
+    return _power_off(nodes_of(training)[0])
 
 
 def preempt(training: Training) -> Failure:
     """Have an urgent job take the nodes; it ends at once when it has them."""
-    _, all_nodes = _nodes(training)
+    _, all_nodes = nodes_of(training)
     at = time.time()
     subprocess.run([
         "sbatch", "--partition=urgent", "--exclusive", f"--nodes={len(all_nodes)}",
@@ -87,37 +80,23 @@ def preempt(training: Training) -> Failure:
 
 
 KINDS: dict[str, Callable[[Training], Failure]] = {
-    "worker killed": kill_worker,
+    "worker killed": partial(signal_last_rank, number=signal.SIGKILL),
     "node killed": kill_node,
     "head node killed": kill_head_node,
     "preempted": preempt,
-    "hung": hang,
+    "hung": partial(signal_last_rank, number=signal.SIGSTOP),
 }
 
 
-def revive(name: str) -> None:
-    """Boot a killed node; Slurm learns that its jobs are gone."""
-    with _testbed:
-        lifecycle.revive_node(name)
-
-
-def _signal_last_rank(training: Training, number: signal.Signals) -> Failure:
-    pid = training.last_rank()["pid"]
-    at = time.time()
-    os.kill(pid, number)
-    return Failure(at=at)
-
-
 def _power_off(name: str) -> Failure:
-    with _testbed:
-        at = time.time()
-        lifecycle.kill_node(name)
+    at = time.time()
+    lifecycle.kill_node(name)
     return Failure(at=at, killed_node=name)
 
 
-def _nodes(training: Training) -> tuple[str, tuple[str, ...]]:
+def nodes_of(training: Training) -> tuple[str, tuple[str, ...]]:
     """Return the head node and all nodes of the running job: torchx has one job per node."""
-    jobs = [job for job in training.jobs() if job.state == "RUNNING"]
+    jobs = [job for job in training.jobs() if job.state is JobState.RUNNING]
     if not jobs:
         raise SystemExit(f"{training.name} has no running job")
-    return jobs[0].head, tuple(name for job in jobs for name in job.nodes)
+    return jobs[0].batch_host, tuple(hostnames(",".join(job.nodes for job in jobs)))

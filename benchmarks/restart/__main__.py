@@ -8,16 +8,15 @@ take turns:
 - forked: as Torchrelay runs its trainer: ranks are forks of a torchrun that has imported torch, the nodes' torchruns
   meet by our rendezvous, the state comes from a snapshot;
 - started: the same, but each rank is a new process that imports torch;
-- plain: torch's torchrun with its c10d rendezvous and `plain_ddp.py`, which is what submitit's and torchx's users have;
-  it restores a checkpoint. The ranks of all restarts share a store in the first torchrun, where they may find the
-  addresses of dead ranks;
+- plain: torch's torchrun with its c10d rendezvous and a script that is written by hand, which is what submitit's and
+  torchx's users have; it restores a checkpoint. The ranks of all restarts share a store in the first torchrun, where
+  they may find the addresses of dead ranks;
 - plain-new-store: the same with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which hardly anybody knows.
 
 Without the node agents and Slurm, which a restart in place does not wait for. The total ends when the last rank has
 made a step; the import is a part of it. `hung` counts the restarts after which no step came in a minute.
 """
 
-import gzip
 import json
 import os
 import secrets
@@ -30,12 +29,26 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
-from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, medians, say, spread, take_turns
+from benchmarks.fashion_mnist import unpack
+from benchmarks.harness import (
+    ROOT,
+    Findings,
+    Flags,
+    Row,
+    Sample,
+    benchmark,
+    medians,
+    say,
+    spread,
+    take_turns,
+)
 from benchmarks.processes import descendants
-from benchmarks.restart import marks
+from benchmarks.recovery.rivals import step_log
+from hpc.base.environment import PRELOAD
 from hpc.run.nodedir import NodeDir
 from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER
@@ -43,7 +56,8 @@ from training.config.dataset_layout import FASHION_MNIST_DIRECTORY
 from training.config.train_config import TrainConfig
 from training.config.training_spec import Training, spec_argv, trainer_program
 
-HERE = Path(__file__).parent
+BY_HAND = ROOT / "benchmarks" / "recovery" / "rivals" / "torchrun_ddp.py"
+LOG = "steps.jsonl"
 Kind = Literal["forked", "started", "plain", "plain-new-store"]
 MODELS = {"small-cnn": (28, 512), "resnet18": (32, 128)}
 """Image size and global batch."""
@@ -58,14 +72,10 @@ class Options(Flags):
 
     models: tuple[str, ...] = tuple(MODELS)
     """Models to train: small-cnn, resnet18 (32 px)."""
-    kinds: tuple[Kind, ...] = ("forked", "started", "plain", "plain-new-store")
-    """Kinds of restarts."""
     ranks: tuple[int, ...] = (1, 2)
     """Numbers of ranks, each on a simulated node."""
     kills: int = 3
-    """Kills of a turn."""
-    turns: int = 1
-    """Turns of each kind."""
+    """Kills of each kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,34 +88,27 @@ class Case:
 
     def command(self, node: int, meeting: Rendezvous, directory: Path) -> tuple[list[str], dict[str, str]]:
         """Return the command line and the environment of a node's torchrun."""
-        python = sys.executable
-        environment = os.environ | {
-            "MARKS": str(directory / "marks"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": str(HERE.parents[1]),
-        }  # fmt: skip
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+        if self.kind == "plain-new-store":
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         if self.kind.startswith("plain"):
-            size, batch = MODELS[self.model]
-            flags = [f"--image-size={size}", f"--batch-size={batch}", f"--checkpoint={directory / 'checkpoint.pt'}"]
-            argv = [
-                python, "-m", "torch.distributed.run", f"--nnodes={self.ranks}", "--nproc-per-node=1",
+            return [
+                sys.executable, "-m", "torch.distributed.run", f"--nnodes={self.ranks}", "--nproc-per-node=1",
                 "--max-restarts=1000", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{meeting.port}",
-                "--rdzv-id=r", f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1",
-                str(HERE / "plain_ddp.py"), f"--data={directory}", f"--model={self.model}", *flags,
-            ]  # fmt: skip
-            own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if self.kind == "plain-new-store" else {}
-            return argv, environment | own_store
-        memory = node_directory(directory, node)
-        rank = [
-            "-m",
-            "benchmarks.restart.marked_rank",
-            "training",
-            *spec_argv(directory / "spec.json", directory, 1, memory.path, data=FASHION_MNIST_DIRECTORY),
-        ]
+                "--rdzv-id=r", f"--rdzv-conf=is_host={int(node == 0)}", "--local-addr=127.0.0.1", str(BY_HAND),
+                f"--data={directory / 'raw'}", f"--output={directory}", f"--model={self.model}", "--images=60000",
+                f"--batch-size={MODELS[self.model][1]}", "--save-every=10",
+            ], environment  # fmt: skip
+        memory = node_directory(directory, node).path
+        spec = spec_argv(directory / "spec.json", directory, 1, memory, data=FASHION_MNIST_DIRECTORY)
+        rank = ["-m", "benchmarks.restart.marked_rank", str(directory / LOG), *spec]
+        wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory)]
+        program = [sys.executable, "-S", *wrapped, sys.executable, *rank]
         if self.kind == "forked":
-            environment["TORCHRELAY_PRELOAD"] = ",".join(trainer_program(has_data=True).preload)
-        wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory.path)]
-        program = [*wrapped, *rank] if self.kind == "forked" else [python, "-S", *wrapped, python, *rank]
-        argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", python, program)
+            environment[PRELOAD] = ",".join(trainer_program(has_data=True).preload)
+            program = [*wrapped, *rank]
+        argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", sys.executable, program)
+        argv = [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
         return argv, torchrun_environment(meeting, environment)
 
 
@@ -127,28 +130,16 @@ def prepared(case: Case) -> Iterator[Path]:
         for node in range(case.ranks):
             for each in node_directory(directory, node).directories:
                 each.mkdir(parents=True, exist_ok=True)
-        for name in ("marks", "logs", "FashionMNIST"):
-            (directory / name).mkdir()
-        (directory / "FashionMNIST" / "raw").symlink_to(unpacked(directory))
+        (directory / "logs").mkdir()
+        unpack(directory / "raw")
         (directory / "spec.json").write_text(json.dumps({"training": asdict(Training(train=config))}))
         yield directory
-
-
-def unpacked(directory: Path) -> Path:
-    """Return the files of Fashion-MNIST as torchvision leaves them after its download."""
-    raw = directory / "raw"
-    raw.mkdir()
-    for path in FASHION_MNIST_DIRECTORY.glob("*.gz"):
-        (raw / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
-    return raw
 
 
 @contextmanager
 def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start the torchrun of a node: ours as an agent starts it, with SIGTERM ignored, and torch's as a shell does."""
     argv, environment = case.command(node, meeting, directory)
-    if not case.kind.startswith("plain"):
-        argv = [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
     # torchrun reports every restart.
     with (directory / "logs" / f"torchrun-{node}.log").open("w") as log:
         process = subprocess.Popen(argv, env=environment, cwd=directory, stdout=log, stderr=log)
@@ -166,13 +157,13 @@ def torchrun(case: Case, node: int, meeting: Rendezvous, directory: Path) -> Ite
 
 def wait_for_steps(
     directory: Path, case: Case, after: float, nodes: Sequence[subprocess.Popen[bytes]]
-) -> list[marks.Mark]:
-    """Return the marks since a time, once every rank has made a step. Raises TimeoutError if it does not come."""
+) -> list[step_log.Entry]:
+    """Return the log since a time, once every rank has made a step. Raises TimeoutError if that does not come."""
     seconds = _RESTART_SECONDS if after else _START_SECONDS
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        found = marks.read(directory / "marks", after)
-        if len({mark.rank for mark in found if mark.name == "stepped"}) == case.ranks:
+        found = [entry for entry in step_log.read(directory / LOG) if entry["time"] > after]
+        if len({entry["rank"] for entry in found if entry["event"] == "first_step"}) == case.ranks:
             return found
         if any(node.poll() is not None for node in nodes):
             logs = "\n".join(path.read_text()[-2000:] for path in (directory / "logs").iterdir())
@@ -181,10 +172,12 @@ def wait_for_steps(
     raise TimeoutError(f"{case} made no step within {seconds:.0f} s")
 
 
-def parts_of(found: Sequence[marks.Mark], killed_at: float) -> Sample:
+def parts_of(found: Sequence[step_log.Entry], killed_at: float) -> Sample:
     """Return the seconds until all ranks had made a step, and those in which they imported what they need."""
-    latest = {mark.name: mark.at for mark in sorted(found, key=lambda mark: mark.at)}
-    return {"import": latest["imported"] - latest["program"], "total": latest["stepped"] - killed_at}
+    starts = [entry for entry in found if entry["event"] == "start"]
+    stepped = max(entry["time"] for entry in found if entry["event"] == "first_step")
+    import_seconds = max(entry["imported"] for entry in starts) - max(entry["began"] for entry in starts)
+    return {"import": import_seconds, "total": stepped - killed_at}
 
 
 def restart(case: Case, kills: int) -> list[Sample]:
@@ -206,9 +199,9 @@ def restart(case: Case, kills: int) -> list[Sample]:
             if number:
                 results.append(parts_of(found, killed_at))
             time.sleep(_SECONDS_BETWEEN_KILLS)
-            pids = {mark.rank: mark.pid for mark in found if mark.name == "stepped"}
+            pid = step_log.ranks(found)[number % case.ranks]["pid"]
             killed_at = time.time()
-            os.kill(pids[number % case.ranks], signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
     return results
 
 
@@ -224,17 +217,13 @@ def row(case: Case, samples: Sequence[Sample]) -> Row:
 
 
 def measure(options: Options) -> Findings:
-    """Let the kinds take turns with each model and number of ranks."""
+    """Kill ranks of each kind, with each model and number of ranks."""
     rows = list[Row]()
-    for model in options.models:
-        for ranks in options.ranks:
-            cases = {kind: Case(kind=kind, model=model, ranks=ranks) for kind in options.kinds}
-            contenders = [
-                Contender(name=kind, turn=partial(restart, case, options.kills)) for kind, case in cases.items()
-            ]
-            found = take_turns(contenders, options.turns)
-            rows += [row(case, found[kind]) for kind, case in cases.items()]
-            say(f"{model} on {ranks} ranks is done")
+    for model, ranks in product(options.models, options.ranks):
+        cases = {kind: Case(kind=kind, model=model, ranks=ranks) for kind in get_args(Kind)}
+        found = take_turns({kind: partial(restart, case, options.kills) for kind, case in cases.items()}, 1)
+        rows += [row(case, found[kind]) for kind, case in cases.items()]
+        say(f"{model} on {ranks} ranks is done")
     return Findings(tables={"rows": rows})
 
 

@@ -24,16 +24,18 @@ _V1, _V2 = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
 class CpuQuotas:
     """A cgroup for each node. Version 1 of cgroups has been run, version 2 has not."""
 
-    def __init__(self, nodes: Sequence[TestbedNode]) -> None:
+    def __init__(self) -> None:
         self._is_v1 = (_V1 / "cpu.cfs_quota_us").exists()
-        root = _V1 if self._is_v1 else _V2
         if not self._is_v1:
-            if not (root / "cgroup.controllers").exists() or "cpu" not in (root / "cgroup.controllers").read_text():
-                raise SystemExit("this machine has no cgroups with a CPU quota: give --share 0 to go without")
-            (root / "cgroup.subtree_control").write_text("+cpu")
-        self._groups = [root / f"torchrelay-scaling-{os.getpid()}-{node.name}" for node in nodes]
-        for node, group in zip(nodes, self._groups, strict=True):
+            (_V2 / "cgroup.subtree_control").write_text("+cpu")
+        self._groups = list[Path]()
+
+    def add(self, nodes: Sequence[TestbedNode]) -> None:
+        """Move the processes of these nodes, and all that they will start, into groups."""
+        for node in nodes:
+            group = (_V1 if self._is_v1 else _V2) / f"torchrelay-scaling-{os.getpid()}-{node.name}"
             group.mkdir()
+            self._groups.append(group)
             for pid in processes(PATHS.node_net(node.name)):
                 (group / "cgroup.procs").write_text(str(pid))
 
@@ -44,18 +46,14 @@ class CpuQuotas:
         something else runs. Without one they compete like everybody.
         """
         quota = -1 if share is None else round(share * _PERIOD_MICROSECONDS)
+        values: dict[str, int | str] = {
+            "cpu.shares": 1024 if share is None else 32 * 1024, "cpu.cfs_period_us": _PERIOD_MICROSECONDS,
+            "cpu.cfs_quota_us": quota,
+        } if self._is_v1 else {
+            "cpu.weight": 100 if share is None else 3200,
+            "cpu.max": f"{'max' if share is None else quota} {_PERIOD_MICROSECONDS}",
+        }  # fmt: skip
         for group in self._groups:
-            values: dict[str, int | str]
-            if self._is_v1:
-                values = {
-                    "cpu.shares": 1024 if share is None else 32 * 1024, "cpu.cfs_period_us": _PERIOD_MICROSECONDS,
-                    "cpu.cfs_quota_us": quota,
-                }  # fmt: skip
-            else:
-                values = {
-                    "cpu.weight": 100 if share is None else 3200,
-                    "cpu.max": f"{'max' if share is None else quota} {_PERIOD_MICROSECONDS}",
-                }
             for name, value in values.items():
                 (group / name).write_text(str(value))
 

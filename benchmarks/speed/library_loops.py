@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.speed.loops import Batches, Case, fixed_batches, make_dataset, make_loader, make_model, make_optimizer
+from benchmarks.speed.loops import Case, endless, fixed_batches, make_dataset, make_loader, make_model, make_optimizer
 
 CPU = torch.device("cpu")
 
 
 def accelerate_style(case: Case, device: torch.device) -> Iterator[None]:
-    """One step of Accelerate for each that is asked for."""
+    """Make a step with Accelerate whenever the next one is asked for."""
     from accelerate import Accelerator  # type: ignore[import-not-found]  # noqa: PLC0415  # see the module
 
     accelerator = Accelerator(cpu=True)
@@ -27,18 +27,13 @@ def accelerate_style(case: Case, device: torch.device) -> Iterator[None]:
     batches = fixed_batches(case, device)
     if case.folder:
         loader = make_loader(case, make_dataset(case.folder, case.image_size), device)
-        batches = _endless(accelerator.prepare(loader))
+        batches = endless(accelerator.prepare(loader), device)
     for images, labels in batches:
         optimizer.zero_grad()
         logits = model(images.to(memory_format=torch.channels_last))
         accelerator.backward(functional.cross_entropy(logits, labels))
         optimizer.step()
         yield
-
-
-def _endless(loader: Any) -> Batches:
-    while True:
-        yield from loader
 
 
 def fit_with_lightning(case: Case, ranks: int, step_done: Callable[[], None]) -> None:
@@ -71,15 +66,7 @@ def fit_with_lightning(case: Case, ranks: int, step_done: Callable[[], None]) ->
         accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=-1, callbacks=[Report()],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    batches = make_loader(case, make_dataset(case.folder, case.image_size), CPU) if case.folder else _Fixed(case)
+    batches: Any = fixed_batches(case, CPU)
+    if case.folder:
+        batches = make_loader(case, make_dataset(case.folder, case.image_size), CPU)
     trainer.fit(Classifier(), batches)
-
-
-class _Fixed:
-    """One batch in memory, as a loader without a length."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(fixed_batches(self._case, CPU))

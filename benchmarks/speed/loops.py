@@ -15,7 +15,6 @@ torchvision is imported where it is needed: a loop is charged for its imports in
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -40,9 +39,9 @@ class Case:
     image_size: int
     batch_size: int
     """Images in a batch of this rank."""
-    folder: Path | None = None
-    """Class directories of JPEGs; None: one batch that lies on the device."""
-    packed: Path | None = None
+    folder: str = ""
+    """Class directories of JPEGs; empty: one batch that lies on the device."""
+    packed: str = ""
     """The same, packed: only ours reads it."""
     amp: Literal["none", "bf16"] = "bf16"
     optimizer: Literal["sgd", "adamw"] = "sgd"
@@ -82,13 +81,13 @@ def timm_style(case: Case, device: torch.device) -> Iterator[None]:
     batches = fixed_batches(case, device)
     if case.folder:
         # No color jitter, which would be timm's default: the others have none.
-        dataset = data.create_dataset("", str(case.folder))
+        dataset = data.create_dataset("", case.folder)
         loader = data.create_loader(
             dataset, (3, case.image_size, case.image_size), case.batch_size, is_training=True, device=device,
             num_workers=case.workers, interpolation="bilinear", persistent_workers=case.workers > 0,
             color_jitter=0.0, distributed=ranks() > 1,
         )  # fmt: skip
-        batches = _endless(loader, device)
+        batches = endless(loader, device)
     shown: list[float] = []
     for step, (images, labels) in enumerate(batches):
         loss, _ = _step(case, model, optimizer, images, labels)
@@ -148,26 +147,23 @@ def _step(
 
 
 def _batches(case: Case, device: torch.device) -> Batches:
-    if case.folder is None:
+    if not case.folder:
         return fixed_batches(case, device)
     dataset = make_dataset(case.folder, case.image_size)
-    return _endless(make_loader(case, dataset, device, _sampler(dataset)), device)
+    sampler: DistributedSampler[Any] | None = DistributedSampler(dataset) if ranks() > 1 else None
+    return endless(make_loader(case, dataset, device, sampler), device)
 
 
-def make_dataset(folder: Path, image_size: int) -> Dataset[Any]:
+def make_dataset(folder: str, image_size: int) -> Dataset[Any]:
     """Make an ImageFolder with the augmentation of tutorials, in torchvision's transforms of version 2."""
     from torchvision import datasets  # noqa: PLC0415  # see above
     from torchvision.transforms import v2  # noqa: PLC0415  # see above
 
     steps = [v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     dataset: Dataset[Any] = datasets.ImageFolder(
-        str(folder), v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
+        folder, v2.Compose([*steps, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
     )
     return dataset
-
-
-def _sampler(dataset: Dataset[Any]) -> DistributedSampler[Any] | None:
-    return DistributedSampler(dataset) if ranks() > 1 else None
 
 
 def make_loader(
@@ -187,7 +183,8 @@ def fixed_batches(case: Case, device: torch.device) -> Batches:
     return itertools.repeat((images, torch.randint(0, case.classes, (case.batch_size,), device=device)))
 
 
-def _endless(loader: Any, device: torch.device) -> Batches:
+def endless(loader: Any, device: torch.device) -> Batches:
+    """Return the batches of a loader on the device, epoch after epoch."""
     for epoch in itertools.count():
         if isinstance(sampler := getattr(loader, "sampler", None), DistributedSampler):
             sampler.set_epoch(epoch)

@@ -1,7 +1,6 @@
-"""One rank of one training loop: makes steps when `benchmarks/speed` asks for them, and reports how long they took.
+"""One rank of one training loop, for `benchmarks/speed`: trains until it is killed; rank 0 reports how long steps take.
 
-Between two turns the loop waits in the middle of its own code, after a step, for a line on stdin; its ranks have no
-collective in flight then. Imports torch as late as the loop itself would.
+Imports torch as late as the loop itself would.
 """
 
 import gc
@@ -12,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from benchmarks.speed.loops import Case
@@ -20,38 +19,31 @@ if TYPE_CHECKING:
 RANKS = 2
 OURS, LIGHTNING, ACCELERATE = "ours", "lightning", "accelerate"
 LOOPS = (OURS, "hand-written", "torchvision", "timm", LIGHTNING, ACCELERATE)
+# The first steps allocate memory, and train on batches that the loader worker had time to make.
+_WARM_UP_STEPS, _FEWEST_STEPS = 8, 2
 
 
-class Pacer:
-    """Counts the steps of a loop, times those of a turn, and lets the loop wait until its next turn."""
+class Stopwatch:
+    """Times the steps of a loop for some seconds, and reports once."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
         # What libraries print goes to the log.
-        self._reports = os.fdopen(os.dup(1), "w", buffering=1)
+        self._report = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
-        # The first turn is one step.
-        self._left = self._timed = 1
-        self._start_clock()
+        self._seconds, self._steps, self._began, self._page_faults = seconds, -_WARM_UP_STEPS, 0.0, 0
 
     def step_done(self) -> None:
-        """Report at the end of a turn, and wait for the next; called after each step of the loop."""
-        self._left -= 1
-        if self._left == self._timed:
-            self._start_clock()
-        if self._left:
+        """Count a step; the loop calls this after each."""
+        self._steps += 1
+        if self._steps == 0:
+            self._page_faults, self._began = page_faults(), time.monotonic()
+        took = time.monotonic() - self._began
+        if self._steps < _FEWEST_STEPS or took < self._seconds or self._report.closed:
             return
-        report = {"seconds": time.monotonic() - self._began, "page_faults": page_faults() - self._faults_before}
-        self._reports.write(json.dumps(report) + "\n")
-        order = sys.stdin.readline()
-        if not order:
-            leave()
-        lead, self._timed = json.loads(order)
-        self._left = lead + self._timed
-        if not lead:
-            self._start_clock()
-
-    def _start_clock(self) -> None:
-        self._faults_before, self._began = page_faults(), time.monotonic()
+        faults = page_faults() - self._page_faults
+        report = {"seconds_per_step": took / self._steps, "page_faults": faults / self._steps}
+        with self._report:
+            self._report.write(f"{json.dumps(report)}\n")
 
 
 def page_faults() -> int:
@@ -59,20 +51,10 @@ def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def leave() -> NoReturn:
-    """End this process and its loader workers, without taking the library apart."""
-    import multiprocessing  # noqa: PLC0415  # torch has imported it
-
-    for worker in multiprocessing.active_children():
-        worker.kill()
-    os._exit(0)
-
-
 def train_ours(case: "Case", directory: Path, step_done: Callable[[], None]) -> None:
     """Do what `python -m training` does on a rank that a node agent has started, heartbeats included.
 
-    It saves nothing, as no other loop does: an epoch here is short, and would end with a checkpoint. Snapshots take 1 %
-    of the time of a training at most, but between two turns so much time passes that one would come in each.
+    It saves nothing, as no other loop does: an epoch here is short, and would end with a checkpoint.
     """
     from benchmarks.speed import our_loop  # noqa: PLC0415
     from hpc.run.nodedir import NodeDir  # noqa: PLC0415
@@ -109,7 +91,7 @@ def train_ours(case: "Case", directory: Path, step_done: Callable[[], None]) -> 
 
 
 def train_rival(case: "Case", loop: str, step_done: Callable[[], None]) -> None:
-    """Train with the loop of another project, for ever."""
+    """Train with the loop of another project."""
     from torch import device, distributed  # noqa: PLC0415
 
     if loop == LIGHTNING:
@@ -130,10 +112,11 @@ def train_rival(case: "Case", loop: str, step_done: Callable[[], None]) -> None:
         step_done()
 
 
-def main(loop: str, directory: str, core: str, fields: str) -> None:
-    """Train until stdin ends, on one core with the loader workers. `fields`: those of the case, as JSON."""
-    os.sched_setaffinity(0, {int(core)})
-    pacer = Pacer()
+def main(loop: str, directory: str, seconds: str, fields: str) -> None:
+    """Train on one core with the loader worker. `fields`: those of the case, as JSON."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+    stopwatch = Stopwatch(float(seconds))
     if loop == OURS:
         from training.relay import signals  # noqa: PLC0415  # as training/__main__.py begins
 
@@ -141,12 +124,11 @@ def main(loop: str, directory: str, core: str, fields: str) -> None:
         gc.disable()
     from benchmarks.speed.loops import Case  # noqa: PLC0415  # imports torch, as every loop does
 
-    values = json.loads(fields)
-    case = Case(**values | {name: Path(values[name]) for name in ("folder", "packed") if values[name]})
+    case = Case(**json.loads(fields))
     if loop == OURS:
-        train_ours(case, Path(directory), pacer.step_done)
+        train_ours(case, Path(directory), stopwatch.step_done)
     else:
-        train_rival(case, loop, pacer.step_done)
+        train_rival(case, loop, stopwatch.step_done)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,16 @@ start; the others' start counts.
 Shared storage is the source seen through throttle.c: one token bucket for the readers of all nodes, and each opening
 of a file takes longer; `unthrottled` without either. In both cases the kernel has all files in memory (they are read
 before each measurement): the storage is what the throttle says, not this machine's disk, which would be read once for
-all nodes anyway. The bytes that are read from it are counted there, for all alike. The CPU time is that of all nodes
-together, which share this machine's cores here, and have their own in a cluster.
+all nodes anyway. The bytes that are read from it are counted there, for all alike.
 """
 
 import json
 import os
-import resource
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,16 +29,23 @@ from statistics import median
 
 import numpy as np
 
-from benchmarks.harness import Contender, Findings, Flags, Row, Sample, benchmark, say, spread, take_turns
+from benchmarks.harness import Findings, Flags, Row, Sample, benchmark, say, spread, take_turns
 from benchmarks.photos import photo
 from benchmarks.staging.throttle import MB, Speed, Storage
 from jobs.staging.store import is_memory
+from training.verify_resume.local_launch import free_port
 
 NODE = Path(__file__).with_name("node.py")
 OURS = "torchrelay"
+BY_HAND = {
+    "cp -r": "cp -r {files} {disk}/data",
+    "rsync -a": "rsync -a {files}/ {disk}/data/",
+    "cp, tar x": "cp {tar} {disk}/files.tar && tar -x -f {disk}/files.tar -C {disk}",
+}
+METHODS = (OURS, "cp -r", "rsync -a", f"{OURS}, tar", "cp, tar x")
 _CLASSES, _PICTURES = 100, 16
-# A comment in a JPEG file is at most so long.
-_COMMENT_BYTES = 65_000
+# The comment that makes each file different.
+_COMMENT_BYTES = 10_000
 # On a node: the archive, and what is unpacked of it.
 _COPIES, _SPARE_BYTES = 2, 1_000 * MB
 
@@ -94,15 +96,13 @@ class Bench:
 def make_bench(options: Options, source: Path, disks: Path) -> Bench:
     """Make the data set, the same every time, its archive, and the storage."""
     files, tar = source / "storage" / "files", source / "storage" / "files.tar"
-    random = np.random.default_rng(0)
-    pictures = [photo(seed) for seed in range(_PICTURES)]
+    random, pictures = np.random.default_rng(0), [photo(seed) for seed in range(_PICTURES)]
     for number in range(options.files):
         path = files / f"class-{number % _CLASSES:03d}" / f"{number:06d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A comment makes each file different.
-        comment = random.bytes(min(_COMMENT_BYTES, max(16, int(random.normal(10_000, 2_000)))))
+        comment = b"\xff\xfe" + (_COMMENT_BYTES + 2).to_bytes(2, "big") + random.bytes(_COMMENT_BYTES)
         jpeg = pictures[number % _PICTURES]
-        path.write_bytes(jpeg[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + jpeg[2:])
+        path.write_bytes(jpeg[:2] + comment + jpeg[2:])
     subprocess.run(["tar", "-c", "-f", tar, "-C", files, "."], check=True)
     needed, free = max(options.nodes) * _COPIES * tar.stat().st_size + _SPARE_BYTES, shutil.disk_usage(disks).free
     if needed > free:
@@ -110,76 +110,45 @@ def make_bench(options: Options, source: Path, disks: Path) -> Bench:
     return Bench(storage=Storage(source / "storage", source), files=files, tar=tar, disks=disks)
 
 
-# --- the ways ---
-
-Method = Callable[[Bench, int], tuple[float, float]]
-"""Has so many nodes get the data, and returns the seconds until the last one has them, and those of CPU of all."""
-
-
-def by_hand(commands: Callable[[Bench, Path], list[list[str]]]) -> Method:
-    """Return the way in which every node runs these commands, one after the other."""
-
-    def measured(bench: Bench, nodes: int) -> tuple[float, float]:
-        def one(node: int) -> None:
-            for command in commands(bench, bench.disk(node)):
-                process = bench.start(command)
-                process.communicate()
-                if process.returncode:
-                    sys.exit(f"{command} failed")
-
-        began, began_cpu = time.monotonic(), children_cpu()
-        with ThreadPoolExecutor(nodes) as pool:
-            list(pool.map(one, range(nodes)))
-        return time.monotonic() - began, children_cpu() - began_cpu
-
-    return measured
+def by_hand(bench: Bench, nodes: int, command: str) -> float:
+    """Have all nodes run a command of the shell at once, and return the seconds until the last one has ended."""
+    began = time.monotonic()
+    started = [
+        bench.start(["sh", "-c", command.format(files=bench.files, tar=bench.tar, disk=bench.disk(node))])
+        for node in range(nodes)
+    ]
+    for process in started:
+        process.communicate()
+    if any(process.returncode for process in started):
+        sys.exit(f"{command} failed")
+    return time.monotonic() - began
 
 
-def children_cpu() -> float:
-    """Return the seconds of CPU of the processes that have been waited for."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def ours(bench: Bench, nodes: int, *, tar: bool) -> tuple[float, float]:
-    """Stage with agents that are running and know each other, as they do when a job stages."""
-    with socket.create_server(("", 0)) as probe:
-        port = probe.getsockname()[1]
-    common = [sys.executable, str(NODE), f"--nodes={nodes}", f"--port={port}", f"--run={bench.disks / 'run'}"]
-    common += [f"--source={bench.tar if tar else bench.files}"]
+def ours(bench: Bench, nodes: int, source: Path) -> float:
+    """Stage with agents that are running and know each other, as they do when a job stages; return the seconds."""
+    common = [sys.executable, str(NODE), f"--nodes={nodes}", f"--port={free_port()}", f"--run={bench.disks / 'run'}"]
     with ExitStack() as held:
         started = [
-            held.enter_context(bench.start([*common, f"--rank={rank}", f"--stage-dir={bench.disk(rank)}"]))
+            held.enter_context(
+                bench.start([*common, f"--source={source}", f"--rank={rank}", f"--stage-dir={bench.disk(rank)}"])
+            )
             for rank in range(nodes)
         ]
         told = [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
     if any(answer["fallback"] or answer["in_place"] for answer in told):
         say(f"staging fell back: {told}")
-    return max(answer["ended"] for answer in told) - told[0]["began"], sum(answer["cpu"] for answer in told)
+    return max(float(answer["ended"]) for answer in told) - float(told[0]["began"])
 
 
-METHODS: dict[str, Method] = {
-    OURS: partial(ours, tar=False),
-    "cp -r": by_hand(lambda bench, disk: [["cp", "-r", str(bench.files), f"{disk}/data"]]),
-    "rsync -a": by_hand(lambda bench, disk: [["rsync", "-a", f"{bench.files}/", f"{disk}/data/"]]),
-    f"{OURS}, tar": partial(ours, tar=True),
-    "cp, tar x": by_hand(
-        lambda bench, disk: [
-            ["cp", str(bench.tar), f"{disk}/files.tar"], ["tar", "-x", "-f", f"{disk}/files.tar", "-C", str(disk)]
-        ]
-    ),
-}  # fmt: skip
-
-
-# --- the measurements ---
-
-
-def stage(bench: Bench, speed: Speed, nodes: int, method: Method) -> list[Sample]:
+def stage(bench: Bench, speed: Speed, nodes: int, method: str) -> list[Sample]:
     """Measure one way once, on empty disks."""
     warm(bench, nodes)
     bench.storage.reset(speed)
-    seconds, cpu_seconds = method(bench, nodes)
-    found = {"seconds": seconds, "cpu_seconds": cpu_seconds, "bytes_read": bench.storage.bytes}
+    if method in BY_HAND:
+        seconds = by_hand(bench, nodes, BY_HAND[method])
+    else:
+        seconds = ours(bench, nodes, bench.files if method == OURS else bench.tar)
+    found = {"seconds": seconds, "bytes_read": bench.storage.bytes}
     wanted = sorted((path.name, path.stat().st_size) for path in bench.files.rglob("*.jpg"))
     for node in range(nodes):
         if sorted((path.name, path.stat().st_size) for path in bench.disk(node).rglob("*.jpg")) != wanted:
@@ -218,24 +187,18 @@ def measure(options: Options) -> Findings:
         tempfile.TemporaryDirectory(dir=options.disks, prefix="staging-disks-") as disks,
     ):
         bench = make_bench(options, Path(source).resolve(), Path(disks).resolve())
-        contenders = [
-            Contender(name=case, turn=partial(stage, bench, speed, nodes, METHODS[name]))
-            for case, (speed, nodes, name) in cases.items()
-        ]
+        contenders = {case: partial(stage, bench, *words) for case, words in cases.items()}
         found = take_turns(contenders, options.turns)
         size = bench.tar.stat().st_size
-    rows = list[Row]()
-    for case, (speed, nodes, name) in cases.items():
-        ones = found[case]
-        seconds = [one["seconds"] for one in ones]
-        ratios = [
-            mine / one["seconds"] for mine, one in zip(seconds, found[f"{speed.name} {nodes} {OURS}"], strict=True)
-        ]
-        rows.append({
-            "storage": speed.name, "nodes": nodes, "method": name, "seconds": round(median(seconds), 2),
-            **spread(seconds), "cpu_seconds": round(median(one["cpu_seconds"] for one in ones), 2),
-            "bytes_read": round(median(one["bytes_read"] for one in ones)), "times_ours": round(median(ratios), 2),
-        })  # fmt: skip
+    rows: list[Row] = [
+        {
+            "storage": speed.name, "nodes": nodes, "method": name,
+            "seconds": round(median(one["seconds"] for one in found[case]), 2),
+            **spread([one["seconds"] for one in found[case]]),
+            "bytes_read": round(median(one["bytes_read"] for one in found[case])),
+        }
+        for case, (speed, nodes, name) in cases.items()
+    ]  # fmt: skip
     return Findings(tables={"rows": rows}, more={"tar_bytes": size})
 
 

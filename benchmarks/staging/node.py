@@ -76,13 +76,12 @@ def main(options: Options) -> None:
     """Stage on one node."""
     node = make_node(options)
     node.wait(node.all_have_joined)
-    began, began_cpu = time.monotonic(), time.process_time()
+    began = time.monotonic()
     with ExitStack() as resources:
         staging = NodeStaging(node.attempt, node.channel, node.monitor, resources)
         answer = {"python": stage_environment(staging)} if options.env else _stage(staging, options.source)
         # The clock is the machine's: what nodes on one machine print can be compared.
-        times = {"began": began, "ended": time.monotonic(), "cpu": time.process_time() - began_cpu}
-        print(json.dumps({**answer, **times}), flush=True)
+        print(json.dumps({**answer, "began": began, "ended": time.monotonic()}), flush=True)
         node.channel.report(phase=Phase.READY)
         # An agent trains now, and serves the others meanwhile.
         node.wait(lambda: bool(node.channel.directive.plans) and node.channel.directive.plans[-1].done)

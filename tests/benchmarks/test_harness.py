@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import harness
-from benchmarks.harness import Contender, Findings, Flags
+from benchmarks.harness import Findings, Flags
 
 
 def test_each_turn_begins_with_another_contender_and_the_first_may_not_count() -> None:
@@ -19,8 +19,7 @@ def test_each_turn_begins_with_another_contender_and_the_first_may_not_count() -
         order.append(name)
         return [{"number": len(order)}]
 
-    contenders = [Contender(name=name, turn=partial(turn, name)) for name in "abc"]
-    found = harness.take_turns(contenders, 2, warm_up=True)
+    found = harness.take_turns({name: partial(turn, name) for name in "abc"}, 2, warm_up=True)
     assert "".join(order) == "abcbcacab"
     assert [sample["number"] for sample in found["b"]] == [4, 9]
     assert harness.medians(found["b"], unit=", s") == {"number, s": 6.5}

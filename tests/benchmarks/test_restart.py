@@ -4,15 +4,18 @@ import pytest
 from support.real_images import needs_fashion_mnist
 
 from benchmarks.restart import __main__ as restart
-from benchmarks.restart.marks import Mark
 
 CASE = restart.Case(kind="forked", model="small-cnn", ranks=1)
 
 
 def test_a_restart_ends_when_the_last_rank_has_made_a_step() -> None:
-    times = {("program", 0): 102.0, ("program", 1): 103.0, ("imported", 0): 103.5, ("imported", 1): 105.0,
-             ("stepped", 0): 107.0, ("stepped", 1): 106.0}  # fmt: skip
-    found = [Mark(rank=rank, pid=1, name=name, at=at) for (name, rank), at in times.items()]
+    found = [
+        {"event": "start", "rank": 0, "time": 104.0, "began": 102.0, "imported": 103.5},
+        {"event": "start", "rank": 1, "time": 106.0, "began": 103.0, "imported": 105.0},
+        {"event": "first_step", "rank": 1, "time": 106.0},
+        {"event": "first_step", "rank": 0, "time": 107.0},
+        {"event": "step", "time": 108.0},
+    ]
     parts = restart.parts_of(found, killed_at=100.0)
     assert parts == {"import": 2.0, "total": 7.0}
     row = restart.row(CASE, [parts, {}])

@@ -12,5 +12,4 @@ def test_ours_reads_the_files_once_and_cp_once_per_node(tmp_path: Path) -> None:
     read = {method: row["bytes_read"] for (storage, method), row in rows.items() if storage == "throttled"}
     assert 50 * 80_000 < read["torchrelay"] < 50 * 140_000
     assert read["cp -r"] == 2 * read["torchrelay"]
-    assert rows["unthrottled", "torchrelay"]["times_ours"] == 1.0
     assert not list(tmp_path.iterdir()), "nothing is left behind"

@@ -1,4 +1,4 @@
-"""What all contenders of `benchmarks/recovery` and `storm.py` train, and the log of their steps. Runs on every rank.
+"""What the contenders of the benchmarks train: flags, network, optimizer and images. Runs on every rank.
 
 Needs torch alone: it is imported in the rivals' environment and in ours. A step takes as long as the network needs on a
 CPU, and a fixed wait, which stands for the time that a GPU would compute: so several trainings share two cores without
@@ -7,83 +7,70 @@ disturbing one another.
 
 import argparse
 import gzip
-import json
-import os
-import socket
-import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-CLASSES, SIZE = 10, 28
+SIZE = 28
+_RESNET_SIZE = 32
+SMALL_CNN = "small-cnn"
 
 
 def arguments() -> argparse.Namespace:
-    """The flags of each training script."""
+    """Read the flags of each training script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--data", type=Path, required=True, help="the IDX files of Fashion-MNIST, compressed or not")
     parser.add_argument("--output", type=Path, required=True, help="shared directory: checkpoints and the step log")
     parser.add_argument("--images", type=int, default=20_000, help="the first ones of the data set: an epoch")
     parser.add_argument("--batch-size", type=int, default=128, help="of all ranks together")
-    parser.add_argument("--wait", type=float, default=0.2, help="seconds of each step beside the network")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds of each step beside the network")
     parser.add_argument("--epochs", type=int, default=100_000)
+    parser.add_argument("--model", default=SMALL_CNN, help="small-cnn, or a name of torchvision's: 32 pixels, in color")
+    parser.add_argument("--classes", type=int, default=10)
+    parser.add_argument("--save-every", type=int, help="steps (default: an epoch)")
+    parser.add_argument("--bf16", action="store_true", help="compress the gradients")
     parsed = parser.parse_args()
     parsed.output.mkdir(parents=True, exist_ok=True)
     return parsed
 
 
-def network() -> nn.Sequential:
-    """The layers of our `small-cnn` for 28 x 28 pixels: 106,000 weights."""
+class Enlarged(nn.Module):
+    """Enlarges images of one channel, and repeats them in three."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return images that torchvision's models take."""
+        return functional.interpolate(images.expand(-1, 3, -1, -1), size=_RESNET_SIZE, mode="bilinear")
+
+
+def network(model: str = SMALL_CNN, classes: int = 10) -> nn.Module:
+    """Make a model of torchvision's, or the layers of our `small-cnn` for 28 x 28 pixels: 106,000 weights."""
     torch.manual_seed(0)
+    if model != SMALL_CNN:
+        from torchvision.models import get_model  # noqa: PLC0415  # half a second that small-cnn does not need
+
+        return nn.Sequential(Enlarged(), get_model(model, num_classes=classes))
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, CLASSES),
+        nn.Flatten(), nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, classes),
     )  # fmt: skip
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """SGD with momentum."""
+    """Make SGD with momentum."""
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
 def images_of(directory: Path, count: int) -> TensorDataset:
-    """The first training images, as float [count, 1, 28, 28], and their labels."""
+    """Return the first training images, as float [count, 1, 28, 28], and their labels."""
     images = _read(directory / "train-images-idx3-ubyte", 16, count * SIZE * SIZE).view(-1, 1, SIZE, SIZE)
     return TensorDataset(images.float() / 255, _read(directory / "train-labels-idx1-ubyte", 8, count).long())
 
 
-def _read(path: Path, header: int, length: int) -> torch.Tensor:
+def _read(path: Path, header: int, length: int) -> Tensor:
     with path.open("rb") if path.exists() else gzip.open(f"{path}.gz") as file:
         file.read(header)
         return torch.frombuffer(bytearray(file.read(length)), dtype=torch.uint8)
-
-
-class StepLog:
-    """Appends when a rank started, and each step of rank 0, to `steps.jsonl` in the output directory.
-
-    A line is one write of a few bytes at the end of a file on the same machine, which is not torn by another writer.
-    """
-
-    def __init__(self, output: Path, rank: int, step: int) -> None:
-        """Log a start: `step` is that of the state with which it begins."""
-        self._file = os.open(output / "steps.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        self._rank = rank
-        self._write(event="start", rank=rank, host=socket.gethostname(), step=step)
-
-    def step(self, step: int) -> None:
-        """Log that the optimizer has made a step; steps are counted from 1."""
-        if self._rank == 0:
-            self._write(event="step", step=step)
-
-    def end(self) -> None:
-        """Log that the training is complete."""
-        if self._rank == 0:
-            self._write(event="end")
-
-    def _write(self, **fields: Any) -> None:
-        line = json.dumps({"time": time.time(), "pid": os.getpid(), **fields}) + "\n"
-        os.write(self._file, line.encode())

@@ -13,9 +13,10 @@ from typing import Any
 
 import lightning
 import torch
-from common import StepLog, arguments, images_of, network, optimizer_of
+from common import arguments, images_of, network, optimizer_of
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from step_log import StepLog
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -47,7 +48,7 @@ class Steps(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, _module: lightning.LightningModule) -> None:
         """The state is restored."""
-        self.log = StepLog(self.output, trainer.global_rank, trainer.global_step)
+        self.log = StepLog(self.output / "steps.jsonl", trainer.global_rank, trainer.global_step)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         """The optimizer has made a step."""

@@ -5,7 +5,8 @@ import time
 from itertools import islice
 
 import torch
-from common import StepLog, arguments, images_of, network, optimizer_of
+from common import arguments, images_of, network, optimizer_of
+from step_log import StepLog
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -24,7 +25,7 @@ def main() -> None:
     model = DistributedDataParallel(network())
     optimizer, loss_of = optimizer_of(model), nn.CrossEntropyLoss()
     with state(model=model, optimizer=optimizer) as saved:
-        log = StepLog(args.output, rank, saved.step)
+        log = StepLog(args.output / "steps.jsonl", rank, saved.step)
         while saved.step < args.epochs * len(loader):
             epoch, skip = divmod(saved.step, len(loader))
             sampler.set_epoch(epoch)

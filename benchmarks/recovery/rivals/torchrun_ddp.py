@@ -1,49 +1,57 @@
-"""DDP under torchrun with a checkpoint per epoch, as PyTorch's tutorial on fault-tolerant training does it.
+"""DDP under torchrun, written by hand, with a checkpoint per epoch as PyTorch's tutorial on fault tolerance has it.
 
-"Fault-tolerant Distributed Training with torchrun": rank 0 saves model, optimizer and epoch after each epoch, and every
-rank loads the file, if it is there, when it starts. Here submitit and torchx start it. Saved under a temporary name
-that is renamed: a file that was cut off by the failure would be the rival's end.
+"Fault-tolerant Distributed Training with torchrun": rank 0 saves model and optimizer after each epoch, and every rank
+loads the file, if it is there, when it starts. Saved under a temporary name that is renamed: a file that was cut off by
+the failure would be the rival's end.
 """
 
-import argparse
 import time
+
+if __name__ == "__main__":
+    BEGAN = time.time()
+
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from common import StepLog, arguments, images_of, network, optimizer_of
+from common import arguments, images_of, network, optimizer_of
+from step_log import StepLog
 from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 
-def save(path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, epoch: int) -> None:
-    """Save what the next epoch needs."""
+def save(path: Path, model: DistributedDataParallel, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Save what the next start needs."""
     temporary = path.with_suffix(".tmp")
-    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
     torch.save(state, temporary)
     temporary.rename(path)
 
 
-def train(args: argparse.Namespace, after_step: Callable[[], object] = lambda: None) -> None:
-    """Train; `after_step` is called after each step."""
+def train(args: argparse.Namespace, after_step: Callable[[], object] = lambda: None, **times: float) -> None:
+    """Train; `after_step` is called after each step, and the step log has the `times`."""
     distributed.init_process_group("gloo")
+    times["connected"] = time.time()
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     data = images_of(args.data, args.images)
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=args.batch_size // ranks, sampler=sampler, drop_last=True)
-    model = DistributedDataParallel(network())
+    model = DistributedDataParallel(network(args.model, args.classes))
+    if args.bf16:
+        model.register_comm_hook(None, bf16_compress_hook)
     optimizer, loss_of = optimizer_of(model), nn.CrossEntropyLoss()
-    path, epoch = args.output / "checkpoint.pt", 0
+    path, step = args.output / "checkpoint.pt", 0
     if path.exists():
         state = torch.load(path, weights_only=True)
         model.module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-        epoch = state["epoch"]
-    step = epoch * len(loader)
-    log = StepLog(args.output, rank, step)
-    while epoch < args.epochs:
-        sampler.set_epoch(epoch)
+        step = state["step"]
+    log = StepLog(args.output / "steps.jsonl", rank, step, **times)
+    while step < args.epochs * len(loader):
+        sampler.set_epoch(step // len(loader))
         for images, labels in loader:
             optimizer.zero_grad()
             loss_of(model(images), labels).backward()
@@ -52,12 +60,12 @@ def train(args: argparse.Namespace, after_step: Callable[[], object] = lambda: N
             step += 1
             log.step(step)
             after_step()
-        epoch += 1
-        if rank == 0:
-            save(path, model, optimizer, epoch)
+            if rank == 0 and step % (args.save_every or len(loader)) == 0:
+                save(path, model, optimizer, step)
     log.end()
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    train(arguments())
+    IMPORTED = time.time()
+    train(arguments(), began=BEGAN, imported=IMPORTED)

@@ -1,9 +1,12 @@
-"""What the step log of a training says about a failure: when it trained again, and what it had lost. Pure.
+"""The step log of a training: how its ranks write it, and what it says about a failure.
 
-`rivals/common.py` writes the log, in the same way for every contender.
+All contenders of the benchmarks write it in the same way, in any environment: it needs the standard library alone.
 """
 
 import json
+import os
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,6 +26,43 @@ class Recovery:
     """The time from the failure to the first step of ranks that were started after it."""
     steps_lost: int
     """Steps that rank 0 had made before, and that the restored state does not have."""
+
+
+class StepLog:
+    """Appends when a rank started, the first step of each rank, and all steps of rank 0.
+
+    A line is one write of a few bytes at the end of a file on the same machine, which is not torn by another writer.
+    """
+
+    def __init__(self, path: Path, rank: int, step: int, **times: float) -> None:
+        """Log a start.
+
+        Args:
+            path: the file, which all ranks share.
+            rank: the number of this rank.
+            step: the step of the state with which it begins.
+            times: when this process passed other points before.
+        """
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._rank, self._has_stepped = rank, False
+        self._write(event="start", rank=rank, host=socket.gethostname(), step=step, **times)
+
+    def step(self, step: int) -> None:
+        """Log that the optimizer has made a step; steps are counted from 1."""
+        if not self._has_stepped:
+            self._has_stepped = True
+            self._write(event="first_step", rank=self._rank)
+        if self._rank == 0:
+            self._write(event="step", step=step)
+
+    def end(self) -> None:
+        """Log that the training is complete."""
+        if self._rank == 0:
+            self._write(event="end")
+
+    def _write(self, **fields: Any) -> None:
+        line = json.dumps({"time": time.time(), "pid": os.getpid(), **fields}) + "\n"
+        os.write(self._file, line.encode())
 
 
 def read(path: Path) -> list[Entry]:
