@@ -36,8 +36,8 @@ from jobs.deferral import must_wait
 from jobs.ending import conclude, conclude_failed_agent, replace_headless_job, save_snapshot, take_over
 from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.rendezvous import pick_port
 from jobs.ranks.round import RankSetup, run_round
+from jobs.ranks.torchrun_command import pick_port
 from jobs.senders import commenting, sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging

@@ -1,6 +1,6 @@
 """The start of an attempt: exactly one agent claims it, the others join.
 
-Runs on compute nodes. A claim, like an end (hpc.slurm.resubmit), is an event file that is created exclusively
+Runs on compute nodes. A claim, like an end (hpc.slurm.handover), is an event file that is created exclusively
 with its line.
 """
 
@@ -19,7 +19,7 @@ from hpc.run.events.kinds import Claimed, Deferred, Refused, StartedNothing
 from hpc.run.events.ledger import EventWriter, claim_file, record_once
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log
 
 _POLL_SECONDS = 0.5
@@ -57,7 +57,7 @@ def claim_next(
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
-        resubmit.record_missing_end(run, last, "the job ended, and its agents recorded no reason (was a node lost?)")
+        handover.record_missing_end(run, last, "the job ended, and its agents recorded no reason (was a node lost?)")
     return claim(run, allocation, port, secret, addresses)
 
 

@@ -35,7 +35,7 @@ from hpc.run.nodedir import NodeDir, node_dirs
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
@@ -79,7 +79,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if node.reports_steps:
         # Take the last step that any rank has done: the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
-        last_step = max(failed_step or 0, coordinator.last_step, resubmit.last_step(node.run) or 0)
+        last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)
     if failure and cause is failure.cause:
         fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
         # The budget was decided by the step of the failure.
@@ -105,7 +105,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     """
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
-    step = (resubmit.last_step(node.run) or 0) if node.reports_steps else None
+    step = (handover.last_step(node.run) or 0) if node.reports_steps else None
     # Agents that recorded nothing may have ended for any reason, such as a node that died while srun started them.
     signature = None if failure is Cause.LOST else signature_of(detail)
     blamed = None if failure is Cause.LOST and _follows_a_dead_start(node) else node.host
@@ -186,7 +186,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         signal=signal,
         job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
         preempted=slurm.is_preempted(fields)
-        or resubmit.was_preempted(node.run, node.allocation.job_id, node.attempt.started),
+        or handover.was_preempted(node.run, node.allocation.job_id, node.attempt.started),
         failure=failure,
     )
 
@@ -237,7 +237,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
     attempt = claim.claim_next(run, allocation, port=0, secret="")
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
-    step = (resubmit.last_step(run) or 0) if spec.program.reports_steps else None
+    step = (handover.last_step(run) or 0) if spec.program.reports_steps else None
     number = attempt.attempt
     ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head)
     if record_end(node, ended):
@@ -250,7 +250,7 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
     """Find out whether the head node is lost, and not this one cut off."""
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while node.on_slurm and time.monotonic() < deadline:
-        if resubmit.has_ended(node.run, node.attempt.attempt):
+        if handover.has_ended(node.run, node.attempt.attempt):
             return True
         confirmed = head_is_lost(node.reported_lost(), node.allocation)
         if confirmed is not None:
@@ -273,15 +273,15 @@ def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
 
 def _is_left_undone(node: NodeAttempt) -> bool:
     """Return whether the agent that ended the attempt died before it started the next: it sends no heartbeat."""
-    heartbeat, deadline = None, time.monotonic() + resubmit.HANDOVER_SECONDS
+    heartbeat, deadline = None, time.monotonic() + handover.HANDOVER_SECONDS
     while time.monotonic() < deadline:
         history = node.history()
         this = history.during(node.attempt.attempt).events
         if any(isinstance(event, Resubmitted | Requeued) for event in this) or not history.may_restart:
             return False
         if (newest := modified(node.run.alive)) != heartbeat:
-            heartbeat, deadline = newest, time.monotonic() + resubmit.HANDOVER_SECONDS
-        time.sleep(resubmit.HANDOVER_SECONDS / 20)
+            heartbeat, deadline = newest, time.monotonic() + handover.HANDOVER_SECONDS
+        time.sleep(handover.HANDOVER_SECONDS / 20)
     return _is_running(node)
 
 
@@ -306,7 +306,7 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
     A full disk must not keep the run from continuing, so the agents of nodes 0 and 1 then return True.
     """
     try:
-        return resubmit.record_end(node.run, ended)
+        return handover.record_end(node.run, ended)
     except OSError as error:
         log(f"the end of the attempt could not be recorded: {error}")
         return node.allocation.node_rank <= 1
@@ -334,7 +334,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
     jobs from their compute nodes, or no second job. If it refuses both, end this job first, and then replace it.
     Returns whether one of the three was possible.
     """
-    claim = functools.cache(lambda: resubmit.claim_next_job(node.run, node.attempt.attempt, node.history()))
+    claim = functools.cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
     ways = {"accept a new job": _resubmit, **ways} if lost else {**ways, "accept a new job": _resubmit}
     ways["accept a new job after the end of this one"] = _end_and_resubmit
@@ -371,7 +371,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
     if not avoid:
         return
     try:
-        excluded = resubmit.nodes_to_exclude(node.spec, node.history(), avoid)
+        excluded = handover.nodes_to_exclude(node.spec, node.history(), avoid)
         # Slurm changes the excluded nodes only after the requeue.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
     except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
@@ -383,9 +383,9 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
 def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     """Submit a new job, which avoids some nodes, and end this one."""
     job_id, history = node.allocation.job_id, node.history()
-    excluded = resubmit.nodes_to_exclude(node.spec, history, avoid)
+    excluded = handover.nodes_to_exclude(node.spec, history, avoid)
     old = {attempt.job_id for attempt in history.attempts}
-    new = resubmit.submit_next_job(node.run, node.spec, excluded, old)
+    new = handover.submit_next_job(node.run, node.spec, excluded, old)
     node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded)))
     try:
         redirect_waiting_jobs(node.run)

@@ -30,8 +30,8 @@ from jobs.control.addresses import head_hosts, interface_of, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
-from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.round import rank_environment
+from jobs.ranks.torchrun_command import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 from jobs.ranks.usage import query_gpus
 from jobs.staging.copy_progress import CopyProgress, StagingStopped
 from jobs.staging.node_staging import NodeGroup

@@ -3,10 +3,10 @@
 import signal
 import time
 
-from hpc.base.units import KILL_WAIT_SECONDS, REQUEUE_SECONDS, save_timeout_seconds
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.spec import RunSpec
+from hpc.run.stop_times import KILL_WAIT_SECONDS, REQUEUE_SECONDS, save_timeout_seconds
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 

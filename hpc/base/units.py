@@ -1,4 +1,4 @@
-"""Durations in the forms of Slurm and people, and the time for saving that a limit leaves. Pure; runs everywhere."""
+"""Durations in the forms of Slurm and people. Pure; runs everywhere."""
 
 import re
 
@@ -8,13 +8,6 @@ _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _WITH_UNIT = re.compile(r"(\d+)([smhd])")
 # Slurm's forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]].
 _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
-# sbatch may deliver --signal up to a minute early but never late: a tenth of the limit suffices for saving and costs
-# little training time.
-_MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 30, 300
-# Seconds between the signal and the kill that the requeue itself needs.
-REQUEUE_SECONDS = 10.0
-# Slurm's default seconds between SIGTERM and SIGKILL.
-KILL_WAIT_SECONDS = 30.0
 
 
 def port_range(text: str) -> range:
@@ -76,13 +69,3 @@ def format_minutes(minutes: int) -> str:
     days, rest = divmod(minutes, 1440)
     clock = f"{rest // 60:02d}:{rest % 60:02d}:00"
     return f"{days}-{clock}" if days else clock
-
-
-def stop_lead_seconds(limit_minutes: int) -> int:
-    """Return the default of --signal-before: seconds before the time limit at which the ranks save and exit."""
-    return min(max(limit_minutes * 60 // 10, _MIN_LEAD_SECONDS), _MAX_LEAD_SECONDS)
-
-
-def save_timeout_seconds(grace_seconds: float) -> float:
-    """Return the seconds that ranks may take to save after a SIGTERM, if SIGKILL follows after `grace_seconds`."""
-    return max(grace_seconds - REQUEUE_SECONDS, grace_seconds / 2)

@@ -10,10 +10,11 @@ import tyro
 
 from hpc.base.errors import UserError
 from hpc.base.files import write_json
-from hpc.base.units import REQUEUE_SECONDS, duration_seconds, port_range, stop_lead_seconds, walltime_minutes
+from hpc.base.units import duration_seconds, port_range, walltime_minutes
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
 from hpc.run.spec_file import Program, read_spec, script_program
+from hpc.run.stop_times import REQUEUE_SECONDS, stop_lead_seconds
 from training.config.device_choice import DeviceChoice
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig

@@ -41,7 +41,7 @@ from hpc.run.spec import RunSpec
 from hpc.services.notification.notices import unsent_messages
 from hpc.services.tracking.sender import last_events
 from hpc.slurm import client as slurm
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.predecessors import predecessors_of
 from hpc.slurm.squeue import SlurmJob, jobs_by_script
@@ -266,7 +266,7 @@ def _local_state(history: History) -> State | None:
     """Return whether a run on this machine runs or is being submitted; None if it does neither."""
     if _runs_here(history):
         return "running"
-    return "pending" if time.time() < resubmit.handover_deadline(history.unfinished_handover(0)) else None
+    return "pending" if time.time() < handover.handover_deadline(history.unfinished_handover(0)) else None
 
 
 def _runs_here(history: History) -> bool:

@@ -2,7 +2,6 @@
 
 from math import ceil
 
-from hpc.base.units import REQUEUE_SECONDS, save_timeout_seconds
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import (
@@ -17,6 +16,7 @@ from hpc.run.events.kinds import (
     Submitted,
     TrainCompleted,
 )  # fmt: skip
+from hpc.run.stop_times import REQUEUE_SECONDS, save_timeout_seconds
 from hpc.services.notification.notices import unsent_messages
 
 # The largest share of the time until the job ends that a save should take: storage may be slower on another day.

@@ -17,7 +17,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.services.tracking.submission import at_trackers
 from hpc.slurm import client as slurm
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.submit.code_copy import UserCode, copy_code
 from hpc.submit.options import SubmitOptions
@@ -100,7 +100,7 @@ def _submit(
             if executor:
                 executor.prepare(draft)
             # The directory has the claim to submit the run before others can see it.
-            _events(draft).append(Submitting(cluster=spec.cluster, **resubmit.this_process()))
+            _events(draft).append(Submitting(cluster=spec.cluster, **handover.this_process()))
         try:
             job_id = executor.start() if executor else start_local(run)
         except (UserError, OSError) as error:

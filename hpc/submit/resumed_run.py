@@ -1,7 +1,7 @@
 """The next job of a run that was cancelled, has failed, or is to train longer (`hpc resume`). Runs on the login node.
 
 It happens whole or not at all: if Slurm refuses the job, everything is as it was. One process can resume a run: the one
-that claims its next job (`hpc.slurm.resubmit`), as agents and supervisors do.
+that claims its next job (`hpc.slurm.handover`), as agents and supervisors do.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, is_flat, program_of
 from hpc.services.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
@@ -164,7 +164,7 @@ def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -
             f"run {run.name} has {job}: hpc resume is for runs that have ended; type hpc cancel {typed}, and repeat "
             "hpc resume"
         )
-    if spec.cluster == "slurm" and not resubmit.has_own_script(run):
+    if spec.cluster == "slurm" and not handover.has_own_script(run):
         raise UserError(
             f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
             f"{typed} --name NEW"
@@ -234,7 +234,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
     attempt = attempts[-1].attempt if attempts else 0
     with ExitStack() as cleanup, ExitStack() as undo:
         copy = _copy_code(run, after, cleanup) if new_code else None
-        if not resubmit.claim_next_job(run, attempt, history):
+        if not handover.claim_next_job(run, attempt, history):
             raise TorchrelayError(f"another process submits the next job of run {run.name}: see hpc status {run.name}")
         if copy:
             after = after.with_script(copy.script)
@@ -245,7 +245,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
             write_atomic(run.script, SlurmExecutor(run, after).script())
         if attempts and attempts[-1].ended is None:
             cause = Cause.CANCELLED if history.is_cancelled else Cause.LOST
-            resubmit.record_missing_end(run, attempts[-1], "its agents recorded no end", cause=cause)
+            handover.record_missing_end(run, attempts[-1], "its agents recorded no end", cause=cause)
         if run.final.exists():
             kept = run.earlier_final(number)
             run.final.rename(kept)
@@ -317,8 +317,8 @@ def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, history: Histo
     writer = EventWriter(resumption_file(run, number), attempt)
     old, excluded = history.last_job_id, list[str]()
     if spec.cluster == "slurm":
-        excluded = resubmit.nodes_to_exclude(spec, history)
-        job_id = resubmit.submit_next_job(run, spec, excluded, history.job_ids)
+        excluded = handover.nodes_to_exclude(spec, history)
+        job_id = handover.submit_next_job(run, spec, excluded, history.job_ids)
     else:
         job_id = start_local(run)
     writer.append(Resubmitted(job_id=job_id, old_job_id=old, excluded=tuple(excluded)))

@@ -20,7 +20,7 @@ from hpc.run.ownership import check_is_own
 from hpc.run.spec import RunSpec
 from hpc.services.notification.delivery import is_due, run_delivery
 from hpc.slurm import client as slurm
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from hpc.slurm.squeue import jobs_by_script
 from hpc.supervise.decide import STARTS, Action, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
@@ -106,7 +106,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
             found[number] = replace(one, known=replace(one.known, headless=headless))
         if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
             # The pending job can do without fewer nodes when others have gone down.
-            excludable = resubmit.nodes_to_exclude(RunSpec.load(one.run), one.history)
+            excludable = handover.nodes_to_exclude(RunSpec.load(one.run), one.history)
             found[number] = replace(one, known=replace(one.known, excludable=excludable))
     return found
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.history import State
-from hpc.slurm.resubmit import HANDOVER_SECONDS
+from hpc.slurm.handover import HANDOVER_SECONDS
 from hpc.slurm.squeue import SlurmJob
 from hpc.supervise.observe import RunObservation
 

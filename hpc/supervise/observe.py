@@ -13,7 +13,7 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Excluded, Released, Requeued, Resubmitted, Resumed, StartedNothing
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from hpc.slurm.squeue import SlurmJob
 
 
@@ -156,7 +156,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
         queued_jobs=len(queued),
         handed_over_at=max([*queued, *released], default=None),
         handover_unfinished=claim is not None,
-        handover_deadline=resubmit.handover_deadline(claim),
+        handover_deadline=handover.handover_deadline(claim),
         excluded=excluded[-1] if excluded else (),
         now=now,
     )

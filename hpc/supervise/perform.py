@@ -13,7 +13,7 @@ from hpc.run.events.kinds import Event, Excluded, Released, Requeued, Resubmitte
 from hpc.run.events.ledger import EventWriter
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.slurm.squeue import job_state
 from hpc.supervise.decide import STARTS, Action, Decision
@@ -31,7 +31,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
         OSError: the run directory was deleted, or its storage is full.
     """
     run, job_id = observed.run, decision.job_id
-    if decision.action in STARTS and not resubmit.has_own_script(run):
+    if decision.action in STARTS and not handover.has_own_script(run):
         # The jobs of a copied run directory would train the original.
         raise TorchrelayError(f"{run.script} belongs to another run directory: is this one a copy, or was it moved?")
     match decision.action:
@@ -75,7 +75,7 @@ def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
     if last is None or cause is None:
         return True
     suspect = last.nodes[0] if cause in {Cause.LOST, Cause.NODE_FAILURE} else None
-    return resubmit.record_missing_end(run, last, decision.reason, cause=cause, suspect=suspect)
+    return handover.record_missing_end(run, last, decision.reason, cause=cause, suspect=suspect)
 
 
 def _release(observed: ObservedRun, decision: Decision) -> None:
@@ -84,7 +84,7 @@ def _release(observed: ObservedRun, decision: Decision) -> None:
         _resubmit(observed, decision)
         return
     try:
-        excluded = resubmit.nodes_to_exclude(RunSpec.load(observed.run), observed.history)
+        excluded = handover.nodes_to_exclude(RunSpec.load(observed.run), observed.history)
         if set(excluded) != set(observed.known.excluded):
             _exclude(observed, decision, excluded)
     except TorchrelayError as error:  # the job starts even then
@@ -113,13 +113,13 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
     if len(history.attempts) != len(known.attempts) or history.is_cancelled:
         return  # another attempt has started, or the user has cancelled the run
     if history.may_restart:
-        if not resubmit.claim_next_job(run, known.attempt, observed.history):
+        if not handover.claim_next_job(run, known.attempt, observed.history):
             return
         spec = RunSpec.load(run)
-        excluded = resubmit.nodes_to_exclude(spec, history)
+        excluded = handover.nodes_to_exclude(spec, history)
         job_ids = {*(attempt.job_id for attempt in known.attempts), *([old] if old else [])}
         try:
-            new = resubmit.submit_next_job(run, spec, excluded, job_ids)
+            new = handover.submit_next_job(run, spec, excluded, job_ids)
         except TorchrelayError:
             if old:  # a limit on jobs per user may allow the new one only after the old one
                 slurm.cancel(old)

@@ -17,7 +17,7 @@ from hpc.run.causes import Cause
 from hpc.run.events.attempts import attempts_of, budget_of
 from hpc.run.events.kinds import Checked, Interrupted, NodeLost, NodeReturned, RoundStarted, SlowRank, TrainStarted
 from hpc.run.events.resumption import is_cancelled_now
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
 from jobs.control.patience import LINK_SECONDS, Patience
@@ -188,7 +188,7 @@ class Coordinator:
 
     def _handle(self, failure: Failure) -> None:
         """Record an interruption; or end the attempt, if no budget is left or another process has ended it."""
-        if resubmit.has_ended(self._node.run, self._node.attempt.attempt):
+        if handover.has_ended(self._node.run, self._node.attempt.attempt):
             self._end()
             return
         self._last_failure, self.last_step = failure, 0
@@ -295,7 +295,7 @@ class Coordinator:
             # The agents stop as on the SIGTERM of scancel, which has not reached them, or not yet: to end the attempt
             # here would kill ranks that save.
             self._direct(stop=True)
-        return resubmit.has_ended(run, self._node.attempt.attempt)
+        return handover.has_ended(run, self._node.attempt.attempt)
 
     def _announce_round(self, members: tuple[int, ...], statuses: dict[int, NodeStatus]) -> None:
         before = self._server.directive

@@ -22,15 +22,15 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.spec import RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.tracking.tracker import rank_variables
+from jobs import container
 from jobs.control.addresses import interface_of
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rank_program import TopLevel, program_argv
-from jobs.ranks.rendezvous import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
-from jobs.staging import container
+from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.stop_request import StopRequest
 from training.config.device_choice import RANK_VARIABLES
 

@@ -18,7 +18,7 @@ from hpc.run.events.attempts import attempts_of
 from hpc.run.events.kinds import AttemptEnded, Joined, NodeLost, Resubmitted
 from hpc.run.nodedir import NodeDir
 from hpc.run.spec import Resources, RunSpec
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
 from jobs.claim import claim_next, event_file
 from jobs.ending import head_is_lost, start_next_attempt
@@ -90,7 +90,7 @@ def test_agent_that_takes_over_sends_heartbeats(survivor: NodeAttempt, tmp_path:
 def test_agent_that_takes_over_is_left_to_finish_while_it_lives(
     survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resubmit, "HANDOVER_SECONDS", 2.0)
+    monkeypatch.setattr(handover, "HANDOVER_SECONDS", 2.0)
     assert ending.record_end(survivor, AttemptEnded(attempt=1, cause="node_failure"))
 
     def other() -> None:
@@ -110,7 +110,7 @@ def test_agent_that_takes_over_is_left_to_finish_while_it_lives(
 def test_agent_that_died_while_it_took_over_has_a_successor(
     survivor: NodeAttempt, slurm_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resubmit, "HANDOVER_SECONDS", 0.3)
+    monkeypatch.setattr(handover, "HANDOVER_SECONDS", 0.3)
     slurm_command("sbatch", "echo 8")
     assert ending.record_end(survivor, AttemptEnded(attempt=1, cause="node_failure"))
     assert take_over(survivor) == 0

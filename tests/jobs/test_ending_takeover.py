@@ -156,7 +156,7 @@ def test_end_is_decided_by_the_lowest_node_rank_if_it_cannot_be_recorded(
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(ending.resubmit, "record_end", refuse)
+    monkeypatch.setattr(ending.handover, "record_end", refuse)
     allocations = [replace(one.node.allocation, node_rank=rank) for rank in range(3)]
     found = [
         ending.record_end(replace(one.node, allocation=each), AttemptEnded(attempt=1, cause=Cause.LOST))

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from hpc.base.units import KILL_WAIT_SECONDS, save_timeout_seconds
 from hpc.cluster.doctor.findings import Check, Finding, RunMeasurements, costs, note, ok
+from hpc.run.stop_times import KILL_WAIT_SECONDS, save_timeout_seconds
 from hpc.slurm.client import ClusterConfig, leading_number
 from hpc.status.warnings import MAX_SHARE
 

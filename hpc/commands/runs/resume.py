@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from hpc.base import program
 from hpc.base.text import visible
 from hpc.commands import cli
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from hpc.submit.resumed_run import ResumeOptions, options_of, resume_run
 from hpc.submit.sbatch_flags import explain
 from training.config.train_config import TrainConfig
@@ -32,7 +32,7 @@ def resume(options: ResumeOptions) -> int:
     if options.json:
         cli.print_json(answer)
         return 0
-    step = resubmit.last_step(run)
+    step = handover.last_step(run)
     print(visible(f"run {run.name} continues in job {answer['job_id']}" + (f" after step {step}" if step else "")))
     for name, value in answer["changed"].items():
         print(visible(f"  {name} {value}"))

@@ -9,7 +9,7 @@ from functools import partial
 from hpc.base.errors import UserError
 from hpc.commands import cli
 from hpc.slurm.alive import chosen_node, running_job
-from hpc.slurm.overlap import step_beside_training
+from hpc.slurm.srun import step_beside_training
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.alive import local_jobs, running_job
-from hpc.slurm.overlap import step_beside_training
+from hpc.slurm.srun import step_beside_training
 
 _TITLES = ("rank", "node", "CPU", "processes", "GPU", "busy", "memory")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hpc.base.errors import UserError
 from hpc.submit.checks import check_is_shared
-from jobs.staging import container
+from jobs import container
 
 # The versions in pyproject.toml.
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)

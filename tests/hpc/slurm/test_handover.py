@@ -26,7 +26,7 @@ from hpc.run.events.kinds import AttemptEnded, Event, NodeLost, NodeReturned, Ra
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 from training.config.train_config import TrainConfig
 
 CLAIM = """
@@ -34,9 +34,9 @@ import sys
 from pathlib import Path
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
-from hpc.slurm import resubmit
+from hpc.slurm import handover
 run = RunDir(Path(sys.argv[1]))
-assert resubmit.claim_next_job(run, 1, History.load(run))
+assert handover.claim_next_job(run, 1, History.load(run))
 """
 
 
@@ -60,7 +60,7 @@ def attempt(**changes: Any) -> Attempt:
 
 
 def claims(run: RunDir, attempt: int = 1) -> bool:
-    return resubmit.claim_next_job(run, attempt, History.load(run))
+    return handover.claim_next_job(run, attempt, History.load(run))
 
 
 def claimed_elsewhere(run: RunDir, seconds_ago: float) -> None:
@@ -95,7 +95,7 @@ def test_expired_claim_has_one_successor(run: RunDir) -> None:
     claimed_elsewhere(run, 150.0)
     seen = History.load(run)
     with ThreadPoolExecutor() as several:
-        found = list(several.map(lambda _: resubmit.claim_next_job(run, 1, seen), range(8)))
+        found = list(several.map(lambda _: handover.claim_next_job(run, 1, seen), range(8)))
     assert sum(found) == 1
 
 
@@ -115,8 +115,8 @@ def test_preemption_in_the_log_of_the_job(run: RunDir, words: str, seconds: int,
     run.logs.mkdir()
     at = datetime.fromtimestamp(began + seconds).isoformat(timespec="seconds")  # noqa: DTZ006 - as Slurm prints it
     (run.logs / "7_0_log.out").write_text("x" * 500_000 + LOG.format(at=at, words=words))
-    assert resubmit.was_preempted(run, "7", began) is preempted
-    assert not resubmit.was_preempted(run, "8", began), "there is no log"
+    assert handover.was_preempted(run, "7", began) is preempted
+    assert not handover.was_preempted(run, "8", began), "there is no log"
 
 
 def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> None:
@@ -126,7 +126,7 @@ def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> No
     run.logs.mkdir()
     at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
     (run.logs / "7_0_log.out").write_text(LOG.format(at=at, words="PREEMPTION"))
-    assert resubmit.record_missing_end(run, last, "its job is gone", suspect="gpu01")
+    assert handover.record_missing_end(run, last, "its job is gone", suspect="gpu01")
     [ended] = records_in(run.events)
     assert (ended["cause"], ended.get("node")) == ("preempted", None)
 
@@ -140,7 +140,7 @@ def test_job_that_needs_an_excluded_node_is_submitted_without_exclusions(
     """Such as one with --sbatch nodelist=gpu01,gpu02. In quotes: what sbatch of that release says."""
     refused = f"echo 'sbatch: error: Batch job submission failed: {refusal}' >&2; exit 1"
     slurm_command("sbatch", f'case "$*" in *--exclude*) {refused};; *) echo 9;; esac')
-    assert resubmit.submit_next_job(run, spec_of(), ["gpu02"], []) == "9"
+    assert handover.submit_next_job(run, spec_of(), ["gpu02"], []) == "9"
 
 
 def test_job_that_was_queued_already_is_the_next_one(run: RunDir, slurm_command: Command) -> None:
@@ -149,8 +149,8 @@ def test_job_that_was_queued_already_is_the_next_one(run: RunDir, slurm_command:
     jobs = [line.format(6, "PENDING"), line.format(7, "RUNNING"), line.format(8, "PENDING")]
     slurm_command("squeue", "\n".join(f"echo {shlex.quote(job)}" for job in jobs))
     slurm_command("sbatch", "echo 9")
-    assert resubmit.submit_next_job(run, spec_of(), [], ["6", "7"]) == "8"
-    assert resubmit.submit_next_job(run, spec_of(), [], ["6", "7", "8"]) == "9"
+    assert handover.submit_next_job(run, spec_of(), [], ["6", "7"]) == "8"
+    assert handover.submit_next_job(run, spec_of(), [], ["6", "7", "8"]) == "9"
 
 
 def test_next_job_waits_for_the_runs_that_the_run_waits_for(
@@ -165,16 +165,16 @@ def test_next_job_waits_for_the_runs_that_the_run_waits_for(
     refused = "*--exclude*) echo 'is not available' >&2; exit 1"
     slurm_command("sbatch", f'case "$*" in {refused};; *--dependency=afterany:7*) echo 9;; esac')
     spec = replace(spec_of(), after=(str(first.path),))
-    assert resubmit.submit_next_job(run, spec, [], []) == "9"
-    assert resubmit.submit_next_job(run, spec, ["gpu02"], []) == "9", "without the exclusion it waits, too"
+    assert handover.submit_next_job(run, spec, [], []) == "9"
+    assert handover.submit_next_job(run, spec, ["gpu02"], []) == "9", "without the exclusion it waits, too"
 
 
 def test_job_gets_the_environment_of_the_submission_and_the_exclusions(run: RunDir, slurm_command: Command) -> None:
     slurm_command("sbatch", f'echo "$WORD $*" > {run.path}/asked; echo 9')
-    assert resubmit.submit_next_job(run, spec_of(), ["gpu02", "gpu03"], []) == "9"
+    assert handover.submit_next_job(run, spec_of(), ["gpu02", "gpu03"], []) == "9"
     assert "--exclude=gpu02,gpu03" in (run.path / "asked").read_text()
     run.environment.write_text(f'{{"WORD": "hers", "PATH": "{os.environ["PATH"]}"}}')
-    assert resubmit.submit_next_job(run, spec_of(), [], []) == "9"
+    assert handover.submit_next_job(run, spec_of(), [], []) == "9"
     asked = (run.path / "asked").read_text()
     assert asked.startswith("hers ")
     assert "--exclude" not in asked
@@ -189,7 +189,7 @@ def test_refusal_that_no_other_exclusions_would_change_is_told(
 ) -> None:
     slurm_command("sbatch", f"echo >> {run.path}/asked; echo '{refusal}' >&2; exit 1")
     with pytest.raises(TorchrelayError, match=refusal):
-        resubmit.submit_next_job(run, spec_of(exclude="gpu04"), excluded, [])
+        handover.submit_next_job(run, spec_of(exclude="gpu04"), excluded, [])
     assert (run.path / "asked").read_text() == "\n", "it was asked once"
 
 
@@ -197,7 +197,7 @@ def test_without_the_failed_nodes_means_with_those_that_the_user_excludes(run: R
     slurm_command(
         "sbatch", 'case "$*" in *gpu02*) echo "is not available" >&2; exit 1;; *--exclude=gpu04*) echo 9;; esac'
     )
-    assert resubmit.submit_next_job(run, spec_of(exclude="gpu04"), ["gpu04", "gpu02"], []) == "9"
+    assert handover.submit_next_job(run, spec_of(exclude="gpu04"), ["gpu04", "gpu02"], []) == "9"
 
 
 HOUR = 3600.0
@@ -250,16 +250,16 @@ def test_next_job_excludes_as_many_of_the_failed_nodes_as_it_can(
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|gpu*|idle\"; done; echo 'gpu05|gpu*|down'")
     # Their times are relative to now, which is later than when this module was imported.
     dated = [changed(one, time=one.time + time.time()) if one.time < 0 else one for one in events]
-    assert resubmit.nodes_to_exclude(spec_of(nodes="2"), History(dated), failed) == expected
+    assert handover.nodes_to_exclude(spec_of(nodes="2"), History(dated), failed) == expected
 
 
 def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(slurm_command: Command) -> None:
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|big|idle\"; done; echo 'gpu09|gpu*|idle'")
     slurm_command("scontrol", 'case "$*" in "show hostnames gpu0[3-4]") echo gpu03; echo gpu04;; esac')
     spec = spec_of(nodes="1", partition="big", exclude="gpu0[3-4]")
-    assert resubmit.nodes_to_exclude(spec, History()) == ["gpu0[3-4]"]
-    assert resubmit.nodes_to_exclude(spec, History(), ["gpu01"]) == ["gpu0[3-4]", "gpu01"]
-    assert resubmit.nodes_to_exclude(spec, History(), ["gpu01", "gpu02"]) == ["gpu0[3-4]"], (
+    assert handover.nodes_to_exclude(spec, History()) == ["gpu0[3-4]"]
+    assert handover.nodes_to_exclude(spec, History(), ["gpu01"]) == ["gpu0[3-4]", "gpu01"]
+    assert handover.nodes_to_exclude(spec, History(), ["gpu01", "gpu02"]) == ["gpu0[3-4]"], (
         "which of them work is unknown"
     )
 
@@ -281,11 +281,11 @@ def test_end_that_no_agent_recorded(  # noqa: PLR0917
     slurm_command("sinfo", sinfo)
     spec_of(cluster=cluster).save(run)
     last = attempt(nodes=("gpu01", "gpu02"))
-    assert not resubmit.has_ended(run, 1)
-    assert resubmit.record_missing_end(run, last, "gone", cause=cause, suspect="gpu01")
-    assert resubmit.has_ended(run, 1)
-    assert not resubmit.has_ended(run, 2)
-    assert not resubmit.record_missing_end(run, last, "again", cause=cause), "the first record stays"
+    assert not handover.has_ended(run, 1)
+    assert handover.record_missing_end(run, last, "gone", cause=cause, suspect="gpu01")
+    assert handover.has_ended(run, 1)
+    assert not handover.has_ended(run, 2)
+    assert not handover.record_missing_end(run, last, "again", cause=cause), "the first record stays"
     [ended] = records_in(run.events)
     assert (ended["event"], ended["attempt"], ended["cause"], ended["node"]) == ("attempt_ended", 1, found, node)
     assert ended["detail"].startswith(detail)
@@ -301,7 +301,7 @@ def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, 
     os.utime(run.alive, (heard, heard))
     append_json_line(run.train_metrics, {"step": 7})
     append_json_line(run.train_metrics, {"step": 8})
-    assert resubmit.record_missing_end(run, attempt(), "gone")
+    assert handover.record_missing_end(run, attempt(), "gone")
     [ended] = records_in(run.events)
     assert (ended["step"], ended.get("node")) == (8, None)
     assert abs(ended["last_heard"] - heard) < 30
@@ -310,18 +310,18 @@ def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, 
 def test_training_that_logged_nothing_ended_at_its_start(run: RunDir, slurm_command: Command) -> None:
     slurm_command("sinfo", "echo 'gpu01|idle'")
     replace(spec_of(), **of_training(TrainConfig(synthetic=True))).save(run)
-    assert resubmit.record_missing_end(run, attempt(), "gone")
+    assert handover.record_missing_end(run, attempt(), "gone")
     [ended] = records_in(run.events)
     assert ended["step"] == 0
 
 
 def test_claim_names_a_process_and_is_valid_as_long_as_that_lives() -> None:
-    claim = Resubmitting(time=1000.0, **resubmit.this_process())
-    assert resubmit.handover_deadline(claim) == 1000.0 + resubmit.HANDOVER_SECONDS
-    assert resubmit.handover_deadline(changed(claim, started=1)) == 0.0, "another process has its number"
-    assert resubmit.handover_deadline(changed(claim, started=1, host="another")) == 1100.0
+    claim = Resubmitting(time=1000.0, **handover.this_process())
+    assert handover.handover_deadline(claim) == 1000.0 + handover.HANDOVER_SECONDS
+    assert handover.handover_deadline(changed(claim, started=1)) == 0.0, "another process has its number"
+    assert handover.handover_deadline(changed(claim, started=1, host="another")) == 1100.0
     assert (claim.host, claim.pid) == (socket.gethostname(), os.getpid())
-    assert resubmit.handover_deadline(None) == 0.0
+    assert handover.handover_deadline(None) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -358,4 +358,4 @@ def test_script_of_a_run_that_was_copied_works_on_the_original(tmp_path: Path) -
     for run in runs:
         run.path.mkdir()
         run.script.write_text(f"#!/bin/sh\n# Don't edit\nsrun python -m jobs.agent {shlex.quote(str(runs[0].path))}\n")
-    assert [resubmit.has_own_script(run) for run in runs] == [True, False]
+    assert [handover.has_own_script(run) for run in runs] == [True, False]

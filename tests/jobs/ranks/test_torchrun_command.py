@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jobs.node_attempt import NodeAllocation, find_allocation
-from jobs.ranks import rendezvous
-from jobs.ranks.rendezvous import Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks import torchrun_command
+from jobs.ranks.torchrun_command import Rendezvous, pick_port, torchrun_argv, torchrun_environment
 
 
 def test_allocation_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_taken_ports_are_passed_over(taken: int) -> None:
 
 
 def test_port_is_below_the_ephemeral_range() -> None:
-    first_ephemeral = int(rendezvous.EPHEMERAL.read_text().split()[0])
+    first_ephemeral = int(torchrun_command.EPHEMERAL.read_text().split()[0])
     assert all(10_000 <= pick_port() < first_ephemeral for _ in range(50))
 
 
