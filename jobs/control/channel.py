@@ -139,7 +139,7 @@ class ControlServer:
 
 
 class ControlClient:
-    """Another node's end: reports its status to the head node, and has the head's directive."""
+    """The connection of another node's agent: sends its status to the head node, and keeps the newest directive."""
 
     def __init__(
         self, hosts: Sequence[str], port: int, secret: str, status: NodeStatus, *,

@@ -166,10 +166,10 @@ class CheckpointDestination:
         return self._writes
 
     def write(self, step: int, copy: HostCopy) -> None:
-        """Write a checkpoint, and delete all but the newest. Runs in the writer's thread.
+        """Write a checkpoint, then delete all but the newest --keep-checkpoints. Runs in the writer's thread.
 
         Raises:
-            OSError: it could not be written; the older ones are all there.
+            OSError: it could not be written; no older one was deleted.
         """
         # The state refers to the metrics, which must be on the disk before it.
         self._logger.wait_for_metrics()

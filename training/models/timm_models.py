@@ -1,4 +1,4 @@
-"""Models of the package timm (`--model timm:NAME`). Runs on every rank; imported only for them: it takes seconds."""
+"""Models of the package timm (`--model timm:NAME`), imported only for them: it takes seconds. Runs on every rank."""
 
 import importlib
 from typing import Any

@@ -40,7 +40,7 @@ _CHANGES = {"size": "another --size", "images": "other images in SRC"}
 
 @dataclass(frozen=True, kw_only=True)
 class PackOptions:
-    """Decode the images of a folder once, into files that every training maps into memory: --data DST.
+    """Decode the images of a folder once, into files that every training with --data DST maps into memory.
 
     Each image is scaled so that its shorter side is --size, and its middle square is kept: the margins of the longer
     side are cut off. Random crops (RandomResizedCrop, --crop resized) are then cut from that square instead of the

@@ -185,7 +185,7 @@ def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[s
 
 
 def steps_lost(interruptions: Iterable[Interruption]) -> int | None:
-    """Return the known steps that interruptions cost, 0 if there is no interruption, and None if no cost is known."""
+    """Return the sum of the losses that are known; 0 without interruptions, None if no loss is known."""
     costs = [one.steps_lost for one in interruptions]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if known or not costs else None

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from hpc.base.files import MOST
 
 Time = Annotated[float, Meta(ge=-MOST, le=9e9)]
-"""Seconds since the epoch, until the year 2255: pandas ends in 2262."""
+"""Seconds since the epoch, at most the year 2255, because pandas holds no time after 2262."""
 UNDATED = -1.0
 """The time of an event that is not yet written."""
 Number = Annotated[float, Meta(ge=-MOST, le=MOST)]
