@@ -25,7 +25,7 @@ ifeq ($(ROOT),)
 	$(BIN)/python -m hpc.submit --cluster local --nodes 2 --gpus-per-node 4 --wait
 else
 	@$(call INSTALL,$(PACKAGES))
-	$(BIN)/python -m hpc.cluster.testbed up --nodes 4 --gpus-per-node 4
+	$(BIN)/python -m hpc testbed up --nodes 4 --gpus-per-node 4
 	$(BIN)/python -m hpc.submit --nodes 2 --gpus-per-node 4 --wait
 endif
 

@@ -44,23 +44,26 @@ def _prepare_verb() -> None:
         sys.exit(2)
 
 
-def _module_to_run() -> str:
-    """The module of `python -m`; empty unless Python is looking for it: only then `-m` stands there."""
-    words = sys.orig_argv if sys.argv[:1] == ["-m"] else []
-    for word, following in itertools.pairwise([*words, ""]):
+def _run_elsewhere() -> None:
+    """Have `python -m hpc.VERB` be `python -m hpc VERB`: the verb's module has a longer name.
+
+    It replaces this process: a verb that ran during the import of its package would block threads that import from it.
+    """
+    words = [*sys.orig_argv[1:], ""]
+    for at, (word, following) in enumerate(itertools.pairwise(words)):
         # The module may follow at once, and other flags without a value precede: -umhpc.status.
-        if flag := re.fullmatch("-[bBdEiIOPqsSuvx]*m(.*)", word):
-            return flag[1] or following
-    return ""
+        if not (flag := re.fullmatch("(-[bBdEiIOPqRsStuvx]*m)(.*)", word)):
+            continue
+        module, rest = (flag[2], words[at + 1 : -1]) if flag[2] else (following, words[at + 2 : -1])
+        if module.partition(".")[0] != __name__:
+            return
+        _prepare_verb()
+        commands = importlib.import_module(f"{__name__}.__main__") if "." in module else None
+        verb = module.rpartition(".")[2]
+        if commands and verb in commands.VERBS and module in {f"{__name__}.{verb}", commands.module_of(verb)}:
+            os.execv(sys.executable, [sys.executable, *words[:at], flag[1], __name__, verb, *rest])  # noqa: S606
+        return
 
 
-def _run(module: str) -> None:
-    """Run `python -m hpc.VERB`, which is `hpc VERB`: the verb's module lies elsewhere."""
-    _prepare_verb()
-    verb = module.removeprefix(f"{__name__}.")
-    if verb != module and verb in (main := importlib.import_module(f"{__name__}.__main__")).VERBS:
-        sys.exit(main.main([verb, *sys.argv[1:]]))
-
-
-if (_module := _module_to_run()).partition(".")[0] == __name__:
-    _run(_module)
+if sys.argv[:1] == ["-m"]:  # only while Python looks for the module to run
+    _run_elsewhere()

@@ -4,7 +4,9 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from importlib.metadata import version
+from importlib.util import module_from_spec
 from pathlib import Path
 from typing import NoReturn
 
@@ -73,7 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         hint = did_you_mean(verb, ["help", *VERBS, *PROGRAMS], "hpc help lists the commands", 1)
         print(f"hpc: there is no command {verb!r}: {hint}", file=sys.stderr)
         return 2
+    _import_own_packages()
     return int(importlib.import_module(module_of(verb)).main(arguments[1:]))
+
+
+def _import_own_packages() -> None:
+    """Import our other packages from beside this one: PYTHONPATH may name a user's packages with their names."""
+    for name in ("jobs", "training"):
+        spec = PathFinder.find_spec(name, [str(Path(__file__).parents[1])])
+        if spec and spec.loader and name not in sys.modules:
+            sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
 
 
 def module_of(verb: str) -> str:

@@ -60,6 +60,14 @@ def test_paths_exist(page: str) -> None:
         assert there, f"{page} names {path}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, "Makefile"])
+def test_modules_can_be_run(page: str) -> None:
+    for module in re.findall(r"-m ((?:hpc|jobs|training|benchmarks)(?:\.[a-z_]+)*)\b(?!\.)", text_of(page)):
+        path = ROOT / module.replace(".", "/")
+        files = path.with_suffix(".py"), path / "__main__.py"
+        assert module.removeprefix("hpc.") in VERBS or any(file.exists() for file in files), f"{page} runs {module}"
+
+
 def flags_of_all_commands() -> Iterator[str]:
     for options in map(options_of, OPTIONS):
         for kind in get_args(options) or (options,):

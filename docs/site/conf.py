@@ -21,6 +21,8 @@ html_show_copyright = False
 myst_heading_anchors = 4
 # Pages also link to files of the repository, which GitHub shows and this site lacks.
 suppress_warnings = ["myst.xref_missing"]
+# The API is imported from `hpc`, wherever it is defined.
+add_module_names = False
 autodoc_member_order = "bysource"
 nitpicky = False
 

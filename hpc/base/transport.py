@@ -208,7 +208,7 @@ def listen(ports: Sequence[int] = ()) -> socket.socket:
         try:
             return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=_BACKLOG)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            if error.errno not in {errno.EADDRINUSE, errno.EACCES}:
                 raise
     raise OSError(errno.EADDRINUSE, f"the ports {min(ports)} to {max(ports)} are all in use")
 

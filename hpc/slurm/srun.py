@@ -1,6 +1,8 @@
-"""The command line of a step beside the training, in the run's job. Pure; runs on the login node."""
+"""What a step of ours needs: its place beside the training, and our packages. Runs on the login node."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def step_beside_training(job_id: str, nodes: Sequence[str]) -> list[str]:
@@ -12,3 +14,8 @@ def step_beside_training(job_id: str, nodes: Sequence[str]) -> list[str]:
     # bound to some of them would slow down a single rank.
     place = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", "--ntasks-per-node=1", "--cpu-bind=none"]
     return ["srun", f"--jobid={job_id}", "--overlap", *place]
+
+
+def own_pythonpath() -> str:
+    """Return the PYTHONPATH with which nodes import these packages, and not a user's of the same names."""
+    return os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))

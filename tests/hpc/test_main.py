@@ -1,5 +1,6 @@
 """`hpc VERB`: one entry point for the verbs and the programs of the trainer."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -57,6 +58,15 @@ def test_module_runs_beside_packages_of_the_names_of_ours(words: list[str], besi
         [sys.executable, *words, "--help"], cwd=beside_other_packages, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_packages_of_the_names_of_ours_on_the_path_are_not_ours(beside_other_packages: Path, tmp_path: Path) -> None:
+    (beside_other_packages / "hpc" / "__init__.py").unlink()  # the first one on the path is imported
+    (beside_other_packages / "hpc").rmdir()
+    own = {**os.environ, "PYTHONPATH": str(beside_other_packages)}
+    done = subprocess.run([HPC, "evaluate", "nope"], cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("hpc evaluate: there is no run 'nope'")
 
 
 @pytest.mark.parametrize("words", [["-mhpc.status"], ["-um", "package.of.a.user"]], ids=" ".join)

@@ -1,7 +1,6 @@
 """Run `jobs.node_probe` on compute nodes, in a short job, and read its reports. Runs on the login node."""
 
 import json
-import os
 import re
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from hpc.commands import cli
 from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
 from hpc.slurm.client import ClusterConfig
+from hpc.slurm.srun import own_pythonpath
 from hpc.submit import checks
 from hpc.submit.options import reading_of
 
@@ -81,7 +81,6 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
     """Return the srun command that starts one task on each node. Pure, except that it reads PYTHONPATH."""
     resources, network, names = job.resources, job.network, job.names
     given = {key: getattr(resources, key) for key in ("mem", "account", "qos", "constraint", "exclude")}
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     return [
         "srun", "--quit-on-interrupt", "--label", f"--job-name={job.name}", f"--partition={resources.partition}",
         f"--nodes={resources.nodes}", "--ntasks-per-node=1",
@@ -93,7 +92,8 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
         *([f"--nodelist={','.join(names)}"] if names else []),
         "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
         # submitit's scripts set this too: it selects the reader of the allocation.
-        "env", f"PYTHONPATH={path}", "SUBMITIT_EXECUTOR=slurm", sys.executable, "-P", "-m", "jobs.node_probe",
+        "env", f"PYTHONPATH={own_pythonpath()}", "SUBMITIT_EXECUTOR=slurm",
+        sys.executable, "-P", "-m", "jobs.node_probe",
         job.name, str(shared), str(job.stage_dir), str(resources.num_gpus), network.interface or "",
         network.port_range or "",
     ]  # fmt: skip

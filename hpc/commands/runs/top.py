@@ -4,14 +4,12 @@ A step beside the training starts `jobs.ranks.usage` on each node; with --cluste
 """
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,7 +23,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.alive import local_jobs, running_job
-from hpc.slurm.srun import step_beside_training
+from hpc.slurm.srun import own_pythonpath, step_beside_training
 
 _TITLES = ("rank", "node", "CPU", "processes", "GPU", "busy", "memory")
 
@@ -62,8 +60,7 @@ def top(options: TopOptions) -> int:
 
 
 def _measurement(run: RunDir) -> list[str]:
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    return ["env", f"PYTHONPATH={path}", sys.executable, "-P", "-m", "jobs.ranks.usage", str(run.path)]
+    return ["env", f"PYTHONPATH={own_pythonpath()}", sys.executable, "-P", "-m", "jobs.ranks.usage", str(run.path)]
 
 
 def parse(printed: str) -> dict[str, list[dict[str, Any]]]:

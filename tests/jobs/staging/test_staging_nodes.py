@@ -174,6 +174,14 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
     store.close()
 
 
+def test_peer_without_the_secret_gets_nothing(server: PeerServer, source: Path) -> None:
+    with (
+        pytest.raises(PeerError, match="does not have the run's secret"),
+        Peer(Address("gpu01", "127.0.0.1", server.port), "guess", list_source(source).version) as peer,
+    ):
+        peer.listing()
+
+
 def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
     listing = list_source(source)
     server.chunk_stores[listing.version].put(0, ("0" * 64,) * len(listing.batches[0]))
