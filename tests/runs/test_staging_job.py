@@ -67,16 +67,7 @@ def test_nodes_stage_once_each_and_shared_storage_is_read_once(site: Site) -> No
     assert not any(event["reused"] or event["in_place"] or event["fallback"] for event in staged.values())
     site.slurm("scontrol", "requeue", run.job_id)
     run.wait("the requeue", lambda: run.queue("%T %r") == "PENDING BeginTime")
-    clean = (
-        "srun",
-        "--quiet",
-        "--nodes=1",
-        "--nodelist=gpu02",
-        sys.executable,
-        "-m",
-        "hpc.commands.cluster.stage",
-        "--clean",
-    )
+    clean = ("srun", "--quiet", "--nodes=1", "--nodelist=gpu02", sys.executable, "-m", "hpc", "stage", "--clean")
     site.slurm(*clean)
     run.wait_for_release()
     # Nothing is copied again where it is, and what a node lacks comes from the other one.

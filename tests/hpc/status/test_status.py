@@ -30,7 +30,7 @@ from hpc.run.causes import JobState
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources
 from hpc.slurm.squeue import SlurmJob
-from hpc.status import table
+from hpc.status import printing, table
 from hpc.status.cells import wait_reason
 from hpc.status.details import budget_lines, interruption_table, largest_parts
 from hpc.status.run_view import summarize
@@ -78,7 +78,7 @@ def test_control_characters_of_ranks_and_nodes_reach_no_terminal(
     )
     assert printed(capsys, str(run.path)).count(r"\x1b[2J\x1b]0;owned\x07") >= 5
     assert "\x1b" not in printed(capsys, str(run.path)) + printed(capsys, "--runs-dir", str(run.path.parent))
-    assert status.wait_for_end(run, None) == 1
+    assert printing.wait_for_end(run, None) == 1
     waited = capsys.readouterr()
     assert hostile[:4] not in waited.out + waited.err
     assert r"failed: \x1b[2J" in waited.err
@@ -91,7 +91,7 @@ def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsy
     names = ("step", "train_loss", "images_per_second", "epoch")
     assert [row[name] for name in names] == [7, None, None, None]
     assert not any("cannot read" in warning for warning in row["warnings"])
-    assert status.progress(structs.replace(summarize(run, None), state="running")) == "attempt 1: step 7"
+    assert printing.progress(structs.replace(summarize(run, None), state="running")) == "attempt 1: step 7"
 
 
 def test_run_that_is_named_shows_all_that_is_known_of_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,7 +177,7 @@ def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys
     if final:
         run.final.mkdir()
         run.final_result.write_text("{}")
-    assert status.wait_for_end(run, None) == 0
+    assert printing.wait_for_end(run, None) == 0
     assert (f"result   {run.final}" in capsys.readouterr().out) is final
 
 
@@ -190,7 +190,7 @@ def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(
     run.final.mkdir()
     run.final_result.write_text("{}")
     assert "warning: the model has learned nothing\n" in printed(capsys, str(run.path))
-    assert status.wait_for_end(run, None) == 0
+    assert printing.wait_for_end(run, None) == 0
     assert "warning: the model has learned nothing\n" in capsys.readouterr().out
     assert json.loads(printed(capsys, str(run.path), "--json"))[0]["warnings"][-1] == "the model has learned nothing"
 

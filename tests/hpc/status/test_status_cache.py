@@ -22,6 +22,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.alive import jobs_by_run
 from hpc.slurm.squeue import parse_jobs
 from hpc.status.cells import wait_reason
+from hpc.status.printing import wait_for_end
 from hpc.status.run_view import StatusCache
 
 Squeue = Callable[[str], None]
@@ -151,7 +152,7 @@ def test_reason_why_a_run_has_no_job_is_printed(
     squeue("exit 0")
     assert status.main([str(run.path)]) == 0
     assert "its job disappeared from the queue before its agents started" in " ".join(capsys.readouterr().out.split())
-    assert status.wait_for_end(run, None) == 1
+    assert wait_for_end(run, None) == 1
     assert f"failed: {NEVER}" in capsys.readouterr().err
 
 

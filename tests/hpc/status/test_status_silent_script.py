@@ -14,6 +14,7 @@ from support.reported_runs import pending_run, report
 from hpc.commands.start import status
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources
+from hpc.status import printing
 from hpc.status.run_view import summarize
 
 
@@ -56,7 +57,7 @@ def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
     assert "resumed after each of the 2 interruptions is unknown: unless it restores its own checkpoints" in text
     (row,) = json.loads(printed(capsys, str(run.path), "--json"))
     assert row["gpu_hours"]["productive"] == 0
-    assert status.progress(summarize(run, None)) == "attempt 1: step 2 \x1b[31mloss"
+    assert printing.progress(summarize(run, None)) == "attempt 1: step 2 \x1b[31mloss"
 
 
 def test_report_calls_nothing_productive_that_is_not_known_to_be(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

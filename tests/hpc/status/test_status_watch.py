@@ -22,7 +22,7 @@ from hpc.run.rundir import RunDir
 
 # The intervals are constants of the verb, which no flag changes: the test would last minutes.
 WATCH = (
-    "import sys; from hpc.status import __main__ as status, run_view; "
+    "import sys; from hpc.commands.start import status; from hpc.status import run_view; "
     "run_view._QUEUE_SECONDS = run_view._AWAY_SECONDS = 0.1; "
     "status._WATCH_SECONDS = 0.1; status._WATCH_SHARE = 1; sys.exit(status.main(['--watch', *sys.argv[1:]]))"
 )

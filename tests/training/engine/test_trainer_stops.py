@@ -267,7 +267,7 @@ def test_a_stop_retries_a_failed_checkpoint(start: Starter) -> None:
 
 def fail_to_publish_once() -> None:
     """In a rank: fail to write the first best model, as on a full disk."""
-    from training.engine import run_logger
+    from training.monitoring import run_logger
 
     publish = run_logger.publish_directory
     failed: list[Path] = []

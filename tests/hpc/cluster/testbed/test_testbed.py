@@ -291,7 +291,7 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     assert "needs root" in fails(*box, sys.executable, "-c", as_nobody)
     assert call(*box, *testbed_verb, "down") == f"ended the testbed of {PATHS.root}"
     assert call(*box, *testbed_verb, "down") == f"there is no testbed in {PATHS.root}"
-    assert "hpc.cluster.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
+    assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
 
 
 def test_links_are_as_slow_as_was_asked_for(box: Box) -> None:
