@@ -6,7 +6,6 @@ import `hpc.base` through this file, too: so the API (`hpc.commands.api`) is imp
 
 import contextlib
 import importlib
-import itertools
 import os
 import re
 import sys
@@ -44,26 +43,24 @@ def _prepare_verb() -> None:
         sys.exit(2)
 
 
-def _run_elsewhere() -> None:
-    """Have `python -m hpc.VERB` be `python -m hpc VERB`: the verb's module has a longer name.
+def _start() -> None:
+    """Prepare `python -m hpc`, and have `python -m hpc.VERB` be `python -m hpc VERB`: the verb's module lies elsewhere.
 
-    It replaces this process: a verb that ran during the import of its package would block threads that import from it.
+    This replaces the process. A verb that ran during the import of its package would block threads that import from it.
     """
-    words = [*sys.orig_argv[1:], ""]
-    for at, (word, following) in enumerate(itertools.pairwise(words)):
-        # The module may follow at once, and other flags without a value precede: -umhpc.status.
-        if not (flag := re.fullmatch("(-[bBdEiIOPqRsStuvx]*m)(.*)", word)):
-            continue
-        module, rest = (flag[2], words[at + 1 : -1]) if flag[2] else (following, words[at + 2 : -1])
-        if module.partition(".")[0] != __name__:
-            return
-        _prepare_verb()
-        commands = importlib.import_module(f"{__name__}.__main__") if "." in module else None
-        verb = module.rpartition(".")[2]
-        if commands and verb in commands.VERBS and module in {f"{__name__}.{verb}", commands.module_of(verb)}:
-            os.execv(sys.executable, [sys.executable, *words[:at], flag[1], __name__, verb, *rest])  # noqa: S606
+    arguments = sys.argv[1:]
+    words = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]
+    # The module may stand in one word with the flag, as in -umhpc.status.
+    found = re.fullmatch(rf"(-[a-zA-Z]*?m)?{__name__}(\..+)?", words[-1]) if words else None
+    if not found:
         return
+    flag, verb = found[1], (found[2] or "").rpartition(".")[2]
+    file = os.path.join(os.path.dirname(__file__), *(found[2] or "").split("."))
+    runs = any(map(os.path.isfile, (f"{file}.py", os.path.join(file, "__main__.py"))))
+    if verb and (not runs or found[2].startswith(".commands.")):
+        os.execv(sys.executable, [sys.executable, *words[:-1], *filter(None, [flag]), __name__, verb, *arguments])  # noqa: S606
+    _prepare_verb()
 
 
 if sys.argv[:1] == ["-m"]:  # only while Python looks for the module to run
-    _run_elsewhere()
+    _start()

@@ -8,9 +8,7 @@ from hpc.base.errors import UserError
 from hpc.base.kernel import is_alive
 from hpc.run.causes import JobState
 from hpc.run.events.history import History
-from hpc.run.events.kinds import (
-    Submitted,
-)
+from hpc.run.events.kinds import Submitted
 from hpc.run.rundir import RunDir
 from hpc.slurm import client as slurm
 from hpc.slurm.squeue import SlurmJob, jobs_by_script

@@ -1,4 +1,4 @@
-"""The verb `report`: reads the runs, writes the CSV tables and then the page. Runs on the login node."""
+"""`hpc report`: write the page and the tables, once or until the runs have ended. Runs on the login node."""
 
 import time
 from dataclasses import dataclass

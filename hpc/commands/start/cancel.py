@@ -1,9 +1,4 @@
-"""`hpc cancel`: end runs; `hpc resume` continues them, unless they end for good. Runs on the login node.
-
-Slurm ends the run's jobs first, which works on a full disk too. The event keeps agents and supervisors from continuing
-the run, and ends the work of agents that scancel did not reach. A local run has only the event: its agents would take
-the signal for a request to requeue.
-"""
+"""`hpc cancel`: end runs; `hpc resume` continues them, unless they end for good. Runs on the login node."""
 
 import sys
 from dataclasses import dataclass

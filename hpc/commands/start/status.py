@@ -1,4 +1,4 @@
-"""`hpc status`: a table of runs, of a single one also its interruptions; and the wait of `submit --wait`."""
+"""`hpc status`: a table of runs, of a single one also its interruptions. Runs on the login node."""
 
 import time
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`hpc submit`: the command line, and what it prints. Runs on the login node."""
+"""`hpc submit`: the command line. Runs on the login node."""
 
 import sys
 from collections.abc import Sequence
