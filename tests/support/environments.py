@@ -25,6 +25,7 @@ def make_venv(path: Path, torch: str = "") -> Path:
         torch: the source of its torch.
     """
     subprocess.run([BASE, "-m", "venv", "--without-pip", str(path)], check=True)
+    (path / ".gitignore").unlink(missing_ok=True)  # Python 3.13 writes one, which is no part of the environment
     site = path / SITE
     (site / "ours.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
     (site / "torch").mkdir()
