@@ -7,7 +7,8 @@ import faulthandler
 import gc
 import time
 
-from training.relay import STOP_SIGNALS, Heartbeat, signals
+from training.relay.progress_files import Heartbeat
+from training.relay.stop_signals import STOP_SIGNALS, signals
 
 # Handle signals before all other imports: importing torch takes seconds, and a signal then must not end the rank
 # unsaved. A rank that hangs is sent SIGABRT: it prints the stacks of its threads and dies.

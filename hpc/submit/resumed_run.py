@@ -50,7 +50,7 @@ from hpc.submit.new_run import preemption_grace
 from hpc.submit.settings import adaptable_settings_of, plain, settings_of
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
 from training.config.train_config import Adjustable, TrainConfig, check_world
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 
 # Longer than most jobs take to save and end after hpc cancel.
 _ENDING_SECONDS = 60.0

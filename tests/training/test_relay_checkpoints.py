@@ -14,7 +14,7 @@ import pytest
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import STATE_TENSORS, STATE_VALUES
-from training.relay import (
+from training.relay.checkpoint_files import (
     file_names,
     find_damage,
     list_checkpoints,
@@ -175,7 +175,8 @@ KILLED_IN_THE_MIDDLE = """
 import os, shutil, signal, sys
 from pathlib import Path
 from training.checkpoint.snapshot import remove_others
-from training.relay import remove_newer, save_checkpoint
+from training.relay.checkpoint_files import save_checkpoint
+from training.relay.restoring import remove_newer
 
 def remove_a_file_and_die(path, **_):
     (path / "state.json").unlink()

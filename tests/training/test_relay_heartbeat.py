@@ -14,7 +14,7 @@ import pytest
 from support.trainings import Starter, children, lines, slow, wait_for_the_end_of
 
 from hpc.run.nodedir import NodeDir
-from training.relay import Heartbeat
+from training.relay.progress_files import Heartbeat
 
 FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")
 STEPS = 18

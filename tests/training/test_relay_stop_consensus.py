@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import distributed
 
-from training.relay import StepFlags, StopConsensus, StopRequested, stop_consensus
+from training.relay import stop_consensus
+from training.relay.stop_consensus import StepFlags, StopConsensus, StopRequested
 from training.runtime.process_group import ProcessGroup
 
 

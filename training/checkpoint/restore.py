@@ -26,16 +26,8 @@ from training.checkpoint.snapshot import missing_results, remove_others
 from training.checkpoint.state import TrainState
 from training.checkpoint.writer import shard_directory, snapshot_directory
 from training.monitoring.run_logger import RunLogger
-from training.relay import (
-    Candidate,
-    checkpoint_path,
-    discard,
-    file_names,
-    find_candidates,
-    find_damage,
-    list_checkpoints,
-    restore_newest,
-)
+from training.relay.checkpoint_files import checkpoint_path, discard, file_names, find_damage, list_checkpoints
+from training.relay.restoring import Candidate, find_candidates, restore_newest
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

@@ -15,7 +15,7 @@ from hpc.base.files import last_json_line, read_json_lines
 from hpc.base.kernel import available_memory_bytes
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import STATE_VALUES, RunDir
-from training.relay import (
+from training.relay.checkpoint_files import (
     checkpoint_path,
     list_checkpoints,
     missing_snapshot_bytes,

@@ -21,7 +21,7 @@ from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
 from training.models.parallel import load_full_state_dict
-from training.relay import Saveable
+from training.relay.object_states import Saveable
 from training.runtime.compat import scaler_tensors
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress

@@ -27,7 +27,9 @@ from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
 from training.config.rules import Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
-from training.relay import BackgroundWriter, remove_newer, save_checkpoint, save_snapshot
+from training.relay.background_writer import BackgroundWriter
+from training.relay.checkpoint_files import save_checkpoint, save_snapshot
+from training.relay.restoring import remove_newer
 from training.runtime.compat import copy_each
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup

@@ -37,7 +37,8 @@ from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
 from training.monitoring.run_logger import JsonLines, RunLogger
-from training.relay import StepFlags, StopConsensus, StopRequested, signals
+from training.relay.stop_consensus import StepFlags, StopConsensus, StopRequested
+from training.relay.stop_signals import signals
 from training.runtime.console import Console
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup

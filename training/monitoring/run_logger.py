@@ -21,7 +21,8 @@ from hpc.run.events.kinds import Diverged, Event
 from hpc.run.events.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
-from training.relay import BackgroundWriter, publish_directory, remove_unpublished
+from training.relay.background_writer import BackgroundWriter
+from training.relay.checkpoint_files import publish_directory, remove_unpublished
 from training.runtime.console import Console
 from training.runtime.train_progress import Progress
 

@@ -23,33 +23,12 @@ the newest one. Of `torch`, nothing is imported here: the import takes seconds, 
 import time
 from typing import Any
 
-# The trainer, the node agents and the commands of the login node import from here what is not called below.
-from .background_writer import BackgroundWriter
-from .checkpoint_files import (
-    WriteFiles,
-    checkpoint_path,
-    describe_file,
-    discard,
-    file_names,
-    find_damage,
-    list_checkpoints,
-    missing_snapshot_bytes,
-    publish_directory,
-    read_checkpoint,
-    reject,
-    remove_published,
-    remove_unpublished,
-    save_checkpoint,
-    save_snapshot,
-    step_of,
-)
 from .object_states import Saveable
-from .progress_files import Heartbeat, Phase, progress_files
-from .rank_exchange import all_gather_bytes, broadcast_bytes, ranks
-from .restoring import Candidate, find_candidates, remove_newer, restore_newest
+from .progress_files import progress_files
+from .rank_exchange import ranks
 from .saved_state import SavedState
-from .stop_consensus import StepFlags, StopConsensus, StopRequested
-from .stop_signals import STOP_SIGNALS, signals
+from .stop_consensus import StepFlags, StopRequested
+from .stop_signals import signals
 from .this_rank import THIS_RANK
 
 __all__ = ["report", "should_stop", "state"]

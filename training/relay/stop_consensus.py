@@ -74,12 +74,12 @@ class StopConsensus:
             StopRequested: some rank received a signal.
         """
         agreed = flags if self._group is None else self.wait()
+        if agreed.signal:
+            raise StopRequested(agreed.signal)
         self.interval = agreed.interval or 1
         # What was agreed on happens now. A rank may still request it, but it must not happen twice.
         wanted = StepFlags(*(0 if done else flag for done, flag in zip(agreed, flags, strict=True)))
         self._start(wanted._replace(interval=self._proposed_interval(max_interval)))
-        if agreed.signal:
-            raise StopRequested(agreed.signal)
         return agreed
 
     def _proposed_interval(self, max_interval: float) -> int:

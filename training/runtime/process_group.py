@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from hpc.base.errors import UserError
 from hpc.base.kernel import resident_memory_bytes
-from training.relay import all_gather_bytes, broadcast_bytes
+from training.relay.rank_exchange import all_gather_bytes, broadcast_bytes
 from training.runtime.busy_gpu import occupy, wait_while_busy
 from training.runtime.cpu_affinity import bind_to_cores
 from training.runtime.rank_device import device_of_the_node, find_device

@@ -9,7 +9,7 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
-from training.relay import Heartbeat, Phase
+from training.relay.progress_files import Heartbeat, Phase
 from training.runtime.fault_injection import NO_FAULT, Fault
 
 _Item = TypeVar("_Item")

@@ -28,7 +28,7 @@ from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world
 from training.config.training_spec import Training, spec_argv
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.determinism import describe_numerics
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault

@@ -13,7 +13,7 @@ from torch import Tensor
 from hpc.base.files import read_json_lines
 from hpc.run.rundir import MODEL_WEIGHTS, STATE_VALUES, RunDir
 from training.checkpoint.sharded import read_full
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Fields that describe an attempt and its speed, not the training.

@@ -32,7 +32,7 @@ from jobs.staging.source import is_archive
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
 from training.config.train_config import TrainConfig
-from training.relay import checkpoint_path, find_damage, list_checkpoints, step_of
+from training.relay.checkpoint_files import checkpoint_path, find_damage, list_checkpoints, step_of
 
 _EXPORTED = (".pt2", ".onnx")
 # Flags of the other run about how to get a node. The number of nodes and the time are the evaluation's own.

@@ -27,7 +27,7 @@ from hpc.submit.sbatch_flags import explain
 from hpc.submit.settings import adaptable_settings_of
 from training.config.changes import refuse_on_fork
 from training.config.train_config import TrainConfig
-from training.relay import find_damage, list_checkpoints, step_of
+from training.relay.checkpoint_files import find_damage, list_checkpoints, step_of
 
 _OF_NEW_TRAININGS = ("config", "recipe")
 _OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}

@@ -20,7 +20,7 @@ from training.config import model_names
 from training.config.model_names import cache_directory, models_of, resolve_weights, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.models.factory import add_hidden_layer, build_model, head_name, last_layer_name
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 
 FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema-decay=0.5", "--val-split=0")
 # What no step changes, so that the weights at the end are those of the beginning.

@@ -23,7 +23,8 @@ from training.checkpoint.restore import Restorer
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
-from training.relay import Heartbeat, Phase, list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
+from training.relay.progress_files import Heartbeat, Phase
 from training.runtime import process_group
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext

@@ -20,7 +20,7 @@ from training.data.transforms.mixup import draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
 from training.engine.shared_data import loader_workers
 from training.engine.trainer import Trainer
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.process_group import ProcessGroup
 
 

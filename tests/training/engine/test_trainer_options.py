@@ -20,7 +20,7 @@ from training.engine.launch import make_trainer
 from training.engine.loss_meter import LossMeter
 from training.models.ema import Ema
 from training.models.factory import build_model
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

@@ -31,7 +31,7 @@ from training.evaluation.validation import learned_nothing, tables_of
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.monitoring.run_logger import RunLogger
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.train_progress import Progress
@@ -243,7 +243,7 @@ def accuracy_of(model: Path, data: Path) -> float:
 
 def unlearn_and_log_beats(directory: Path) -> None:
     """In a rank: log the phase of each heartbeat."""
-    from training.relay import Heartbeat
+    from training.relay.progress_files import Heartbeat
 
     unlearn_in_the_last_epoch()
 

@@ -25,7 +25,7 @@ from training.engine.optim import OPTIMIZERS
 from training.models.factory import build_model
 from training.models.fsdp import blocks
 from training.profile import main as profile
-from training.relay import describe_file, list_checkpoints, step_of
+from training.relay.checkpoint_files import describe_file, list_checkpoints, step_of
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
@@ -173,7 +173,7 @@ def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(s
 def no_room_on_rank_1() -> None:
     """In a rank: another one's disk is full, until it is told to stop."""
     from training.checkpoint.writer import HostCopy
-    from training.relay import signals
+    from training.relay.stop_signals import signals
 
     write = HostCopy.write
 

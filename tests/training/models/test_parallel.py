@@ -16,7 +16,7 @@ from training.checkpoint.sharded import read_full
 from training.config.train_config import TrainConfig
 from training.engine.trainer import Trainer
 from training.models.parallel import compile_training, compiler_error, wrap_for_training
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.process_group import ProcessGroup, SharedError
 
 

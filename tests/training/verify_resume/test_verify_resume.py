@@ -17,7 +17,7 @@ from hpc.base import program
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.fault_injection import POINTS
 from training.verify_resume.__main__ import draw_faults, main, verify
 from training.verify_resume.compare import compare_runs, compare_samples_and_losses, samples_by_step

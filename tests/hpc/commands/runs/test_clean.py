@@ -16,7 +16,7 @@ from support.events import submitted, write_events
 from hpc.base.kernel import start_time
 from hpc.commands.runs.clean import remove
 from hpc.run.rundir import RunDir
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 
 pytestmark = pytest.mark.timeout(400)
 

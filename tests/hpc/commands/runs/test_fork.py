@@ -10,7 +10,7 @@ from support.staging_nodes import contents
 
 from hpc.base.files import read_json_lines
 from hpc.run.rundir import RunDir
-from training.relay import list_checkpoints
+from training.relay.checkpoint_files import list_checkpoints
 
 pytestmark = pytest.mark.timeout(400)
 
