@@ -28,7 +28,10 @@ REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu.json"
 # What the product and these scripts import beside torch, and what the bundle has of it.
 NEEDED = ("numpy", "PIL", "torchvision", "safetensors", "rich", "yaml", "tensorboard")
-BUNDLED = ("tyro", "docstring_parser", "typeguard", "platformdirs", "submitit", "cloudpickle")
+BUNDLED = (
+    "tyro", "docstring_parser", "typeguard", "platformdirs", "submitit", "cloudpickle", "msgspec", "xxhash",
+    "zstandard",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

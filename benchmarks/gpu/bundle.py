@@ -1,31 +1,45 @@
 """`make gpu-bundle`: what `make gpu` needs beside torch, in a directory to bring to a machine without a network.
 
-Pure Python packages, for any version of Python, and Fashion-MNIST: 32 MB.
+    python -m benchmarks.gpu.bundle DIRECTORY [--python-version 3.12]
+
+Packages for the Python of that machine, whose processor must be of this machine's kind, and Fashion-MNIST: 34 MB.
 """
 
 import shutil
-import sys
-from importlib.metadata import files
+import subprocess
+from argparse import ArgumentParser
 from pathlib import Path
+from platform import python_version
 
+from uv import find_uv_bin
+
+from benchmarks.gpu.__main__ import REPOSITORY
 from training.config.dataset_layout import FASHION_MNIST, resolve_data
 
 # Distributions with the modules of `__main__.BUNDLED`, and what those import.
-PACKAGES = ("tyro", "docstring-parser", "typeguard", "platformdirs", "submitit", "cloudpickle", "typing-extensions")
+PACKAGES = (
+    "tyro", "docstring-parser", "typeguard", "platformdirs", "submitit", "cloudpickle", "typing-extensions", "msgspec",
+    "xxhash", "zstandard",
+)  # fmt: skip
 
 
-def main(directory: Path) -> None:
+def main() -> None:
     """Fill the directory."""
-    for package in PACKAGES:
-        for file in files(package) or ():
-            # Scripts lie outside, compiled modules are of one version of Python.
-            if ".." not in file.parts and file.suffix != ".pyc":
-                target = directory / "packages" / file
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(str(file.locate()), target)
+    parser = ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--python-version", default=python_version(), help="of the Python there (default: this one's)")
+    options = parser.parse_args()
+    fill(options.directory, options.python_version)
+    print(f"{options.directory}: type make gpu GPU_BUNDLE={options.directory} there")
+
+
+def fill(directory: Path, version: str) -> None:
+    """Put the packages for a version of Python, and the data set there."""
+    command = [find_uv_bin(), "pip", "install", "--quiet", f"--target={directory / 'packages'}", "--no-deps"]
+    lock = f"--constraint={REPOSITORY / 'requirements.lock'}"
+    subprocess.run([*command, f"--python-version={version}", "--only-binary=:all:", lock, *PACKAGES], check=True)
     shutil.copytree(resolve_data(FASHION_MNIST), directory / FASHION_MNIST, dirs_exist_ok=True)
-    print(f"{directory}: type make gpu GPU_BUNDLE={directory} there")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

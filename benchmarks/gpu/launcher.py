@@ -81,7 +81,7 @@ def play(launcher: Launcher, flags: Sequence[str]) -> tuple[list[Row], int]:
     status = launcher.wait_for_steps(20)
     rows = [row(f"from hpc submit to step 20 on {status['device']}", time.monotonic() - began)]
     [killed] = launcher.hpc("drill", NAME, "worker-kill", "--yes")["interruptions"]
-    rows.append(row("from a rank's death to its next step", killed["seconds"]["first_step"], killed["steps_lost"]))
+    rows.append(row("from a rank's death to its next step", killed["seconds"]["total"], killed["steps_lost"]))
     began = time.monotonic()
     launcher.hpc("cancel", NAME)
     status = launcher.wait("the cancellation", lambda status: status["state"] == "cancelled")

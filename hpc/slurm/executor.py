@@ -31,6 +31,7 @@ from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.squeue import jobs_by_script
+from hpc.slurm.srun import own_pythonpath
 
 # The script's srun inherits these from the shell in which sbatch was typed. If that is another job's shell, they pin
 # every rank to the wrong cores, leave a node's one task with one of its GPUs, or make srun refuse. Slurm itself sets
@@ -55,8 +56,7 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
     PYTHONPATH names the copy of the code. Without -P, python -m would import from the current directory first, where
     the code may have been edited since.
     """
-    path = os.pathsep.join(filter(None, [str(run.packages), os.environ.get("PYTHONPATH")]))
-    return shlex.join(["env", f"PYTHONPATH={path}", sys.executable, "-u", "-P", "-m", module, str(run.path)])
+    return shlex.join(["env", f"PYTHONPATH={own_pythonpath(run.packages)}", sys.executable, "-u", "-P", "-m", module, str(run.path)])
 
 
 def _one_job(run: RunDir) -> list[str]:

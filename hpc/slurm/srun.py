@@ -16,6 +16,9 @@ def step_beside_training(job_id: str, nodes: Sequence[str]) -> list[str]:
     return ["srun", f"--jobid={job_id}", "--overlap", *place]
 
 
-def own_pythonpath() -> str:
-    """Return the PYTHONPATH with which nodes import these packages, and not a user's of the same names."""
-    return os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+def own_pythonpath(packages: Path = Path(__file__).parents[2]) -> str:
+    """Return the PYTHONPATH with which nodes import our packages from a directory, and not a user's of the same names.
+
+    What the user's PYTHONPATH names stays behind it: dependencies of ours may lie there.
+    """
+    return os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))

@@ -23,6 +23,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.client import running_slurm_conf
+from hpc.slurm.srun import own_pythonpath
 from hpc.status.printing import print_interruptions, summaries
 from hpc.status.summary import TERMINAL, Summary
 
@@ -150,7 +151,7 @@ def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
 
 def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
     """Return the command that runs `hpc.cluster.node_faults`, from the run's copy of the code, on nodes of the run."""
-    path = f"PYTHONPATH={target.run.packages}"
+    path = f"PYTHONPATH={own_pythonpath(target.run.packages)}"
     faults = ["env", path, sys.executable, "-P", "-m", "hpc.cluster.node_faults", str(target.run.path), *action]
     if target.cluster == "local":
         return faults
