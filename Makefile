@@ -72,7 +72,8 @@ endif
 test-hard: $(READY)
 	tests/hard $(PARTS)
 
-# Runs benchmarks/gpu/__main__.py on one NVIDIA GPU, in ten minutes. Without a network, name what make gpu-bundle wrote: GPU_BUNDLE=DIR.
+# Runs benchmarks/gpu/__main__.py on one NVIDIA GPU, in about 20 minutes. Without a network, name what make gpu-bundle
+# wrote (for the Python there: GPU_PYTHON_VERSION=3.12): GPU_BUNDLE=DIR.
 GPU_PYTHON ?= $(if $(wildcard $(READY)),$(BIN)/python,python3)
 GPU_BUNDLE ?=
 export GPU_BUNDLE
@@ -83,7 +84,7 @@ gpu:
 
 gpu-bundle: $(READY)
 	@$(call INSTALL,$(PACKAGES))
-	$(BIN)/python -m benchmarks.gpu.bundle $(or $(GPU_BUNDLE),gpu-bundle)
+	$(BIN)/python -m benchmarks.gpu.bundle $(or $(GPU_BUNDLE),gpu-bundle) $(addprefix --python-version=,$(GPU_PYTHON_VERSION))
 
 # The main job on a real Slurm, by the wheel in an environment of its own.
 WHEEL := build/wheel

@@ -25,6 +25,9 @@ from support.cluster import (  # noqa: E402
 from support.fake_slurm import write_programs  # noqa: E402
 
 USER = "torchrelay-test"
+# The tests are of CPUs, on a machine with GPUs too: two ranks cannot share a GPU, and its kernels are others. Those of
+# GPUs are `make gpu`.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # What a test starts must see neither a job's nor a rank's variables of the machine that runs it, nor the size of a
 # terminal, which pytest-xdist sets.
 LEAKS = (

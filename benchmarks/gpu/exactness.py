@@ -75,7 +75,9 @@ def verify(trainings: dict[str, list[str]], data: str, logs: Path) -> list[Row]:
         log.seek(0)
         lines = log.read().strip().splitlines() or ["no output"]
         seconds = round(time.monotonic() - began)
-        rows.append({"training": name, "same_bits": code == 0, "said": lines[-1], "seconds": seconds})
+        # Behind it, Python may warn of what the killed processes left.
+        said = next((line for line in lines if line.startswith("bit-identical")), lines[-1])
+        rows.append({"training": name, "same_bits": code == 0, "said": said, "seconds": seconds})
         if code:
             print(f"--- {name} ---", *lines[-40:], sep="\n")
         log.close()

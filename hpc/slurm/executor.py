@@ -56,7 +56,9 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
     PYTHONPATH names the copy of the code. Without -P, python -m would import from the current directory first, where
     the code may have been edited since.
     """
-    return shlex.join(["env", f"PYTHONPATH={own_pythonpath(run.packages)}", sys.executable, "-u", "-P", "-m", module, str(run.path)])
+    return shlex.join(
+        ["env", f"PYTHONPATH={own_pythonpath(run.packages)}", sys.executable, "-u", "-P", "-m", module, str(run.path)]
+    )
 
 
 def _one_job(run: RunDir) -> list[str]:

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 from dataclasses import asdict
@@ -111,6 +112,14 @@ def test_two_ranks_end_with_the_same_bits() -> None:
     check({"rows": rows, "goals": list(map(asdict, goals))})
 
 
+def test_the_results_of_parts_that_were_not_run_are_kept() -> None:
+    def part(name: str, seconds: float) -> dict[str, Any]:
+        return {"part": name, "seconds": seconds}
+
+    merged = gpu.merge([part("vit", 1), part("stalls", 1)], [part("stalls", 2), part("files", 2)])
+    assert merged == [part("vit", 1), part("stalls", 2), part("files", 2)]
+
+
 @pytest.mark.slow
 @needs_fashion_mnist
 def test_launcher_is_run_as_a_part(tmp_path: Path) -> None:
@@ -125,8 +134,8 @@ def test_launcher_is_run_as_a_part(tmp_path: Path) -> None:
 
 @needs_fashion_mnist
 def test_the_bundle_holds_all_that_a_python_without_them_lacks(tmp_path: Path) -> None:
-    bundle.main(tmp_path / "bundle")
-    names = "tyro, docstring_parser, typeguard, platformdirs, submitit, cloudpickle"
+    bundle.fill(tmp_path / "bundle", platform.python_version())
+    names = ", ".join(gpu.BUNDLED)
     # Without site-packages: what is imported is the bundle's.
     found = subprocess.run(
         [sys.executable, "-S", "-c", f"import {names}; print(tyro.__file__)"],

@@ -207,7 +207,12 @@ class Preprocess:
         if values.shape[2:] != (self.size, self.size):
             values = functional.interpolate(values, (self.size, self.size), mode=self.interpolation, antialias=True)
         values = values.expand(-1, self.channels, -1, -1)
-        return values.contiguous(memory_format=self.memory_format)
+        values = values.contiguous(memory_format=self.memory_format)
+        if self.channels == 1 and self.memory_format == torch.channels_last:
+            # Images of one channel have both formats at once, and torch leaves them as they are. On a GPU, the
+            # gradient of the first weights then has other strides than DDP's buckets: it warns, and copies.
+            values = values.as_strided(values.shape, (self.size**2, 1, self.size, 1))
+        return values
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:

@@ -1,5 +1,6 @@
 """Reading data: the formats, the parts, and the loader."""
 
+import gc
 import gzip
 import os
 import signal
@@ -21,7 +22,7 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.data import in_memory, loader
 from training.data.batch_schedule import BatchRequest
 from training.data.in_memory import class_names, read_digits, read_idx, read_idx_pair
-from training.data.loader import load_batches
+from training.data.loader import Batch, load_batches
 
 
 def test_idx_files_are_read_plain_and_compressed(tmp_path: Path) -> None:
@@ -157,6 +158,43 @@ def test_loader_workers_do_not_keep_the_gpus_of_their_rank(
             for worker in workers:
                 assert open_in(worker, tmp_path) == {"other"}
         assert open_in(os.getpid(), tmp_path) == {"nvidia0", "nvidiactl", "other"}
+
+
+class CollectsGarbage:
+    """Images whose reader collects all garbage first."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _request: BatchRequest) -> Batch:
+        gc.collect()
+        return Batch(*[torch.zeros(1)] * 4)
+
+    def name(self, _index: int) -> str:
+        return ""
+
+
+class Mourned:
+    """Garbage with a cycle, which notes the process that destroys it, as a tensor of a GPU would abort it."""
+
+    def __init__(self, file: Path) -> None:
+        self.file, self.cycle = file, self
+
+    def __del__(self) -> None:
+        self.file.write_text(str(os.getpid()))
+
+
+def test_loader_workers_leave_the_garbage_of_their_rank_alone(tmp_path: Path) -> None:
+    gc.disable()
+    try:
+        Mourned(tmp_path / "destroyed by")
+        with load_batches(CollectsGarbage(), [BatchRequest(indices=(0,), epoch=0)], 1, pin_memory=False) as batches:
+            assert len(list(batches)) == 1
+        assert not (tmp_path / "destroyed by").exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert (tmp_path / "destroyed by").read_text() == str(os.getpid()), "the rank itself collects it later"
 
 
 def open_in(process: int, directory: Path) -> set[str]:

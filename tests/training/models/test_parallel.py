@@ -46,6 +46,20 @@ def test_images_and_weights_lie_in_memory_as_they_should(
         assert values.is_contiguous() == (memory_format == "contiguous")
 
 
+def test_images_of_one_channel_have_the_strides_of_channels_last(
+    group: ProcessGroup, idx_data: Path, tmp_path: Path
+) -> None:
+    trainer = trainer_with(group, idx_data, tmp_path / "run", model="resnet20")
+    channels, size = trainer.data.channels, trainer.data.size
+    images = torch.randint(256, (2, channels, size, size), dtype=torch.uint8)
+    found = trainer.stepper.preprocess(images)
+    assert channels == 1
+    # torch.contiguous leaves images of one channel as they are; cuDNN then computes gradients that DDP must copy.
+    assert found.stride() == found.clone().to(memory_format=torch.channels_last).stride()
+    assert found.stride()[1] == 1
+    assert found.reshape(2, -1).argsort().equal(images.reshape(2, -1).float().argsort()), "the same images"
+
+
 def test_a_static_graph_is_told_to_ddp_and_gives_the_same_gradients(
     group: ProcessGroup, idx_data: Path, tmp_path: Path
 ) -> None:
