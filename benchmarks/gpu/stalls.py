@@ -2,7 +2,7 @@
 
 Waits are counted in steps that also log metrics (torch.cuda.set_sync_debug_mode). A save is measured by windows of
 steps that begin with one, against windows beside them that do not; and as the trainer measures it, which
-`--snapshot-every auto` goes by.
+`--snapshot-every auto` goes by. Batches that the GPU itself makes from images in its memory are measured alone, too.
 """
 
 import os
@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.part import Found, Goal, Row, goal, on_gpu, synchronize
+from benchmarks.gpu.part import Found, Goal, Row, data_directory, device, goal, on_gpu, synchronize
 from benchmarks.speed.loops import Case
 from benchmarks.speed.our_loop import our_trainer
 from hpc.run.nodedir import NodeDir
 from training.checkpoint.writer import StateWriter
+from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import INTERVAL_WORDS
 from training.config.train_config import TrainConfig
+from training.data.batch_schedule import make_schedule
+from training.data.build import load_data, move_to_device
+from training.data.loader import load_device_batches
 from training.engine.trainer import Trainer
 from training.runtime.determinism import configure
 from training.runtime.process_group import connect, disconnect
@@ -32,6 +36,7 @@ _AUTO = INTERVAL_WORDS["snapshot_every"]["auto"]
 # Saves are called here.
 _BY_HAND: dict[str, Any] = {"snapshot_every": "off", "checkpoint_every": "1000000", "log_every": 5}
 _CHECKPOINT_MS, _SNAPSHOT_SHARE = 20, 0.01
+_SIDE, _BATCH = 28, 512
 CASES: tuple[tuple[Case, dict[str, Any]], ...] = (
     (Case(model="resnet50", image_size=224, batch_size=256), {}),
     (
@@ -70,7 +75,7 @@ def stalls_of(trainer: Trainer, seconds: float, rounds: int) -> Row:
     return row
 
 
-def advance(steps: Iterator[None], count: int, save: Callable[[], object] | None = None) -> float:
+def advance(steps: Iterator[object], count: int, save: Callable[[], object] | None = None) -> float:
     """Make some steps, after a save if there is one, and return the seconds."""
     began = synchronize()
     if save:
@@ -80,7 +85,7 @@ def advance(steps: Iterator[None], count: int, save: Callable[[], object] | None
     return synchronize() - began
 
 
-def count_waits(steps: Iterator[None], count: int) -> set[str]:
+def count_waits(steps: Iterator[object], count: int) -> set[str]:
     """Return the lines of code at which the host waits for the GPU in these steps."""
     if not on_gpu():
         advance(steps, count)
@@ -96,6 +101,25 @@ def count_waits(steps: Iterator[None], count: int) -> set[str]:
         for warning in caught
         if "synchronizing" in str(warning.message)
     }
+
+
+def batches_on_device(count: int) -> Row:
+    """Measure how long batches of Fashion-MNIST take that the device itself makes; print the slowest operations."""
+    config = TrainConfig(data=data_directory(), data_on_device="on", flip="on", random_erasing=0.25, val_split=0.0)
+    layout = check_data(resolve_data(config.data))
+    source = move_to_device(config, load_data(config, layout, _SIDE), device()).train
+    requests = make_schedule(len(source), _BATCH, 10**6, config.seed).requests(0, 0, 0, 1)
+    with load_device_batches(device(), source, requests, 0) as batches:
+        advance(batches, 4)
+        seconds = advance(batches, count)
+        waits = count_waits(batches, count)
+        with torch.profiler.profile() as profile:
+            advance(batches, count)
+    print(profile.key_averages().table("self_cpu_time_total", row_limit=12, max_name_column_width=50))
+    return {
+        "model": "batches of Fashion-MNIST", "step_ms": round(seconds / count * 1000, 2), "waits": len(waits),
+        "where": ", ".join(sorted(waits)),
+    }  # fmt: skip
 
 
 def goals(row: Row) -> list[Goal]:
@@ -124,4 +148,7 @@ def measure(*, small: bool) -> Found:
             rows.append(stalls_of(trainer, 0.1 if small else 1.0, 1 if small else 5))
             trainer.finish_writing()
     disconnect()
-    return rows, [each for row in rows for each in goals(row)]
+    found = [each for row in rows for each in goals(row)]
+    made = batches_on_device(4 if small else 50)
+    waits = made["waits"]
+    return [*rows, made], [*found, goal(f"{made['model']}: waits for the GPU", waits, "0", met=waits == 0)]
