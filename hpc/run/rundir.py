@@ -1,8 +1,11 @@
-"""The run directory: every file name of a run, once. Runs everywhere."""
+"""The run directory: every file name of a run, once, and the names that a run may have. Runs everywhere."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hpc.base.errors import UserError
 
 # Files in `final/`.
 CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes.csv", "history.csv"
@@ -10,6 +13,7 @@ CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 # Files in a checkpoint of our trainer.
 STATE_TENSORS, STATE_VALUES = "state.safetensors", "state.json"
+_LONGEST_NAME = 100
 
 
 @dataclass(frozen=True)
@@ -96,3 +100,21 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int) -> Path:
         """Return the file of the output of one rank of one attempt."""
         return self.attempt_logs(attempt) / f"rank-{rank:02d}.log"
+
+
+def check_run_name(name: str) -> None:
+    """Raise UserError for a run's name that cannot be a directory's, or that Slurm would change."""
+    reason = None
+    if not name or len(name) > _LONGEST_NAME:
+        reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"
+    elif "/" in name or name == "." or ".." in name:
+        reason = "it may not contain / or two dots"
+    elif not name.isprintable():
+        reason = "it holds a newline or another control character"
+    elif "%" in name or "\\" in name:
+        reason = "Slurm replaces % and \\ in file names"
+    elif name[0] in "-." or name != name.strip():
+        reason = "it may not begin with - or . nor begin or end with a space"
+    if reason:
+        similar = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", name).strip("-.")[:_LONGEST_NAME] or "my-run"
+        raise UserError(f"--name {name!r}: {reason}. Try --name {similar}")

@@ -53,7 +53,6 @@ _UNCLEAR_TIMES = (
     (r"\d+:\d+", "minutes and seconds", "{0}:00 for hours, or 00:{0}"),
 )
 _UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is all the memory of a node
-_LONGEST_NAME = 100
 # The ports of one run on a node (control channel, staging of data and environment, rendezvous, the ranks' store), and
 # of other runs.
 _MIN_PORTS = 10
@@ -435,21 +434,3 @@ def _check_units(time: str | None, mem: str | None) -> None:
 def program_of(script: Sequence[str]) -> str:
     """Return the program of a user's command line, as typed: `train.py`, or `-m package.module`."""
     return " ".join(script[: 2 if script[0] == "-m" else 1])
-
-
-def check_run_name(name: str) -> None:
-    """Raise UserError for a run's name that cannot be a directory's, or that Slurm would change."""
-    reason = None
-    if not name or len(name) > _LONGEST_NAME:
-        reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"
-    elif "/" in name or name == "." or ".." in name:
-        reason = "it may not contain / or two dots"
-    elif not name.isprintable():
-        reason = "it holds a newline or another control character"
-    elif "%" in name or "\\" in name:
-        reason = "Slurm replaces % and \\ in file names"
-    elif name[0] in "-." or name != name.strip():
-        reason = "it may not begin with - or . nor begin or end with a space"
-    if reason:
-        similar = re.sub(r"[^A-Za-z0-9._-]+|\.\.+", "-", name).strip("-.")[:_LONGEST_NAME] or "my-run"
-        raise UserError(f"--name {name!r}: {reason}. Try --name {similar}")

@@ -11,8 +11,7 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import is_temporary, new_directory, remove_directory
 from hpc.base.text import visible
 from hpc.run.ownership import check_is_own
-from hpc.run.rundir import RunDir
-from hpc.run.spec import check_run_name
+from hpc.run.rundir import RunDir, check_run_name
 from hpc.studies.group_dir import GroupDir, GroupSpec
 from hpc.submit.code_copy import UserCode, copy_files
 from hpc.submit.options import SubmitOptions

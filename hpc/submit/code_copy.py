@@ -1,7 +1,8 @@
 """The copy of the code that a run executes, made at submission. Runs on the login node.
 
-`code/` has the tracked files of the user's repository as in the working tree, the files of --include, and in
-`.torchrelay/` our three packages. So neither an edit nor an upgrade changes a run that waits or resumes.
+`code/` has the tracked files of the user's repository as in the working tree, the script and what it imports from there
+(tracked or not), the files of --include, and in `.torchrelay/` our three packages. So neither an edit nor an upgrade
+changes a run that waits or resumes.
 
 Our packages are plain files. Imports from a zip are as fast, but before 3.13 Python prints uncaught exceptions without
 the source lines of a zip.
@@ -9,7 +10,6 @@ the source lines of a zip.
 
 import glob
 import os
-import shlex
 import shutil
 import stat
 from collections.abc import Sequence
@@ -46,17 +46,6 @@ class UserCode:
     revision: str | None = None
     """The git revision of the code, if `root` is a copy of a repository."""
 
-    def missing_imports(self) -> list[str]:
-        """Return the files below the root that the script imports, even indirectly, and that the copy would lack."""
-        if not self.entry or self.in_place:
-            return []
-        file = self.root / self.entry
-        is_module = self.script[0] == "-m"
-        search = module_directories(self.root, self.working_directory) if is_module else (file.parent, self.root)
-        found = imported_files(file, search)
-        inside = (str(path.relative_to(self.root)) for path in found if path.is_relative_to(self.root))
-        return sorted(set(inside) - set(self.names))
-
 
 def find_code(
     working_directory: Path,
@@ -66,7 +55,7 @@ def find_code(
     *,
     elsewhere: bool = False,
 ) -> UserCode:
-    """Return the code of the repository of the working directory, if there is one.
+    """Return the code of the working directory, and of the repository around it, if there is one.
 
     Args:
         working_directory: the directory from which paths are given.
@@ -76,18 +65,22 @@ def find_code(
         elsewhere: whether a module may be installed in an environment that this process cannot see.
 
     Raises:
-        UserError: a pattern matches nothing, or the copy would lack the script.
+        UserError: a pattern matches nothing, there is no such module, or the script is outside of the repository.
     """
     here, root = working_directory.resolve(), _root(working_directory)
     no_code = (root / ".git", (here / runs_dir).resolve())
     added = [name for pattern in include for name in _matches(here, root, pattern, no_code)]
-    top = git.repository(here)
-    names = tuple(sorted({*(git.tracked_files(root) if top else ()), *added}))
+    names = {*(git.tracked_files(root) if git.repository(here) else ()), *added}
     if not script:
-        return UserCode(root=root, names=names)
+        return UserCode(root=root, names=tuple(sorted(names)))
     place, script, file = _find_script(here, root, script, elsewhere=elsewhere)
-    inside = _path_in_copy(file, root, here, names, in_repository=top is not None) if file else ""
-    return UserCode(root=root, names=names, working_directory=place, script=script, entry=inside)
+    entry = ""
+    if file:
+        entry = _path_in_copy(file, root, here)
+        search = module_directories(root, place) if script[0] == "-m" else [file.parent, root]
+        imported = (path for path in imported_files(file, search) if path.is_relative_to(root))
+        names |= {entry, *(str(path.relative_to(root)) for path in imported)}
+    return UserCode(root=root, names=tuple(sorted(names)), working_directory=place, script=script, entry=entry)
 
 
 def _find_script(
@@ -101,25 +94,14 @@ def _find_script(
     return place, (os.path.relpath(file, here), *script[1:]), file
 
 
-def _path_in_copy(path: Path, root: Path, here: Path, names: Sequence[str], *, in_repository: bool) -> str:
-    """Return the path of the script's file relative to the root. Raises UserError if the copy would lack it."""
-    name = os.path.relpath(path, here)
-    otherwise = "or --in-place to run it where it is"
+def _path_in_copy(path: Path, root: Path, here: Path) -> str:
+    """Return the path of the script's file relative to the root. Raises UserError if it is outside."""
     if not path.is_relative_to(root):
         raise UserError(
-            f"{name} is not below {root}, so it would be missing in the run's copy of the code: move it there, "
-            f"{otherwise}"
+            f"{os.path.relpath(path, here)} is not below {root}, so it would be missing in the run's copy of the code: "
+            "move it there, or --in-place to run it where it is"
         )
-    inside = str(path.relative_to(root))
-    if inside not in names:
-        reason = "is not tracked by git" if in_repository else f"is in no git repository of {here}"
-        how = f"type {'' if in_repository else 'git init and '}git add {shlex.quote(name)}"
-        include_it = f"use --include {shlex.quote(name)}"
-        raise UserError(
-            f"{name} {reason}, so it would be missing in the run's copy of the code: {how}, or {include_it}, "
-            f"{otherwise}"
-        )
-    return inside
+    return str(path.relative_to(root))
 
 
 def code_in_place(working_directory: Path, script: tuple[str, ...], *, elsewhere: bool = False) -> UserCode:
@@ -178,8 +160,15 @@ def copy_code(run: RunDir, code: UserCode) -> None:
     """Create `code/`."""
     copy_files(code, run.code)
     _copy_packages(run.packages)
-    if revision := code.revision or git.git_revision(code.root):
+    if revision := code.revision or _revision(code):
         run.revision.write_text(f"{revision}\n")
+
+
+def _revision(code: UserCode) -> str | None:
+    """Return the git revision of the code, with `+dirty` also if files are copied that git does not track."""
+    revision = git.git_revision(code.root)
+    dirty = revision and set(code.names) - set(git.tracked_files(code.root))
+    return f"{revision.removesuffix('+dirty')}+dirty" if revision and dirty else revision
 
 
 def _copy_packages(target: Path) -> None:

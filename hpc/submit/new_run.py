@@ -68,7 +68,7 @@ def start_run(
         in_place=str(code.root) if code.in_place else None,
     )  # fmt: skip
     check_place(run, spec)
-    warn(options, spec, code)
+    warn(options, spec)
     environment = this_environment() if options.stage_env else None
     if options.dry_run:
         return NewRun(run=run, spec=spec)

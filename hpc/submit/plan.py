@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import secrets
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -11,12 +10,11 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.node_info import torch_build
-from hpc.base.text import visible
 from hpc.base.units import duration_seconds
 from hpc.commands import cli
 from hpc.run.nodedir import check_stage_dir
-from hpc.run.rundir import RunDir
-from hpc.run.spec import Cluster, RunSpec, check_run_name, program_of
+from hpc.run.rundir import RunDir, check_run_name
+from hpc.run.spec import Cluster, RunSpec
 from hpc.run.spec_file import script_program
 from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.submission import check_ready
@@ -163,16 +161,10 @@ def check_place(run: RunDir, spec: RunSpec) -> None:
             checks.check_is_shared("--in-place: the script in", (start / spec.script[0]).resolve().parent)
 
 
-def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
+def warn(options: SubmitOptions, spec: RunSpec) -> None:
     """Print warnings, on stderr, about effects that the user may not want."""
     warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
-    if missing := code.missing_imports():
-        names = shlex.join(os.path.relpath(code.root / name) for name in missing)
-        warnings.append(
-            f"{visible(program_of(code.script))} imports files that git does not track, so they will be missing "
-            f"in the run's copy of the code: type git add {names}, or use --include"
-        )
     for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)

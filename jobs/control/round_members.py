@@ -16,7 +16,7 @@ _MAX_FAILED_ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipView:
-    """What the head node's agent knows."""
+    """The states of the nodes and the limits of the run, from which `decide_round` chooses the members of a round."""
 
     num_nodes: int
     """In the allocation."""

@@ -242,9 +242,9 @@ def rank_environment(
 
 
 def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:
-    """A process environment in which the Python environment of `python`, its `bin/python`, is the active one.
+    """Return `base`, where the Python environment at `prefix` is active, with that of the interpreter `python` instead.
 
-    In `base` the one at `prefix` is active: paths to its programs and libraries become paths to the new one's.
+    Entries of PATH and LD_LIBRARY_PATH below `prefix` become the same paths in the new environment.
     """
     copy = str(Path(python).parent.parent)
     if copy == prefix:

@@ -41,7 +41,7 @@ _CHUNK_BYTES = 16 * 2**20
 
 
 class NodeGroup(StagingGroup):
-    """The nodes of one attempt, for one data set, as one of them sees it."""
+    """One node's view of the nodes of an attempt while they stage one data set."""
 
     def __init__(
         self, allocation: NodeAllocation, channel: ControlChannel, source: Path, secret: str, ports: Sequence[int]

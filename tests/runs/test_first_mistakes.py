@@ -40,7 +40,6 @@ MISTAKES = {
     f"{TWO} -- srun python train.py": "'srun' is not a Python file: after --, give the file that it runs on each rank",
     f"{TWO} -- python train.py": "'python' is not a Python file: after --, give the file that it runs on each rank",
     f"{TWO} -- ./train.sh": "'./train.sh' is not a Python file: after --, give the file that it runs on each rank",
-    f"{TWO} -- train.py": "type git init and git add train.py, or use --include train.py, or --in-place",
     f"{TWO} --epochs 3 -- train.py": "--epochs is a flag of the image classifier: leave it out, or pass it to",
     f"{TWO} --python ENV/bin/python -- train.py": "which does not exist: use the interpreter of your environment",
     # A training.

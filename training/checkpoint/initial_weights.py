@@ -27,7 +27,10 @@ _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 
 
 def load_initial_weights(context: RunContext, state: TrainState, group: ProcessGroup) -> str:
-    """Load `--weights` into the model and its moving average, and return what was. All ranks must call this.
+    """Load `--weights` into the model and its moving average. All ranks must call this.
+
+    Returns:
+        A sentence that names the file and the layers that are new.
 
     Raises:
         SharedError: the file cannot be read, or holds another model's weights.

@@ -40,7 +40,7 @@ _MEGABYTES = {"cpu": 2, "cuda": 64}
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """The result of the preflight. Only `seconds` differs between ranks."""
+    """The result of the preflight. Ranks have the same, except for what they measure: the bandwidth and the time."""
 
     world_size: int
     device: str

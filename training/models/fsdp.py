@@ -72,10 +72,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class FsdpModel:
-    """A sharded model with the interface of DDP: call it, with all parts of a step except the last in `no_sync`.
+    """A sharded model that is called like DDP: all parts of a step except the last are in `no_sync`.
 
-    Gradients are reduced and sharded after every part, not only after the last, because unsharded gradients would take
-    the memory that FSDP saves.
+    Unlike DDP's, `no_sync` postpones no reduction: gradients are reduced and sharded after every part, because
+    unsharded gradients would take the memory that FSDP saves.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup, *, syncs_buffers: bool) -> None:

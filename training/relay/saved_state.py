@@ -93,7 +93,10 @@ class SavedState:
                 progress_files.event("train_stopped", step=self.step, signal=name, seconds=seconds)
 
     def due(self) -> tuple[int, int]:
-        """Return whether a checkpoint, and a snapshot, are due: 1 or 0. The clock of rank 0 decides."""
+        """Return 1 or 0 for whether a checkpoint is due, and a snapshot; ranks other than 0 return zeros.
+
+        Records the first step once it is done.
+        """
         if self._first_step is not None and self.step > self._first_step:
             progress_files.event("first_step", step=self.step)
             self._first_step = None

@@ -251,7 +251,7 @@ class MemoryEmptied(Event, frozen=True, kw_only=True):
 
 
 class NotForked(Event, frozen=True, kw_only=True):
-    """An agent could not fork its ranks, because forks of torchrun cannot use GPUs."""
+    """Each rank of a node started a Python of its own, because forks of torchrun cannot use the GPUs there."""
 
     node: str
     detail: str

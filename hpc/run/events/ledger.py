@@ -44,8 +44,9 @@ def dated(event: Event, **fields: object) -> Event:
 def line_of(event: Event) -> str:
     """Return an event as one line of a ledger, without the fields that have their defaults.
 
-    An undated event gets the present time. The line is ASCII, so that names which are not UTF-8 can be written. Earlier
-    releases, which may still run as the agents of a run, refuse null in a field that cannot be absent to them.
+    An undated event gets the present time. The line is ASCII, so that names which are not UTF-8 can be written. Fields
+    with their defaults are left out instead of written as null: agents of an earlier release may still run, and reject
+    null where they require a value.
     """
     event = dated(event) if event.time == UNDATED else event
     usual = {field.name: field.default for field in msgspec.structs.fields(type(event))}

@@ -11,7 +11,10 @@ from hpc.services.tracking.tracker import TITLES, TrackingError
 
 
 def check_ready(service: Service) -> None:
-    """Raise UserError if the package, the address or the key of a tracker is missing. Asks a server only for a key."""
+    """Raise UserError if the package, the address or the key of a tracker is missing.
+
+    Only W&B's check of the key may contact a server.
+    """
     need_package(service, service, TITLES[service])
     if service == "wandb":
         from hpc.services.tracking.wandb_tracker import check_login  # noqa: PLC0415 - takes a second

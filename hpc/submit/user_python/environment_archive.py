@@ -171,7 +171,7 @@ def portable_script(script: bytes, prefix: Path) -> bytes:
 
 
 def _is_abandoned(temporary: Path) -> bool:
-    """Return whether the process that wrote a temporary file is dead."""
+    """Return whether the process that wrote a temporary file is dead; on another host, whether the file is old."""
     _, host, pid, started, _ = temporary.name.rsplit(".", 4)
     if host == _host():
         return not is_alive(pid, int(started))

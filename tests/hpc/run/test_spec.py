@@ -6,8 +6,8 @@ import pytest
 from support.events import of_training, script_spec
 
 from hpc.base.errors import UserError
-from hpc.run.rundir import RunDir
-from hpc.run.spec import Recovery, Resources, RunSpec, check_run_name, is_flat
+from hpc.run.rundir import RunDir, check_run_name
+from hpc.run.spec import Recovery, Resources, RunSpec, is_flat
 from hpc.run.spec_file import script_program
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig

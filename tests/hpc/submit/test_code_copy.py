@@ -1,5 +1,6 @@
 """What a run gets of the user's code and of ours, and what of it git sees."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -40,26 +41,43 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
-MISSING = [
+TRACKED = {".gitignore", "src/my.py", "src/tracked.py"}
+IMPORTED = {
     "src/ignored.py", "src/package/__init__.py", "src/package/inner.py", "src/package/sibling.py", "top/deep.py",
-]  # fmt: skip
+}  # fmt: skip
 
 
-def test_untracked_files_that_a_script_imports_are_named(repository: Path) -> None:
-    assert find_code(repository, ("src/my.py",)).missing_imports() == MISSING
-    assert find_code(repository / "src", ("my.py",)).missing_imports() == MISSING
-    assert find_code(repository, ()).missing_imports() == [], "our trainer imports none of them"
+def test_a_script_and_what_it_imports_are_copied_whether_git_tracks_them_or_not(repository: Path) -> None:
+    assert set(find_code(repository, ("src/my.py",)).names) == {*TRACKED, *IMPORTED}
+    assert set(find_code(repository / "src", ("my.py",)).names) == {*TRACKED, *IMPORTED}
+    assert set(find_code(repository, ("-m", "my")).names) == {*TRACKED, *IMPORTED}
+    assert set(find_code(repository, ()).names) == TRACKED, "our trainer imports none of them"
+    git(repository, "rm", "-q", "--cached", "src/my.py")
+    assert set(find_code(repository, ("src/my.py",)).names) == {*TRACKED, *IMPORTED}
+    shutil.rmtree(repository / ".git")
+    alone = find_code(repository / "src", ("my.py",))
+    assert alone.root == repository / "src"
+    assert set(alone.names) == {name.removeprefix("src/") for name in {*TRACKED, *IMPORTED} if name.startswith("src/")}
+
+
+def test_the_revision_of_a_run_with_untracked_files_is_dirty(repository: Path, tmp_path: Path) -> None:
+    git(repository, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
+    commit = git(repository, "rev-parse", "HEAD").strip()
+    for name, script, revision in (("ours", (), commit), ("untracked", ("src/my.py",), f"{commit}+dirty")):
+        run = RunDir(tmp_path / "runs" / name)
+        run.path.mkdir(parents=True)
+        copy_code(run, find_code(repository, script))
+        assert run.revision.read_text() == f"{revision}\n"
 
 
 def test_included_files_are_copied(repository: Path) -> None:
     run = RunDir(repository / "runs" / "run")
     run.path.mkdir(parents=True)
-    code = find_code(repository / "src", ("my.py",), ("package", "ignored.py", "../conf/**/*.yaml", "../top/*"))
-    assert code.missing_imports() == []
+    code = find_code(repository / "src", ("my.py",), ("../conf/**/*.yaml", "unused.py"))
     assert (code.working_directory, code.script, code.entry) == ("src", ("my.py",), "src/my.py")
     copy_code(run, code)
     copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file()}
-    own = {".gitignore", "src/my.py", "src/tracked.py", "conf/a.yaml", "conf/more/b.yaml", *MISSING}
+    own = {*TRACKED, *IMPORTED, "conf/a.yaml", "conf/more/b.yaml", "src/unused.py"}
     assert {name for name in copied if not name.startswith(".torchrelay/")} == own
 
 
@@ -67,7 +85,6 @@ def test_module_of_the_repository_is_named_from_its_top_or_from_src(repository: 
     for name, file in (("src.my", "src/my.py"), ("my", "src/my.py")):
         found = find_code(repository / "src", ("-m", name, "x"))
         assert (found.script, found.entry) == (("-m", name, "x"), file)
-    assert find_code(repository, ("-m", "my")).missing_imports() == MISSING
     assert find_code(repository, ("-m", "json.tool")).entry == "", "it is installed"
     assert find_code(repository, ("-m", "absent.module"), elsewhere=True).entry == ""
 
@@ -91,16 +108,10 @@ def test_module_is_found_from_the_working_directory(repository: Path) -> None:
     assert find_code(repository / "src", ("-m", "package.inner")).entry == "src/package/inner.py"
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        ("absent.module", "module 'absent.module' is neither below .* or .*/src nor installed: give its name"),
-        ("package.inner", "src/package/inner.py is not tracked by git.*: type git add src/package/inner.py, or use"),
-    ],
-)
-def test_module_that_a_run_would_not_have_is_refused(repository: Path, module: str, message: str) -> None:
+def test_a_module_that_is_neither_there_nor_installed_is_refused(repository: Path) -> None:
+    message = "module 'absent.module' is neither below .* or .*/src nor installed: give its name"
     with pytest.raises(UserError, match=message):
-        find_code(repository, ("-m", module))
+        find_code(repository, ("-m", "absent.module"))
 
 
 def test_neither_runs_nor_what_git_keeps_is_code(repository: Path) -> None:
@@ -116,7 +127,6 @@ def test_neither_runs_nor_what_git_keeps_is_code(repository: Path) -> None:
     [
         ("src/my.py", "nothing*", r"--include nothing\*: there is no such file in "),
         ("src/my.py", "/etc/hostname", "--include /etc/hostname: /etc/hostname is not below .*: copy it to that"),
-        ("src/unused.py", "conf", "is not tracked by git.*: type git add src/unused.py, or use --include src"),
         ("/etc/hostname", "conf", "is not below .*: move it there, or --in-place to run it where it is"),
     ],
 )
@@ -146,15 +156,10 @@ def test_runs_do_not_show_in_git_status(repository: Path, ignored: bool) -> None
     assert (repository / "runs" / ".gitignore").exists() != ignored
 
 
-def test_submission_warns_of_untracked_imports(repository: Path) -> None:
+def test_submission_says_where_the_script_starts(repository: Path) -> None:
     words = ("submit", "--cluster=local", "--dry-run", "--name=run")
     done = Site(repository, "/nonexistent").hpc(*words, "--", "src/my.py")
     assert done.returncode == 0, done.stderr
-    assert done.stderr == (
-        "hpc submit: warning: src/my.py imports files that git does not track, so they will be missing in the "
-        "run's copy of the code: type "
-        f"git add {' '.join(MISSING)}, or use --include\n"
-        f"hpc submit: src/my.py starts in {repository}/runs/run/code\n"
-    )
+    assert done.stderr == f"hpc submit: src/my.py starts in {repository}/runs/run/code\n"
     refused = Site(repository, "/nonexistent").hpc(*words, "--in-place", "--include=conf", "--", "src/my.py")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
