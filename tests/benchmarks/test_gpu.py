@@ -3,9 +3,10 @@
 import json
 import multiprocessing
 import os
-import platform
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from support.real_images import needs_fashion_mnist
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import bundle, exactness, part, stalls, throughput, two_ranks
+from benchmarks.gpu import exactness, part, stalls, throughput, two_ranks
 from training.config.command_line import parse_flags
 from training.config.dataset_layout import FASHION_MNIST
 from training.verify_resume.__main__ import VerifyOptions
@@ -132,15 +133,20 @@ def test_launcher_is_run_as_a_part(tmp_path: Path) -> None:
     assert [goal["value"] for goal in launched["goals"]] == [0, 0], "steps lost, processes left"
 
 
-@needs_fashion_mnist
-def test_the_bundle_holds_all_that_a_python_without_them_lacks(tmp_path: Path) -> None:
-    bundle.fill(tmp_path / "bundle", platform.python_version())
-    names = ", ".join(gpu.BUNDLED)
-    # Without site-packages: what is imported is the bundle's.
-    found = subprocess.run(
-        [sys.executable, "-S", "-c", f"import {names}; print(tyro.__file__)"],
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "bundle" / "packages")},
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    assert found.stdout.startswith(str(tmp_path))
-    assert len(list((tmp_path / "bundle" / "fashion-mnist").iterdir())) == 4
+# Names of distributions that differ from those of their modules.
+MODULES = {"pillow": "PIL", "pyyaml": "yaml", "scikit-learn": "sklearn"}
+LAUNCHED = [f"hpc.commands.{each}" for each in ("start.submit", "start.status", "start.cancel", "runs.resume")]
+    f"hpc.commands.{verb}" for verb in ("start.submit", "start.status", "start.cancel", "runs.resume", "cluster.drill")
+]
+
+
+def test_make_gpu_needs_no_package_that_is_neither_expected_there_nor_in_the_bundle() -> None:
+    wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = [re.split("[<>=]", each)[0].lower() for each in wanted]
+    absent = {MODULES.get(name, name) for name in names} - {"torch", *gpu.NEEDED, *gpu.BUNDLED}
+    assert "bokeh" in absent, "a dependency that make gpu does not need"
+    modules = [*LAUNCHED, "jobs.agent", "training.__main__", *(f"benchmarks.gpu.{each.module}" for each in gpu.PARTS)]
+    # An import of a name that is None fails.
+    program = f"import sys\nsys.modules.update(dict.fromkeys({absent}))\nimport {', '.join(modules)}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
