@@ -136,8 +136,6 @@ def test_launcher_is_run_as_a_part(tmp_path: Path) -> None:
 # Names of distributions that differ from those of their modules.
 MODULES = {"pillow": "PIL", "pyyaml": "yaml", "scikit-learn": "sklearn"}
 LAUNCHED = [f"hpc.commands.{each}" for each in ("start.submit", "start.status", "start.cancel", "runs.resume")]
-    f"hpc.commands.{verb}" for verb in ("start.submit", "start.status", "start.cancel", "runs.resume", "cluster.drill")
-]
 
 
 def test_make_gpu_needs_no_package_that_is_neither_expected_there_nor_in_the_bundle() -> None:
