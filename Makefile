@@ -9,7 +9,7 @@ ifneq ($(wildcard /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundl
 export UV_SYSTEM_CERTS := true
 endif
 PACKAGES := slurm-wlm munge iproute2 dataset-fashion-mnist python3-venv
-TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync fish zsh
+TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync fish zsh xz-utils
 INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' || \
 	{ echo "installing Debian's packages $(1)"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1) >/dev/null; }
 

@@ -30,6 +30,7 @@ from typing import Any, Self
 import zstandard
 
 from hpc.base.errors import TorchrelayError
+from jobs.compat import check_tar_headers
 from jobs.staging.copy_progress import stop_if
 from jobs.staging.source import inside_name, read_with_retries
 from jobs.staging.store import CopiedFile, bytes_on_disk, checksum, write_all
@@ -103,13 +104,6 @@ class _TarInfo(tarfile.TarInfo):
     """Raises an error where tarfile takes damage for the archive's end, and for headers that would fill the memory."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        header = super().frombuf(buf, encoding, errors)
-        if header.type in _EXTENDED_HEADERS and not 0 <= header.size <= _LONGEST_HEADER_BYTES:
-            raise tarfile.ReadError(f"a header of {header.size} bytes")
-        return header
-
-    @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
         try:
             return super().fromtarfile(tar)
@@ -121,6 +115,14 @@ class _TarInfo(tarfile.TarInfo):
             raise
         except tarfile.HeaderError as error:
             raise tarfile.ReadError(f"{error} at byte {tar.offset}") from error
+
+
+def _check_header(header: tarfile.TarInfo) -> None:
+    if header.type in _EXTENDED_HEADERS and not 0 <= header.size <= _LONGEST_HEADER_BYTES:
+        raise tarfile.ReadError(f"a header of {header.size} bytes")
+
+
+check_tar_headers(_TarInfo, _check_header)
 
 
 class _RetryingFile(io.FileIO):

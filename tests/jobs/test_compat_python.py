@@ -7,6 +7,7 @@ import atexit
 import multiprocessing
 import runpy
 import sys
+import tarfile
 import threading
 from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix
 
@@ -27,6 +28,7 @@ from jobs import compat
         (multiprocessing.process, "_parent_process", "a rank would not look like a main process"),
         (threading.main_thread(), "_set_native_id", "a rank would have the thread id of its wrapper"),
         (popen_fork.Popen, "terminate", "a rank would wait for ever for children that ignore SIGTERM"),
+        (tarfile.TarInfo, "_proc_member", "an archive could fill the memory of a node with one header"),
         (torch.cuda, "_is_in_bad_fork", "ranks that cannot use the GPUs would be forked"),
     ],
 )

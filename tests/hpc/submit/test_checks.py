@@ -143,7 +143,7 @@ def test_impossible_recovery_is_refused() -> None:
 def test_setup_that_could_not_run_is_refused() -> None:
     check_setup(["module load cuda/12.4", "if true\nthen\n  source it\\'s.sh\nfi"], "slurm")
     with pytest.raises(
-        UserError, match=r"--setup 'if true' is not valid Bash \(.*unexpected end of file\): write each --setup"
+        UserError, match=r"--setup 'if true' is not valid Bash \(.*unexpected end of file.*\): write each --setup"
     ):
         check_setup(["true", "if true"], "slurm")
     with pytest.raises(UserError, match="--setup is 'true', but --cluster local has no batch script: type it in this"):
