@@ -21,6 +21,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError
 from hpc.base.files import DEV_SHM, DISK_FULL, TEMPORARY
 from hpc.base.kernel import interface_addresses, raise_open_files_limit
+from hpc.base.transport import pick_port
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import Joined, NodeFailed
 from hpc.run.nodedir import HeldNodeDir
@@ -37,7 +38,6 @@ from jobs.ending import conclude, conclude_failed_agent, replace_headless_job, s
 from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, run_round
-from jobs.ranks.torchrun_command import pick_port
 from jobs.senders import commenting, sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging

@@ -21,6 +21,7 @@ from typing import Any
 
 from hpc.base.errors import TorchrelayError
 from hpc.base.node_info import inspect_node
+from hpc.base.transport import pick_port
 from hpc.run.nodedir import stage_dir_on_node
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
@@ -31,7 +32,7 @@ from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.round import rank_environment
-from jobs.ranks.torchrun_command import Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.ranks.usage import query_gpus
 from jobs.staging.copy_progress import CopyProgress, StagingStopped
 from jobs.staging.node_staging import NodeGroup

@@ -51,7 +51,7 @@ from benchmarks.photos import CLASSES, make_folder
 from benchmarks.processes import descendants, memory_bytes
 from benchmarks.speed.loops import SMALL_CNN, Case
 from benchmarks.speed.rank import LOOPS, OURS, RANKS
-from training.verify_resume.local_launch import free_port
+from hpc.base.transport import pick_port
 
 SYNTHETIC, JPEG, PACKED = "in memory", "JPEG", "packed"
 BY_HAND = "hand-written"
@@ -118,7 +118,7 @@ class LoopOnImages:
         (directory / "node").mkdir(mode=0o700)
         words = [self.loop, str(directory), str(seconds), json.dumps(asdict(self.case))]
         fixed = {
-            "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_PORT": str(pick_port()),
             "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         with (directory / "log").open("a") as log:

@@ -32,8 +32,8 @@ import numpy as np
 from benchmarks.harness import Findings, Flags, Row, Sample, benchmark, say, spread, take_turns
 from benchmarks.photos import photo
 from benchmarks.staging.throttle import MB, Speed, Storage
+from hpc.base.transport import pick_port
 from jobs.staging.store import is_memory
-from training.verify_resume.local_launch import free_port
 
 NODE = Path(__file__).with_name("node.py")
 OURS = "torchrelay"
@@ -126,7 +126,7 @@ def by_hand(bench: Bench, nodes: int, command: str) -> float:
 
 def ours(bench: Bench, nodes: int, source: Path) -> float:
     """Stage with agents that are running and know each other, as they do when a job stages; return the seconds."""
-    common = [sys.executable, str(NODE), f"--nodes={nodes}", f"--port={free_port()}", f"--run={bench.disks / 'run'}"]
+    common = [sys.executable, str(NODE), f"--nodes={nodes}", f"--port={pick_port()}", f"--run={bench.disks / 'run'}"]
     with ExitStack() as held:
         started = [
             held.enter_context(

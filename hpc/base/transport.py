@@ -1,6 +1,6 @@
-"""Authenticated connections between the nodes of a run: the agents' control channel, and staging's peers.
+"""Authenticated connections between the nodes of a run (the agents' control channel, staging's peers), and free ports.
 
-Runs on compute nodes.
+Runs on compute nodes; local launches choose ports, too.
 
 The handshake proves to each end that the other one has the secret, which never travels:
 
@@ -31,6 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 HANDSHAKE_SECONDS = 5.0
@@ -38,6 +39,12 @@ _CHALLENGE_BYTES = _MAC_BYTES = 32
 _LENGTH, _NUMBER, _TIMEVAL = struct.Struct("!I"), struct.Struct("!Q"), struct.Struct("@ll")
 _BACKLOG = 1024  # all agents of a large job connect at once
 _RETRY_SECONDS = 0.1
+# Ports below this belong to system services, those of the ephemeral range to outgoing connections.
+LOWEST_PORT = 10_000
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_DEFAULT_EPHEMERAL = 32_768
+# `listen` shuffles what it tries, with the random numbers of the system: slow for all twenty thousand.
+_TRIES = 1000
 
 
 class TransportError(ConnectionError):
@@ -211,6 +218,21 @@ def listen(ports: Sequence[int] = ()) -> socket.socket:
             if error.errno not in {errno.EADDRINUSE, errno.EACCES}:
                 raise
     raise OSError(errno.EADDRINUSE, f"the ports {min(ports)} to {max(ports)} are all in use")
+
+
+def pick_port(ports: Sequence[int] = ()) -> int:
+    """Return a free port: one of `ports`, or one below the ephemeral range.
+
+    It is random, so that two jobs on one node hardly ever pick the same.
+
+    Raises:
+        OSError: all that were tried are in use.
+    """
+    if not ports:
+        first_ephemeral = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
+        ports = range(LOWEST_PORT, max(first_ephemeral, LOWEST_PORT + 1000))
+    with listen(random.sample(ports, min(_TRIES, len(ports)))) as free:
+        return int(free.getsockname()[1])
 
 
 def connect(address: tuple[str, int], secret: str, purpose: str, limits: Limits) -> Connection:

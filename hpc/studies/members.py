@@ -1,7 +1,6 @@
 """The runs of a group: their common settings, the start of one, and their supervision. Runs on the login node."""
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any, TypedDict
 
 from hpc.base import program
 from hpc.base.errors import UserError
-from hpc.base.git import git_revision
 from hpc.commands import cli
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
@@ -64,7 +62,7 @@ def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart
         "script": code.script,
         "working_directory": str(code.root / code.working_directory) if code.in_place else code.working_directory,
         "names": None if code.in_place else code.names,
-        "revision": None if code.in_place else git_revision(code.root),
+        "revision": None if code.in_place else code.revision,
     }
 
 
@@ -107,8 +105,8 @@ def _submit_member(
         code = code_in_place(Path(place), script, elsewhere=True)
     else:
         code = UserCode(
-            root=group.code, names=spec.names, working_directory=place, script=script, revision=spec.revision,
-            entry=os.path.normpath(Path(place, script[0])) if is_file else "",
+            root=group.code, names=spec.names, working_directory=place, script=script,
+            copied_revision=spec.revision,
         )  # fmt: skip
     # An absolute path can be checked from any current directory.
     typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script

@@ -39,12 +39,18 @@ class UserCode:
     script: tuple[str, ...] = ()
     """The script's path from the working directory, or `-m` and the module; then its arguments. Empty for our
     trainer."""
-    entry: str = ""
-    """The file of the script or module, relative to `root`; empty for our trainer and an installed module."""
     in_place: bool = False
     """Whether the script runs where it is."""
-    revision: str | None = None
+    has_untracked: bool = False
+    """Whether git does not track some of the files to copy."""
+    copied_revision: str | None = None
     """The git revision of the code, if `root` is a copy of a repository."""
+
+    @property
+    def revision(self) -> str | None:
+        """The git revision of the code, with `+dirty` if files differ from it or are not tracked; asks git."""
+        revision = self.copied_revision or git.git_revision(self.root)
+        return f"{revision.removesuffix('+dirty')}+dirty" if revision and self.has_untracked else revision
 
 
 def find_code(
@@ -70,17 +76,15 @@ def find_code(
     here, root = working_directory.resolve(), _root(working_directory)
     no_code = (root / ".git", (here / runs_dir).resolve())
     added = [name for pattern in include for name in _matches(here, root, pattern, no_code)]
-    names = {*(git.tracked_files(root) if git.repository(here) else ()), *added}
-    if not script:
-        return UserCode(root=root, names=tuple(sorted(names)))
-    place, script, file = _find_script(here, root, script, elsewhere=elsewhere)
-    entry = ""
-    if file:
-        entry = _path_in_copy(file, root, here)
-        search = module_directories(root, place) if script[0] == "-m" else [file.parent, root]
-        imported = (path for path in imported_files(file, search) if path.is_relative_to(root))
-        names |= {entry, *(str(path.relative_to(root)) for path in imported)}
-    return UserCode(root=root, names=tuple(sorted(names)), working_directory=place, script=script, entry=entry)
+    tracked = set(git.tracked_files(root) if git.repository(here) else ())
+    names, place = {*tracked, *added}, "."
+    if script:
+        place, script, file = _find_script(here, root, script, elsewhere=elsewhere)
+        names |= _own_files(file, root, here, script, place) if file else set()
+    return UserCode(
+        root=root, names=tuple(sorted(names)), working_directory=place, script=script,
+        has_untracked=not names <= tracked,
+    )  # fmt: skip
 
 
 def _find_script(
@@ -94,14 +98,15 @@ def _find_script(
     return place, (os.path.relpath(file, here), *script[1:]), file
 
 
-def _path_in_copy(path: Path, root: Path, here: Path) -> str:
-    """Return the path of the script's file relative to the root. Raises UserError if it is outside."""
-    if not path.is_relative_to(root):
+def _own_files(file: Path, root: Path, here: Path, script: tuple[str, ...], place: str) -> set[str]:
+    """Return the script's file and those that it imports, relative to the root. Raises UserError if it is outside."""
+    if not file.is_relative_to(root):
         raise UserError(
-            f"{os.path.relpath(path, here)} is not below {root}, so it would be missing in the run's copy of the code: "
+            f"{os.path.relpath(file, here)} is not below {root}, so it would be missing in the run's copy of the code: "
             "move it there, or --in-place to run it where it is"
         )
-    return str(path.relative_to(root))
+    search = module_directories(root, place) if script[0] == "-m" else [file.parent, root]
+    return {str(path.relative_to(root)) for path in {file, *imported_files(file, search)} if path.is_relative_to(root)}
 
 
 def code_in_place(working_directory: Path, script: tuple[str, ...], *, elsewhere: bool = False) -> UserCode:
@@ -160,15 +165,8 @@ def copy_code(run: RunDir, code: UserCode) -> None:
     """Create `code/`."""
     copy_files(code, run.code)
     _copy_packages(run.packages)
-    if revision := code.revision or _revision(code):
+    if revision := code.revision:
         run.revision.write_text(f"{revision}\n")
-
-
-def _revision(code: UserCode) -> str | None:
-    """Return the git revision of the code, with `+dirty` also if files are copied that git does not track."""
-    revision = git.git_revision(code.root)
-    dirty = revision and set(code.names) - set(git.tracked_files(code.root))
-    return f"{revision.removesuffix('+dirty')}+dirty" if revision and dirty else revision
 
 
 def _copy_packages(target: Path) -> None:

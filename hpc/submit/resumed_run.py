@@ -23,7 +23,7 @@ import tyro
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import last_json_line, write_atomic
-from hpc.base.git import git_revision, repository
+from hpc.base.git import repository
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.causes import Cause
@@ -256,7 +256,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
             cancellations=len(history.of(Cancelled)),
             by=getpass.getuser(),
             changed=changed_settings(before, after),
-            revision=git_revision(Path.cwd()) if copy else None,
+            revision=run.revision.read_text().strip() if copy and run.revision.exists() else None,
             stop_lead_seconds=after.stop_lead_seconds,
             grace_seconds=preemption_grace(after),
         )
@@ -284,7 +284,7 @@ def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
     """Copy the repository of the current directory.
 
     Raises:
-        UserError: the repository does not track the run's script.
+        UserError: the run's directory or script is not in the repository.
     """
     temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
     cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)

@@ -1,19 +1,11 @@
 """The rendezvous of a round's nodes: port, address, interface, and torchrun's command line. Runs on compute nodes."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.base.environment import SECRET
-from hpc.base.transport import listen
 
-# Ports below this belong to system services, those of the ephemeral range to outgoing connections.
-LOWEST_PORT = 10_000
-EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_DEFAULT_EPHEMERAL = 32_768
-# `listen` shuffles what it tries, with the random numbers of the system: slow for all twenty thousand.
-_TRIES = 1000
 TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
 """By its path: a user's PYTHONPATH must not replace it."""
 
@@ -80,18 +72,3 @@ def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[
         # All nodes have the same number of ranks: torchrun need not ask the others for theirs.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
     }
-
-
-def pick_port(ports: Sequence[int] = ()) -> int:
-    """Return a free port: one of `ports`, or one below the ephemeral range.
-
-    It is random, so that two jobs on one node hardly ever pick the same.
-
-    Raises:
-        OSError: all that were tried are in use.
-    """
-    if not ports:
-        first_ephemeral = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
-        ports = range(LOWEST_PORT, max(first_ephemeral, LOWEST_PORT + 1000))
-    with listen(random.sample(ports, min(_TRIES, len(ports)))) as free:
-        return int(free.getsockname()[1])

@@ -84,7 +84,6 @@ def in_fork(module: str, output: Path, *arguments: str) -> None:
     with output.with_suffix(".log").open("wb", 0) as log:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.argv = ["part", module, *arguments, "--small", f"--output={output}"]
     part.main()
 

@@ -26,10 +26,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from hpc.base.transport import pick_port
 from hpc.run.events import ledger
 from hpc.run.rundir import RunDir
 from support.events import record_of
-from training.verify_resume.local_launch import free_port, kill_ranks, start_ranks, wait_for_ranks
+from training.verify_resume.local_launch import kill_ranks, start_ranks, wait_for_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_SECONDS = 120
 slow = partial(pytest.param, marks=pytest.mark.slow)
+needs_no_gpu_driver = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a driver of GPUs")
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("c++")), reason="needs a C++ compiler")
 # The fixture `ask`: runs a program with arguments, and returns its exit code, stdout and stderr.
 Ask = Callable[..., tuple[int, str, str]]
@@ -188,7 +190,7 @@ def run_forked(
     Once a rank has failed, the others are ended, as by torchrun. The exit code is the first that is not 0.
     """
     (directory / "script.py").write_text(program)
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port()), "WORLD_SIZE": str(ranks)}
     files = [directory / name for name in ("stdout", "stderr")]
     for file in files:
         file.unlink(missing_ok=True)

@@ -5,21 +5,18 @@ A training then starts within a fraction of a second; `verify_resume` and the te
 
 import multiprocessing
 import os
-import random
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from signal import SIGKILL
 
+from hpc.base.transport import pick_port
 from training.config.training_spec import MODULES
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
-_LOWEST_PORT, _TRIES = 10_000, 100
 
 
 def prepare_server() -> None:
@@ -32,7 +29,8 @@ def start_ranks(
     argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
 ) -> list[BaseProcess]:
     """Start ranks with these arguments, whose output goes to the file `log`; each calls `prepare` before it begins."""
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    # Rank 0 listens a second later: a port that the kernel gives to connections could be in use by then.
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port())}
     environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}
     ranks: list[BaseProcess] = []
     for rank, argv in enumerate(argvs):
@@ -41,21 +39,6 @@ def start_ranks(
         process.start()
         ranks.append(process)
     return ranks
-
-
-def free_port() -> int:
-    """Find a port of this machine that nothing listens on.
-
-    It is below the ports that the kernel gives to connections, if possible: rank 0 listens a second later, and a
-    connection of any program could have the port by then.
-    """
-    first_given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    below = range(_LOWEST_PORT, first_given)
-    for port in [*random.sample(below, min(_TRIES, len(below))), 0]:
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
-            return int(listener.getsockname()[1])
-    raise OSError("this machine has no free port")
 
 
 def wait_for_ranks(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:

@@ -9,7 +9,7 @@ import pytest
 from support.waiting import wait_for
 
 from hpc.base import transport
-from hpc.base.transport import Connection, Limits, Server, TransportError, connect
+from hpc.base.transport import Connection, Limits, Server, TransportError, connect, pick_port
 
 SECRET, PURPOSE = "the run's secret", "test"
 LIMITS = Limits(timeout_seconds=10, max_message_bytes=2_000_000)
@@ -276,3 +276,26 @@ def test_defect_in_what_serves_a_connection_is_raised_once_and_ends_that_connect
         connection.send({"question": 1})
         assert connection.receive() == {"answer": 1}
     server.close()
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_taken_ports_are_passed_over(taken: int) -> None:
+    free = pick_port()
+    assert {pick_port((taken, free)) for _ in range(10)} == {free}
+
+
+def test_port_is_below_the_ephemeral_range() -> None:
+    first_ephemeral = int(transport.EPHEMERAL.read_text().split()[0])
+    assert all(10_000 <= pick_port() < first_ephemeral for _ in range(50))
+
+
+def test_no_free_port_is_an_error(taken: int) -> None:
+    with pytest.raises(OSError, match=f"the ports {taken} to {taken} are all in use"):
+        pick_port((taken,))

@@ -74,7 +74,7 @@ def test_included_files_are_copied(repository: Path) -> None:
     run = RunDir(repository / "runs" / "run")
     run.path.mkdir(parents=True)
     code = find_code(repository / "src", ("my.py",), ("../conf/**/*.yaml", "unused.py"))
-    assert (code.working_directory, code.script, code.entry) == ("src", ("my.py",), "src/my.py")
+    assert (code.working_directory, code.script) == ("src", ("my.py",))
     copy_code(run, code)
     copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file()}
     own = {*TRACKED, *IMPORTED, "conf/a.yaml", "conf/more/b.yaml", "src/unused.py"}
@@ -82,18 +82,19 @@ def test_included_files_are_copied(repository: Path) -> None:
 
 
 def test_module_of_the_repository_is_named_from_its_top_or_from_src(repository: Path) -> None:
-    for name, file in (("src.my", "src/my.py"), ("my", "src/my.py")):
+    for name in ("src.my", "my"):
         found = find_code(repository / "src", ("-m", name, "x"))
-        assert (found.script, found.entry) == (("-m", name, "x"), file)
-    assert find_code(repository, ("-m", "json.tool")).entry == "", "it is installed"
-    assert find_code(repository, ("-m", "absent.module"), elsewhere=True).entry == ""
+        assert (found.script, set(found.names)) == (("-m", name, "x"), {*TRACKED, *IMPORTED})
+    assert set(find_code(repository, ("-m", "json.tool")).names) == TRACKED, "it is installed"
+    assert set(find_code(repository, ("-m", "absent.module"), elsewhere=True).names) == TRACKED
 
 
 def test_script_keeps_its_path_from_the_working_directory(repository: Path) -> None:
     here = repository / "conf"
     for given in ("../src/my.py", str(repository / "src/my.py")):
         code = find_code(here, (given, "x"))
-        assert (code.working_directory, code.script, code.entry) == ("conf", ("../src/my.py", "x"), "src/my.py")
+        assert (code.working_directory, code.script) == ("conf", ("../src/my.py", "x"))
+        assert set(code.names) == {*TRACKED, *IMPORTED}
     run = RunDir(repository / "runs" / "run")
     run.path.mkdir(parents=True)
     copy_code(run, code)
@@ -105,7 +106,9 @@ def test_module_is_found_from_the_working_directory(repository: Path) -> None:
     git(repository, "add", "src/package")
     (repository / "package").mkdir()
     (repository / "package" / "inner.py").touch()
-    assert find_code(repository / "src", ("-m", "package.inner")).entry == "src/package/inner.py"
+    names = find_code(repository / "src", ("-m", "package.inner")).names
+    assert "src/package/inner.py" in names
+    assert "package/inner.py" not in names
 
 
 def test_a_module_that_is_neither_there_nor_installed_is_refused(repository: Path) -> None:

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 import pytest
 from support.cluster import ROOT
 
+from hpc.base.transport import pick_port
 from hpc.run.budget import rank_signature
 from hpc.run.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
@@ -15,7 +16,7 @@ from jobs.control.messages import RankFailure
 from jobs.control.root_failure import RootFailure
 from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
-from jobs.ranks.torchrun_command import Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
 
 pytestmark = pytest.mark.slow
 # At each start, rank 1 fails in the next way and rank 0 loses its peer.

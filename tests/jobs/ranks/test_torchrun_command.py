@@ -1,12 +1,10 @@
-import socket
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
+from hpc.base.transport import pick_port
 from jobs.node_attempt import NodeAllocation, find_allocation
-from jobs.ranks import torchrun_command
-from jobs.ranks.torchrun_command import Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
 
 
 def test_allocation_from_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,29 +30,6 @@ def test_allocation_from_submitits_local_executor(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, value)
     allocation = find_allocation(environment)
     assert (allocation.cluster, allocation.job_id, allocation.node_rank, allocation.num_nodes) == ("local", "99", 1, 2)
-
-
-@pytest.fixture
-def taken() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
-def test_taken_ports_are_passed_over(taken: int) -> None:
-    free = pick_port()
-    assert {pick_port((taken, free)) for _ in range(10)} == {free}
-
-
-def test_port_is_below_the_ephemeral_range() -> None:
-    first_ephemeral = int(torchrun_command.EPHEMERAL.read_text().split()[0])
-    assert all(10_000 <= pick_port() < first_ephemeral for _ in range(50))
-
-
-def test_no_free_port_is_an_error(taken: int) -> None:
-    with pytest.raises(OSError, match=f"the ports {taken} to {taken} are all in use"):
-        pick_port((taken,))
 
 
 MEETING = Rendezvous(run="r", attempt=1, secret="n", round=1, num_nodes=2, host="10.0.0.2", port=12345, node=0)

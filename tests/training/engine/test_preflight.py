@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.trainings import Starter, events
+from support.trainings import Starter, events, needs_no_gpu_driver
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.nn import functional
@@ -189,7 +189,7 @@ def test_more_ranks_than_instances_of_mig_are_the_users_mistake(monkeypatch: pyt
         find_device(second, HashStore())
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+@needs_no_gpu_driver
 def test_it_is_said_why_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device_file = tmp_path / "nvidiactl"
     assert why_no_gpu((device_file,)) == f"no GPU driver is loaded (there is no {device_file})"

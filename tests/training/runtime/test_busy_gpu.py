@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.fake_slurm import write_programs
-from support.trainings import needs_compiler
+from support.trainings import needs_compiler, needs_no_gpu_driver
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
 
 from hpc.base.errors import BadNodeError, TorchrelayError
@@ -107,7 +107,7 @@ RANK = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, restarts
 
 
 @needs_compiler
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+@needs_no_gpu_driver
 def test_a_rank_that_the_driver_has_refused_is_started_again_once_it_accepts_new_processes(driver: Path) -> None:
     driver.touch()
     with pytest.raises(TorchrelayError, match="refused this process, but accepts new ones") as raised:
@@ -116,7 +116,7 @@ def test_a_rank_that_the_driver_has_refused_is_started_again_once_it_accepts_new
 
 
 @needs_compiler
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has GPUs")
+@needs_no_gpu_driver
 @pytest.mark.usefixtures("driver")
 def test_a_driver_that_goes_on_refusing_makes_its_node_a_bad_one() -> None:
     with pytest.raises(BadNodeError, match="cannot use the driver: Error 2: out of memory"):

@@ -28,9 +28,9 @@ from torch.distributed.elastic.rendezvous import (
 
 from hpc.base.environment import RESTARTS
 from hpc.base.kernel import process_state
-from hpc.base.transport import Limits, TransportError, connect
+from hpc.base.transport import Limits, TransportError, connect, pick_port
 from jobs.ranks.torchrun import Torchrun
-from jobs.ranks.torchrun_command import Rendezvous, pick_port, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
 from training.runtime import node_rendezvous
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 

@@ -13,7 +13,7 @@ from support.cluster import ROOT
 from support.trainings import Starter
 from torch import Tensor, distributed
 
-from jobs.ranks.torchrun_command import pick_port
+from hpc.base.transport import pick_port
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from
 
