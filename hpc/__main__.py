@@ -28,7 +28,6 @@ _RUNS = {
     "sweep": "search for the best settings, with a run for each trial",
     "scaling": "run the same training on several numbers of nodes and compare the speed",
     "shell": "open a shell on a node of a run",
-    "top": "show the GPU and CPU use of each rank",
     "sync": "send a run's metrics to Weights & Biases or MLflow",
     "clean": "list the disk use of old runs, or remove them",
 }
@@ -37,7 +36,6 @@ _CLUSTER = {
     "doctor": "find cluster settings that will cost your runs work or time",
     "smoke": "measure nodes and network, and list what is slow",
     "drill": "cause a failure in a run and measure the recovery",
-    "stage": "list or remove staged copies of data sets on this machine",
     "notify": "send a test message to the recipients of hpc submit --notify",
     "config": "show the default flags and the files that set them",
     "completion": "print the completion script for bash, zsh or fish",

@@ -33,7 +33,6 @@ from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
 from jobs.ranks.round import rank_environment
 from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
-from jobs.ranks.usage import query_gpus
 from jobs.staging.copy_progress import CopyProgress, StagingStopped
 from jobs.staging.node_staging import NodeGroup
 from jobs.staging.stager import Stager
@@ -49,6 +48,7 @@ _LONGEST_MESSAGE = 500
 # Slurm starts the tasks of a job within seconds, and files on shared storage show after up to a minute.
 _MEET_SECONDS, _POLL_SECONDS = 90.0, 0.2
 _WRITE_BYTES, _BLOCK_BYTES = 256 * 2**20, 4 * 2**20
+_NVIDIA_SMI_SECONDS = 20
 # A mount that hangs must not hold up the other nodes for ever.
 _STAGE_SECONDS = 60.0
 
@@ -111,7 +111,7 @@ def check(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
 
 def measure(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
     """Measure the disk, the clock, the staging of data, and all ranks."""
-    yield {"gpus": tuple(gpu.name for gpu in query_gpus()[0])}
+    yield {"gpus": gpu_names()}
     stage_dir = stage_dir_on_node(probe.stage_dir, os.environ)
     yield {"write_bytes_per_second": write_rate(stage_dir)}
     channel, secret = meet(probe, stack)
@@ -121,6 +121,15 @@ def measure(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
     module = ["training.engine.rank_benchmark", probe.allocation.host]
     line, problem = run_ranks(probe, channel, secret, module, _BENCHMARK)
     yield {"ranks": json.loads(line.removeprefix(_BENCHMARK)) if line else None, "problem": problem}
+
+
+def gpu_names() -> tuple[str, ...]:
+    """Return the names of this node's GPUs; none without nvidia-smi, or if it fails."""
+    if shutil.which("nvidia-smi") is None:
+        return ()
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=_NVIDIA_SMI_SECONDS)
+    return tuple(done.stdout.splitlines()) if done.returncode == 0 else ()
 
 
 def client_error() -> str:

@@ -25,8 +25,6 @@ from hpc.status.summary import Summary
 from hpc.studies.scaling.measures import Measures
 from hpc.studies.scaling.scaling_dir import Mode
 from hpc.supervise.decide import Action
-from jobs.ranks.usage import RankUsage
-from jobs.staging.stager import Staged
 from training.profile import ADVICE, Costs
 
 
@@ -284,37 +282,6 @@ class Profile(TypedDict):
     advice: str
 
 
-class Copy(TypedDict):
-    """A copy of a data set."""
-
-    path: str
-    source: str | None
-    files: int | None
-    bytes: int | None
-    used_at: float | None
-    in_use: bool
-
-
-class ListedCopy(Copy):
-    """With --list, a copy of a data set."""
-
-
-class DeletedCopies(TypedDict):
-    """With --clean, the copies that were deleted, and those that are in use."""
-
-    deleted: list[Copy]
-    in_use: list[Copy]
-
-
-class VerifiedCopy(TypedDict):
-    """With --verify, a copy of a data set."""
-
-    path: str
-    source: str | None
-    damaged: list[str]
-    result: str
-
-
 class Recipient(TypedDict):
     """A recipient of messages."""
 
@@ -352,9 +319,7 @@ DOCUMENTS: dict[str, Any] = {
     "sweep": Sweep,
     "predict": list[Prediction | UnreadableImage],
     "profile": Profile,
-    "stage": Staged | list[ListedCopy] | DeletedCopies | list[VerifiedCopy],
     "testbed": TestbedStatus,
     "notify": list[Recipient],
     "shell": Shell,
-    "top": list[RankUsage],
 }

@@ -110,7 +110,7 @@ def _staging_warning(event: DataStaged) -> str | None:
     if event.in_place:
         return (
             f"{event.node} reads {event.source} in place, without a copy: {event.in_place}; set "
-            "--stage-dir to a larger disk of the nodes, or run hpc stage --clean on that node"
+            "--stage-dir to a larger disk of the nodes"
         )
     if event.in_memory:
         return f"the copy of {event.source} on {event.node} is RAM-backed: add the size of the data set to --mem"

@@ -194,11 +194,11 @@ class CacheEntry:
         except (OSError, ValueError, TypeError):
             return None
 
-    def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool], *, read_all: bool = False) -> list[str]:
+    def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool]) -> list[str]:
         """Return the names of files that differ from the manifest. Creates directories that are missing.
 
-        If the copy was made or verified since the last boot, compares only sizes. If not, or with `read_all`, reads
-        every file. Calls `stopped` for every file and every chunk.
+        If the copy was made or verified since the last boot, compares only sizes. If not, reads every file. Calls
+        `stopped` for every file and every chunk.
 
         Raises:
             StagingStopped: `stopped` returned true.
@@ -206,16 +206,12 @@ class CacheEntry:
         for name in manifest.directories:
             with contextlib.suppress(FileExistsError):
                 (self.data / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not read_all and manifest.boot == boot_id():
+        if manifest.boot == boot_id():
             return [file.name for file in manifest.files if self._has_other_size(file, stopped)]
         damaged = [file.name for file in manifest.files if self._differs(file, stopped)]
-        if not damaged and manifest.boot != boot_id():
+        if not damaged:
             write_manifest(self.path, replace(manifest, boot=boot_id()))
         return damaged
-
-    def distrust(self) -> None:
-        """Make the next staging replace the copy."""
-        (self.path / "manifest").unlink(missing_ok=True)
 
     def _has_other_size(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
         stop_if(stopped())

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support.attacks import attack
-from support.cluster import ENDLESS, SMALL_BATCH, Run, Site, add_script, commands, parent, ranks_of, tiny_data
+from support.cluster import ENDLESS, SMALL_BATCH, Run, Site, add_script, commands, parent, ranks_of, refused, tiny_data
 from support.events import records_in
 
 from hpc.base.kernel import process_state
 from hpc.run.events.kinds import Cancelled
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
+from jobs.staging.store import open_store
 from training.config.packed_index import read_index
 
 pytestmark = pytest.mark.timeout(400)
@@ -92,6 +93,7 @@ def test_killed_and_stopped_ranks_are_replaced(site: Site) -> None:
     never_saved = ("--snapshot-every=off", "--checkpoint-every=1000000")
     run = site.submit("--data=data", LOCAL, *ENDLESS, *never_saved, "--hang-timeout=15s")
     run.wait_for_steps(20)
+    assert "has no job: it runs on this machine" in refused(site, "shell", run.directory.name)
     victim, rank = next(iter(ranks_of(run).items()))
     # A rank whose wrapper is killed cannot report itself, and its peer complains of a lost connection.
     os.kill(parent(victim), signal.SIGKILL)
@@ -242,10 +244,9 @@ def test_images_are_packed_on_the_node_once(site: Site) -> None:
     assert packed[0]["path"] == packed[1]["path"]
     index = read_index(Path(packed[0]["path"]))
     assert (index.size, sum(part.images for part in index.parts)) == (32, 24)
-    copies = json.loads(site.hpc("stage", "--list", "--stage-dir=disk", "--json").stdout)
-    assert sorted(copy["files"] for copy in copies) == [3 + 1, 24], "the photographs, and what they were packed into"
-    check = site.hpc("stage", "--verify", "--stage-dir=disk")
-    assert check.returncode == 0, check.stdout
+    copies = [entry.manifest() for entry in open_store(site.path / "disk").entries()]
+    files = sorted(len(manifest.files) for manifest in copies if manifest)
+    assert files == [3 + 1, 24], "the photographs, and what they were packed into"
     few = site.hpc("submit", LOCAL, "--data=photos", "--pack=auto", "--epochs=2", "--dry-run", *flags)
     assert few.returncode == 0, few.stderr
     other = site.hpc("submit", LOCAL, "--data=data", "--pack=on", "--dry-run", *flags)

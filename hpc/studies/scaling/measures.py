@@ -135,7 +135,7 @@ def conclusions(measured: Sequence[Measures]) -> list[str]:
         found.append(
             f"More ranks pay up to {_words(before.size)}: {_words(after.size)} are {gain if ratio >= 1 else loss}."
         )
-        found += _reason(after) or ["They wait neither for data nor for each other: look at hpc top, hpc doctor."]
+        found += _reason(after) or ["They wait neither for data nor for each other: type hpc doctor."]
     return found + _up_or_out(known)
 
 

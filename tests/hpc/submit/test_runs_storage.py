@@ -58,9 +58,10 @@ def test_stage_dir_without_locks_is_not_used(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "1.jpg").touch()
     (tmp_path / "disk").mkdir()
-    done = python_where_refused(LOCKS, "-m", "hpc", "stage", "photos", "--stage-dir=disk", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.startswith(f"not copied: {tmp_path}/disk/torchrelay-{os.getuid()}/locks/photos-")
+    staging = "from pathlib import Path; from jobs.staging.stager import Stager"
+    staged = f"{staging}; print(Stager(Path('disk').absolute()).stage(Path('photos').absolute()).in_place)"
+    done = python_where_refused(LOCKS, "-c", staged, cwd=tmp_path)
+    assert done.stdout.startswith(f"{tmp_path}/disk/torchrelay-{os.getuid()}/locks/photos-")
     assert done.stdout.endswith(" cannot be locked: its file system has no locks (flock)\n")
     assert not stage(tmp_path / "photos", tmp_path / "disk").reused
 

@@ -1,16 +1,13 @@
-"""`hpc shell` and `hpc top` beside a script: on the nodes of a real Slurm, and on this machine."""
+"""`hpc shell` beside a script: on the nodes of a real Slurm."""
 
 import json
 import os
 import pty
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from support.cluster import TIMEOUT_SECONDS, TWO_NODES, Run, Site, add_script, refused
-
-from hpc.commands.runs.top import parse
 
 # It works and logs for ever.
 BUSY = """
@@ -54,7 +51,7 @@ def typed_into_shell(run: Run, node: str, line: str) -> str:
 
 
 @pytest.mark.slurm
-def test_shell_and_top_run_beside_the_ranks(site: Site) -> None:
+def test_shell_runs_beside_the_ranks(site: Site) -> None:
     add_script(site, "busy.py", BUSY)
     run = site.submit("--name=run", *TWO_NODES, "--", "busy.py")
     run.wait_for_steps(2)
@@ -71,39 +68,11 @@ def test_shell_and_top_run_beside_the_ranks(site: Site) -> None:
     assert command[:3] == ["srun", f"--jobid={run.job_id}", "--overlap"]
     assert f"--nodelist={nodes[0]}" in command
 
-    ranks = json.loads(site.hpc("top", "run", "--json").stdout)
-    assert [(rank["rank"], rank["node"]) for rank in ranks] == list(enumerate(nodes))
-    assert all(rank["cpu_percent"] > 0 and rank["processes"] >= 2 for rank in ranks)
-    table = site.hpc("top", "run").stdout.splitlines()
-    assert table[0].split() == ["rank", "node", "CPU", "processes", "GPU", "busy", "memory"]
-    assert [line.split()[:2] for line in table[1:]] == [[str(rank), node] for rank, node in enumerate(nodes)]
-
     before = len(run.steps())
     run.wait_for_steps(before + 2)
     assert len(run.events("claimed")) == 1, "the script went on"
     run.cancel()
     waits = site.submit("--name=waits", *TWO_NODES, "--sbatch=hold", "--", "busy.py")
     for name in ("run", "waits"):
-        for verb in ("shell", "top"):
-            assert f"run {name} has no running job: hpc status {name} says why" in refused(site, verb, name)
+        assert f"run {name} has no running job: hpc status {name} says why" in refused(site, "shell", name)
     waits.cancel()
-
-
-def test_run_on_this_machine(shared: Path) -> None:
-    site = Site(shared, "/nonexistent")
-    add_script(site, "busy.py", BUSY)
-    two_ranks = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-gpu=1")
-    run = site.submit("--cluster=local", "--name=run", *two_ranks, "--", "busy.py")
-    run.wait_for_steps(2)
-    ranks = json.loads(site.hpc("top", "run", "--json").stdout)
-    assert [rank["rank"] for rank in ranks] == [0, 1]
-    assert all(rank["cpu_percent"] > 0 for rank in ranks)
-    assert "run run has no job: it runs on this machine" in refused(site, "shell", "run")
-    run.cancel()
-    assert "run run is not running: hpc status run shows its state" in refused(site, "top", "run")
-
-
-def test_lines_of_the_cluster_among_the_answers_are_skipped() -> None:
-    answer = {"node": "gpu01", "ranks": [{"rank": 0}]}
-    printed = f'Welcome to the cluster\n[1, 2]\n{json.dumps(answer)}\n{{"node": "gpu02", "ra'
-    assert parse(printed) == {"gpu01": [{"rank": 0}]}
