@@ -18,7 +18,7 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError
+from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError, UserError
 from hpc.base.files import DEV_SHM, DISK_FULL, TEMPORARY
 from hpc.base.kernel import interface_addresses, raise_open_files_limit
 from hpc.base.transport import pick_port
@@ -61,14 +61,25 @@ def main(argv: list[str]) -> int:
     raise_open_files_limit()
     allocation = find_allocation(os.environ)
     try:
-        check_is_own(run)
-        exit_code = _run_attempt(run, RunSpec.load(run), allocation, stop)
+        spec = await_storage(run, stop.__bool__, partial(_load, run))
+        exit_code = _run_attempt(run, spec, allocation, stop)
     except Exception as error:  # noqa: BLE001 - the last resort
         log(_describe(error))
         exit_code = EXIT_NO_SPACE if isinstance(error, OSError) and error.errno in DISK_FULL else 1
     # On Slurm, only the head's exit code may fail the job, because srun exits with the highest exit code of its tasks.
     # With --cluster local, submitit requeues if any task exits with LOCAL_REQUEUE_RETURN_CODE.
     return exit_code if allocation.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
+
+
+def _load(run: RunDir) -> RunSpec:
+    """Load the spec of a run of this user. Raises OSError also if the storage does not answer while it is read."""
+    check_is_own(run)
+    try:
+        return RunSpec.load(run)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in TEMPORARY:
+            raise error.__cause__ from error
+        raise
 
 
 def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: StopRequest) -> int:
@@ -258,6 +269,11 @@ class _Agent:
             save_snapshot(self._node, self._monitor.node_dir)
         phase = channel.status.phase
         channel.report(phase=phase if phase in OVER else Phase.LEFT, heartbeats=())
+        # If the head node dies before its agent has recorded the end of the attempt, nobody else would continue the run.
+        while channel.directive.over and not channel.head_has_ended:
+            if channel.head_is_silent:
+                return take_over(self._node, channel, self._monitor)
+            time.sleep(_POLL_SECONDS)
         channel.close()
         return 0
 

@@ -159,9 +159,10 @@ def must_requeue(cause: Cause, job_state: JobState, *, may_restart: bool) -> boo
     """Return whether the agent must ask for the requeue of a run that may restart, because Slurm does not requeue it.
 
     Slurm requeues a job that lost a node, and a requeue by somebody else is already pending. But Slurm ends a job that
-    still runs or has reached its time limit, and with PreemptMode=CANCEL one that it preempts.
+    still runs, has reached its time limit, or whose batch script was killed, and with PreemptMode=CANCEL one that it
+    preempts.
     """
-    not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.UNKNOWN}
+    not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.FAILED, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:
         not_requeued |= {JobState.CANCELLED, JobState.PREEMPTED}
     return may_restart and cause not in FINAL_CAUSES and job_state in not_requeued

@@ -30,6 +30,10 @@ _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
+# The reasons of COMPLETING jobs. Slurm 22.05.8 gives the second one to a job whose batch script was killed.
+_ENDING_REASONS = {
+    "TimeLimit": JobState.TIMEOUT, "JobLaunchFailure": JobState.FAILED, "NonZeroExitCode": JobState.FAILED,
+}  # fmt: skip
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
 Fields = Mapping[str, str]
@@ -249,15 +253,15 @@ def parse_fields(text: str) -> dict[str, str]:
 def ending_state(fields: Fields, restart: int) -> JobState:
     """Return the state in which a job ends, from `show_job`; `restart` is its restart count when the attempt began.
 
-    While its processes end, every job is COMPLETING. The restart count then shows a requeue and the reason a time
-    limit; the remaining cause is a cancellation.
+    While its processes end, every job is COMPLETING. The restart count then shows a requeue, and the reason a time limit
+    or a killed batch script; the remaining cause is a cancellation.
     """
     state = job_state(fields.get("JobState", ""))
     if state is not JobState.ENDING:
         return state
     if int(fields.get("Restarts", "0")) > restart:
         return JobState.PENDING
-    return JobState.TIMEOUT if fields.get("Reason") == "TimeLimit" else JobState.CANCELLED
+    return _ENDING_REASONS.get(fields.get("Reason", ""), JobState.CANCELLED)
 
 
 def is_preempted(fields: Fields) -> bool:

@@ -20,8 +20,7 @@ from jobs.node_attempt import log
 # Five seconds of silence are a dead node; a busy machine or a switch that reboots a port may be silent for two.
 LOST_SECONDS = 5.0
 _SEND_SECONDS = 0.5
-# While a node stages, the others wait for its status, and it for the head's directive.
-_SEND_STARTING_SECONDS = 0.1
+_SEND_WAITING_SECONDS = 0.1
 _ANSWER_SECONDS = 2.0
 # After a broken connection a node has only this long, not LOST_SECONDS, to reconnect.
 _RECONNECT_SECONDS = 1.5
@@ -239,8 +238,10 @@ class ControlClient:
                 self.met.set()
             if closing:
                 return
-            starting = self.status.phase is Phase.STARTING
-            self._changed.wait(_SEND_STARTING_SECONDS if starting else _SEND_SECONDS)
+            # While a node stages, the others wait for its status, and it for the head's directive; a node that has left
+            # waits for the end of the head's agent.
+            waits = self.status.phase in {Phase.STARTING, Phase.LEFT}
+            self._changed.wait(_SEND_WAITING_SECONDS if waits else _SEND_SECONDS)
 
 
 ControlChannel = ControlServer | ControlClient
