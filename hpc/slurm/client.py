@@ -253,8 +253,8 @@ def parse_fields(text: str) -> dict[str, str]:
 def ending_state(fields: Fields, restart: int) -> JobState:
     """Return the state in which a job ends, from `show_job`; `restart` is its restart count when the attempt began.
 
-    While its processes end, every job is COMPLETING. The restart count then shows a requeue, and the reason a time limit
-    or a killed batch script; the remaining cause is a cancellation.
+    While its processes end, every job is COMPLETING. The restart count then shows a requeue, and the reason shows a
+    time limit or a killed batch script; the remaining cause is a cancellation.
     """
     state = job_state(fields.get("JobState", ""))
     if state is not JobState.ENDING:
