@@ -17,7 +17,7 @@ INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' |
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
 
-.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-wheel test-hard mutants coverage matrix docs pictures check format lock clean
+.PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-wheel test-hard simulate mutants coverage matrix docs pictures check format lock clean
 
 demo: $(READY)
 ifeq ($(ROOT),)
@@ -67,6 +67,13 @@ else
 	@if apt-cache show apptainer >/dev/null 2>&1; then $(call INSTALL,apptainer); fi  # Debian 12 and 13 do not have it
 	$(BIN)/python -m pytest $(MACHINES) $(or $(TESTS),$(TIER))
 endif
+
+# Recovery in a simulated world, in thousands of schedules: make simulate SEEDS=100000. One of them, with its timeline:
+# .venv/bin/python -m tests.simulation --seed N
+SEEDS := 1000
+
+simulate: $(READY)
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --first $$(date +%s)
 
 # The same tests under conditions that must not matter, for hours: make test-hard PARTS="processors order"
 test-hard: $(READY)

@@ -26,6 +26,7 @@ QUIET = Ending(finished=False, cancelled=False, signal=None, job_state=JobState.
         ({"signal": "SIGTERM", "job_state": JobState.PENDING}, Cause.REQUEUED, False),
         ({"job_state": JobState.PENDING}, Cause.REQUEUED, False),
         ({"signal": "SIGTERM"}, Cause.REQUEUED, True),
+        ({"signal": "SIGTERM", "job_state": JobState.FAILED}, Cause.REQUEUED, True),
         ({"signal": "SIGTERM", "job_state": JobState.NODE_FAIL}, Cause.NODE_FAILURE, False),
         ({}, Cause.CRASHED, True),
         ({"job_state": JobState.UNKNOWN}, Cause.CRASHED, True),

@@ -78,6 +78,7 @@ def test_fields_of_scontrol() -> None:
     [
         ({"JobState": "COMPLETING", "Restarts": "1", "Reason": "None"}, JobState.PENDING),
         ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "TimeLimit"}, JobState.TIMEOUT),
+        ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "JobLaunchFailure"}, JobState.FAILED),
         ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "None"}, JobState.CANCELLED),
         ({"JobState": "RUNNING", "Restarts": "0"}, JobState.RUNNING),
         ({}, JobState.UNKNOWN),

@@ -244,6 +244,10 @@ def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
             break
     pause = pausing.events("interruption")[-1]["pause_seconds"]
     assert pause > 0.0
+    charged = len(pausing.events("interruption"))
+    # torchrun has restarted the ranks; now the agents kill them, one after the other.
+    pausing.fail(2, detail="Connection closed by peer", started_at=pausing.clock.now)
+    assert len(pausing.events("interruption")) == charged
     for rank in range(3):
         pausing.nodes.report(rank, phase=Phase.READY)
     pausing.poll(pause - 0.5)

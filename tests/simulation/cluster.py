@@ -1,0 +1,499 @@
+"""The simulated cluster: its hosts, and the product's code in place of each process that it starts.
+
+`install` puts stand-ins where the product's modules name the clock, threads, the network, files, Slurm and torchrun.
+Outside of a simulation, each stand-in passes on to what it stands for.
+"""
+
+import importlib
+import pkgutil
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import hpc
+import hpc.base.files
+import hpc.base.kernel
+import jobs
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Submitted
+from hpc.run.events.ledger import EventWriter
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Recovery, Resources, RunSpec
+from hpc.run.spec_file import Program
+from jobs.control.messages import Directive
+from jobs.node_attempt import NodeAllocation, NodeAttempt
+from simulation.network import Network, SimulatedServer
+from simulation.ranks import Group, Injected, LocalRanks, Torchrun, Training
+from simulation.slurm import Configuration, Job, Slurm
+from simulation.storage import SimulatedOs, SimulatedPath, Storage, storage
+from simulation.world import EPOCH, Event, Process, Thread, World
+from training.relay.checkpoint_files import list_checkpoints, step_of
+
+_AGENT_START_SECONDS = (0.1, 0.6)
+_LOOK_SECONDS = 0.2
+
+
+class Cluster(World):
+    """A world with a cluster in it, and one user's runs."""
+
+    def __init__(self, seed: int, root: Path, configuration: Configuration, training: Training) -> None:
+        super().__init__(seed)
+        self.root, self.training = root, training
+        self.network = Network(self)
+        self.storage = Storage(self, str(root / "shared"))
+        self.slurm = Slurm(self, configuration, self._launch, self._shape)
+        self.local = dict[int, Torchrun]()
+        self.failed = dict[int, list[dict[str, Any]]]()
+        """What the ranks of an agent's node have left of their failures, by the agent's process id."""
+        self.groups = dict[tuple[str, int, int], Group]()
+        self.allocations = dict[int, NodeAllocation]()
+        self.injected = list[Injected]()
+        self.steps = list[tuple[float, int, int, str]]()
+        """When an attempt did which step, and in which job."""
+        self.restored = list[tuple[float, int, int]]()
+        self.set_back = list[tuple[int, int]]()
+        """From which step ranks have begun, and the newest step of which a live host had the state."""
+
+    @classmethod
+    def present(cls) -> "Cluster":
+        """Return the cluster of the running process."""
+        assert isinstance(World.current, cls)
+        return World.current
+
+    # --- runs ---
+
+    def make_run(self, name: str, resources: Resources, recovery: Recovery, *, script: bool) -> RunDir:
+        """Make a run directory, and the process on the login node that submits it."""
+        run = RunDir(SimulatedPath(self.root / "shared" / name))
+        for directory in (run.events, run.logs, run.checkpoints, run.train_metrics.parent):
+            directory.mkdir(parents=True, mode=0o700)
+        run.path.chmod(0o700)
+        program = Program(argv=("train.py",), reports_steps=not script, writes_result=not script)
+        spec = RunSpec(
+            name=name, cluster="slurm", resources=resources, data=None, program=program, stage_dir="/tmp",
+            python=sys.executable, recovery=recovery, id=name,
+        )  # fmt: skip
+        spec.save(run)
+        run.script.write_text(f"srun {run.path}\n")
+        run.environment.write_text("{}")
+        return run
+
+    def submit(self, run: RunDir) -> int:
+        """Submit the first job of a run."""
+        job_id = self.slurm.run("sbatch", str(run.script)).strip()
+        grace = int(self.slurm.configuration.grace_seconds) or None
+        submitted = Submitted(job_id=job_id, cluster="slurm", stop_lead_seconds=30, grace_seconds=grace)
+        EventWriter(run.events / "submit.jsonl").append(submitted)
+        return 0
+
+    def cancel(self, run: RunDir) -> int:
+        """Type `hpc cancel`, until it succeeds."""
+        from hpc.slurm.cancellation import cancel_run
+
+        while True:
+            try:
+                cancel_run(run, History.load(run).outcome or "running")
+            except (TorchrelayError, OSError) as error:
+                self.tell(f"hpc cancel: {error}")
+                self.wait(5.0)
+            else:
+                self.tell("hpc cancel has ended")
+                return 0
+
+    def resume(self, run: RunDir) -> int:
+        """Type `hpc resume` once."""
+        from hpc.submit.resumed_run import options_of, resume_run
+
+        try:
+            resume_run(options_of({"run": str(run.path), "runs-dir": str(run.path.parent)}))
+        except (UserError, TorchrelayError, OSError) as error:
+            self.tell(f"hpc resume: {error}")
+            return 1
+        self.tell("hpc resume has ended")
+        return 0
+
+    def supervise(self, runs_dir: Path, interval: float) -> int:
+        """Type `hpc supervise`."""
+        from hpc.supervise.check import SuperviseOptions, check_runs
+
+        options = SuperviseOptions(runs_dir=runs_dir)
+        while True:
+            try:
+                for line in check_runs(options, []):
+                    if line["action"] != "keep":
+                        problem = f" ({line['problem']})" if line["problem"] else ""
+                        self.tell(f"hpc supervise: {line['action']}: {line['reason']}{problem}")
+            except (TorchrelayError, OSError) as error:
+                self.tell(f"hpc supervise: {error}")
+            self.wait(interval)
+
+    # --- what Slurm starts ---
+
+    def _shape(self, script: str) -> tuple[tuple[int, int], float, float]:
+        spec = RunSpec.load(RunDir(SimulatedPath(script).parent))
+        return spec.job_nodes, self.limit(spec), float(spec.stop_lead_seconds)
+
+    @staticmethod
+    def limit(spec: RunSpec) -> float:
+        """Return the time limit of a run's job, in seconds."""
+        return 60.0 * int((spec.resources.time or "1440m").removesuffix("m"))
+
+    def _launch(self, job: Job) -> Process:
+        return self.start(job.batch_host, f"script of job {job.id}", lambda: self._script(job))
+
+    def _script(self, job: Job) -> int:
+        """Run the batch script: the agents by srun, then the last resort."""
+        from jobs import last_resort
+
+        run, hosts, restart = str(SimulatedPath(job.script).parent), tuple(job.hosts), job.restarts
+        agents = [self._start_agent(job, run, hosts, rank, restart) for rank in range(len(hosts))]
+        while any(
+            agent.alive or (agent.host in self.slurm.dead and agent.host not in self.slurm.down) for agent in agents
+        ):
+            self.wait(_LOOK_SECONDS)
+        exit_code = max((agent.exit_code or 0 for agent in agents), default=0)
+        if exit_code == 0:
+            return 0
+        self.allocations[self.process.pid] = self._allocation(job, hosts, 0, restart)
+        self.tell(f"the last resort of job {job.id} begins: srun has ended with {exit_code}")
+        return last_resort.main([run, str(exit_code)])
+
+    def _allocation(self, job: Job, hosts: tuple[str, ...], rank: int, restart: int) -> NodeAllocation:
+        return NodeAllocation(
+            cluster="slurm", job_id=job.id, restart=restart, node_rank=rank, hostnames=hosts, cpus=None
+        )
+
+    def _start_agent(self, job: Job, run: str, hosts: tuple[str, ...], rank: int, restart: int) -> Process:
+        from jobs import agent
+
+        delay = self.random.uniform(*_AGENT_START_SECONDS)
+
+        def begin() -> int:
+            self.allocations[self.process.pid] = self._allocation(job, hosts, rank, restart)
+            self.wait(delay)
+            return agent.main([run])
+
+        process = self.start(hosts[rank], f"agent {rank} of job {job.id}", begin)
+        if hosts[rank] in self.network.dead:
+            process.end(137)
+        # A signal before Python handles it kills the agent.
+        process.handle = lambda number: process.end(128 + number)
+        job.processes.append(process)
+        return process
+
+    def memory(self, run: RunDir, host: str) -> NodeDir:
+        """Return the run's files in a host's memory."""
+        found = NodeDir(Path(self.root, "memory", host, run.name))
+        for directory in found.directories:
+            directory.mkdir(parents=True, exist_ok=True)
+        return found
+
+    def group_of(self, node: NodeAttempt, directive: Directive) -> Group:
+        """Return the ranks of a round, which the first torchrun that joins makes."""
+        key = (str(node.run.path), node.attempt.attempt, directive.round)
+        if key not in self.groups:
+            job_id = node.allocation.job_id
+            self.groups[key] = Group(self, node.run, node.attempt.attempt, directive, node.spec, job_id)
+        return self.groups[key]
+
+    # --- what happens ---
+
+    def take_injected(self, group: Group) -> Injected | None:
+        """Return the failure that a rank of the group must have now."""
+        hosts = {torchrun.host for torchrun in group.members.values()}
+        found = next((each for each in self.injected if each.due <= self.now), None)
+        if found is None:
+            return None
+        self.injected.remove(found)
+        if found.host not in hosts:
+            found.host = min(hosts)
+        return found
+
+    def has_stepped(self, group: Group, step: int) -> None:
+        """Note a step."""
+        self.steps.append((self.now, group.attempt, step, group.job_id))
+
+    def has_restored(self, group: Group, step: int) -> None:
+        """Note from which step the ranks begin."""
+        self.restored.append((self.now, group.attempt, step))
+        memory = self.root / "memory"
+        hosts = [host.name for host in memory.iterdir()] if memory.exists() else []
+        newest = max((newest_step(self.memory(group.run, host)) for host in hosts), default=0)
+        if newest > step:
+            self.set_back.append((step, newest))
+        self.tell(f"the ranks of attempt {group.attempt}, round {group.directive.round}, begin after step {step}")
+
+    def kill_host(self, host: str) -> None:
+        """Cut a host's power."""
+        self.tell(f"{host} dies")
+        self.network.dead.add(host)
+        self.slurm.kill_host(host)
+        for process in self.processes_on(host):
+            process.end(137)
+        shutil.rmtree(self.root / "memory" / host, ignore_errors=True)
+
+    def revive_host(self, host: str) -> None:
+        """Give it back."""
+        self.tell(f"{host} is back")
+        self.network.dead.discard(host)
+        self.slurm.revive_host(host)
+
+    def processes_on(self, host: str) -> list[Process]:
+        """Return the processes that run on a host."""
+        return [process for process in self.processes if process.alive and process.host == host]
+
+
+def newest_step(node_dir: NodeDir) -> int:
+    """Return the step of a node's newest snapshot."""
+    return max(map(step_of, list_checkpoints(node_dir.snapshots)), default=0)
+
+
+# --- the stand-ins ---
+
+
+class _Time:
+    """Stands for the module time."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(time, name)
+
+    def monotonic(self) -> float:
+        world = World.current
+        return time.monotonic() if world is None else world.now
+
+    def time(self) -> float:
+        world = World.current
+        if world is None:
+            return time.time()
+        return EPOCH + world.now + (world.clock_offset() if world.task else 0.0)
+
+    def sleep(self, seconds: float) -> None:
+        world = World.current
+        if world is None:
+            time.sleep(seconds)
+        else:
+            world.wait(seconds)
+
+
+class _Threading:
+    """Stands for the module threading."""
+
+    Thread, Event = Thread, Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(threading, name)
+
+
+class _Socket:
+    """Stands for the module socket where the product asks for the name of the host."""
+
+    def __getattr__(self, name: str) -> Any:
+        import socket
+
+        return getattr(socket, name)
+
+    def gethostname(self) -> str:
+        return World.current.process.host if World.current and World.current.task else "login"
+
+
+class _Unique:
+    """Stands for the modules uuid, secrets and random where the product asks for what nobody else has."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+    def uuid4(self) -> uuid.UUID:
+        return uuid.UUID(int=self._next())
+
+    def token_hex(self, _bytes: int) -> str:
+        return f"{self._next():032x}"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(random, name)
+
+
+class _Tempfile:
+    """Stands for the module tempfile where the product tries to write."""
+
+    def __getattr__(self, name: str) -> Any:
+        import tempfile
+
+        return getattr(tempfile, name)
+
+    def TemporaryFile(self, **kwargs: Any) -> Any:  # noqa: N802 - as tempfile has it
+        import tempfile
+
+        if here := storage():
+            here.request(kwargs["dir"], writes=True)
+        return tempfile.TemporaryFile(**kwargs)
+
+
+class _HeldNodeDir:
+    """Stands for hpc.run.nodedir.HeldNodeDir."""
+
+    problem = ""
+
+    def __init__(self, run: Path, _node_rank: int) -> None:
+        cluster = Cluster.present()
+        self.files = cluster.memory(RunDir(run), cluster.process.host)
+
+    def restore(self) -> bool:
+        return False
+
+    def close(self, *, remove: bool) -> None:
+        if remove:
+            shutil.rmtree(self.files.path, ignore_errors=True)
+
+
+class _NodeStaging:
+    """Stands for jobs.staging.node_staging.NodeStaging: the run has no data."""
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def stage_data(self) -> None:
+        world = Cluster.present()
+        world.wait(world.random.uniform(0.1, 1.0))
+
+
+class _Nothing:
+    """Stands for what has no effect on the recovery: comments, metrics, messages."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def join(self) -> None:
+        return None
+
+
+def _open(path: Any, mode: str = "r", **kwargs: Any) -> Any:
+    here = storage()
+    if here:
+        here.request(path)
+        if here.hides(path):
+            raise FileNotFoundError(path)
+    return open(path, mode, **kwargs)  # noqa: PTH123 - as the product does
+
+
+def install() -> None:
+    """Put the stand-ins into the product's modules, once."""
+    for package in (hpc, jobs):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if (
+                not found.name.endswith(("__main__", "process_wrapper", "forked_script", "sid"))
+                and "tracking" not in found.name
+            ):
+                importlib.import_module(found.name)
+    import socket
+    import tempfile
+
+    unique = _Unique()
+    stand_ins: dict[int, Any] = {
+        id(time): _Time(), id(threading): _Threading(), id(socket): _Socket(), id(tempfile): _Tempfile(),
+        id(uuid): unique, id(sys.modules["secrets"]): unique, id(sys.modules["os"]): SimulatedOs(),
+        id(Path): SimulatedPath,
+    }  # fmt: skip
+    for name, module in list(sys.modules.items()):
+        if not name.startswith(("hpc.", "jobs.", "training.relay.", "training.checkpoint.snapshot")):
+            continue
+        for key, value in list(vars(module).items()):
+            if id(value) in stand_ins and not key.startswith("__"):
+                setattr(module, key, stand_ins[id(value)])
+    for place, value in _REPLACED.items():
+        owner, _, key = place.rpartition(".")
+        setattr(sys.modules[owner], key, value)
+    sys.modules["jobs.stop_request"].StopRequest.install = _install_signals
+
+
+def _connect(address: tuple[str, int], _secret: str, _purpose: str, limits: Any) -> Any:
+    return Cluster.present().network.connect(address, limits)
+
+
+def _serve(_secret: str, _purpose: str, serve: Callable[[Any], None], limits: Any, ports: Sequence[int] = ()) -> Any:
+    return SimulatedServer(Cluster.present().network, serve, limits, ports)
+
+
+def _install_signals(stop: Any) -> None:
+    cluster = Cluster.present()
+    cluster.process.handle = lambda number: stop.handle(signal.Signals(number), None)
+
+
+def _is_alive(pid: Any, _started: Any) -> bool:
+    return any(process.pid == int(pid) and process.alive for process in Cluster.present().processes)
+
+
+def _log(text: str) -> None:
+    cluster = Cluster.present()
+    if cluster.task:
+        cluster.tell(f"    {cluster.process.host}: {text}")
+
+
+def _node_dirs(run: Path) -> list[NodeDir]:
+    cluster = Cluster.present()
+    return [cluster.memory(RunDir(run), cluster.process.host)]
+
+
+def _allocation(_environment: Any) -> NodeAllocation:
+    cluster = Cluster.present()
+    return cluster.allocations[cluster.process.pid]
+
+
+_REPLACED: dict[str, Any] = {
+    "hpc.base.files.open": _open,
+    "hpc.base.kernel._CLOCK_OFFSET": EPOCH,
+    "hpc.slurm.client.run": lambda *command, **_: Cluster.present().slurm.run(*command),
+    "hpc.slurm.client.makes_job_directories": lambda: False,
+    "hpc.slurm.handover.is_alive": _is_alive,
+    "hpc.slurm.handover.start_time": lambda _pid: 1,
+    "hpc.supervise.check.is_due": lambda *_args, **_kwargs: False,
+    "jobs.control.channel.Server": _serve,
+    "jobs.control.channel.connect": _connect,
+    "jobs.control.channel.log": _log,
+    "jobs.control.coordinator.log": _log,
+    "jobs.control.coordinator.start_notifying": lambda _node: _Nothing(),
+    "jobs.control.patience.log": _log,
+    "jobs.control.agent_clock._TICK_SECONDS": 1.0,
+    "jobs.agent.HeldNodeDir": _HeldNodeDir,
+    "jobs.agent.NodeStaging": _NodeStaging,
+    "jobs.agent.commenting": lambda _node: _Nothing(),
+    "jobs.agent.sending": lambda _node: _Nothing(),
+    "jobs.agent.find_allocation": _allocation,
+    "jobs.agent.head_hosts": lambda head, _addresses, _interface: [head],
+    "jobs.agent.own_addresses": lambda _interface: [Cluster.present().process.host],
+    "jobs.agent.pick_port": lambda _ports: Cluster.present().network.free_port(),
+    "jobs.agent.raise_open_files_limit": lambda: None,
+    "jobs.agent.log": _log,
+    "jobs.claim.log": _log,
+    "jobs.deferral.log": _log,
+    "jobs.ending.log": _log,
+    "jobs.ending.node_dirs": _node_dirs,
+    "jobs.ending.start_notifying": lambda _node: _Nothing(),
+    "jobs.last_resort.find_allocation": _allocation,
+    "jobs.last_resort.log": _log,
+    "jobs.node_attempt.log": _log,
+    "jobs.ranks.monitor.LocalRanks": LocalRanks,
+    "jobs.ranks.monitor.log": _log,
+    "jobs.ranks.round.log": _log,
+    "jobs.ranks.round._start": lambda node, _channel, _monitor, directive, _setup: Torchrun(
+        Cluster.present(), node, directive
+    ),
+    "jobs.agent._POLL_SECONDS": 0.5,
+    "jobs.ranks.round._POLL_SECONDS": 0.5,
+    "jobs.ranks.monitor._INTERVAL_SECONDS": 0.5,
+}

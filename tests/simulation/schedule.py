@@ -1,0 +1,440 @@
+"""One schedule: a run, the failures that a seed chooses for it, and what must hold all the time and in the end."""
+
+import signal
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+from hpc.base.files import DEV_SHM
+from hpc.run.events.history import History
+from hpc.run.events.kinds import AttemptEnded, Interrupted
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Recovery, Resources
+from simulation.cluster import Cluster
+from simulation.ranks import Injected, Training
+from simulation.slurm import Configuration, Job, State
+from simulation.world import EPOCH, World
+from training.relay.checkpoint_files import list_checkpoints, step_of
+
+HOSTS = ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05")
+_FAULTS_SECONDS = 90.0
+"""Failures happen within this time."""
+_CALM_SECONDS = 3600.0
+"""After the last failure, a run must have ended within this time."""
+_POLL_SECONDS = 1.0
+_TWO_JOBS_SECONDS = 150.0
+"""A run may have two jobs while one process submits the next job and ends the old one."""
+_CANCELLED_SECONDS = 180.0
+_LOSE_STATES = (
+    "full",
+    "storage-fails",
+    "storage-hangs",
+    "kill-agent",
+    "doom-agent",
+    "cut",
+    "cut-one-way",
+    "suspend",
+    "kill-script",
+)
+"""After these, nobody may be able to save the newest state of a node."""
+_OVERLAP_SECONDS = 3.0
+"""Ranks of an attempt that has ended may go on for this long: their agents must hear of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that goes wrong, or that a user types."""
+
+    at: float
+    kind: str
+    host: str = ""
+    other: str = ""
+    seconds: float = 0.0
+    number: int = 0
+
+    def __str__(self) -> str:
+        words = [self.kind, self.host, self.other]
+        words += [f"for {self.seconds:.1f} s"] if self.seconds else []
+        words += [f"({self.number})"] if self.number else []
+        return f"{self.at:6.1f} s: {' '.join(filter(None, words))}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that a seed decides before the world begins."""
+
+    seed: int
+    configuration: Configuration
+    resources: Resources
+    recovery: Recovery
+    training: Training
+    is_script: bool
+    has_supervisor: bool
+    faults: tuple[Fault, ...]
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the user cancels the run and does not resume it."""
+        verbs = [fault.kind for fault in self.faults if fault.kind in {"cancel", "resume"}]
+        return verbs[-1:] == ["cancel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a schedule."""
+
+    plan: Plan
+    violations: tuple[str, ...]
+    timeline: tuple[str, ...]
+    state: str
+    seconds: float
+    """Until the run had ended."""
+
+
+# --- what a seed decides ---
+
+# Kinds of failure, and how often each is chosen.
+_KINDS = {
+    "crash": 4, "killed": 4, "hang": 2, "oom": 1, "device": 1,
+    "kill-host": 4, "kill-agent": 3, "kill-script": 1, "doom-agent": 3,
+    "suspend": 2, "cut": 3, "cut-one-way": 2, "clock": 1,
+    "preempt": 4, "requeue": 1, "scancel": 0, "signal": 1,
+    "full": 1, "storage-fails": 1, "storage-hangs": 2, "lost-link": 2,
+    "controller-away": 2, "lost-reply": 2, "refuse-requeue": 1, "refuse-sbatch": 1,
+    "kill-supervisor": 1, "cancel": 1, "cancel-and-resume": 1, "resume": 1,
+}  # fmt: skip
+
+
+def plan_of(seed: int) -> Plan:
+    """Return the plan of a seed."""
+    random = Random(f"plan {seed}")
+    nodes = random.choice(("1", "2", "2", "3", "2:3", "1:3"))
+    least = int(nodes[0])
+    elastic = ":" not in nodes and least > 1 and random.random() < 0.3
+    spares = random.choice((0, 0, 0, 1)) if least > 1 else 0
+    hosts = HOSTS[: random.randint(least + spares + 1, len(HOSTS))]
+    configuration = Configuration(
+        nodes=hosts, slurmd_timeout=random.choice((20.0, 60.0, 300.0)), kill_wait=random.choice((5.0, 30.0)),
+        requeue_delay=random.choice((2.0, 30.0, 120.0)), preempt_mode=random.choice(("REQUEUE", "REQUEUE", "CANCEL")),
+        grace_seconds=random.choice((0.0, 20.0)), may_requeue=random.random() < 0.9,
+    )  # fmt: skip
+    training = Training(
+        total_steps=random.randint(20, 60), step_seconds=random.choice((0.5, 1.0, 2.0)),
+        snapshot_steps=random.choice((1, 4)), checkpoint_steps=random.choice((10, 1000)),
+    )  # fmt: skip
+    return Plan(
+        seed=seed, configuration=configuration, training=training,
+        resources=Resources(nodes=nodes, gpus_per_node="1", partition="gpu", time="600m"),
+        recovery=Recovery(elastic=elastic, spares=spares, hang_timeout=random.choice(("10s", "30s"))),
+        is_script=random.random() < 0.4, has_supervisor=random.random() < 0.5,
+        faults=_faults(random, hosts),
+    )  # fmt: skip
+
+
+def _faults(random: Random, hosts: Sequence[str]) -> tuple[Fault, ...]:
+    found = list[Fault]()
+    for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4, 6))):
+        [kind] = random.choices(list(_KINDS), list(_KINDS.values()))
+        at = random.uniform(0.0, _FAULTS_SECONDS)
+        host, other = random.sample(hosts, 2)
+        seconds = random.choice((1.0, 3.0, 8.0, 20.0, 60.0)) * random.uniform(0.5, 1.5)
+        if kind == "cancel-and-resume":
+            found.append(Fault(at=at, kind="cancel"))
+            found.append(Fault(at=at + seconds, kind="resume"))
+            continue
+        found.append(Fault(at=at, kind=kind, host=host, other=other, seconds=seconds, number=random.randint(1, 40)))
+        if kind == "kill-host" and random.random() < 0.7:
+            found.append(Fault(at=at + seconds * 5, kind="revive", host=host))
+    return tuple(sorted(found, key=lambda fault: fault.at))
+
+
+# --- the run of a schedule ---
+
+
+class Schedule:
+    """A world in which a plan comes true."""
+
+    def __init__(self, plan: Plan, directory: Path) -> None:
+        (directory / "shared").mkdir(parents=True)
+        self.plan = plan
+        self.cluster = Cluster(plan.seed, directory, plan.configuration, plan.training)
+        self.violations = list[str]()
+        World.current = self.cluster
+        self.run_dir = self.cluster.make_run("run", plan.resources, plan.recovery, script=plan.is_script)
+        self._cancelled_at: float | None = None
+        self._seen = 0
+        self._two_since: float | None = None
+
+    def run(self) -> Outcome:
+        """Let everything happen, then wait for the end of the run."""
+        cluster, plan = self.cluster, self.plan
+        cluster.start("login", "hpc submit", lambda: cluster.submit(self.run_dir))
+        if plan.has_supervisor:
+            self._start_supervisor()
+        for fault in plan.faults:
+            cluster.run(fault.at - cluster.now)
+            self._check()
+            cluster.tell(f"*** {fault}")
+            self._inject(fault)
+        end = cluster.now + _CALM_SECONDS
+        while cluster.now < end and not self._is_over():
+            cluster.run(_POLL_SECONDS)
+            self._check()
+            if not plan.has_supervisor and self._needs_a_person():
+                # As the documentation says, a person continues such a run.
+                cluster.tell("*** nobody continues the run: hpc supervise --once")
+                self._start_supervisor()
+                plan = replace(plan, has_supervisor=True)
+        self._check_end()
+        return Outcome(
+            plan=self.plan, violations=(*self.violations, *cluster.defects), timeline=tuple(cluster.timeline),
+            state=str(self._history().outcome), seconds=cluster.now,
+        )  # fmt: skip
+
+    def _start_supervisor(self) -> None:
+        cluster = self.cluster
+        self._supervisor = cluster.start(
+            "login", "hpc supervise", lambda: cluster.supervise(self.run_dir.path.parent, 10.0)
+        )
+
+    def _history(self) -> History:
+        return History.load(self.run_dir)
+
+    def _needs_a_person(self) -> bool:
+        """Return whether the run has no job, and nothing will give it one."""
+        jobs = self.cluster.slurm.jobs.values()
+        if any(job.alive for job in jobs) or not jobs:
+            idle = all(job.state is State.PENDING and job.held for job in jobs if job.alive)
+            return idle and bool(jobs)
+        return self._history().outcome is None and all(
+            not process.alive
+            for process in self.cluster.processes
+            if process.name.startswith(("hpc", "agent", "script"))
+        )
+
+    def _is_over(self) -> bool:
+        jobs = self.cluster.slurm.jobs.values()
+        if any(job.alive and not self._is_empty(job) for job in jobs) or not jobs:
+            return False
+        typing = ("hpc cancel", "hpc resume", "hpc submit")
+        busy = any(process.alive and process.name in typing for process in self.cluster.processes)
+        return not busy and self._history().outcome is not None
+
+    def _is_empty(self, job: Job) -> bool:
+        """Return whether a job of a complete run has no process left: only a supervisor can end it then."""
+        if self.plan.has_supervisor or job.batch_host not in self.cluster.slurm.down:
+            return False
+        return self._history().outcome == "completed" and all(not process.alive for process in job.processes)
+
+    def _inject(self, fault: Fault) -> None:
+        cluster, slurm = self.cluster, self.cluster.slurm
+        now, until = cluster.now, cluster.now + fault.seconds
+        running = [job for job in slurm.jobs.values() if job.state is State.RUNNING]
+        agents = [each for each in cluster.processes_on(fault.host) if each.name.startswith("agent")]
+        acts: dict[str, Callable[[], object]] = {
+            **dict.fromkeys(
+                ("crash", "killed", "hang", "oom", "device"),
+                lambda: cluster.injected.append(Injected(due=now, kind=fault.kind, host=fault.host)),
+            ),
+            "kill-host": lambda: fault.host in cluster.network.dead or cluster.kill_host(fault.host),
+            "revive": lambda: fault.host in cluster.network.dead and cluster.revive_host(fault.host),
+            "kill-agent": lambda: [each.end(137) for each in agents],
+            "kill-script": lambda: [each.end(137) for each in cluster.processes if each.name.startswith("script")],
+            "doom-agent": lambda: [setattr(each, "doomed_in", fault.number) for each in agents],
+            "suspend": lambda: [setattr(each, "suspended_until", until) for each in cluster.processes_on(fault.host)],
+            "cut": lambda: [self._cut(fault.host, host, until) for host in HOSTS],
+            "cut-one-way": lambda: [cluster.network.cut(fault.host, host, until) for host in HOSTS],
+            "clock": lambda: cluster.clock_offsets.update({fault.host: fault.seconds * (-1) ** fault.number}),
+            "preempt": lambda: [slurm.preempt(job) for job in running],
+            "requeue": lambda: [self._type("scontrol", "requeue", job.id) for job in running],
+            "signal": lambda: [each.handle(signal.SIGUSR2) for each in agents if each.handle],
+            "full": lambda: setattr(cluster.storage, "full_until", until),
+            "storage-fails": lambda: cluster.storage.failing_until.update({fault.host: until}),
+            "storage-hangs": lambda: cluster.storage.slow_until.update({fault.host: until}),
+            "lost-link": lambda: setattr(cluster.storage, "lost_replies", 1),
+            "controller-away": lambda: setattr(slurm, "away_until", until),
+            "lost-reply": lambda: setattr(slurm, "lose_replies", 1),
+            "refuse-requeue": lambda: slurm.refuse.update({"scontrol requeue": 1}),
+            "refuse-sbatch": lambda: slurm.refuse.update({"sbatch": 1}),
+            "kill-supervisor": self._restart_supervisor,
+            "cancel": self._cancel,
+            "resume": self._resume,
+        }
+        acts[fault.kind]()
+
+    def _cut(self, one: str, other: str, until: float) -> None:
+        self.cluster.network.cut(one, other, until)
+        self.cluster.network.cut(other, one, until)
+
+    def _type(self, *words: str) -> None:
+        def run() -> int:
+            from hpc.base.errors import TorchrelayError
+
+            try:
+                self.cluster.slurm.run(*words)
+            except TorchrelayError as error:
+                self.cluster.tell(f"{' '.join(words)}: {error}")
+            return 0
+
+        self.cluster.start("login", " ".join(words), run)
+
+    def _restart_supervisor(self) -> None:
+        if self.plan.has_supervisor:
+            self._supervisor.end(137)
+            self._start_supervisor()
+
+    def _cancel(self) -> None:
+        cluster = self.cluster
+
+        def cancel() -> int:
+            code = cluster.cancel(self.run_dir)
+            self._cancelled_at = cluster.now
+            return code
+
+        cluster.start("login", "hpc cancel", cancel)
+
+    def _resume(self) -> None:
+        cluster = self.cluster
+
+        def resume() -> int:
+            before, self._cancelled_at = self._cancelled_at, None
+            code = cluster.resume(self.run_dir)
+            if code and self._cancelled_at is None:
+                self._cancelled_at = before
+            return code
+
+        cluster.start("login", "hpc resume", resume)
+
+    # --- what must hold ---
+
+    def _violate(self, text: str) -> None:
+        if text not in self.violations:
+            self.violations.append(text)
+            self.cluster.tell(f"!!! {text}")
+
+    def _check(self) -> None:
+        self._check_jobs()
+        for restored, newest in self.cluster.set_back:
+            if not self._had(*_LOSE_STATES):
+                self._violate(
+                    f"the ranks begin after step {restored}, though a live node has the state of step {newest}"
+                )
+        steps = self.cluster.steps[self._seen :]
+        for at, attempt, step, job_id in steps:
+            self._check_step(at, attempt, step, job_id)
+        self._seen = len(self.cluster.steps)
+
+    def _check_jobs(self) -> None:
+        """One job of the run at a time; none after a cancellation."""
+        cluster = self.cluster
+        alive = [job for job in cluster.slurm.jobs.values() if job.state in {State.PENDING, State.RUNNING}]
+        self._two_since = (self._two_since or cluster.now) if len(alive) > 1 else None
+        if self._two_since and cluster.now - self._two_since > _TWO_JOBS_SECONDS and not self._was_cut_off(cluster.now):
+            self._violate(f"{len(alive)} jobs of the run are in the queue")
+        since = self._cancelled_at
+        if (
+            since is not None
+            and cluster.now - since > _CANCELLED_SECONDS
+            and alive
+            and not self._was_cut_off(cluster.now)
+        ):
+            self._violate(f"job {alive[0].id} is {alive[0].state} long after hpc cancel")
+
+    def _had(self, *kinds: str) -> bool:
+        return any(fault.kind in kinds for fault in self.plan.faults)
+
+    def _check_step(self, at: float, attempt: int, _step: int, _job_id: str) -> None:
+        newer = [one for when, one, _, _ in self.cluster.steps if one > attempt and when < at - _OVERLAP_SECONDS]
+        if newer and not self._was_cut_off(at):
+            self._violate(f"attempt {attempt} trains while attempt {newer[0]} does")
+        if self._cancelled_at is not None and at > self._cancelled_at + 60.0 and not self._was_cut_off(at):
+            self._violate("the run trains a minute after hpc cancel")
+
+    def _was_cut_off(self, at: float) -> bool:
+        """Return whether hosts could not hear of each other shortly before a time."""
+        kinds = {"cut", "cut-one-way", "suspend", "storage-hangs", "storage-fails", "controller-away"}
+        return any(
+            fault.at <= at <= fault.at + fault.seconds + 60.0 for fault in self.plan.faults if fault.kind in kinds
+        )
+
+    def _check_end(self) -> None:
+        history = self._history()
+        outcome = history.outcome
+        alive = [job for job in self.cluster.slurm.jobs.values() if job.alive]
+        if not self._is_over():
+            states = ", ".join(f"job {job.id} {job.state} ({job.reason})" for job in alive) or "no job"
+            self._violate(f"the run has not ended: {outcome}, {states}")
+        elif outcome == "completed":
+            final = max((step for _, _, step, _ in self.cluster.steps), default=0)
+            if final < self.plan.training.total_steps:
+                self._violate(f"the run is complete after step {final} of {self.plan.training.total_steps}")
+        elif outcome == "cancelled" and not any(fault.kind in {"cancel", "scancel"} for fault in self.plan.faults):
+            self._violate("the run counts as cancelled, and nobody has cancelled it")
+        elif outcome == "failed" and not self._may_fail(history):
+            self._violate(f"the run has failed: {self._why(history)}")
+        self._check_budgets(history)
+
+    @staticmethod
+    def _why(history: History) -> str:
+        last = history.last_attempt
+        return f"{last.cause}: {last.detail}" if last else "no attempt"
+
+    def _may_fail(self, history: History) -> bool:
+        """Return whether a failed run is right: the same failure twice, too many failures, or no storage."""
+        failures = sum(fault.kind in {"crash", "oom", "hang", "killed", "device"} for fault in self.plan.faults)
+        kinds = {"full", "refuse-sbatch", "refuse-requeue", "storage-fails"}
+        return (
+            failures > 1 or any(fault.kind in kinds for fault in self.plan.faults) or history.not_continued is not None
+        )
+
+    def _check_budgets(self, history: History) -> None:
+        """Each failure of a rank is charged once."""
+        injected = sum(fault.kind in {"crash", "killed", "oom", "device", "hang"} for fault in self.plan.faults)
+        charged = [
+            event for event in history.events if isinstance(event, Interrupted | AttemptEnded)
+            if event.cause in {"crashed", "out_of_memory", "hang", "bad_node"} and event.rank is not None
+        ]  # fmt: skip
+        others = {*_LOSE_STATES, "kill-host"}
+        charged = list({event.failed_at: event for event in charged}.values())  # the last one may also end the attempt
+        if len(charged) > injected and not any(fault.kind in others for fault in self.plan.faults):
+            causes = ", ".join(event.cause for event in charged)
+            self._violate(f"{injected} failures of ranks were charged {len(charged)} times: {causes}")
+
+    def close(self) -> None:
+        """End the world."""
+        self.cluster.close()
+        World.current = None
+
+
+def run(plan: Plan) -> Outcome:
+    """Run a schedule, in a directory of its own in memory."""
+    with tempfile.TemporaryDirectory(dir=DEV_SHM, prefix="simulation-") as directory:
+        schedule = Schedule(plan, Path(directory))
+        try:
+            return schedule.run()
+        finally:
+            schedule.close()
+
+
+def shrunk(outcome: Outcome) -> Outcome:
+    """Return a schedule that violates something with as few faults as possible."""
+    best, changed = outcome, True
+    while changed:
+        changed = False
+        for number in range(len(best.plan.faults)):
+            faults = (*best.plan.faults[:number], *best.plan.faults[number + 1 :])
+            smaller = run(replace(best.plan, faults=faults))
+            if smaller.violations:
+                best, changed = smaller, True
+                break
+    return best
+
+
+def newest_checkpoint(run_dir: RunDir) -> int:
+    """Return the step of the newest checkpoint."""
+    return max(map(step_of, list_checkpoints(run_dir.checkpoints)), default=0)
+
+
+__all__ = ["EPOCH", "Fault", "Outcome", "Plan", "plan_of", "run", "shrunk"]

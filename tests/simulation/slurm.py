@@ -1,0 +1,429 @@
+"""A simulated Slurm: what its commands answer, and what becomes of jobs, as measured on the real one.
+
+tests/simulation/test_against_slurm.py compares it with the testbed's.
+"""
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+
+from hpc.base.errors import TorchrelayError
+from hpc.slurm.client import SlurmRefusalError
+from simulation.world import EPOCH, Process, World
+
+_SCHEDULE_SECONDS = 0.5
+_MIN_JOB_AGE_SECONDS = 300.0
+_TIMEOUT_SECONDS = 30.0
+_MEAN_ANSWER_SECONDS = 0.03
+
+
+class State(StrEnum):
+    """The states of a job, in Slurm's words."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    COMPLETING = "COMPLETING"
+    COMPLETED = "COMPLETED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+    TIMEOUT = "TIMEOUT"
+    PREEMPTED = "PREEMPTED"
+    NODE_FAIL = "NODE_FAIL"
+
+
+@dataclass(kw_only=True)
+class Configuration:
+    """A cluster's configuration."""
+
+    nodes: tuple[str, ...]
+    slurmd_timeout: float = 30.0
+    """Seconds until a dead node is marked down."""
+    kill_wait: float = 30.0
+    requeue_delay: float = 120.0
+    preempt_mode: str = "REQUEUE"
+    grace_seconds: float = 0.0
+    may_requeue: bool = True
+    max_jobs: int = 100
+    """The most jobs that a user may have, running and pending."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Job:
+    """A job of the user."""
+
+    id: str
+    script: str
+    nodes: tuple[int, int]
+    """The fewest and the most nodes."""
+    limit: float
+    excluded: tuple[str, ...] = ()
+    dependency: tuple[str, ...] = ()
+    state: State = State.PENDING
+    reason: str = "None"
+    eligible: float = 0.0
+    hosts: list[str] = field(default_factory=list)
+    batch_host: str = ""
+    started: float | None = None
+    ended: float | None = None
+    restarts: int = 0
+    preempted_at: float | None = None
+    becomes: State = State.COMPLETED
+    """The state after COMPLETING."""
+    delay: float = 0.0
+    held: bool = False
+    processes: list[Process] = field(default_factory=list)
+    warned: bool = False
+    lost: list[str] = field(default_factory=list)
+    """Nodes that died while the job had them, and are not marked down yet."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether Slurm still holds the job."""
+        return self.state in {State.PENDING, State.RUNNING, State.COMPLETING}
+
+
+class Slurm:
+    """The controller and the daemons of the nodes."""
+
+    def __init__(
+        self, world: World, configuration: Configuration, launch: Callable[[Job], Process],
+        shape: Callable[[str], tuple[tuple[int, int], float, float]],
+    ) -> None:  # fmt: skip
+        self.world, self.configuration = world, configuration
+        self._launch = launch
+        """Starts the batch script of a job."""
+        self._shape = shape
+        """Returns the nodes, time limit and signal lead of a script's job."""
+        self.jobs = dict[str, Job]()
+        self.dead = dict[str, float]()
+        """When a host died."""
+        self.down = set[str]()
+        self.busy = set[str]()
+        """Hosts that other users' jobs have."""
+        self.away_until = 0.0
+        """The controller does not answer before this time."""
+        self.lose_replies = 0
+        """This number of commands are carried out, and time out."""
+        self.refuse = dict[str, int]()
+        """Commands that are refused, and how often."""
+        self._next = 1
+        process = Process(world, "controller", "slurmctld", 1)
+        world.spawn(process, self._keep_scheduling, "slurmctld")
+
+    # --- the controller ---
+
+    def _keep_scheduling(self) -> None:
+        while True:
+            self.world.wait(_SCHEDULE_SECONDS)
+            self._notice_dead_nodes()
+            for job in list(self.jobs.values()):
+                if job.state is State.RUNNING:
+                    self._watch_limit(job)
+                elif job.state is State.COMPLETING:
+                    self._complete(job)
+            if self.away_until <= self.world.now:
+                for job in sorted(self.jobs.values(), key=lambda each: int(each.id)):
+                    if job.state is State.PENDING:
+                        self._try_to_start(job)
+
+    def _notice_dead_nodes(self) -> None:
+        for host, died in self.dead.items():
+            if host in self.down or self.world.now - died < self.configuration.slurmd_timeout:
+                continue
+            self.down.add(host)
+            self.world.tell(f"Slurm marks {host} down")
+            for job in self.jobs.values():
+                if host not in job.hosts or job.state not in {State.RUNNING, State.COMPLETING}:
+                    continue
+                job.lost = [name for name in job.lost if name != host]
+                if job.state is State.RUNNING and job.nodes[1] > 1:
+                    job.hosts.remove(host)  # --no-kill
+                    if not job.hosts:
+                        self._end(job, State.PENDING, restart=True)
+                elif job.state is State.RUNNING:
+                    self._end(job, State.PENDING, restart=True)
+
+    def _watch_limit(self, job: Job) -> None:
+        assert job.started is not None
+        lead = self._shape(job.script)[2]
+        left = job.started + job.limit - self.world.now
+        if left <= lead and not job.warned:
+            job.warned = True
+            self._signal(job, signal.SIGUSR2)
+        if left <= 0:
+            self.world.tell(f"job {job.id} reaches its time limit")
+            self._end(job, State.TIMEOUT, reason="TimeLimit")
+
+    def free_hosts(self) -> list[str]:
+        """Return the hosts on which a job may start."""
+        taken = {
+            host for job in self.jobs.values() if job.state in {State.RUNNING, State.COMPLETING} for host in job.hosts
+        }
+        return [host for host in self.configuration.nodes if host not in taken | self.down | self.busy | set(self.dead)]
+
+    def _try_to_start(self, job: Job) -> None:
+        if job.held or job.eligible > self.world.now or self._waits(job):
+            return
+        job.reason = "Resources"
+        free = [host for host in self.free_hosts() if host not in job.excluded]
+        fewest, most = job.nodes
+        if len(free) < fewest:
+            return
+        job.hosts = free[:most]
+        job.batch_host = job.hosts[0]
+        job.state, job.reason, job.started, job.ended = State.RUNNING, "None", self.world.now, None
+        job.processes, job.warned, job.lost = [], False, []
+        self.world.tell(f"job {job.id} starts on {','.join(job.hosts)} (restart {job.restarts})")
+        script = self._launch(job)
+        job.processes.append(script)
+        start = job.restarts
+
+        def has_ended() -> None:
+            if job.state is State.RUNNING and job.restarts == start and script.host not in self.dead:
+                code = script.exit_code or 0
+                reason = {0: "None", 137: "JobLaunchFailure"}.get(code, "NonZeroExitCode")
+                self._end(job, State.COMPLETED if code == 0 else State.FAILED, reason=reason)
+
+        script.on_end.append(has_ended)
+
+    def _waits(self, job: Job) -> bool:
+        waits = any(self.jobs[one].alive for one in job.dependency if one in self.jobs)
+        if waits:
+            job.reason = "Dependency"
+        return waits
+
+    def _end(
+        self, job: Job, state: State, *, restart: bool = False, reason: str = "None", wait: float | None = None
+    ) -> None:
+        """End the processes of a job, which then gets the state."""
+        if job.state is State.PENDING:
+            job.state, job.ended = state, self.world.now
+            return
+        wait = self.configuration.kill_wait if wait is None else wait
+        job.state, job.becomes, job.reason = State.COMPLETING, state, reason
+        job.restarts += restart
+        job.delay = self.configuration.requeue_delay if restart else 0.0
+        self._signal(job, signal.SIGTERM)
+        killed_at, start = self.world.now + wait, job.started
+
+        def kill() -> None:
+            self.world.wait(killed_at - self.world.now)
+            if job.state is State.COMPLETING and job.started == start:
+                for process in list(job.processes):
+                    process.end(137)
+
+        self.world.spawn(Process(self.world, "controller", "kill", 2), kill, "kill")
+
+    def _signal(self, job: Job, number: int) -> None:
+        for process in list(job.processes):
+            if process.alive and process.handle:
+                process.handle(number)
+
+    def _complete(self, job: Job) -> None:
+        """Let a job end whose processes have ended; a dead node keeps it COMPLETING until it is marked down."""
+        if any(process.alive for process in job.processes) or any(
+            host in self.dead and host not in self.down for host in job.hosts
+        ):
+            return
+        job.state, job.hosts, job.processes = job.becomes, [], []
+        job.ended = self.world.now
+        if job.state is State.PENDING:
+            job.eligible, job.reason = self.world.now + job.delay, "BeginTime"
+            if job.held:
+                job.reason = "job requeued in held state"
+        self.world.tell(f"job {job.id} is {job.state}")
+
+    # --- failures ---
+
+    def kill_host(self, host: str) -> None:
+        """Cut the power of a host."""
+        self.dead[host] = self.world.now
+        for job in self.jobs.values():
+            if host in job.hosts:
+                job.lost.append(host)
+
+    def revive_host(self, host: str) -> None:
+        """Bring a host back: its daemon registers with the controller."""
+        if host in self.dead:
+            # A daemon that restarts before its node was marked down fails the node's jobs.
+            self._notice(host)
+            del self.dead[host]
+            self.down.discard(host)
+
+    def _notice(self, host: str) -> None:
+        if host not in self.down:
+            self.dead[host] = self.world.now - self.configuration.slurmd_timeout
+            self._notice_dead_nodes()
+
+    def preempt(self, job: Job) -> None:
+        """Preempt a running job."""
+        if job.state is not State.RUNNING:
+            return
+        job.preempted_at = self.world.now
+        grace = self.configuration.grace_seconds
+        requeues = self.configuration.preempt_mode == "REQUEUE"
+        state = State.PENDING if requeues else State.PREEMPTED
+        self.world.tell(f"job {job.id} is preempted ({self.configuration.preempt_mode}, grace {grace:g} s)")
+        self._end(job, state, restart=requeues, wait=grace or self.configuration.kill_wait)
+
+    # --- the commands ---
+
+    def run(self, *command: str) -> str:
+        """Carry out a command as hpc.slurm.client.run does."""
+        world = self.world
+        command = (command[0].rpartition("/")[2], *command[1:])
+        world.effect()
+        if self.away_until > world.now:
+            world.wait(min(_TIMEOUT_SECONDS, self.away_until - world.now))
+            if self.away_until > world.now:
+                raise TorchrelayError(f"{command[0]} did not answer within 30 s: is slurmctld down?")
+        world.wait(world.random.expovariate(1 / _MEAN_ANSWER_SECONDS))
+        key = " ".join(command[:2]) if command[0] == "scontrol" else command[0]
+        if self.refuse.get(key, 0) > 0:
+            self.refuse[key] -= 1
+            raise SlurmRefusalError(f"{key}: Requested operation is presently disabled")
+        answer = self._answer(command)
+        if self.lose_replies and command[0] in {"sbatch", "scancel", "scontrol"}:
+            self.lose_replies -= 1
+            world.tell(f"{' '.join(command[:3])} is carried out, and its reply is lost")
+            world.wait(_TIMEOUT_SECONDS)
+            raise TorchrelayError(f"{command[0]} did not answer within 30 s: is slurmctld down?")
+        world.wait(world.random.expovariate(1 / _MEAN_ANSWER_SECONDS))
+        return answer
+
+    def _answer(self, command: Sequence[str]) -> str:
+        verbs: dict[tuple[str, ...], Callable[..., str | None]] = {
+            ("squeue",): lambda *_: "".join(map(self._queue_line, self._listed())),
+            ("sinfo",): self._nodes,
+            ("sbatch",): self._submit,
+            ("scancel",): lambda job_id: self._cancel(self._job(job_id)),
+            ("scontrol", "show", "hostnames"): lambda nodes: "\n".join(nodes.split(",")),
+            ("scontrol", "show", "config"): lambda: "JobContainerType = (null)\n",
+            ("scontrol", "--oneliner", "show", "job"): lambda job_id: self._show(self._job(job_id)),
+            ("scontrol", "--oneliner", "show", "partition"): self._partition,
+            ("scontrol", "requeue"): lambda job_id: self._requeue(self._job(job_id), hold=False),
+            ("scontrol", "requeuehold"): lambda job_id: self._requeue(self._job(job_id), hold=True),
+            ("scontrol", "release"): lambda job_id: setattr(self._job(job_id), "held", False),
+            ("scontrol", "update"): self._update,
+            ("sacct",): self._no_accounting,
+        }
+        for words, answer in verbs.items():
+            if tuple(command[: len(words)]) == words:
+                return answer(*command[len(words) :]) or ""
+        raise AssertionError(f"the simulated Slurm does not know {' '.join(command)}")
+
+    def _nodes(self, *options: str) -> str:
+        partition = "gpu*|" if options[-1] == "--format=%N|%P|%T" else ""
+        return "".join(f"{host}|{partition}{self._node_state(host)}\n" for host in self.configuration.nodes)
+
+    def _partition(self, name: str) -> str:
+        mode, grace = self.configuration.preempt_mode, self.configuration.grace_seconds
+        return f"PartitionName={name} PreemptMode={mode} GraceTime={grace:.0f}"
+
+    @staticmethod
+    def _no_accounting(*_: str) -> None:
+        raise TorchrelayError("Slurm accounting storage is disabled")
+
+    def _listed(self) -> list[Job]:
+        now = self.world.now
+        return [
+            job
+            for job in self.jobs.values()
+            if job.ended is None or job.alive or now - job.ended < _MIN_JOB_AGE_SECONDS
+        ]
+
+    def _job(self, job_id: str) -> Job:
+        if job_id not in self.jobs or self.jobs[job_id] not in self._listed():
+            raise TorchrelayError("Invalid job id specified")
+        return self.jobs[job_id]
+
+    def _queue_line(self, job: Job) -> str:
+        words = (
+            job.id, job.state, job.reason, ",".join(job.hosts), job.batch_host, str(job.restarts),
+            _at(job.eligible), _at(job.started), job.script,
+        )  # fmt: skip
+        return "|".join(words) + "|\n"
+
+    def _node_state(self, host: str) -> str:
+        if host in self.down:
+            return "down*"
+        if host in self.dead and self.world.now - self.dead[host] > self.configuration.slurmd_timeout / 2:
+            return "allocated*"
+        taken = any(host in job.hosts for job in self.jobs.values() if job.state in {State.RUNNING, State.COMPLETING})
+        return "allocated" if taken or host in self.busy else "idle"
+
+    def _submit(self, *words: str) -> str:
+        *options, script = words
+        given = dict(option.split("=", 1) for option in options if "=" in option)
+        if sum(job.alive for job in self.jobs.values()) >= self.configuration.max_jobs:
+            raise SlurmRefusalError("Job violates accounting/QOS policy (job submit limit)")
+        nodes, limit, _ = self._shape(script)
+        excluded = tuple(filter(None, given.get("--exclude", "").split(",")))
+        if len(set(self.configuration.nodes) - set(excluded)) < nodes[0]:
+            raise TorchrelayError("Requested node configuration is not available")
+        depends = tuple(one for one in given.get("--dependency", "").split(":")[1:] if one)
+        job = Job(
+            id=str(self._next), script=script, nodes=nodes, limit=limit, excluded=excluded, dependency=depends,
+            eligible=self.world.now,
+        )  # fmt: skip
+        self._next += 1
+        self.jobs[job.id] = job
+        self.world.tell(f"job {job.id} is submitted" + (f", without {','.join(excluded)}" if excluded else ""))
+        return f"{job.id}\n"
+
+    def _cancel(self, job: Job) -> None:
+        if not job.alive:
+            return
+        if job.state is State.COMPLETING:
+            job.becomes = State.CANCELLED
+            return
+        self.world.tell(f"job {job.id} is cancelled")
+        self._end(job, State.CANCELLED)
+
+    def _requeue(self, job: Job, *, hold: bool) -> None:
+        if not self.configuration.may_requeue:
+            raise SlurmRefusalError("Requested operation is presently disabled")
+        if job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING):
+            raise TorchrelayError("Job is pending execution")
+        if any(host in self.dead and host not in self.down for host in job.hosts):
+            self.world.defects.append(
+                f"job {job.id} was requeued while {job.hosts} had a dead node: Slurm 22.05 leaks GPUs"
+            )
+        job.held = hold
+        self.world.tell(f"job {job.id} is requeued")
+        if job.state in {State.RUNNING, State.COMPLETING}:
+            self._end(job, State.PENDING, restart=True)
+            return
+        job.restarts += 1
+        job.state, job.reason, job.eligible = (
+            State.PENDING,
+            "BeginTime",
+            self.world.now + self.configuration.requeue_delay,
+        )
+
+    def _update(self, which: str, change: str) -> None:
+        job, (name, value) = self._job(which.partition("=")[2]), change.split("=", 1)
+        pending = job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING)
+        if name in {"StartTime", "Dependency", "ExcNodeList"} and not pending:
+            raise TorchrelayError("Job is no longer pending execution")
+        if name == "StartTime":
+            job.eligible = self.world.now + float(value.removeprefix("now+"))
+        elif name == "Dependency":
+            job.dependency = tuple(one for one in value.split(":")[1:] if one)
+        elif name == "ExcNodeList":
+            job.excluded = tuple(filter(None, value.split(",")))
+
+    def _show(self, job: Job) -> str:
+        preempted = "None" if job.preempted_at is None else _at(job.preempted_at)
+        return (
+            f"JobId={job.id} JobState={job.state} Reason={job.reason} Restarts={job.restarts} "
+            f"PreemptTime={preempted} StartTime={_at(job.started)}"
+        )
+
+
+def _at(seconds: float | None) -> str:
+    if seconds is None:
+        return "N/A"
+    return datetime.fromtimestamp(int(EPOCH + seconds)).isoformat()  # noqa: DTZ006 - Slurm prints local times
