@@ -34,7 +34,14 @@ from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
 from jobs.deferral import must_wait
-from jobs.ending import conclude, conclude_failed_agent, replace_headless_job, save_snapshot, take_over
+from jobs.ending import (
+    await_loss_of_head,
+    conclude,
+    conclude_failed_agent,
+    replace_headless_job,
+    save_snapshot,
+    take_over,
+)
 from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, find_allocation, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, run_round
@@ -262,6 +269,8 @@ class _Agent:
     def _leave(self, channel: ControlClient) -> int:
         """End the part of a node other than the head, or take over if the head is lost."""
         if channel.head_is_silent and not channel.directive.over:
+            return take_over(self._node, channel, self._monitor)
+        if not channel.met.is_set() and not self._stop and await_loss_of_head(self._node):
             return take_over(self._node, channel, self._monitor)
         is_first_member = channel.directive.members[:1] == (self._node.allocation.node_rank,)
         if is_first_member and not self._node.run.final_result.exists():

@@ -175,13 +175,13 @@ def join(
             )
         if now > look_at:
             look_at = now + _LOOK_SECONDS
-            if _has_lost_head(allocation):
+            if has_lost_head(allocation):
                 raise HeadLostError(f"{allocation.head}, the head node, was lost before its agent started")
         time.sleep(_POLL_SECONDS)
     return None
 
 
-def _has_lost_head(allocation: NodeAllocation) -> bool:
+def has_lost_head(allocation: NodeAllocation) -> bool:
     """Return whether Slurm has taken the dead head node from this job; False if Slurm does not answer."""
     if allocation.cluster != "slurm":
         return False

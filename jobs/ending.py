@@ -46,7 +46,7 @@ from jobs.ranks.monitor import NodeMonitor
 from jobs.senders import start_notifying
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
-_POLL_SECONDS = 0.2
+_POLL_SECONDS, _LOOK_SECONDS = 0.2, 15.0
 # In a job of hundreds of nodes, every survivor reads the event files of all.
 _CONFIRM_POLL_SECONDS = 0.5
 # The other nodes kill their ranks within seconds; a node that does not report it is stuck.
@@ -205,7 +205,11 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     node.record(NodeLost(node=head, last_heard=failed_at, detail=detail))
     if node.allocation.node_rank not in channel.directive.members:
         time.sleep(_SPARE_SECONDS)
-    if not _confirm_head_is_lost(node) or not _is_running(node):
+    if not _confirm_head_is_lost(node):
+        return 0
+    if not _is_running(node):
+        # Slurm ends the job, and starts the next one without the snapshots of these nodes.
+        save_snapshot(node, monitor.node_dir)
         return 0
     step = monitor.last_step if node.reports_steps else None
     cause = Cause.CANCELLED if is_cancelled_now(node.run) else Cause.NODE_FAILURE
@@ -219,9 +223,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     # A large snapshot takes minutes to save; without a heartbeat the supervisor would end this job meanwhile.
     send_heartbeats(node.run)
     save_snapshot(node, monitor.node_dir)
-    if node.history().may_restart:
-        start_next_attempt(node, [head], [])
-    else:
+    if not node.history().may_restart or not start_next_attempt(node, [head], []):
         end_job(node)
     start_notifying(node).join()
     return 0
@@ -241,7 +243,8 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
     number = attempt.attempt
     ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head)
     if record_end(node, ended):
-        start_next_attempt(node, [allocation.head], [])
+        if not start_next_attempt(node, [allocation.head], []):
+            end_job(node)
         start_notifying(node).join()
     return 0
 
@@ -269,6 +272,19 @@ def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
         return False
     others = set(allocation.hostnames) - {allocation.host, *lost}
     return True if not others or lost.count(allocation.head) > 1 else None
+
+
+def await_loss_of_head(node: NodeAttempt) -> bool:
+    """Wait, after this agent could not reach the head node's, until Slurm says that the job has lost that node.
+
+    Returns False if the head node's agent has ended the attempt, or Slurm notices nothing.
+    """
+    deadline = time.monotonic() + _SLURM_SECONDS
+    while node.on_slurm and time.monotonic() < deadline and not handover.has_ended(node.run, node.attempt.attempt):
+        if claim.has_lost_head(node.allocation):
+            return True
+        time.sleep(_LOOK_SECONDS)
+    return False
 
 
 def _is_left_undone(node: NodeAttempt) -> bool:
@@ -340,7 +356,7 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
     ways["accept a new job after the end of this one"] = _end_and_resubmit
 
     def ask() -> None:
-        must_wait = set(slurm.dead_nodes(lost)) != set(lost) if lost else False
+        must_wait = _holds(node, lost) if lost else False
         for what, way in list(ways.items()):
             if (way is _requeue and must_wait) or (way is _end_and_resubmit and len(ways) > 1):
                 continue
@@ -362,6 +378,14 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
         node.record(NotContinued(detail=str(error)))
         return False
     return True
+
+
+def _holds(node: NodeAttempt, lost: list[str]) -> bool:
+    """Return whether Slurm still counts a lost node to the job, because it has not marked the node down."""
+    held = set(lost) - set(slurm.dead_nodes(lost))
+    job = slurm.jobs().get(node.allocation.job_id) if held else None
+    # A node that has been rebooted is not down any more, and no longer the job's.
+    return job is not None and not held.isdisjoint(slurm.hostnames(job.nodes))
 
 
 def _requeue(node: NodeAttempt, avoid: list[str]) -> None:

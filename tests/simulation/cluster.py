@@ -36,7 +36,6 @@ from simulation.ranks import Group, Injected, LocalRanks, Torchrun, Training
 from simulation.slurm import Configuration, Job, Slurm
 from simulation.storage import SimulatedOs, SimulatedPath, Storage, storage
 from simulation.world import EPOCH, Event, Process, Thread, World
-from training.relay.checkpoint_files import list_checkpoints, step_of
 
 _AGENT_START_SECONDS = (0.1, 0.6)
 _LOOK_SECONDS = 0.2
@@ -62,6 +61,8 @@ class Cluster(World):
         self.restored = list[tuple[float, int, int]]()
         self.set_back = list[tuple[int, int]]()
         """From which step ranks have begun, and the newest step of which a live host had the state."""
+        self.saved = dict[str, int]()
+        """The newest step of which each live host has, or had, the state."""
 
     @classmethod
     def present(cls) -> "Cluster":
@@ -92,7 +93,10 @@ class Cluster(World):
         job_id = self.slurm.run("sbatch", str(run.script)).strip()
         grace = int(self.slurm.configuration.grace_seconds) or None
         submitted = Submitted(job_id=job_id, cluster="slurm", stop_lead_seconds=30, grace_seconds=grace)
-        EventWriter(run.events / "submit.jsonl").append(submitted)
+        try:
+            EventWriter(run.events / "submit.jsonl").append(submitted)
+        except OSError as error:
+            self.tell(f"hpc submit: {error}")
         return 0
 
     def cancel(self, run: RunDir) -> int:
@@ -218,6 +222,10 @@ class Cluster(World):
             found.host = min(hosts)
         return found
 
+    def has_saved(self, host: str, step: int) -> None:
+        """Note a snapshot."""
+        self.saved[host] = step
+
     def has_stepped(self, group: Group, step: int) -> None:
         """Note a step."""
         self.steps.append((self.now, group.attempt, step, group.job_id))
@@ -225,11 +233,10 @@ class Cluster(World):
     def has_restored(self, group: Group, step: int) -> None:
         """Note from which step the ranks begin."""
         self.restored.append((self.now, group.attempt, step))
-        memory = self.root / "memory"
-        hosts = [host.name for host in memory.iterdir()] if memory.exists() else []
-        newest = max((newest_step(self.memory(group.run, host)) for host in hosts), default=0)
+        newest = max(self.saved.values(), default=0)
         if newest > step:
             self.set_back.append((step, newest))
+        self.saved = dict.fromkeys(self.saved, 0)
         self.tell(f"the ranks of attempt {group.attempt}, round {group.directive.round}, begin after step {step}")
 
     def kill_host(self, host: str) -> None:
@@ -240,6 +247,7 @@ class Cluster(World):
         for process in self.processes_on(host):
             process.end(137)
         shutil.rmtree(self.root / "memory" / host, ignore_errors=True)
+        self.saved.pop(host, None)
 
     def revive_host(self, host: str) -> None:
         """Give it back."""
@@ -250,11 +258,6 @@ class Cluster(World):
     def processes_on(self, host: str) -> list[Process]:
         """Return the processes that run on a host."""
         return [process for process in self.processes if process.alive and process.host == host]
-
-
-def newest_step(node_dir: NodeDir) -> int:
-    """Return the step of a node's newest snapshot."""
-    return max(map(step_of, list_checkpoints(node_dir.snapshots)), default=0)
 
 
 # --- the stand-ins ---

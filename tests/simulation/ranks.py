@@ -305,6 +305,7 @@ class Group:
             for torchrun in self.members.values():
                 memory = self.cluster.memory(self.run, torchrun.host)
                 save_snapshot(memory.snapshots, self.step, self._write_state)
+                self.cluster.has_saved(torchrun.host, self.step)
         first = self.members[self.directive.members[0]]
         try:
             check_is_newest(self.run, self.attempt)

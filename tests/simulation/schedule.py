@@ -23,6 +23,9 @@ _FAULTS_SECONDS = 90.0
 """Failures happen within this time."""
 _CALM_SECONDS = 3600.0
 """After the last failure, a run must have ended within this time."""
+_PATIENCE_SECONDS = 900.0
+"""After several failures, a person without a supervisor starts one when the run has not ended after this time."""
+_OF_RUN = ("hpc", "agent", "script")
 _POLL_SECONDS = 1.0
 _TWO_JOBS_SECONDS = 150.0
 """A run may have two jobs while one process submits the next job and ends the old one."""
@@ -178,11 +181,12 @@ class Schedule:
             self._check()
             cluster.tell(f"*** {fault}")
             self._inject(fault)
-        end = cluster.now + _CALM_SECONDS
+        last, end = cluster.now, cluster.now + _CALM_SECONDS
         while cluster.now < end and not self._is_over():
             cluster.run(_POLL_SECONDS)
             self._check()
-            if not plan.has_supervisor and self._needs_a_person():
+            is_late = cluster.now - last > _PATIENCE_SECONDS and len(plan.faults) > 1
+            if not plan.has_supervisor and (is_late or self._needs_a_person()):
                 # As the documentation says, a person continues such a run.
                 cluster.tell("*** nobody continues the run: hpc supervise --once")
                 self._start_supervisor()
@@ -203,30 +207,34 @@ class Schedule:
         return History.load(self.run_dir)
 
     def _needs_a_person(self) -> bool:
-        """Return whether the run has no job, and nothing will give it one."""
-        jobs = self.cluster.slurm.jobs.values()
-        if any(job.alive for job in jobs) or not jobs:
-            idle = all(job.state is State.PENDING and job.held for job in jobs if job.alive)
-            return idle and bool(jobs)
-        return self._history().outcome is None and all(
-            not process.alive
-            for process in self.cluster.processes
-            if process.name.startswith(("hpc", "agent", "script"))
-        )
+        """Return whether nothing will continue the run: it has no job, or one that is held or lost all its processes.
+
+        One failure must not lead to that.
+        """
+        jobs = [job for job in self.cluster.slurm.jobs.values() if job.alive]
+        stuck = all((job.held and job.state is State.PENDING) or self._is_empty(job) for job in jobs)
+        busy = any(process.alive and process.name.startswith(_OF_RUN) for process in self.cluster.processes)
+        return stuck and not busy and self._history().outcome is None and len(self.plan.faults) > 1
+
+    def _lacks_nodes(self) -> bool:
+        """Return whether too few nodes are left for the run."""
+        alive = set(self.plan.configuration.nodes) - set(self.cluster.slurm.dead)
+        return len(alive) < self.plan.resources.min_nodes + self.plan.recovery.spares
 
     def _is_over(self) -> bool:
         jobs = self.cluster.slurm.jobs.values()
-        if any(job.alive and not self._is_empty(job) for job in jobs) or not jobs:
+        if self._lacks_nodes() and all(job.state is State.PENDING for job in jobs if job.alive):
+            return True
+        without = not self.plan.has_supervisor and self._history().outcome == "completed"
+        if any(job.alive and not (without and self._is_empty(job)) for job in jobs) or not jobs:
             return False
         typing = ("hpc cancel", "hpc resume", "hpc submit")
         busy = any(process.alive and process.name in typing for process in self.cluster.processes)
         return not busy and self._history().outcome is not None
 
     def _is_empty(self, job: Job) -> bool:
-        """Return whether a job of a complete run has no process left: only a supervisor can end it then."""
-        if self.plan.has_supervisor or job.batch_host not in self.cluster.slurm.down:
-            return False
-        return self._history().outcome == "completed" and all(not process.alive for process in job.processes)
+        """Return whether a running job has lost its head node, and all its processes: only a supervisor ends it."""
+        return job.state is State.RUNNING and all(not process.alive for process in job.processes)
 
     def _inject(self, fault: Fault) -> None:
         cluster, slurm = self.cluster, self.cluster.slurm
@@ -362,6 +370,8 @@ class Schedule:
     def _check_end(self) -> None:
         history = self._history()
         outcome = history.outcome
+        if outcome is None and self._lacks_nodes():
+            return
         alive = [job for job in self.cluster.slurm.jobs.values() if job.alive]
         if not self._is_over():
             states = ", ".join(f"job {job.id} {job.state} ({job.reason})" for job in alive) or "no job"
@@ -383,11 +393,8 @@ class Schedule:
 
     def _may_fail(self, history: History) -> bool:
         """Return whether a failed run is right: the same failure twice, too many failures, or no storage."""
-        failures = sum(fault.kind in {"crash", "oom", "hang", "killed", "device"} for fault in self.plan.faults)
-        kinds = {"full", "refuse-sbatch", "refuse-requeue", "storage-fails"}
-        return (
-            failures > 1 or any(fault.kind in kinds for fault in self.plan.faults) or history.not_continued is not None
-        )
+        kinds = ("full", "refuse-sbatch", "refuse-requeue", "storage-fails")
+        return len(self.plan.faults) > 1 or self._had(*kinds) or history.not_continued is not None
 
     def _check_budgets(self, history: History) -> None:
         """Each failure of a rank is charged once."""

@@ -387,7 +387,8 @@ class Slurm:
             raise SlurmRefusalError("Requested operation is presently disabled")
         if job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING):
             raise TorchrelayError("Job is pending execution")
-        if any(host in self.dead and host not in self.down for host in job.hosts):
+        typed = self.world.process.name.startswith("scontrol")
+        if not typed and any(host in self.dead and host not in self.down for host in job.hosts):
             self.world.defects.append(
                 f"job {job.id} was requeued while {job.hosts} had a dead node: Slurm 22.05 leaks GPUs"
             )
