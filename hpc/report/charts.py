@@ -1,4 +1,4 @@
-"""The content of the figures: one for each number in `metrics/*.jsonl`, whoever wrote it. Pure; on the login node."""
+"""Chooses the content of the figures, one for each number in `metrics/*.jsonl`. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ DASHES = ("solid", "dashed", "dotted")
 SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
 """The divisors by degree of smoothing: `medium` averages over 1/40 of a line."""
 MOST_POINTS = 1000
-"""The largest number of a line's points; each takes up to seven numbers of four bytes on the page."""
+"""The largest number of points of one line. On the page, each point takes up to seven numbers of four bytes."""
 # A loss that falls by this factor gets a logarithmic scale: on a linear scale, its start would flatten its end.
 _LONG_FALL = 4.0
 # Lines with at most this number of points have no trend.
@@ -124,7 +124,7 @@ class Clock:
 
 
 def clock_for(records: Sequence[RunRecord], now: float) -> Clock:
-    """Return a clock with the largest unit of which the longest run took at least two."""
+    """Return a clock in the largest unit of which the longest run took at least two, or in seconds."""
     longest = max((one.ended(now) - one.began for one in records if one.began is not None), default=0.0)
     seconds, unit = next((each for each in _UNITS if longest >= 2 * each[0]), _UNITS[-1])
     return Clock(unit=unit, unit_seconds=seconds)
@@ -136,7 +136,7 @@ def line_style(number: int) -> tuple[str, str]:
 
 
 def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
-    """Return the figures of one run or of several, our trainer's first."""
+    """Return the figures of one run or of several. The figures of our trainer's numbers come first."""
     tables = [_tables(record, records) for record in records]
     columns = [column for named in tables for table in named.values() for column in table if _is_plotted(column, table)]
     found = list[Chart]()
@@ -160,7 +160,7 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
 
 
 def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
-    """Return all metrics of a run by the name of a line, without its parent's steps if the parent is shown, too."""
+    """Return a run's metrics by the name of their line, without its parent's steps if the page shows the parent too."""
     train, evaluations = record.train, record.evaluations
     if any(record.is_fork_of(other) for other in shown):
         train, evaluations = (table[table["attempt"] != 0] for table in (train, evaluations))
@@ -216,7 +216,7 @@ def smoothed(values: pd.Series, part: int) -> pd.Series:
 
 
 def extremes(values: pd.Series, most: int) -> pd.Index:
-    """Return at most `most` labels: the lowest and the highest value of each stretch, so that no extreme is lost."""
+    """Return the index labels of at most `most` values: the lowest and the highest of each stretch of the line."""
     if len(values) <= most:
         return values.index
     stretches = np.arange(len(values)) * (most // 2 - 1) // len(values)
@@ -225,13 +225,13 @@ def extremes(values: pd.Series, most: int) -> pd.Index:
 
 
 def _compared(points: Mapping[str, pd.DataFrame], look: Look) -> tuple[str, pd.DataFrame] | None:
-    """Return the line of a run in a comparison: its name and its points."""
+    """Return the name and the points of the line that shows a run in a comparison; None if the run has no points."""
     preferred = [name for name in ("validation", "test") if look.prefers_validation and name in points]
     return next(((name, points[name]) for name in (*preferred, *points)), None)
 
 
 def axes_of(charts: Sequence[Chart], clock: Clock) -> list[Axis]:
-    """Return the meanings of the x axis for which every point has a value."""
+    """Return the x axes for which every point has a value, out of step, time and epoch."""
     labels = {"step": "step", "time": f"{clock.unit} since the start", "epoch": "epoch"}
     tables = [series.points for chart in charts for series in chart.series]
     known = [name for name in labels if tables and all(table[name].notna().all() for table in tables)]

@@ -17,7 +17,7 @@ _OF_ONE_RUN = frozenset({"name", "id", "mlflow-run", "has-default-time"})
 
 
 def submit_command(spec: RunSpec) -> list[str]:
-    """Return the words to type: every setting that differs from the default, also those that submit has chosen."""
+    """Return the words to type, with each setting that differs from its default, even if `hpc submit` chose it."""
     if spec.evaluation is not None:
         return _evaluate_command(spec, spec.evaluation)
     script = ["--", *spec.script] if spec.script else []
@@ -26,7 +26,7 @@ def submit_command(spec: RunSpec) -> list[str]:
 
 
 def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
-    """Return the words that start the same evaluation, with all that it takes from the other run by itself."""
+    """Return the words that start the same evaluation, except settings that it takes from the evaluated run."""
     flags = [task.source, *([f"--checkpoint={task.checkpoint}"] if task.checkpoint else [])]
     # A run's own data are not named: with named data, no part would be held out.
     flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
@@ -62,7 +62,7 @@ def flat_settings(spec: RunSpec) -> dict[str, str]:
 
 
 def settings_with_defaults(spec: RunSpec) -> dict[str, str]:
-    """Return every setting of a run that another run may share, and a word or number for each that was not set."""
+    """Return every setting that two runs may share. An unset one is `default`, `none`, or the computed `lr`."""
     settings = {name: value for name, value in flat_settings(spec).items() if name not in _OF_ONE_RUN}
     training = spec.training
     if training:

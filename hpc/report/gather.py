@@ -1,4 +1,4 @@
-"""Reads a run's data for the page and the CSV tables; times are seconds since the epoch. Runs on the login node."""
+"""Reads a run's data for the page and the CSV tables. Times are seconds since the epoch. Runs on the login node."""
 
 import json
 import re
@@ -74,7 +74,7 @@ class RunRecord:
 
     @property
     def best_validation(self) -> float:
-        """The best validation accuracy; NaN before the first."""
+        """The best validation accuracy; NaN before the first validation."""
         return float(self.evaluations[self.evaluations["split"] == "val"]["accuracy"].max())
 
     @property
@@ -84,7 +84,7 @@ class RunRecord:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The last line of the training's metrics, without unknown values; empty before the first."""
+        """The last line of the training's metrics, without unknown values; empty before the first line."""
         return {} if self.train.empty else dict(self.train.iloc[-1].dropna())
 
     @property
@@ -93,7 +93,7 @@ class RunRecord:
         return self.summary.state in TERMINAL
 
     def ended(self, now: float) -> float:
-        """Return the end of the last attempt, or now, in seconds since the epoch."""
+        """Return when the run ended, or `now` if it goes on, in seconds since the epoch."""
         ended = None if self.attempts.empty else self.attempts["ended"].iloc[-1]
         if ended is not None and not pd.isna(ended) and self.has_ended:
             return float(ended)
@@ -101,7 +101,7 @@ class RunRecord:
 
     @property
     def began(self) -> float | None:
-        """The start of the first attempt, in seconds since the epoch."""
+        """The start of the first attempt, in seconds since the epoch; None before it."""
         return None if self.attempts.empty else float(self.attempts["started"].iloc[0])
 
     @property
@@ -111,7 +111,7 @@ class RunRecord:
         return total / self.spec.train.epochs if total and self.spec and self.spec.train else None
 
     def is_fork_of(self, other: "RunRecord") -> bool:
-        """Return whether the run began with a checkpoint of `other`, whose metrics until then are its attempt 0."""
+        """Return whether the run began with a checkpoint of `other`. Its attempt 0 then has the metrics of `other`."""
         begin = self.spec.training.forked_from if self.spec and self.spec.training else None
         return begin is not None and Path(begin).is_relative_to(other.run.checkpoints)
 
@@ -181,7 +181,7 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | N
 
 
 def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """Read a file of metrics: these columns and all others with numbers; the last written row of each step."""
+    """Read a file of metrics: these columns and all others that have numbers. Keep only the newest row of each step."""
     found = _read_lines(notes, path, columns)
     steps = found["step"]
     finite = np.isfinite(steps)
@@ -294,7 +294,7 @@ def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the sample predictions. Raises ValueError if damaged, and KeyError if of another version."""
+    """Return the sample predictions. Raises ValueError if they are damaged, KeyError if of another version."""
     found: list[dict[str, Any]] = [
         {
             **{key: str(sample[key]) for key in ("kind", "name", "true", "predicted", "png")},
@@ -308,7 +308,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
-    """Return the CSV tables next to the page, each as parts of text, by file name.
+    """Return the text of each CSV table next to the page, in parts, by file name.
 
     The first column is the run's name. A table exists even without rows.
     """

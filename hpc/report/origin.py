@@ -1,4 +1,4 @@
-"""The origin of a run and its cost: the head of its page. Pure; runs on the login node."""
+"""The head of a run's page: the run's origin and its cost. Pure; runs on the login node."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ _NO_REPOSITORY = "in no git repository"
 
 
 def provenance(record: RunRecord) -> list[tuple[str, str]]:
-    """Return names and values, without unknown ones."""
+    """Return names and values: the code, software and hardware that the run used. Unknown ones are left out."""
     newest = record.history.last(Software) or Software()
     checked = record.history.of(Preflight)
     commit, _, dirty = (record.revision or _NO_REPOSITORY).partition("+")
@@ -41,7 +41,7 @@ def _recipe(record: RunRecord) -> str | None:
 
 
 def how_to_get_the_code(record: RunRecord) -> str:
-    """Return a sentence about the commit and the recipe with which the command makes the same run."""
+    """Return a sentence with the commit, directory and recipe that the command needs to make the same run."""
     commit, _, dirty = (record.revision or "").partition("+")
     named = _recipe(record)
     recipe = f"its flags are based on recipe {named}" if named else ""
@@ -53,7 +53,7 @@ def how_to_get_the_code(record: RunRecord) -> str:
 
 
 def cost(record: RunRecord, now: float) -> dict[str, Any]:
-    """Return the wait in the queue, and the GPU-hours in all and by part, each with a color."""
+    """Return the time in the queue, all GPU-hours, and the GPU-hours of each part with its color; None if unknown."""
     periods = record.periods(now)
     gpus = record.spec.resources.num_gpus if record.spec else 0
     # A node without GPUs has one rank.

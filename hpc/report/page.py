@@ -1,4 +1,4 @@
-"""Prepares the data of the templates for a run's page and a comparison's. Pure; runs on the login node."""
+"""Prepares the data that the templates need for the page of a run or of a comparison. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -45,7 +45,7 @@ _RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)} 
 
 
 def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
-    """Return the HTML of a run's page. `tables` names the CSV files beside it, `now` is in seconds since the epoch."""
+    """Return the HTML of a run's page. `tables` names the CSV files; `now` is in seconds since the epoch."""
     spec = record.spec
     return render(
         "run.html",
@@ -78,7 +78,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
 def comparison_page(
     records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
 ) -> str:
-    """Return the HTML of the page that compares runs; `links` lead to the runs' own pages, if they exist."""
+    """Return the HTML of the page that compares runs. `links` lead to each run's own page; None if there is none."""
     labelled = list(zip(labels_of(records), records, strict=True))
     differing = _differing_settings({label: record.spec for label, record in labelled if record.spec})
     few = len(differing) <= _MOST_SETTING_COLUMNS
@@ -123,7 +123,7 @@ def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
 
 
 def _evaluation(record: RunRecord) -> dict[str, Any] | None:
-    """Return the result of an evaluation; None for a training, and before its end."""
+    """Return the result of an evaluation; None if the run is a training, or has no result yet."""
     if record.spec is None or record.spec.evaluation is None or record.evaluations.empty:
         return None
     return dict(record.evaluations.iloc[-1])
@@ -197,13 +197,13 @@ def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
 
 
 def _recovery_legend(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Return the color, name and meaning of the parts that took time."""
+    """Return the color, name and meaning of each part of a recovery that took time."""
     used = {part for group in groups for part, seconds, _ in group["parts"] if seconds > 0}
     return [(_RECOVERY_COLORS[part], part.replace("_", " "), _RECOVERY[part]) for part in PARTS if part in used]
 
 
 def _test(record: RunRecord) -> dict[str, Any]:
-    """Return the worst classes first, and the confusion matrix or, for many classes, the most confused pairs."""
+    """Return the classes, worst first, and the confusion matrix or, for many classes, the most confused pairs."""
     classes, confusion = record.classes, record.confusion
     few = len(classes) <= _MAX_CLASSES
     rows = classes.sort_values("accuracy").head(len(classes) if few else _MAX_LISTED).to_dict("records")
@@ -261,7 +261,7 @@ def _runs(
 
 
 def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, Any]:
-    """Return the accuracy of each class in each run, if they have the same few classes."""
+    """Return the accuracy of each class in each tested run; empty unless these have the same few classes."""
     tested = [(label, record.classes) for label, record in labelled if len(record.classes)]
     names = {tuple(classes["class"]) for _, classes in tested}
     if len(names) != 1 or len(tested) < 2 or len(tested[0][1]) > _MAX_CLASSES:

@@ -71,14 +71,14 @@ def bokeh_script() -> str:
 
 
 def plots_of(records: Sequence[RunRecord], now: float) -> Plots:
-    """Return the figures of one or more runs; none without data."""
+    """Return the figures of one or more runs. If there are no data, there are no figures."""
     clock = clock_for(records, now)
     charts = charts_of(records, clock)
     shown = charts[:MOST_FIGURES]
     axes = axes_of(shown, clock)
     most = min(MOST_POINTS, _ALL_POINTS // max(1, sum(len(chart.series) for chart in shown)))
     marks = _marks(records[0], clock, now) if len(records) == 1 else []
-    # All figures have the same steps, so that an event in one is found in the others.
+    # All figures share one range of steps, so that an event in one is found in the others.
     x_range = _range(axes[0]) if axes else Range1d()
     figures = [_draw(chart, most, marks, x_range, axes) for chart in shown]
     return _placed(shown, figures, axes, [chart.look.title for chart in charts[MOST_FIGURES:]])
@@ -175,7 +175,7 @@ def _has_trend(series: Series) -> bool:
 
 
 def _draw_series(drawn: figure, series: Series, most: int) -> Any:
-    """Draw a line, and return the part at which the reader can point. A noisy line is faint, behind its trend."""
+    """Draw a line, and return the part that shows values under the mouse. A noisy line is faint, behind its trend."""
     has_trend, color = _has_trend(series), COLORS[series.color]
     points = series.points.loc[extremes(series.points["value"], most)]
     # 32 bits are more than an eye sees, and halve the page.
@@ -197,7 +197,7 @@ def _draw_series(drawn: figure, series: Series, most: int) -> Any:
 
 
 def _marks(record: RunRecord, clock: Clock, now: float) -> list[dict[str, Any]]:
-    """Return strips behind the lines, with step, time and epoch: every other attempt, interruptions, the queue."""
+    """Return strips that mark every second attempt, interruptions and queues, with their steps, times and epochs."""
     per_epoch, began = record.steps_per_epoch or np.nan, record.began or np.nan
 
     def strip(color: str, steps: tuple[float, float], times: tuple[float, float], text: str = "") -> dict[str, Any]:

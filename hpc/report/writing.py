@@ -1,4 +1,4 @@
-"""The files of a report: reads the runs, writes the CSV tables and then the page. Runs on the login node."""
+"""Writes the files of a report: reads the runs, and writes the CSV tables and then the page. Runs on the login node."""
 
 import os
 import time
@@ -15,7 +15,7 @@ from hpc.status.printing import summaries
 
 
 def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
-    """Return the path of the page, and make its directory. Raises UserError if this fails or it is another user's."""
+    """Make the page's directory, and return the page's path. Raises UserError if that fails or is not allowed."""
     if output is None and len(runs) == 1:
         try:
             check_is_own(runs[0])  # another user's report/ may be a link to anywhere

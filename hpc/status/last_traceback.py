@@ -13,7 +13,7 @@ _MOST_LINES, _MOST_CHARACTERS = 40, 200
 
 
 def last_traceback(run: RunDir, history: History) -> list[str] | None:
-    """Return the lines of the last exception of the rank that ended the last attempt; None if its log has none."""
+    """Return the last exception in the log of the rank that ended the last attempt; None if there is none."""
     end = history.last(AttemptEnded)
     if end is None or end.rank is None:
         return None

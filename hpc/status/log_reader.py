@@ -88,7 +88,7 @@ def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail
 
 
 def time_of(line: str) -> float | None:
-    """Return the time at the beginning of a line, in seconds since the epoch; None without a time or its year."""
+    """Return the time at the beginning of a line, in seconds since the epoch; None if it has no time, or no year."""
     found = _TIME.match(line)
     try:
         return datetime.fromisoformat(line[found.start(1) : found.end()]).timestamp() if found and found[1] else None
@@ -97,7 +97,7 @@ def time_of(line: str) -> float | None:
 
 
 def offset_of_last(path: Path, text: str) -> int | None:
-    """Return the offset of a text's last occurrence in a log, read from the end; None if it or the log is missing."""
+    """Return the offset of a text's last occurrence in a log; None if the text or the log is missing."""
     wanted, after = text.encode(), b""
     try:
         size = path.stat().st_size

@@ -1,4 +1,4 @@
-"""Prints of runs: their table, their interruptions, and the wait for the end of one. Runs on the login node."""
+"""Prints the table of runs and their interruptions, and waits for the end of a run. Runs on the login node."""
 
 import sys
 import time
@@ -48,9 +48,9 @@ def summaries(runs: Sequence[RunDir]) -> list[Summary]:
 
 
 def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
-    """Wait for the end. Returns 0 if the run completed, 1 if it failed or was cancelled.
+    """Wait for the end of a run. Returns 0 if it completed, 1 if it failed or was cancelled.
 
-    With `answer`, the submission's JSON document, print nothing except that document with the final state in it.
+    `answer` is the JSON document of the submission for --json: print only this document, with the final summary in it.
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)

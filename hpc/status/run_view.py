@@ -78,11 +78,11 @@ def summarize(
     decision: Decision | None = None,
     queue: Mapping[str, SlurmJob] | None = None,
 ) -> Summary:
-    """Return the summary of a run, with its jobs in the queue (`jobs_by_run`) or None if Slurm does not answer.
+    """Return the summary of a run. Unknown values are None.
 
-    `decision` is what the supervisor would do, if the run has no job. `queue` has all jobs of the user, also of the
-    runs for which it waits. Unknown values are None. A damaged directory raises no error, which would hide the other
-    runs.
+    `jobs` are its jobs in the queue (`jobs_by_run`), None if the queue is unknown. `decision` is what the supervisor
+    would do if the run has no job. `queue` has all jobs of the user, and so those of the runs for which it waits.
+    A damaged directory raises no error, because that would hide the other runs.
     """
     try:
         history = History.load(run)
@@ -202,7 +202,7 @@ def _waits_for(run: RunDir, spec: RunSpec | None, queue: Mapping[str, SlurmJob] 
 
 
 def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, Any]:
-    """Return the last attempt's part of the cluster or, before the first, the most that the run asks for."""
+    """Return the partition and GPUs of the last attempt; before the first attempt, the most that the run asks for."""
     if spec is None:
         return dict.fromkeys(("partition", "gpus", "gpu_type"))
     nodes = len(attempts[-1].nodes) if attempts else spec.job_nodes[1]
@@ -213,7 +213,7 @@ def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, 
 def _time_spent(
     records: _Records, attempts: Sequence[Attempt], interruptions: Sequence[Interruption], *, is_over: bool
 ) -> dict[str, Any]:
-    """Return the times of the run and its GPUs. `elapsed_seconds` counts from its first start, without user pauses."""
+    """Return how a run and its GPUs spent the time. `elapsed_seconds` leaves out pauses that `hpc resume` ended."""
     history, spec, trained = records.history, records.spec, records.train.get("train_seconds")
     events = history.events
     last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1].time if events else 0.0
@@ -239,7 +239,7 @@ def _time_spent(
 
 
 def _reason(decision: Decision) -> str | None:
-    """Return why a run has no job, and what to type; None if its state says so."""
+    """Return why a run has no job, and what to type; None if the reason is just the run's state."""
     advice = f": {_CONTINUE}" if decision.action in STARTS else ""
     return None if decision.reason == decision.state else decision.reason + advice
 
@@ -263,7 +263,7 @@ def _state(history: History, job: SlurmJob | None, *, slurm_answers: bool) -> St
 
 
 def _local_state(history: History) -> State | None:
-    """Return whether a run on this machine runs or is being submitted; None if it does neither."""
+    """Return `running` for a run on this machine, or `pending` while it is being submitted; None if it is neither."""
     if _runs_here(history):
         return "running"
     return "pending" if time.time() < handover.handover_deadline(history.unfinished_handover(0)) else None
@@ -324,7 +324,7 @@ def _final_result(run: RunDir, damaged: list[str]) -> dict[str, Any] | None:
 
 
 def _eta_seconds(started: TrainStarted, train: Mapping[str, Any]) -> float | None:
-    """Return the seconds of training left, at the pace since the ranks last started."""
+    """Return the seconds of training left, at the pace since the ranks last started; None if unknown."""
     total, step, at = started.total_steps, train.get("step"), train.get("time")
     if total is None or step is None or at is None or step <= started.step:
         return None
@@ -333,7 +333,7 @@ def _eta_seconds(started: TrainStarted, train: Mapping[str, Any]) -> float | Non
 
 
 def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> dict[Path, Decision]:
-    """Return what the supervisor would do about runs without a job; nothing if Slurm does not answer."""
+    """Return what the supervisor would do about each of these runs, which have no job; empty if `jobs` is None."""
     found, scripts = list[ObservedRun](), jobs_by_script(jobs.values() if jobs else ())
     queued = [run for run in runs if jobs is not None and run.script.exists() and not run.final_result.exists()]
     clocks = {parent: storage_time(parent) for parent in {run.path.parent for run in queued}}
@@ -402,7 +402,7 @@ class StatusCache:
         return rows[0]
 
     def _queue(self, runs: Sequence[RunDir]) -> Mapping[str, SlurmJob] | None:
-        """Return the user's jobs, or None if there is no Slurm or it does not answer."""
+        """Return the user's jobs; None if no run was submitted to Slurm, or Slurm is missing or does not answer."""
         max_age = _AWAY_SECONDS if self.problem else _QUEUE_SECONDS
         if self._queried is not None and time.monotonic() - self._queried <= max_age:
             return self._jobs

@@ -1,4 +1,4 @@
-"""The output of `hpc status` about several runs: a table, and why some wait or could not notify. Pure; login node."""
+"""The output of `hpc status` about several runs: a table, then waits, unsent messages and damage. Pure; login node."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ _LEAST_NAME = 40
 
 
 def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
-    """Return the table of runs, reasons for waits, and failed messages. With `details`, show a single run in full."""
+    """Return the table of runs, their waits, unsent messages and damage. With `details`, show a single run in full."""
     if details and len(rows) == 1:
         return run_details(console, rows[0])
     table = fitting_table(console, [_cells(row) for row in rows], _COLUMNS, numbers=_NUMBERS, cut=("run", _LEAST_NAME))
@@ -31,7 +31,7 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
 
 
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
-    """Return the view for a terminal, which cuts it to its height: runs that go on come first, then the newest."""
+    """Return the view for a terminal, which cuts off its end. Runs that go on come first, newer before older."""
     newest_first = rows[::-1]
     ranked = sorted(newest_first, key=lambda row: row.state in TERMINAL)
     drawn = view(console, ranked[: console.height], details=details)

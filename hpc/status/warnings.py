@@ -19,7 +19,7 @@ from hpc.run.events.kinds import (
 from hpc.run.stop_times import REQUEUE_SECONDS, save_timeout_seconds
 from hpc.services.notification.notices import unsent_messages
 
-# The largest share of the time until the job ends that a save should take: storage may be slower on another day.
+# A save should take at most this share of the time until the job ends: storage may be slower on another day.
 MAX_SHARE = 0.8
 ASK_NO_GPUS = "in a script, move the import that queries GPUs into a function; or install an older torch"
 _ADVICE: dict[str, str] = {
@@ -34,8 +34,8 @@ _ADVICE: dict[str, str] = {
 def warnings_of(history: History, *, completed: bool = False) -> list[str]:
     """Return one sentence per warning, with the flag to type.
 
-    A completed run has only warnings about its result and messages. Other warnings, except about the time to save, are
-    about the last attempt.
+    If the run is completed, only its result and its messages get warnings. Other warnings are about the last attempt,
+    except those about the time to save and about a job that started nothing.
     """
     # A later attempt finds the run complete, and does not repeat this.
     done, claimed = history.last(TrainCompleted), history.last(Claimed)
@@ -82,7 +82,7 @@ def _unsent(history: History) -> list[str]:
 
 
 def _refused_job(history: History) -> list[str]:
-    """Return why the newest job started nothing, such as one that was submitted by hand for a cancelled run."""
+    """Return why the newest job started nothing, if so. It may have been submitted by hand for a cancelled run."""
     starts = [event for event in history.events if isinstance(event, Refused | Claimed | Resumed)][-1:]
     return [f"job {event.job_id}: {event.detail}" for event in starts if isinstance(event, Refused)]
 

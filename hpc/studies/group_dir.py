@@ -68,7 +68,7 @@ class GroupDir(Generic[Spec]):
         return self.path / "report" / f"{self.KIND}.html"
 
     def run(self, name: str) -> RunDir:
-        """Return a run of the group. Its name begins with the group's: Slurm and trackers show it alone."""
+        """Return a run of the group. Its name begins with the group's name, as Slurm and trackers show no group."""
         return RunDir(self.path / f"{self.path.name}-{name}")
 
     def save(self, spec: Spec) -> None:

@@ -47,8 +47,8 @@ class CommonPart(TypedDict):
 
 
 def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart:
-    """Return the settings and code of all runs, with the user's present defaults and files."""
-    # The runs look for the others in the group's directory, so these get their paths.
+    """Return the settings and code that all runs share, with the user's defaults and files as they are now."""
+    # The runs of the group would look for these names in the group's directory, so they get paths.
     after, after_ok = (
         tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
         for names in (options.after, options.after_ok)
@@ -84,7 +84,7 @@ def start_member(
         else:
             _submit_member(group, spec, run, settings, values)
     except UserError:
-        # A run that Slurm refused was removed, or has no job.
+        # A run that Slurm refused has no job or, if it is new, was removed: so another process has submitted this one.
         if History.load(run).last_job_id if is_made else run.spec.exists():
             return False
         raise
@@ -129,7 +129,7 @@ def check_placeholders(names: Iterable[str], script: Sequence[str], flag: str) -
 
 
 class Supervision:
-    """Restarts lost runs of a group, because nobody else may watch them.
+    """Restarts lost runs of a group, because perhaps no other supervisor watches them.
 
     Args:
         group: the directory.

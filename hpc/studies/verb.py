@@ -83,10 +83,10 @@ def make(group: GroupDir[Spec], spec: Spec, code: UserCode) -> None:
 
 
 def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> Spec:
-    """Return the spec of a group to continue, with the changes that are not None. Takes a cancellation back.
+    """Continue a group: save and return its spec with the changes that are not None, and take back a cancellation.
 
     Raises:
-        UserError: there is no such group; `hint` says how to start one.
+        UserError: there is no such group (`hint` says how to start one), it is another user's, or its spec is damaged.
     """
     if not group.spec_file.exists():
         raise UserError(f"there is no {group.TITLE} {group.path.name} in {runs_dir}: {hint}")

@@ -29,7 +29,7 @@ from hpc.supervise.perform import perform
 # Runs that ended longer ago, perhaps before there was a supervisor, cause no message.
 _NEWS_SECONDS = 3600.0
 _ON_END_TIMEOUT_SECONDS = 60
-# Two heartbeats of an agent, with a margin.
+# Time for two heartbeats of an agent, with a margin.
 _CONFIRM_SECONDS = 12.0
 Line = dict[str, str | None]
 
@@ -85,7 +85,7 @@ def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
 
 
 def _observed(runs_dir: Path) -> list[ObservedRun]:
-    """Return all runs below a directory that were submitted to Slurm."""
+    """Observe each run below a directory, if it is this user's own and was submitted to Slurm."""
     jobs = jobs_by_script(slurm.jobs().values())
     storage_now = storage_time(runs_dir.expanduser())
     found = list[ObservedRun]()
@@ -113,12 +113,12 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
 
 @functools.cache
 def _skip(reason: str) -> None:
-    """Print why a run is left alone, once, not at every check."""
+    """Print why a run is skipped: once, not at every check."""
     print(visible(f"hpc supervise: skipped: {reason}"), file=sys.stderr, flush=True)
 
 
 def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
-    """Perform a decision. Returns the error's message, or None."""
+    """Perform a decision, and send the messages that are due. Returns the error's message, or None."""
     try:
         if decision.action is not Action.KEEP:
             perform(one, decision)
@@ -131,7 +131,7 @@ def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
 
 
 def _send_messages(one: ObservedRun, decision: Decision) -> None:
-    """Send the messages for --notify that the nodes could not send, or whose occasion no node saw."""
+    """Send the messages for --notify that the nodes could not send, or did not know to send."""
     # The events of complete runs are not read at every check.
     times = [modified(one.run.final_result)] if one.known.complete else [event.time for event in one.history.events]
     last_news = max(filter(None, times), default=None)

@@ -25,7 +25,7 @@ _AGENT_RETRY_SECONDS = 900.0
 _ABANDONED_SECONDS = 600.0
 # If this number of jobs end before they start, the nodes are not the reason.
 _MAX_STARTS = 5
-# A shorter delay does not justify a call, as clocks differ; the user requested a longer one.
+# A shorter delay is not worth a call, because clocks differ. A longer one is the user's own request.
 _MIN_DELAY_SECONDS, _MAX_DELAY_SECONDS = 30.0, 900.0
 _FIRST_BACK_OFF_SECONDS = 30.0
 # The cause of an attempt's end that no agent recorded, by the state of its job.
@@ -89,7 +89,7 @@ def _cancel(job: SlurmJob, reason: str) -> Decision:
 
 
 def _resubmit(run: RunObservation, job: SlurmJob | None, reason: str) -> Decision:
-    # If another start of a job made the last attempt, the state of this one is not the cause of that attempt's end.
+    # If this start of the job did not make the last attempt, its state does not say why that attempt ended.
     cause = _missing_cause(run) if job is None or run.made_last_attempt(job) else None
     return Decision(action=Action.RESUBMIT, reason=reason, job_id=job.job_id if job else None, cause=cause)
 
@@ -99,7 +99,7 @@ def _missing_cause(run: RunObservation) -> Cause | None:
 
 
 def _back_off(run: RunObservation, doublings: int) -> Decision | None:
-    """Wait longer after each consecutive failure."""
+    """Return the decision to wait, longer after each consecutive failure; None if the wait is over."""
     since = max(run.last.ended or 0.0 if run.last else 0.0, run.handed_over_at or 0.0)
     rest = since + _FIRST_BACK_OFF_SECONDS * 2.0**doublings - run.now if doublings >= 0 else 0.0
     return _keep(f"repeated failures: next attempt in {rest:.0f} s") if rest > 0 else None

@@ -76,7 +76,7 @@ class RunObservation:
 
     @property
     def failures(self) -> int:
-        """Number of failures of the last one's kind, without progress in between."""
+        """The number of failures without progress that share the last one's budget, the last one included."""
         return budget_of(self.attempts).failures
 
     @property
@@ -98,7 +98,7 @@ class RunObservation:
     @property
     def silent_seconds(self) -> float:
         """Seconds since the last heartbeat of the last attempt's agents."""
-        # Just after a claim, the heartbeat is the previous attempt's. A clock that is ahead claims in the future.
+        # Just after a claim, the heartbeat is the previous attempt's. If a clock is ahead, its claim is in the future.
         started = self.last.started if self.last and self.last.started <= self.now else None
         known = [at for at in (started, self.heartbeat_at) if at is not None]
         return self.now - max(known, default=self.now)
@@ -110,7 +110,7 @@ class RunObservation:
         return self.now - max(worked, self.last.ended or 0.0 if self.last else 0.0, self.handed_over_at or 0.0)
 
     def made_last_attempt(self, job: SlurmJob) -> bool:
-        """Return whether this start of a job, by its number of restarts, made the last attempt."""
+        """Return whether this start of a job made the last attempt. Its number of restarts identifies the start."""
         return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
 
 
@@ -128,7 +128,7 @@ class ObservedRun:
 def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
     """Read the state of a run. Raises OSError if its directory was deleted, or is closed to this user.
 
-    `jobs` is from `jobs_by_script`, and `storage_now` the `storage_time` of the directory of the runs.
+    `jobs` comes from `jobs_by_script`. `storage_now` is the `storage_time` of the directory that holds the runs.
     """
     now, mtime, complete = time.time(), modified(run.alive), run.final_result.exists()
     listed = jobs.get(os.path.realpath(run.script), ())
@@ -164,7 +164,7 @@ def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: fl
 
 
 def with_final_states(found: list[ObservedRun]) -> list[ObservedRun]:
-    """Add the states, from Slurm's accounting, of jobs that squeue no longer lists."""
+    """Add the state of each run's last job from Slurm's accounting, if squeue no longer lists the job."""
     unlisted = dict[RunDir, str]()
     for one in found:
         job_id = one.history.last_job_id

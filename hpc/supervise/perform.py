@@ -1,4 +1,4 @@
-"""Performs a decision of the supervisor. May be interrupted at any point and repeated. Runs on the login node."""
+"""Performs a decision of the supervisor. This may be interrupted at any point and repeated. Runs on the login node."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ _SOON = "now+2"
 
 
 def perform(observed: ObservedRun, decision: Decision) -> None:
-    """Do what was decided.
+    """Perform a decision.
 
     Raises:
         TorchrelayError: Slurm refuses it or does not answer, or the run directory is a copy.
@@ -70,7 +70,7 @@ def _record(observed: ObservedRun, event: Event) -> None:
 
 
 def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
-    """Record the end of the attempt if the ledger lacks it; False if another process did so first."""
+    """Record the end of the attempt if the ledger lacks it. Returns False if another process did so first."""
     last, run, cause = observed.known.last, observed.run, decision.cause
     if last is None or cause is None:
         return True

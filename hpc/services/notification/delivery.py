@@ -1,9 +1,9 @@
-"""Sends what is to be told of a run, each message once to each recipient.
+"""Sends the messages about a run, each message once to each recipient.
 
-A process of its own, `python -m hpc.services.notification.delivery RUN_DIR`, of an agent or the supervisor: a name
-server that does not answer may hold it up for minutes. Of several that see the same, the one that creates a file sends:
-`events/notice-KEY-RECIPIENT-1.jsonl`. What it could not send, the supervisor sends with the next number, because
-compute nodes often have no internet.
+Agents and the supervisor run it in a process of its own, `python -m hpc.services.notification.delivery RUN_DIR`,
+because a name server that does not answer may delay it for minutes. Of several processes with the same message, the one
+that creates the file `events/notice-KEY-RECIPIENT-1.jsonl` sends it. If it fails, because compute nodes often have no
+internet, the supervisor sends the message with the next number.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def due_messages(
 
 
 def _next_number(history: History, key: str, recipient: str, now: float) -> int | None:
-    """Return the number of the next attempt to send; None if it was sent, is being sent, or was tried often enough."""
+    """Return the number of the next try to send; None if it was sent, was tried just now, or was tried often enough."""
     own = [event for event in history.of(OfMessage) if (event.notice, event.recipient) == (key, recipient)]
     tries = sum(isinstance(event, Notifying) for event in own)
     if any(isinstance(event, NotificationSent) for event in own) or tries >= _MOST_TRIES:
@@ -71,11 +71,11 @@ def _next_number(history: History, key: str, recipient: str, now: float) -> int 
     return None if own and now - own[-1].time < _RETRY_SECONDS else tries + 1
 
 
-# --- in the process that wants to have it sent ---
+# --- in the process that wants messages sent ---
 
 
 def is_due(run: RunDir, notification: Notification, *, retry: bool = False, failure: str | None = None) -> bool:
-    """Return whether there is something to send. Without --notify, this reads nothing and needs no process."""
+    """Return whether there is something to send. If the run has no --notify, this reads no file."""
     return bool(notification.notify and _due(run, notification, retry=retry, failure=failure))
 
 
@@ -83,7 +83,7 @@ def run_delivery(run: RunDir, *, retry: bool = False, failure: str | None = None
     """Send the due messages, in a process of its own, for at most half a minute.
 
     Raises:
-        OSError, subprocess.SubprocessError: the process could not start, or not end. Its messages are on stderr.
+        OSError, subprocess.SubprocessError: the process did not start, failed, or was too slow. It prints to stderr.
     """
     command = [sys.executable, "-P", "-m", __name__, str(run.path), *(["--retry"] if retry else [])]
     command += [] if failure is None else [f"--failure={failure}"]
@@ -126,7 +126,7 @@ def _due(run: RunDir, notification: Notification, *, retry: bool, failure: str |
 
 
 def _claim(run: RunDir, message: Message) -> EventWriter | None:
-    """Return the file of this attempt to send; None if another process has made it."""
+    """Create the file of this try to send, and return its writer; None if another process has created it."""
     key, name = message.notice.key, message.recipient
     path = run.events / f"notice-{key}-{name}-{message.number}.jsonl"
     event = Notifying(notice=key, recipient=name, host=socket.gethostname())
@@ -144,7 +144,7 @@ def _send_and_record(message: Message, writer: EventWriter, deadline: float) -> 
 
 
 def try_to_send(recipient: str, title: str, body: str, seconds: float = _SEND_SECONDS) -> str | None:
-    """Send a message. Returns None, or why it could not be sent, without any part of the address."""
+    """Send a message. Returns None if it was sent, or else the reason, without any part of the address."""
     # The thread is a daemon, so that the interpreter does not wait for a name server either.
     answers = list[str | None]()
     thread = threading.Thread(target=lambda: answers.append(_send(recipient, title, body)), daemon=True)
@@ -188,9 +188,9 @@ class _Warnings(logging.Handler):
 
 
 def without_secrets(text: str, address: str) -> str:
-    """Return a text without any part of an address except its scheme: each service puts its password elsewhere.
+    """Return a text without the parts of an address, except its scheme: any other part may be a password.
 
-    Short parts, such as a port, stay: their removal would damage half of the other words.
+    Parts of up to three characters, such as a port, stay, because they occur within other words.
     """
     _, _, rest = address.partition("://")
     written = [part for part in re.split(r"[/:@?&=,+\s]+", rest) if len(part) > 3]

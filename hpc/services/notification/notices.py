@@ -28,7 +28,7 @@ class Notice:
 def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
     """Return all notices about a run until now.
 
-    `interruptions` is the number of interruptions within an hour that do not make a notice.
+    More than `interruptions` interruptions within an hour make a notice.
     """
     outcome = history.outcome
     found = [_ended(run, outcome, history)] if outcome and outcome != "cancelled" else []
@@ -43,7 +43,7 @@ def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
 
 
 def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
-    """Return the notice that a run has failed, for a process that knows this from elsewhere than the events."""
+    """Return the notice that a run has failed, for a process that knows this although no event says so."""
     return Notice(
         key=f"{FAILED}-{attempt:03d}", title=f"Run {run.name} has failed", time=at,
         body=f"{reason}\n\n{_next(run, 'logs')}",
@@ -61,7 +61,7 @@ def unsent_messages(history: History) -> list[dict[str, str | None]]:
 
 
 def alert_times(times: Iterable[float], most: int) -> list[float]:
-    """Return when there were more than `most` interruptions within an hour. No interruption counts for two alerts."""
+    """Return the times of alerts: more than `most` interruptions within an hour. No interruption counts twice."""
     recent, alerts = list[float](), list[float]()
     for at in times:
         recent = [*(each for each in recent if at - each < _HOUR_SECONDS), at]

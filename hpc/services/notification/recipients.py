@@ -77,15 +77,15 @@ def _check_is_private(path: Path, status: os.stat_result) -> None:
 
 
 def with_known_names(notification: Notification) -> Notification:
-    """Return the flags with names in the place of `all`. Raises UserError as `choose_recipients`."""
+    """Return the flags with all names in the place of `all`. Raises UserError as `choose_recipients` does."""
     return replace(notification, notify=tuple(choose_recipients(notification.notify)))
 
 
 def choose_recipients(names: Iterable[str]) -> dict[str, str]:
-    """Return the services of the named recipients, such as Slack, by name; of all recipients for the name `all`.
+    """Return each named recipient's service, such as Slack, by the recipient's name. `all` means all recipients.
 
     Raises:
-        UserError: as `read_recipients`; a name is not in the file, or apprise does not know its address.
+        UserError: as in `read_recipients`, or a name is not in the file, or apprise does not know its address.
     """
     names = list(names)
     known = read_recipients() if names else {}

@@ -1,1 +1,1 @@
-"""Weights & Biases and MLflow: sending a run's metrics from its directory, on a compute node or the login node."""
+"""Sends a run's metrics from its directory to Weights & Biases or MLflow, on a compute node or the login node."""

@@ -47,7 +47,7 @@ class MlflowTracker:
         self.url = page if uri.startswith("http") else shown
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send points. After an interrupted call they are sent again: MLflow's databases keep each once."""
+        """Send points. After an interrupted call, the next one sends them again: MLflow's databases keep each once."""
         metrics = [
             (point, Metric(name, value, round(1000 * (point.time or 0.0)), point.step))
             for point in points

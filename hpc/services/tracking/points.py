@@ -28,7 +28,7 @@ class Point:
 
 
 def read_points(metrics: Path, sent: Mapping[str, int]) -> list[Point]:
-    """Return the points of all files in a directory, by step, after the step of their series in `sent`.
+    """Return the points of all files in a directory, sorted by step, if they come after their series' step in `sent`.
 
     If a restart repeated a step, its later line replaces the earlier one.
     """

@@ -1,8 +1,8 @@
 """Sends the metrics of a run to a tracker while it trains. Runs on compute nodes: a process for each tracker.
 
-`python -m hpc.services.tracking.sender RUN_DIR SERVICE ATTEMPT`, started by the head node's agent, can neither stop
-nor delay the training. It ends with its standard input, which the agent closes at the end of the attempt, also by
-dying. What it could not send, because nodes often have no internet, `hpc sync` sends from the login node.
+The head node's agent starts `python -m hpc.services.tracking.sender RUN_DIR SERVICE ATTEMPT`, which can neither stop
+nor delay the training. It ends when its standard input ends: at the end of the attempt, or when the agent dies. If it
+fails, because nodes often have no internet, `hpc sync` sends the rest from the login node.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def last_events(history: History, attempt: int | None) -> dict[str, OfTracker]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send until the attempt is over."""
+    """Send until the attempt is over. Returns 1 if the last try to send failed."""
     parser = argparse.ArgumentParser(description="Send the metrics of a run to a tracker until the input ends.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("service", choices=TITLES)

@@ -1,4 +1,4 @@
-"""`hpc submit --tracker` on the login node: refuse what could not be sent, and make the run at MLflow."""
+"""`hpc submit --tracker` on the login node: refuses a tracker that is not set up, and makes the run at MLflow."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -28,9 +28,9 @@ def check_ready(service: Service) -> None:
 
 @contextmanager
 def at_trackers(run: RunDir, spec: RunSpec) -> Iterator[RunSpec]:
-    """Yield the spec with the id that MLflow chooses for the run: its nodes may not reach MLflow's server.
+    """Make the run at MLflow, whose server the nodes may not reach, and yield the spec with the run's id there.
 
-    If the submission fails, deletes the run at MLflow. Raises TrackingError if MLflow does not answer.
+    If the submission fails, deletes the run there. Raises TrackingError if MLflow does not answer.
     """
     if "mlflow" not in spec.tracker:
         yield spec

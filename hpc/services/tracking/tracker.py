@@ -1,4 +1,4 @@
-"""A run at a tracker: one run of the same name, however often it is interrupted. Runs wherever metrics are sent.
+"""A run at a tracker: it stays one run, however often it is interrupted. Runs on compute nodes and the login node.
 
 The tracker knows the last step of each series that it has. So no node, and no `hpc sync`, sends anything twice, and no
 file has to agree with the tracker.
@@ -41,7 +41,7 @@ class Tracker(Protocol):
         """Send points, and update `sent`."""
 
     def close(self, outcome: Outcome | None) -> None:
-        """Send the rest, and the outcome; None if the run goes on, now or later."""
+        """Send the rest, and the outcome, which is None if the run goes on now or later."""
 
 
 def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:

@@ -22,7 +22,7 @@ _SENT = "sent/"
 
 
 def offline() -> bool:
-    """Return whether the environment forbids to ask W&B's server."""
+    """Return whether the environment forbids contact with W&B's server."""
     return os.environ.get("WANDB_MODE") == "offline"
 
 
@@ -70,7 +70,7 @@ class WandbTracker:
         self.url = str(Path(self._run.dir).parent) if offline() else self._run.url
 
     def send(self, points: Sequence[Point]) -> None:
-        """Hand the points to W&B's own process, which sends them meanwhile."""
+        """Hand the points to W&B's own process, which sends them in the background."""
         for point in points:
             self.sent[point.series] = point.step
             line = {"step": point.step, f"{_SENT}{point.series}": point.step, **point.values}

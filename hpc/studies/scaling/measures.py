@@ -14,7 +14,8 @@ from hpc.run.spec import RunSpec
 from hpc.status.summary import Summary
 from hpc.studies.scaling.scaling_dir import Size
 
-# Added ranks pay if each brings half of the speed of an earlier rank; a wait of this share of the time is reported.
+# Added ranks pay if each brings at least `_PAYS` of an earlier rank's speed. A wait is reported if it takes at least
+# `_NOTABLE` of the time.
 _PAYS, _NOTABLE = 0.5, 0.1
 Curve = tuple[tuple[float, float], ...]
 
@@ -110,7 +111,7 @@ def conclusions(measured: Sequence[Measures]) -> list[str]:
     """Return up to which size more ranks pay, why not further, and whether few or many nodes are faster."""
     known = [one for one in measured if one.images_per_second]
     fastest = list[Measures]()
-    for one in known:  # only the fastest size of those with equal ranks
+    for one in known:  # only the fastest of the sizes with the same number of ranks
         if fastest and fastest[-1].size.ranks == one.size.ranks:
             fastest[-1] = max(fastest[-1], one, key=_speed)
         else:

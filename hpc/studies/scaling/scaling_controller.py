@@ -69,14 +69,14 @@ class ScalingController:
         return found
 
     def write_result(self) -> None:
-        """Write the page, if another run has ended."""
+        """Write the page if a run has ended since it was last written."""
         if self._ended == self._on_page:
             return
         write_page(self._study, self._spec, self.measures())
         self._on_page = {*self._ended}
 
     def _start(self, size: Size) -> bool:
-        """Submit the run of a size; False if it cannot be submitted. Raises UserError for the first size."""
+        """Submit the run of a size. Returns False if this is refused; for the first size, raises UserError instead."""
         run = self._study.run(size.name)
         try:
             if start_member(self._study, self._spec, run, self._spec.settings_of(size), script_values(size)):
@@ -90,7 +90,7 @@ class ScalingController:
         return True
 
     def _follow(self, size: Size, summary: Summary) -> bool:
-        """Return whether a run goes on. Cancels a user's script after its time, of which the script does not know."""
+        """Return whether a run goes on. Cancels a user's script after `minutes`, which the script does not know."""
         state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:
             self._ended.add(size)

@@ -96,7 +96,7 @@ def read_nodes(values: Sequence[str]) -> tuple[int, ...]:
 
 
 def read_gpus(values: Sequence[str]) -> tuple[str | None, tuple[int, ...]]:
-    """Return the type of the GPUs, if given, and their numbers per node. Raises UserError as `read_nodes`."""
+    """Return the GPU type (None if not given) and the numbers of GPUs per node. Raises UserError as `read_nodes`."""
     split = [value.rpartition(":")[::2] for value in values]
     types = {kind for kind, _ in split if kind}
     numbers = [number for _, number in split]

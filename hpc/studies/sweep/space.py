@@ -71,7 +71,7 @@ def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
 
 
 def shown(value: object) -> str:
-    """Format a value of a trial for a flag: a number with six digits."""
+    """Format a value of a trial for a flag: a float with six significant digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

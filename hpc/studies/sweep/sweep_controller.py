@@ -1,7 +1,7 @@
 """Starts the trials of a sweep, follows them, and tells Optuna. Runs on the login node.
 
-Its state is in Optuna's journal and the runs: it may be killed at any moment and started again. A second one does no
-harm, because one of them makes the run directory, and one tells Optuna of the trial.
+Its state is in Optuna's journal and the runs: it may be killed at any moment and started again. A second controller
+does no harm, because only one of the two makes a run's directory, and only one tells Optuna of a trial's end.
 """
 
 import warnings
@@ -31,7 +31,7 @@ def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     samplers: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
-        # The sampler takes running trials for bad ones, so that others differ from them.
+        # The sampler counts running trials as bad, so that new ones differ from them.
         "tpe": lambda: optuna.samplers.TPESampler(seed=spec.seed, constant_liar=True),
         "random": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
         # Optuna's grid sampler stops the study by itself, which only its optimize() allows. So ask() is told the
@@ -134,7 +134,7 @@ class SweepController:
             self._tell(f"{name} is {state}{why}: {settings_text(trial.params)}")
 
     def _start(self, trial: FrozenTrial) -> None:
-        """Submit the run of a trial. Raises UserError for the first trial."""
+        """Submit the run of a trial. If this is refused, gives the trial up; for the first, also raises UserError."""
         spec, run = self._spec, self._sweep.trial(trial.number)
         values = {name: shown(value) for name, value in trial.params.items()}
         try:
