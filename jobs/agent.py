@@ -79,7 +79,7 @@ def main(argv: list[str]) -> int:
 
 
 def _load(run: RunDir) -> RunSpec:
-    """Load the spec of a run of this user. Raises OSError also if the storage does not answer while it is read."""
+    """Check that the run is this user's, and load its spec. Raises OSError, not UserError, if the storage fails."""
     check_is_own(run)
     try:
         return RunSpec.load(run)
@@ -128,7 +128,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
 
 
 def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
-    """Return this node's addresses. Raises BadNodeError if it lacks the interface that --interface names."""
+    """Return this node's addresses, none with --cluster local. Raises BadNodeError if it lacks the --interface."""
     if allocation.cluster != "slurm":
         return []
     found = own_addresses(spec.network.interface)
@@ -169,7 +169,7 @@ def _describe(error: Exception) -> str:
 
 
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
-    """End this node's part after an error, on the head node the whole attempt. Returns the exit code."""
+    """After an error, end this node's part, or on the head node the whole attempt. Returns the exit code."""
     phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
     detail = _describe(error)
     log(detail)
@@ -183,7 +183,7 @@ def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: 
 
 
 class _Agent:
-    """One node's part in an attempt, from staging to its end."""
+    """One node's part in an attempt, from the staging to the end of the attempt."""
 
     def __init__(
         self, node: NodeAttempt, held: HeldNodeDir, channel: ControlChannel, stop: StopRequest, resources: ExitStack
@@ -267,7 +267,7 @@ class _Agent:
         return None
 
     def _leave(self, channel: ControlClient) -> int:
-        """End the part of a node other than the head, or take over if the head is lost."""
+        """End the part of a node that is not the head, or take over if the head is lost. Returns the exit code."""
         if channel.head_is_silent and not channel.directive.over:
             return take_over(self._node, channel, self._monitor)
         if not channel.met.is_set() and not self._stop and await_loss_of_head(self._node):
@@ -288,7 +288,7 @@ class _Agent:
 
 
 def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
-    """Return the threads per rank, with which all ranks together do not oversubscribe the machine.
+    """Return the number of threads per rank with which all ranks together do not oversubscribe the machine.
 
     Raises:
         TorchrelayError: this process may use fewer cores than the job was given.

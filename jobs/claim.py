@@ -1,7 +1,7 @@
 """The start of an attempt: exactly one agent claims it, the others join.
 
-Runs on compute nodes. A claim, like an end (hpc.slurm.handover), is an event file that is created exclusively
-with its line.
+Runs on compute nodes. A claim, like the end of an attempt (hpc.slurm.handover), is an event file that exactly one
+process can create, together with its line.
 """
 
 import shlex
@@ -25,7 +25,7 @@ from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_
 _POLL_SECONDS = 0.5
 # An ending job may take KillWait to save, which is seldom more than a minute.
 _ENDING_SECONDS = 120.0
-# A head node's agent claims within seconds. Then the others ask Slurm, which needs minutes to notice a dead node.
+# A head node's agent claims within seconds. After this time the others ask Slurm, which notices a dead node in minutes.
 _LOOK_SECONDS = 30.0
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), shorter than the other agents wait to join.
 _CONTROLLER_SECONDS = 480.0
@@ -36,7 +36,7 @@ class HeadLostError(TorchrelayError):
 
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
-    """Return the ledger file of one node's agent in one attempt."""
+    """Return the writer of one node's ledger file in one attempt."""
     return EventWriter(ledger.agent_file(run, attempt, node_rank), attempt)
 
 
@@ -98,10 +98,10 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addre
     The head node's agent listens to the others on `port`, at all `addresses` of the node.
 
     Raises:
-        TorchrelayError: another agent was quicker.
+        TorchrelayError: another agent was quicker, or this start of the job has already made an attempt.
     """
     attempts = History.load(run).attempts
-    # submitit's local executor restarts a job without counting.
+    # submitit's local executor does not count the restarts of a job.
     if allocation.cluster == "slurm" and any((one.job_id, one.restart) == allocation.job_start for one in attempts):
         raise TorchrelayError(f"job {allocation.job_id} has already started an attempt: submit the script again")
     number = len(attempts) + 1
@@ -140,7 +140,7 @@ def why_nothing_started(history: History, allocation: NodeAllocation) -> str | N
 def join(
     run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
 ) -> Attempt | None:
-    """Wait for the head node to claim this start of the job; None if `stopped` returns True first.
+    """Wait until the head node claims an attempt for this start of the job. Returns None if `stopped` is true first.
 
     The timeout restarts while the storage is full or hangs, because the head node's agent then waits, too.
 
@@ -156,7 +156,7 @@ def join(
         if (reason := why_nothing_started(history, allocation)) is not None:
             raise TorchrelayError(reason)
         newest = history.last_attempt
-        # submitit's local executor restarts a job without counting: an attempt that this node has joined is older.
+        # submitit's local executor does not count restarts: an attempt that this node has joined is an earlier start's.
         if (
             newest is not None
             and (newest.job_id, newest.restart) == allocation.job_start

@@ -30,7 +30,7 @@ def end_threads_and_run_exit_functions() -> None:
 def leave_multiprocessing() -> None:
     """Undo what multiprocessing, with which torchrun forked this process, changes in each child. Read in Python 3.11.
 
-    Programs check for the name of the main process to print once, and choose how their own processes start.
+    Programs look at the name of their process to print only once, and choose how their own processes start.
     """
     import multiprocessing
     import threading
@@ -44,7 +44,7 @@ def leave_multiprocessing() -> None:
 
 
 def process_classes() -> tuple[Any, Any]:
-    """Return the classes whose `terminate` ends a child of multiprocessing, by any start method, and of subprocess.
+    """Return the classes whose `terminate` ends a child of multiprocessing (by any start method), and of subprocess.
 
     Read in Python 3.11; only the second is public.
     """
@@ -55,10 +55,10 @@ def process_classes() -> tuple[Any, Any]:
 
 
 def check_tar_headers(kind: Any, check: Callable[[Any], None]) -> None:
-    """Have a subclass of TarInfo check each header before tarfile reads what it announces.
+    """Make `kind`, a subclass of TarInfo, call `check` on each header before tarfile reads the data that it announces.
 
-    Read in Python 3.11 to 3.14, where a comment names this method as the one to override. The tarfile of 3.13 and 3.14
-    no longer calls `frombuf`, which is public.
+    Read in Python 3.11 to 3.14, where a comment names `_proc_member` as the method to override. The tarfile of 3.13 and
+    3.14 no longer calls `frombuf`, which is public.
     """
     process = kind._proc_member
 
@@ -70,6 +70,6 @@ def check_tar_headers(kind: Any, check: Callable[[Any], None]) -> None:
 
 
 def has_queried_gpus_before_the_fork() -> bool:
-    """Return whether torch, if it is imported, knows that this fork cannot use GPUs. Read in torch 2.11 and 2.15."""
+    """Return whether torch knows that this fork cannot use GPUs; False if not imported. Read in torch 2.11 and 2.15."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda._is_in_bad_fork())

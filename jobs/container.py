@@ -1,7 +1,7 @@
-"""The container of torchrun and the ranks, with Apptainer. Runs on the login node and on compute nodes.
+"""Runs torchrun and the ranks in a container, with Apptainer. Used on the login node and on compute nodes.
 
-Apptainer gives a program the image, and of the machine the user's home, /tmp, /dev, the processes, the network, and the
-environment except PATH and LD_LIBRARY_PATH. So the agents see and signal the ranks as without a container.
+In its container a program sees the image, and these parts of the machine: the user's home, /tmp, /dev, the processes,
+the network, and the environment except PATH and LD_LIBRARY_PATH. So the agents see and signal the ranks as usual.
 """
 
 import shutil

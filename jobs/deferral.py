@@ -1,6 +1,6 @@
 """Sends a job that has started too early back into the queue: its run waits for others. Runs on the head node.
 
-A job starts too early if the jobs of those runs have ended, but the runs continue in others (hpc.slurm.predecessors).
+A job starts too early if the jobs of those runs have ended, but the runs go on in other jobs (hpc.slurm.predecessors).
 """
 
 from hpc.run.rundir import RunDir
@@ -17,10 +17,10 @@ _AFTER_REQUEUE_SECONDS = 20.0
 
 
 def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
-    """Return whether the run must still wait; if so, this job makes no attempt, and is back in the queue.
+    """Return whether the run must still wait. If so, this job is requeued and makes no attempt.
 
-    It is held there if a run that must be complete has failed, as Slurm leaves a job whose dependency is never
-    satisfied; `hpc resume` of that run releases it.
+    If a run that must be complete has failed, the job is held in the queue, as Slurm leaves a job whose dependency is
+    never satisfied. `hpc resume` of the failed run releases it.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses to requeue the job.

@@ -65,7 +65,7 @@ _CONFIRM_SECONDS = 15.0
 
 def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
     """Record how the attempt ended, and continue the run if it should go on. Returns the exit code."""
-    # Nodes lost before that are left out: Slurm has noticed it, or they have come back.
+    # Nodes lost earlier are left out: Slurm has noticed it, or they have come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
     lost = recent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, Any]()
@@ -82,7 +82,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)
     if failure and cause is failure.cause:
         fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
-        # The budget was decided by the step of the failure.
+        # The failure's own step has decided whether budget is left, so it is the one to record.
         last_step = last_step if failure.step is None else failure.step
     if not record_end(node, AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, **fields)):
         return 1  # other agents, which have lost contact with this one, have ended it
@@ -96,7 +96,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 
     Args:
         node: the head node's part.
-        failure: the cause, if nothing outside ended the attempt.
+        failure: the cause to record, unless the run is finished, or the user or Slurm ended the attempt.
         detail: what failed.
         signal: the signal that asked the agent to stop, if one did.
 
@@ -126,9 +126,9 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 
 
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
-    """Return whether the previous attempt was an earlier start of the same job whose agents went silent.
+    """Return whether the previous attempt was an earlier start of this job, and its agents went silent.
 
-    If a node of that start was only suspended, its srun ends the step of this start once the node resumes, because
+    If a node was only suspended then, the earlier srun ends the step of this start once the node resumes, because
     both steps have the same name.
     """
     before = node.history().during(node.attempt.attempt - 1)
@@ -159,7 +159,7 @@ def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: l
 
 
 def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
-    """Wait until the other nodes have ended their ranks, and return the node ranks of those that fell silent."""
+    """Wait up to a minute until the other nodes have ended their ranks. Returns the node ranks that fell silent."""
     deadline = time.monotonic() + _OTHERS_SECONDS
     while time.monotonic() < deadline:
         monitor.poll()
@@ -233,7 +233,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
     """Replace a job whose head node was lost before its agent claimed an attempt. Returns the exit code.
 
     Raises:
-        TorchrelayError: another agent, or the supervisor, does so.
+        TorchrelayError: another agent or the supervisor replaces it, or the run was cancelled.
     """
     log(detail)
     attempt = claim.claim_next(run, allocation, port=0, secret="")
@@ -250,7 +250,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
 
 
 def _confirm_head_is_lost(node: NodeAttempt) -> bool:
-    """Find out whether the head node is lost, and not this one cut off."""
+    """Return whether the head node is lost; False if this node is the one that is cut off."""
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while node.on_slurm and time.monotonic() < deadline:
         if handover.has_ended(node.run, node.attempt.attempt):
@@ -259,12 +259,12 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
         if confirmed is not None:
             return confirmed
         time.sleep(_CONFIRM_POLL_SECONDS)
-    # No other agent reports, so all have died together, as the nodes of a rack do.
+    # No other agent reports a loss, so all others have died together, as the nodes of a rack do.
     return True
 
 
 def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
-    """Decide whether the head node is lost, and not this one cut off; None until another agent confirms it. Pure.
+    """Return whether the head node is lost. False: this node is cut off. None: nobody has confirmed it yet. Pure.
 
     `lost` names a lost node once for each agent that reports it; this agent has reported the head.
     """
@@ -288,7 +288,7 @@ def await_loss_of_head(node: NodeAttempt) -> bool:
 
 
 def _is_left_undone(node: NodeAttempt) -> bool:
-    """Return whether the agent that ended the attempt died before it started the next: it sends no heartbeat."""
+    """Return whether nobody starts the next attempt: the agent that ended this one sends no more heartbeats."""
     heartbeat, deadline = None, time.monotonic() + handover.HANDOVER_SECONDS
     while time.monotonic() < deadline:
         history = node.history()
@@ -302,7 +302,7 @@ def _is_left_undone(node: NodeAttempt) -> bool:
 
 
 def _is_running(node: NodeAttempt) -> bool:
-    """Return whether the job runs, and Slurm is not ending it; True if Slurm does not answer, and so ends nothing."""
+    """Return whether the job runs and Slurm is not ending it. True if Slurm does not answer: then it ends nothing."""
     if not node.on_slurm:
         return True
     try:
@@ -317,9 +317,9 @@ def _is_running(node: NodeAttempt) -> bool:
 
 
 def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
-    """Record the end of the attempt, and return False if another agent has recorded one.
+    """Record the end of the attempt. Returns False if another agent has recorded one.
 
-    A full disk must not keep the run from continuing, so the agents of nodes 0 and 1 then return True.
+    A full disk must not keep the run from continuing: if the record cannot be written, nodes 0 and 1 get True.
     """
     try:
         return handover.record_end(node.run, ended)
@@ -329,7 +329,7 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
 
 
 def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
-    """Make this node's newest snapshot a checkpoint, if it is newer than all of them; keep it in memory on errors."""
+    """Save this node's newest snapshot as a checkpoint if no checkpoint is as new. On errors it stays in memory."""
     began = time.monotonic()
     try:
         check = functools.partial(check_is_newest, node.run, node.attempt.attempt)
@@ -345,10 +345,10 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
 def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str]) -> bool:
     """Ask Slurm to start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
 
-    If nodes are lost, try a new job first: a requeue is possible only once Slurm has marked them down, and is held for
-    two minutes. If Slurm refuses one of the two for good, try the other: some clusters allow no requeues, others no
-    jobs from their compute nodes, or no second job. If it refuses both, end this job first, and then replace it.
-    Returns whether one of the three was possible.
+    If nodes are lost, try a new job first: a requeue is possible only once Slurm has marked them down, and Slurm holds
+    a requeued job for two minutes. If Slurm refuses one of the two for good, try the other: some clusters allow no
+    requeues, others no jobs from their compute nodes, or no second job. If it refuses both, end this job and then
+    replace it. Returns whether one of the three was possible.
     """
     claim = functools.cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
@@ -405,7 +405,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
 
 
 def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
-    """Submit a new job, which avoids some nodes, and end this one."""
+    """Submit a new job that avoids the bad and lost nodes, and end this job."""
     job_id, history = node.allocation.job_id, node.history()
     excluded = handover.nodes_to_exclude(node.spec, history, avoid)
     old = {attempt.job_id for attempt in history.attempts}

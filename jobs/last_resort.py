@@ -6,8 +6,8 @@ them at any time. The batch script outlives them (hpc.slurm.executor) and runs, 
     python -m jobs.last_resort RUN_DIR EXIT_CODE_OF_SRUN
     python -m jobs.last_resort RUN_DIR EXIT_CODE SETUP_LINE
 
-It runs the second before srun, if a line of --setup fails: the next attempt avoids this node, and if the line fails
-there too, the run has failed. It runs the first after srun: all agents have ended, so none still submits the next job.
+The first form runs after srun: all agents have ended, so none of them still submits the next job. The second form runs
+before srun if a line of --setup fails: the next attempt avoids this node, and if that fails, too, the run has failed.
 """
 
 import os
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
-    """Return this start's attempt, a new one if no agent claimed one, or None if agents have ended it.
+    """Return the attempt of this job start, or a new one if no agent claimed one; None if there is nothing left to end.
 
     Raises:
         TorchrelayError: the run was cancelled, or another job works on it.

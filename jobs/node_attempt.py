@@ -66,7 +66,7 @@ class NodeAllocation:
 
     @property
     def has_own_cores(self) -> bool:
-        """True if Slurm confines the job on this node to its cores, so that no other job computes there."""
+        """True if Slurm confines the job to cores of its own on this node, on which no other job computes."""
         return self.cluster != "local" and len(os.sched_getaffinity(0)) == self.cpus
 
     @property
@@ -80,7 +80,7 @@ class NodeAllocation:
         return self.hostnames[self.node_rank]
 
     def names(self, node_ranks: Iterable[int]) -> list[str]:
-        """Return host names, sorted by node rank."""
+        """Return the host names of some nodes, sorted by node rank."""
         return [self.hostnames[node_rank] for node_rank in sorted(node_ranks)]
 
 
@@ -127,10 +127,10 @@ class NodeAttempt:
 
     @property
     def stage_dir_is_per_job(self) -> bool:
-        """True if the cluster makes the directory for this job, and so deletes it with the job.
+        """True if the cluster makes the directory for this job, and so deletes it when the job ends.
 
-        Then the job's id is in its path, or in the path of what is mounted there: a private /tmp, by
-        job_container/tmpfs or private-tmpdir.
+        Then the job's id is in its path, or in the path of what is mounted there, such as a private /tmp that
+        job_container/tmpfs or private-tmpdir has made.
         """
         paths = str(self.stage_dir.resolve()), mounted_directory(self.stage_dir)
         job_id = re.compile(rf"(?<!\d){self.allocation.job_id}(?!\d)")
@@ -150,7 +150,7 @@ class NodeAttempt:
 
     @property
     def reports_steps(self) -> bool:
-        """True if steps tell what a failure costs. A program may report them without having promised it."""
+        """True if a failure has a step: the program promises to report steps, or has done so in this attempt."""
         return self.spec.program.reports_steps or self.history().during(self.attempt.attempt).knows_steps
 
     def history(self) -> History:
@@ -158,8 +158,8 @@ class NodeAttempt:
         return History.load(self.run)
 
     def reported_lost(self) -> list[str]:
-        """Return the lost nodes that have not come back, once for each agent of this attempt that reports it."""
-        # All survivors poll this, so no other files are read.
+        """Return the lost nodes that have not come back, each once for every agent of this attempt that reports it."""
+        # All surviving agents poll this, so it reads only the files of this attempt's agents.
         prefix = f"{ledger.attempt_prefix(self.attempt.attempt)}node-"
         return History(ledger.read(self.run.events, prefix)).lost_nodes
 
@@ -171,7 +171,7 @@ def log(text: str) -> None:
 
 
 def send_heartbeats(run: RunDir) -> None:
-    """Touch, as long as this process runs, the file that tells the supervisor that the run is alive."""
+    """Start a thread that touches the run's heartbeat file, which tells the supervisor that the run is alive."""
 
     def touch() -> None:
         while True:
@@ -205,14 +205,14 @@ def await_storage(run: RunDir, stopped: Callable[[], bool], act: Callable[[], _A
 
 
 def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
-    """Ask Slurm again until it answers: its controller is away for minutes while it fails over.
+    """Ask Slurm, again and again until it answers: its controller is away for minutes while it fails over.
 
-    `ask` may write to the run directory, whose storage may be full or not answer, too.
+    `ask` may also write to the run directory. It is called again, too, while that storage is full or does not answer.
 
     Raises:
-        SlurmRefusalError: Slurm answered, and will not do it.
-        TorchrelayError: Slurm did not answer in this time.
-        OSError: the storage did not work in this time, or another error occurred.
+        SlurmRefusalError: Slurm answered that it will not do it.
+        TorchrelayError: Slurm did not answer within `patience_seconds`.
+        OSError: the storage did not work within `patience_seconds`, or another error occurred.
     """
     deadline = time.monotonic() + patience_seconds
     while True:

@@ -124,7 +124,7 @@ def measure(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return the names of this node's GPUs; none without nvidia-smi, or if it fails."""
+    """Return the names of this node's GPUs; none if nvidia-smi is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return ()
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -186,9 +186,9 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
 
 
 def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[str], beginning: str) -> tuple[str, str]:
-    """Start this node's ranks as an attempt does, each with a module of ours and its arguments, and wait for them.
+    """Start this node's ranks as an attempt does, let each run a module with its arguments, and wait for them.
 
-    Returns the line with this beginning, which rank 0 prints, and the error; each is empty if there is none.
+    Returns the line from rank 0 that starts with `beginning`, and the error. Each is empty if there is none.
     """
     allocation, network, address = probe.allocation, probe.network, channel.own_address
     rendezvous = Rendezvous(
@@ -207,7 +207,7 @@ def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[s
 
 
 def summarize(output: str, exit_code: int, beginning: str) -> tuple[str, str]:
-    """Find the line with this beginning, and the error, in the output of torchrun and its ranks. Pure."""
+    """Find the line that starts with `beginning`, and the error, in the output of torchrun and its ranks. Pure."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if exit_code == _TIMED_OUT:
         return "", f"no answer in {_RANKS_SECONDS} s: the nodes do not reach each other, or something hangs"
@@ -241,7 +241,7 @@ def write_rate(directory: Path) -> float | None:
 def stage(probe: Probe, channel: ControlChannel, secret: str, stage_dir: Path, stack: ExitStack) -> dict[str, Any]:
     """Stage the data as an attempt does, together with the other nodes; the copy is deleted when `stack` is closed.
 
-    Returns the bytes per second, or why it failed; the network is measured in any case.
+    Returns the bytes per second, or why staging failed: a failure is not raised, so that the ranks are still measured.
     """
     group = NodeGroup(probe.allocation, channel, probe.run.path / DATA, secret, probe.network.ports)
     deadline = time.monotonic() + _STAGE_SECONDS

@@ -22,7 +22,7 @@ from jobs.stop_request import STOP_SIGNALS
 
 # An epoch may take a second, and every change is a request to Slurm's controller.
 _COMMENT_SECONDS = 30.0
-# Wait for the last points of a run that has ended, because its job ends all processes; do not if it is interrupted.
+# How long to wait for the last points of a run that has ended: its job ends all processes. If it goes on, do not wait.
 _LAST_SECONDS = 30.0
 
 # --- the comment of the run's job, which `squeue -o %k` shows: run, attempt, epoch ---
@@ -30,7 +30,7 @@ _LAST_SECONDS = 30.0
 
 @contextmanager
 def commenting(node: NodeAttempt) -> Iterator[None]:
-    """Keep the comment up to date while an attempt lasts, unless the user has given one (--sbatch comment=)."""
+    """Keep the job's comment up to date while an attempt lasts, unless the user has given one (--sbatch comment=)."""
     is_given = any(option.partition("=")[0] == "comment" for option in node.spec.resources.sbatch)
     over = threading.Event()
     if node.on_slurm and not is_given:
@@ -56,7 +56,7 @@ def _keep_up_to_date(node: NodeAttempt, over: threading.Event) -> None:
 
 
 def comment(node: NodeAttempt) -> str:
-    """Name the run, the attempt, and the epoch of the last logged step, if it is known."""
+    """Return the comment: the run, the attempt, and the epoch of the last logged step if that is known."""
     epoch = (last_json_line(node.run.train_metrics) or {}).get("epoch")
     words = [node.run.name, f"attempt {node.attempt.attempt}", *([] if epoch is None else [f"epoch {epoch}"])]
     return ", ".join(words)
@@ -85,7 +85,7 @@ def _notify(node: NodeAttempt) -> None:
         log(f"messages about the run were not sent: {error}")
 
 
-# --- the metrics, for the trackers: a process for each, beside the training ---
+# --- the metrics: one process for each tracker, next to the training ---
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class StopRequest:
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, history: History) -> float:
-        """Return how long ranks may save: --grace-period, or what Slurm leaves, less for SIGTERM than at the limit."""
+        """Return the seconds in which ranks may save: --grace-period, or else what Slurm leaves after this signal."""
         if spec.grace_seconds is not None:
             return spec.grace_seconds
         if self.signal is not signal.SIGTERM:

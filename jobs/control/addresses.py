@@ -1,8 +1,8 @@
 """This node's network addresses: those at which its agent may be reached, and their interfaces. Runs on compute nodes.
 
-Host names often do not serve: a node's own resolves to 127.0.1.1, and those of others to a network that is closed
-between compute nodes, or not at all. So the head node's agent publishes all its addresses in its claim; the others try
-them, and the connection that comes about shows which addresses work (jobs.control.channel).
+Host names often do not work: a node's own name resolves to 127.0.1.1, and the names of others to a network that is
+closed between compute nodes, or not at all. So the head node's agent publishes all its addresses in its claim. The
+others try them, and the first connection shows which addresses work (jobs.control.channel).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from hpc.base.kernel import interface_addresses
 
 
 def own_addresses(interface: str | None = None) -> list[str]:
-    """The addresses at which other nodes may reach this one: all, or those of one interface."""
+    """Return the addresses at which other nodes may reach this one: all, or those of one interface."""
     return [
         address
         for name, addresses in interface_addresses().items()
@@ -22,10 +22,10 @@ def own_addresses(interface: str | None = None) -> list[str]:
 
 
 def head_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
-    """Where to try the head node, in this order. With an interface not by its name, which may lead to another one."""
+    """Return where to try the head node, in this order. With an interface, omit its name, which may lead elsewhere."""
     return [*([] if interface else [name]), *addresses]
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an address; None if no interface has it."""
+    """Return the name of the network interface that has an address; None if no interface has it."""
     return next((name for name, addresses in interface_addresses().items() if address in addresses), None)

@@ -26,6 +26,6 @@ class AgentClock:
             self._ticked = now
 
     def since(self, moment: float) -> float:
-        """Seconds from a time of time.monotonic(), or the end of the suspension after it, to the last tick."""
+        """Return the seconds from a time of time.monotonic(), or the end of a later suspension, to the last tick."""
         ticked = self._ticked
         return max(0.0, ticked - max(moment, self._resumed))

@@ -32,20 +32,20 @@ ALONE = "127.0.0.1"
 
 
 def _hangs(status: NodeStatus, unreported_seconds: float, timeout_seconds: float) -> bool:
-    """Whether an agent's main thread waits in the kernel, for a mount that hangs: it reports several times a second.
+    """Return whether an agent hangs before the training: its main thread, which reports often, waits for a mount.
 
-    Only before the training, which goes on without the shared storage as long as it needs none.
+    During the training it may wait: the ranks go on without the shared storage as long as they need none.
     """
     return status.phase is Phase.STARTING and unreported_seconds > timeout_seconds
 
 
 def _after_break(heard: float) -> float:
-    """When an agent was heard last, if its connection has just ended, or nobody listens there any more."""
+    """Return when an agent whose connection has just ended, or is refused, counts as last heard."""
     return min(heard, time.monotonic() - (LOST_SECONDS - _RECONNECT_SECONDS))
 
 
 class ControlServer:
-    """The head node's end: the last status of every node, and the directive for all."""
+    """The head node's end of the channel: has the last status of every node, and the directive for all."""
 
     head_is_silent = False
     clock_skew_seconds = 0.0
@@ -53,16 +53,16 @@ class ControlServer:
     def __init__(
         self, secret: str, num_nodes: int, ports: Sequence[int] = (), *, timeout_seconds: float = float("inf")
     ) -> None:
-        """Listen, on one of some ports, or on one that the kernel chooses.
+        """Listen on one of `ports`, or, if there are none, on one that the kernel chooses.
 
-        If this agent hangs for `timeout_seconds` before the training, the others get
-        no answer any more: they take it for lost.
+        If this agent hangs for `timeout_seconds` before the training, it does not answer the others any more, and they
+        count it as lost.
         """
         self._num_nodes = num_nodes
         self.directive = Directive()
         """Assigned as a whole, so that no lock is needed."""
         self.status = NodeStatus(node_rank=0)
-        """This node's own."""
+        """This node's own status."""
         self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
         self._statuses: dict[int, NodeStatus] = {}
         self.clock = AgentClock()
@@ -70,7 +70,7 @@ class ControlServer:
         self._ended = set[int]()
         self._addresses = dict[int, str]()
         self.own_address = ALONE
-        """At which the other nodes reach this one."""
+        """The address at which the other nodes reach this one."""
         self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
         self.port, self.check = self._server.port, self._server.check
 
@@ -86,24 +86,24 @@ class ControlServer:
         self._ended.discard(status.node_rank)
 
     def statuses(self) -> dict[int, NodeStatus]:
-        """The last status by node rank; none of nodes that have not reported yet."""
+        """Return the last status by node rank, of the nodes that have reported."""
         return dict(self._statuses)
 
     def address(self, node_rank: int) -> str:
-        """At which the others reach a node that has reported: the one from which it has connected."""
+        """Return the address at which the others reach a node that has reported: it has connected from there."""
         return self._addresses.get(node_rank, self.own_address)
 
     def silent_seconds(self, node_rank: int) -> float | None:
-        """How long a node has been silent; None if it has never reported."""
+        """Return for how many seconds a node has been silent; None if it has never reported."""
         heard = self._heard.get(node_rank)
         return None if heard is None else self.clock.since(heard)
 
     def is_silent(self, node_rank: int) -> bool:
-        """Whether a node that has reported is silent for so long that it is lost."""
+        """Return whether a node that has reported has been silent for so long that it is lost."""
         return (self.silent_seconds(node_rank) or 0.0) > LOST_SECONDS
 
     def has_ended(self, node_rank: int) -> bool:
-        """Whether a silent agent has ended, by the word of its kernel: a dead node or link says nothing."""
+        """Return whether a silent agent has ended: its kernel closed the connection, which a dead node does not do."""
         return node_rank in self._ended
 
     def _serve(self, connection: Connection) -> None:
@@ -118,7 +118,7 @@ class ControlServer:
                 node_rank = status.node_rank
                 if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                     return
-                # Not in every answer: it names all members, and a large job's head would do nothing else.
+                # Send it only if it has changed: it names all members, and a large job's head would do nothing else.
                 directive = self.directive
                 changed = {} if directive is sent else {"directive": directive.as_json}
                 connection.send({"time": steady_time(), **changed})
@@ -138,16 +138,16 @@ class ControlServer:
 
 
 class ControlClient:
-    """The connection of another node's agent: sends its status to the head node, and keeps the newest directive."""
+    """Another node's end of the channel: sends its status to the head node, and keeps the newest directive."""
 
     def __init__(
         self, hosts: Sequence[str], port: int, secret: str, status: NodeStatus, *,
         timeout_seconds: float = float("inf"),
     ) -> None:  # fmt: skip
-        """Connect in a thread, again and again until `close`, to the head node's agent, and send it a first status.
+        """Start a thread that stays connected to the head node's agent until `close`, and sends it `status` first.
 
-        Names and addresses of the head node are tried in their order, until it has answered at one of them.
-        If this agent hangs for `timeout_seconds` before the training, the head hears nothing of it any more.
+        `hosts`, the head node's names and addresses, are tried in their order until it has answered at one of them.
+        If this agent hangs for `timeout_seconds` before the training, the thread sends nothing any more.
         """
         self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
         self.directive, self.status = Directive(), status
@@ -156,10 +156,10 @@ class ControlClient:
         self.met = threading.Event()
         """Set with the head's first answer."""
         self.head_has_ended = False
-        """As `ControlServer.has_ended`."""
+        """Whether the silent head's agent has ended, as `ControlServer.has_ended` says it of others."""
         self.hosts, self._port, self._secret = hosts, port, secret
         self.head_address = self.own_address = ALONE
-        """At which this node reaches the head, and the others reach this node."""
+        """The addresses at which this node reaches the head, and the others reach this node."""
         self.clock, self._heard = AgentClock(), time.monotonic()
         self._changed, self._closed = threading.Event(), threading.Event()
         self._defect: Exception | None = None
@@ -167,7 +167,7 @@ class ControlClient:
         self._thread.start()
 
     def report(self, **changes: Any) -> None:
-        """Change this node's status; sent at once if the others wait for the change."""
+        """Change this node's status. It is sent at once if the others wait for the change."""
         self._reported_at = time.monotonic()
         before, self.status = self.status, replace(self.status, **changes)
         keys = ("phase", "round", "caches")
@@ -175,7 +175,7 @@ class ControlClient:
             self._changed.set()
 
     def check(self) -> None:
-        """Raise, once, what the thread has raised unexpectedly (as `Server.check`)."""
+        """Raise an unexpected error of the thread, once, as `Server.check` does."""
         defect, self._defect = self._defect, None
         if defect:
             raise defect
@@ -221,7 +221,7 @@ class ControlClient:
             self._closed.wait(_SEND_SECONDS)
 
     def _exchange(self, connection: Connection) -> None:
-        """Send the status and read the answer, until it fails or the client is closed."""
+        """Send the status and read the answer, again and again, until that fails or the client is closed."""
         while True:
             closing = self._closed.is_set()
             self._changed.clear()

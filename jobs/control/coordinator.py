@@ -2,8 +2,8 @@
 
 Runs on compute nodes. It looks at the statuses of all agents a few times a second, and never waits.
 
-A failure is a failed rank, a lost node, or a hang. If the attempt goes on, it is recorded as `interruption`; otherwise
-as the cause in `attempt_ended`.
+A failure is a failed rank, a lost node, or a hang. It is recorded as `interruption` if the attempt goes on, and as the
+cause in `attempt_ended` if not.
 """
 
 import time
@@ -33,7 +33,7 @@ _FRESH_SECONDS = 0.9
 # Other agents, which have lost contact with this one, may have ended the attempt. The check reads shared
 # storage, so not every poll makes it.
 _END_CHECK_SECONDS = 5.0
-# A failure that is older is not the reason for what happens now.
+# A failure that is older than this is not the reason for what happens now.
 _RECENT_SECONDS = LINK_SECONDS + 60.0
 # Rounds that end sooner than this because torchrun failed are counted.
 _SHORT_SECONDS = 120.0
@@ -57,7 +57,7 @@ class Failure:
 
 
 class Coordinator:
-    """Decides for all agents of an attempt."""
+    """Decides for all agents of an attempt what failed, who trains, and when it is over."""
 
     def __init__(self, node: NodeAttempt, server: ControlServer, stop: StopRequest) -> None:
         self._node, self._server, self._stop = node, server, stop
@@ -70,7 +70,7 @@ class Coordinator:
         self.bad_nodes: set[int] = set()
         """Node ranks that failed the preflight, or whose storage or device hangs."""
         self.stuck: set[int] = set()
-        """Those of them on which a rank cannot be killed: Slurm cannot end this job there, or requeue it, for long."""
+        """Those of them with an unkillable rank: for a long time, Slurm can neither end nor requeue this job there."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self._began = self._announced = self._end_checked = time.monotonic()
@@ -84,7 +84,7 @@ class Coordinator:
 
     @property
     def signal(self) -> str | None:
-        """The signal that asked the run to stop: it may have reached other nodes than this one."""
+        """The signal that asked the run to stop, on this node or another one; None if there was none."""
         others = (status.signal for status in self._server.statuses().values() if status.signal)
         return self._stop.name or next(others, None)
 
@@ -109,7 +109,7 @@ class Coordinator:
     # --- what failed ---
 
     def _find_lost_nodes(self) -> None:
-        """Record nodes that are silent or back; members that fell silent together are one failure."""
+        """Record nodes that have fallen silent or are back. Members that fell silent together are one failure."""
         for node_rank in [node_rank for node_rank in self.lost if not self._server.is_silent(node_rank)]:
             del self.lost[node_rank]
             self._node.record(NodeReturned(node=self._name(node_rank)))
@@ -150,19 +150,19 @@ class Coordinator:
         failure = self._failure(
             Cause(root.cause), root.failed_at, detail, rank=root.rank, node=root.node, signature=signature
         )
-        # Its own step, not the furthest rank's: the same failure happens at the same step, whether the other ranks
+        # Use its own step, not the furthest rank's: the same failure happens at the same step, whether the other ranks
         # finish that step or not.
         known = failure.step is not None and root.step is not None
         self._handle(replace(failure, step=root.step) if known else failure)
 
     def _all_heard(self) -> bool:
-        """Whether every other member that is not lost has just reported."""
+        """Return whether every other member that is not lost has just reported."""
         own = self._node.allocation.node_rank
         others = set(self._server.directive.members) - {own} - self.lost.keys()
         return all((self._server.silent_seconds(node_rank) or 0.0) < _FRESH_SECONDS for node_rank in others)
 
     def _abort_hung_ranks(self, heartbeats: dict[int, RankHeartbeat]) -> None:
-        """Have all ranks of a hang killed; torchrun restarts them, but not on a node where they cannot be killed."""
+        """If ranks hang, have all killed. torchrun restarts them, but not on a node where they cannot be killed."""
         if self.lost.keys() & set(self._server.directive.members) or not self._all_heard():
             return  # the ranks wait for a node that is dead, or may be
         hang = find_hang(heartbeats, self._node.spec.recovery.hang_timeout)
@@ -172,13 +172,13 @@ class Coordinator:
         if self._root_failure.explained_until > steady_time() - hang.seconds:
             return
         nodes = {node for rank in hang.unkillable if (node := self._node_of(rank)) is not None}
-        # On several nodes it is the storage that they share.
+        # If several nodes are stuck, the cause is the storage that they share.
         stuck = nodes if len(nodes) == 1 else set[int]()
         self.stuck |= stuck
         self.bad_nodes |= stuck
         self._direct(abort_count=self._server.directive.abort_count + 1)
         cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
-        # The same hang is at the same step; without a promise to report steps, the heartbeats alone may have it.
+        # The same hang is at the same step. If the program does not promise steps, only the heartbeats may have it.
         signature = None if stuck else "" if self._node.spec.program.reports_steps else f"after step {self.last_step}"
         since = steady_time() - hang.seconds
         self._handle(self._failure(cause, since, hang.detail, rank=hang.rank, node=name, signature=signature))
@@ -190,7 +190,7 @@ class Coordinator:
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record an interruption; or end the attempt, if no budget is left or another process has ended it."""
+        """Record an interruption, or end the attempt, if no budget is left or another process has ended it already."""
         if handover.has_ended(self._node.run, self._node.attempt.attempt):
             self._end()
             return
@@ -232,7 +232,7 @@ class Coordinator:
             )
 
     def _node_of(self, rank: int) -> int | None:
-        """The node rank of a rank; a lost node's last status may still name it."""
+        """Return the node rank of a rank, None if unknown. Lost nodes do not count: their old status may name it."""
         present = [(node, status) for node, status in self._server.statuses().items() if node not in self.lost]
         return next((node for node, status in present for each in status.heartbeats if each.rank == rank), None)
 
@@ -278,7 +278,7 @@ class Coordinator:
             self._direct(paused=True)
 
     def _awaited(self) -> frozenset[int]:
-        """Lost nodes whose link may come back."""
+        """Return the lost nodes whose link may come back."""
         server, lost = self._server, self.lost.keys() - self.bad_nodes
         silent = {rank: server.silent_seconds(rank) or 0.0 for rank in lost if not server.has_ended(rank)}
         recent = [rank for rank, seconds in silent.items() if seconds < LINK_SECONDS]
@@ -286,7 +286,7 @@ class Coordinator:
         return frozenset(rank for rank in recent if silent[rank] < limit)
 
     def _is_over_for_others(self) -> bool:
-        """Whether other agents have ended the attempt. If the user has cancelled the run, tell all agents to stop.
+        """Return whether other agents have ended the attempt. If the user has cancelled the run, make all agents stop.
 
         Looks every _END_CHECK_SECONDS, and returns False in between.
         """
@@ -317,7 +317,7 @@ class Coordinator:
         self._direct(round=number, members=members, host=host, port=port, preflight=preflight, paused=False)
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
-        """The failure that left too few nodes; or there never were enough."""
+        """Return the failure that left too few nodes, or one that says why there never were enough."""
         out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.BAD_NODE}}
         failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
         failed += [f"lost contact with {few(list(map(self._name, sorted(self.lost))))}"] if self.lost else []

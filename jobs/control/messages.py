@@ -119,7 +119,7 @@ class Directive:
 
     @cached_property
     def as_json(self) -> dict[str, Any]:
-        """Its fields, for all nodes: a copy of a thousand members takes a millisecond."""
+        """The fields, made once for all nodes: a copy of a thousand members takes a millisecond."""
         return asdict(self)
 
 
@@ -137,7 +137,7 @@ _Message = TypeVar("_Message", NodeStatus, Answer)
 
 
 def decode(message: dict[str, Any], kind: type[_Message]) -> _Message:
-    """Make a status or an answer of a message. Raises DecodeError if a field is missing or of another type."""
+    """Convert a message to a status or an answer. Raises DecodeError if a field is missing or has another type."""
     try:
         return msgspec.convert(message, kind)
     except msgspec.ValidationError as error:

@@ -12,17 +12,17 @@ from hpc.base.errors import TorchrelayError
 from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAttempt, log
 
-# After a minute without a heartbeat of the head node's agent the supervisor continues the run, without the snapshots in
-# the memory of the others.
+# After a minute without a heartbeat of the head node's agent the supervisor continues the run, and the snapshots in the
+# memory of the other nodes are lost.
 LINK_SECONDS = 45.0
-"""A silent node whose link may come back is waited for so long."""
+"""How long agents wait for a silent node whose link may come back."""
 IDLE_SECONDS = 15.0
-"""The same if enough other nodes are idle: a new job starts at once, and costs a start and the staging of the data."""
+"""The same if enough other nodes are idle: a new job then starts at once, and costs only its start and staging."""
 _ASK_SECONDS = 5.0
 
 
 class Patience:
-    """How long to wait for silent nodes, by what Slurm knows; it is asked in the background."""
+    """Tells how long to wait for silent nodes, by what Slurm knows of them. A thread asks Slurm in the background."""
 
     def __init__(self, node: NodeAttempt) -> None:
         self._node = node
@@ -31,7 +31,7 @@ class Patience:
         self._thread = threading.Thread()
 
     def seconds(self, silent: Sequence[str]) -> float:
-        """Seconds of silence after which these nodes count as dead."""
+        """Return the seconds of silence after which these nodes count as dead."""
         if not self._node.on_slurm:
             return 0.0
         names = tuple(silent)

@@ -1,4 +1,4 @@
-"""Ranks that hang, and ranks that slow the others down, from their heartbeats. Runs in the head node's agent."""
+"""Finds ranks that hang, and ranks that slow the others down, by their heartbeats. Runs in the head node's agent."""
 
 import time
 from collections import Counter
@@ -34,7 +34,7 @@ class Hang:
 
 
 def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
-    """How long a rank may show no sign of life in its present phase. `setting` is --hang-timeout."""
+    """Return how many seconds a rank may show no sign of life in its present phase. `setting` is --hang-timeout."""
     given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
     steps = _HANG_STEPS * (heartbeat.step_seconds or 0.0)
     is_timed = heartbeat.phase in _TIMED_PHASES and heartbeat.step_seconds is not None
@@ -46,9 +46,9 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
 
 
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
-    """The hang, if every rank has exceeded its limit, or one that is stopped.
+    """Return the hang if every rank has exceeded its timeout, or if a stopped rank has; None if neither is so.
 
-    Others that wait in a step for one that saves are no hang. But a stopped process does not save: whatever phase the
+    Ranks that wait in a step for one that saves are not a hang. But a stopped process does not save: whatever phase the
     others wait in, they wait for ever.
     """
     late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
@@ -72,7 +72,7 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
 
 
 def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
-    """The rank that is stopped, or is alone in its step and phase: the others wait for it in a collective."""
+    """Return the rank for which the others wait: it is stuck, alone in its phase, or behind. None if unknown."""
     stuck = [rank for rank, heartbeat in heartbeats.items() if heartbeat.state in _STUCK]
     if len(stuck) == 1:
         return stuck[0]
@@ -102,7 +102,7 @@ class StragglerDetector:
         self._slow_since: dict[int, float] = {}
 
     def find(self, heartbeats: Mapping[int, RankHeartbeat]) -> list[Straggler]:
-        """Stragglers that are new."""
+        """Return the stragglers that were not reported before."""
         busy = {rank: each.busy_seconds for rank, each in heartbeats.items() if each.busy_seconds is not None}
         if not busy:
             return []

@@ -1,4 +1,4 @@
-"""Which rank failed first; the others ended because of it. Runs in the head node's agent.
+"""Finds the rank that failed first; the others ended because of it. Runs in the head node's agent.
 
 Two controllers act when a rank dies (docs/explanation/architecture.md says why there are two):
 
@@ -29,7 +29,7 @@ _SETTLE_SECONDS = 1.0
 # Nodes start the ranks of a round at almost the same time, and restart them 3 s later at the earliest
 # (training.runtime.node_rendezvous).
 _TOGETHER_SECONDS = 2.0
-# An agent that is not lost has a directive by then, and has killed its ranks.
+# Within this time, each agent that is not lost has got the directive and killed its ranks.
 _ABORT_SECONDS = 15.0
 
 
@@ -46,9 +46,9 @@ class RootFailure:
         self._settling_since: float | None = None
 
     def find(self, reported: set[RankFailure], *, all_heard: bool) -> RankFailure | None:
-        """The failure to act on now, of those reported by all agents; None if there is none, or while nodes are silent.
+        """Return the failure that the coordinator must handle now. None: there is none, or agents have yet to report.
 
-        `all_heard`: all members have just reported; a silent one may be the dead node that made the others fail.
+        `all_heard`: all members have just reported. A silent one may be the dead node that made the others fail.
         """
         unhandled = reported - self._handled
         roots = {each for each in unhandled if each.started_at > self.explained_until and not self._is_aborted(each)}

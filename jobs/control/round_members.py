@@ -1,4 +1,4 @@
-"""Which nodes take part in the next round. Pure: from what is known of each node to a decision."""
+"""Decides which nodes take part in the next round, from what is known of each node. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _ABLE = frozenset({Phase.READY, Phase.RUNNING, Phase.ENDED})
 _WAIT_SECONDS = 60.0
 # A node that has not reported by then never will: its file systems are not mounted, or its network is closed.
 _FIRST_REPORT_SECONDS = 600.0
-# A port can be taken between its test and its use; five times in a row it is something else.
+# A port can be taken between its test and its use; five failures in a row have another cause.
 _MAX_FAILED_ROUNDS = 5
 
 
@@ -42,7 +42,7 @@ class MembershipView:
 
     @property
     def num_pending(self) -> int:
-        """Nodes that may yet become able."""
+        """Number of nodes that may yet become able."""
         starting = {node_rank for node_rank, status in self.statuses.items() if status.phase is Phase.STARTING}
         may_report = self.waited_seconds < _FIRST_REPORT_SECONDS
         unheard = set(range(self.num_nodes)) - self.statuses.keys() if may_report else set[int]()
@@ -64,7 +64,7 @@ class RoundDecision:
 
 
 def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
-    """Decide about the current round, or the first one."""
+    """Decide whether the current round goes on, ends, or is followed by one of other nodes."""
     able = view.able
     if directive.members and not directive.paused and set(directive.members) <= set(able):
         return _continue_round(directive, view)
@@ -81,7 +81,7 @@ def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
 
 
 def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:
-    """Members stay members; other nodes take the free places."""
+    """Return the next members: members that are able stay, and other nodes take the free places."""
     able = dict.fromkeys(view.able)
     stayed = dict.fromkeys(node_rank for node_rank in directive.members if node_rank in able)
     others = [node_rank for node_rank in able if node_rank not in stayed]
@@ -89,7 +89,7 @@ def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:
 
 
 def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision:
-    """All members are able: has the round ended, or should another node join it?"""
+    """Decide, if all members are able, whether the round has ended, and whether other nodes should join."""
     members = [view.statuses[node_rank] for node_rank in directive.members]
     if any(status.phase is Phase.READY and status.round == directive.round for status in members):
         return RoundDecision(members=_choose(directive, view))  # it lost its link for a moment, and ended its ranks

@@ -56,14 +56,14 @@ def run_script(program: Sequence[str]) -> None:
 
 
 def _become_main_process(program: Sequence[str]) -> None:
-    """Undo what tells this process from one that has executed Python."""
+    """Undo all differences between this process and one that has executed Python."""
     is_module = program[0] == "-m"
     sys.argv = ["-m", *program[2:]] if is_module else list(program)
     sys.orig_argv = [sys.executable, "-u", *program]
-    # Also as `__mp_main__`, the module that multiprocessing's child processes name for the main module's classes.
+    # Also as `__mp_main__`: multiprocessing's child processes use that name for the main module.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
-    # What the process wrapper has put there; torchrun's has no directory of a script (-P).
+    # The process wrapper has put _ROOT there. torchrun's script has put nothing there, because it runs with -P.
     sys.path.remove(_ROOT)
     sys.path.insert(0, str(Path.cwd() if is_module else Path(program[0]).parent))
     # The user's code may have packages of the same names.
@@ -106,7 +106,7 @@ def _make_terminable(kind: Any) -> None:
 
 
 def _run_file(path: str) -> None:
-    """Execute a script in the main module, which outlives the script, for its threads."""
+    """Execute a script in the main module, which stays after the script's end because its threads may need it."""
     main = sys.modules["__main__"]
     main.__file__, main.__loader__ = path, SourceFileLoader("__main__", path)
     with io.open_code(path) as file:
@@ -115,7 +115,7 @@ def _run_file(path: str) -> None:
 
 
 def _exit_code(code: object) -> int:
-    """What the interpreter makes of the argument of SystemExit."""
+    """Return the exit code for the argument of SystemExit; print the argument, as Python does, if it is a message."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
     print(code, file=sys.stderr)
@@ -123,7 +123,7 @@ def _exit_code(code: object) -> int:
 
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without what runs the script."""
+    """Return the part of a traceback that begins in the user's script."""
     skipped = {__file__, compat.__file__, runpy.__file__, "<frozen runpy>"}
     while trace is not None and trace.tb_frame.f_code.co_filename in skipped:
         trace = trace.tb_next

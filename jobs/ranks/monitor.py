@@ -20,7 +20,7 @@ from jobs.control.patience import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
-# A head node's agent that is busy for a moment misses none; the ledger has all of them.
+# Enough that a head node's agent that is busy for a moment misses no failure; the ledger has all of them.
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
 _LONGEST_VALUE = 50
@@ -35,7 +35,7 @@ def _is_seconds(value: Any) -> bool:
     return value is None or (is_number and 0 <= value < inf)
 
 
-# A user's script writes its own heartbeats: what each of their fields must be, if it is there.
+# A user's script may write its heartbeats itself, so each field that is there must pass this check.
 _HEARTBEAT: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("pid", "rank", "step"), (_is_whole, "a whole number")),
     **dict.fromkeys(("step_seconds", "busy_seconds"), (_is_seconds, "a number of seconds, or null")),
@@ -53,12 +53,12 @@ class LocalRanks:
         self._looked_at = 0.0
         self._mentioned = set[tuple[int, str]]()
         self.failures: tuple[RankFailure, ...] = ()
-        """The last few, the newest last."""
-        # An agent that was killed has left what its ranks wrote: those belong to an earlier attempt.
+        """The last few failures, the newest last."""
+        # An agent that was killed has left the files that its ranks wrote, which belong to an earlier attempt.
         self._remove_files()
 
     def begin(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
-        """Begin a round, whose ranks have these exit codes: remove what the ranks of the last one left."""
+        """Begin a round: remove what the ranks of the last one left. `exit_codes` are the causes by exit code."""
         self._round, self._exit_codes, self._last_signs = number, dict(exit_codes), {}
         self._remove_files()
 
@@ -67,16 +67,16 @@ class LocalRanks:
             path.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """End a round: ranks that the agent has killed have not failed."""
+        """End a round: forget the ranks that the agent has killed, because they have not failed."""
         for path in self.running():
             path.unlink(missing_ok=True)
 
     def running(self) -> Iterator[Path]:
-        """The files of the process wrappers that run, or were killed."""
+        """Return the files of the process wrappers that run, or were killed."""
         return self._node_dir.exits.glob("running-*.json")
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
-        """The last heartbeat of each rank that is alive."""
+        """Return the last heartbeat of each rank that is alive."""
         found = []
         for local_rank in range(self._num_ranks):
             fields = self._heartbeat(local_rank)
@@ -99,7 +99,7 @@ class LocalRanks:
         return tuple(found)
 
     def _heartbeat(self, local_rank: int) -> dict[str, Any] | None:
-        """The fields of a heartbeat; None if there is none, or one that cannot be used, which is printed once."""
+        """Return a rank's heartbeat; None if there is none, or if a field is wrong, which is printed once."""
         fields = _read(self._node_dir.heartbeat(local_rank))
         for name, (is_right, wanted) in _HEARTBEAT.items():
             if fields and name in fields and not is_right(fields[name]):
@@ -111,7 +111,7 @@ class LocalRanks:
         return fields
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
-        """Ranks that have failed since the last call, in the order of their ends, by the clock of the head node."""
+        """Return the failures of ranks since the last call. Their times are by the clock of the head node."""
         found = []
         records = [(path, _read(path)) for path in sorted(self._node_dir.exits.glob("[0-9]*.json"))]
         for path, fields in (*records, *self._vanished()):
@@ -128,7 +128,7 @@ class LocalRanks:
         return found
 
     def _vanished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """The failures of ranks whose wrapper was killed, and so could not record them: the rank was killed with it."""
+        """Yield the file and the failure of each rank that died because its wrapper, which records it, was killed."""
         for path in self.running():
             fields = _read(path)
             # A wrapper that ends by itself removes its file first.
@@ -151,7 +151,7 @@ class LocalRanks:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object; None if there is none, or none yet."""
+    """Return the JSON object in a file; None if it has none, or none yet."""
     try:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -160,7 +160,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 class NodeMonitor:
-    """Polled from every loop of the agent that waits: reports this node's ranks, and runs callbacks."""
+    """Reports the state of this node's ranks and runs callbacks. Every loop in which the agent waits polls it."""
 
     def __init__(self, node: NodeAttempt, held: HeldNodeDir, channel: ControlChannel, stop: StopRequest) -> None:
         self._node, self._held, self._channel, self._stop = node, held, channel, stop
@@ -177,11 +177,11 @@ class NodeMonitor:
 
     @property
     def must_leave(self) -> bool:
-        """Whether to end what this node does: a stop request, the end of the attempt, or a lost head node."""
+        """Whether this node must end its work: it was asked to stop, the attempt is over, or the head node is lost."""
         return bool(self._stop) or self._channel.directive.over or self._head_is_lost()
 
     def _head_is_lost(self) -> bool:
-        """Whether the head node is silent, and is not waited for any more."""
+        """Return whether the head node is silent, and this node need not wait for it any longer."""
         channel = self._channel
         if not isinstance(channel, ControlClient) or not channel.head_is_silent:
             return False
@@ -189,19 +189,19 @@ class NodeMonitor:
         return channel.head_has_ended or channel.silent_seconds > self._patience.seconds([head])
 
     def begin_round(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
-        """As `LocalRanks.begin`."""
+        """Restore this node's files if they are gone, and begin a round (`LocalRanks.begin`)."""
         self._restore_node_dir()
         self.ranks.begin(number, exit_codes)
 
     def _restore_node_dir(self) -> None:
-        """Without it a rank could not report how it failed, nor that it hangs."""
+        """Restore the run's directory on this node: without it, a rank could report neither a failure nor a hang."""
         if self._held.restore():
             detail = f"{self.node_dir.path} was emptied, and its snapshots are lost"
             self._node.record(MemoryEmptied(node=self._node.host, detail=detail))
             log(detail)
 
     def _report_slow_start(self) -> None:
-        """Report once that ranks are not forked, and so start without the imports of torchrun."""
+        """Report once that ranks are not forked, and so must import torch themselves."""
         if self._is_not_forked or (reason := _read(self.node_dir.not_forked)) is None:
             return
         self._is_not_forked = True
@@ -209,7 +209,7 @@ class NodeMonitor:
         log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
     def poll(self) -> None:
-        """Look at the ranks and report, a few times a second."""
+        """Look at the ranks, report, and run the callbacks; do nothing if the last time was just now."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _INTERVAL_SECONDS

@@ -14,8 +14,8 @@ In the last two forms of `rank`, this process is a fork of torchrun, which has i
 driver, however, its forks cannot use it: each rank then starts a Python of its own, which takes longer.
 
 Signals are ignored here because that survives exec, and because the agent, which has threads, must not run code
-between fork and exec. torchrun's own log files are numbered by local rank and restart, and it reports how a rank ended
-only when it gives up; people look for the rank, and for the first that failed.
+between fork and exec. Logs and failures are written here because torchrun numbers its log files by local rank and
+restart, and reports how a rank ended only when it gives up. People look for the rank, and for the first that failed.
 """
 
 import contextlib
@@ -83,13 +83,13 @@ def _ignore_slurm() -> None:
 
 
 def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
-    """Run one rank, record its failure, and end as it ended: return if that was without one."""
+    """Run one rank, record its failure if it fails, and end as it ended. Returns only if it did not fail."""
     set_parent_death_signal()
     if program[0] in _IN_A_FORK:
         # torchrun makes sessions only for what it executes. The agent kills them: wrapper, rank and loader workers.
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own
-    # A rank that hangs is aborted: its memory would fill the disk.
+    # Write no core files: a rank that hangs is aborted, and its memory would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     log, exits = os.path.join(log_dir, f"rank-{rank:02d}.log"), os.path.join(node_dir, "exits")
@@ -165,7 +165,7 @@ def _run(program: tuple[str, ...], on_sigterm: Callable[..., None] | signal.Hand
     """Run the program to its end and return its pid and wait status. It does not outlive this process."""
     parent = os.getpid()
     adopt_orphans()
-    # The program ignores it until it has its own handler: the agent takes a rank that has one for one that can save.
+    # The program ignores SIGTERM until it installs a handler: by the handler, the agent knows that a rank can save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pid = os.fork()
     if pid:
@@ -204,12 +204,12 @@ def _become(program: tuple[str, ...]) -> None:
         except OSError as error:
             os.write(2, f"{program[0]} cannot be started: {error}\n".encode())
             return
-    # As after exec: torchrun's connections are not this rank's.
+    # Close what exec would close: torchrun's connections are not this rank's.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > sys.stderr.fileno():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-    # What `top` shows. Without a space: Slurm's proctrack/linuxproc cannot read a line of /proc whose name has one, and
+    # The name that `top` shows. It has no space: Slurm's proctrack/linuxproc cannot read a line of /proc with one, and
     # would neither suspend nor kill this process (seen with 22.05.8).
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
         name.write(f"rank-{os.environ['RANK']}")
@@ -222,7 +222,7 @@ def _become(program: tuple[str, ...]) -> None:
 
 
 def _out_of_memory_kills() -> int:
-    """How many processes of this node the kernel has killed because memory ran out, in any cgroup."""
+    """Return how many processes of this node, in any cgroup, the kernel has killed because memory ran out."""
     try:
         with open("/proc/vmstat") as file:
             return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
@@ -231,7 +231,7 @@ def _out_of_memory_kills() -> int:
 
 
 def _last_step(heartbeat: str, pid: int) -> int | None:
-    """The last step that the rank had done; None before it begins. The agent polls: it may have seen an older one."""
+    """Return the last step that the rank had done, which the agent's last poll may have missed; None if unknown."""
     try:
         with open(heartbeat) as file:
             fields = json.load(file)
@@ -264,8 +264,8 @@ def _last_line(log: str, size_before: int, *, killed: bool) -> str:
 def _record_failure(exits: str, name: str, record: Mapping[str, object]) -> None:
     """Record a failure for the agent.
 
-    One that is not reported would be repeated for ever. So if it cannot be written, torchrun is killed: the agents
-    count that, too.
+    A failure that is not recorded does not count, so the ranks would repeat it for ever. If its record cannot be
+    written, torchrun is killed, because the agents count that, too.
     """
     try:
         _write_whole(exits, name, record)

@@ -1,4 +1,4 @@
-"""What the ranks execute of a program, and what they find in its arguments. Runs on compute nodes."""
+"""Makes the command line of a program's ranks, and reads what the program imports. Runs on compute nodes."""
 
 import ast
 import os
@@ -10,17 +10,17 @@ from typing import Self
 
 from hpc.run.spec_file import Program
 
-# Packages that neither start threads nor query GPUs when they are imported; a fork would survive neither.
+# Packages whose import neither starts threads nor queries GPUs: forks would not work after either.
 _SAFE_TO_FORK = frozenset({"PIL", "numpy", "timm", "torch", "torchvision"})
-# Their modules that do query GPUs.
+# Modules of these packages that do query GPUs.
 _NOT_SAFE = re.compile(r"torch\.(testing\._internal|utils\.(benchmark|cpp_extension|jit))\b")
 
 
 def program_argv(program: Program, start: Path, places: Mapping[str, object]) -> list[str]:
     """Return the arguments of Python: the file, or `-m` and the module, and the program's own arguments.
 
-    `start` is the directory that it starts in. In its own arguments, the names of `places` in braces stand for what
-    these have; all other braces stay.
+    `start` is the directory in which it starts. In the program's own arguments, the names of `places` in braces are
+    replaced by their values; all other braces stay.
     """
     first, *others = program.argv
     # The path is normalized, as in `../train.py`, because the script's directory becomes the first of sys.path.
@@ -43,7 +43,7 @@ class TopLevel:
 
     @classmethod
     def read(cls, program: Program, start: Path, import_path: Sequence[str]) -> Self:
-        """Read a program's source; nothing is known of a module that is neither at the start nor on the import path."""
+        """Read a program's source. The result is empty if the source is not found, or cannot be parsed."""
         places, names = [start], [program.argv[0]]
         if program.argv[0] == "-m":
             module = program.argv[1].replace(".", "/")
@@ -58,7 +58,7 @@ class TopLevel:
 
     @classmethod
     def parse(cls, source: bytes) -> Self:
-        """Pure. Raises SyntaxError, and ValueError if there are null bytes."""
+        """Parse a program's source. Pure. Raises SyntaxError, or ValueError if there are null bytes."""
         statements = ast.parse(source).body
         imported = [list(_imported(statement)) for statement in statements]
         last = max((place for place, names in enumerate(imported) if names), default=0)
@@ -72,7 +72,7 @@ class TopLevel:
 
 
 def _imported(statement: ast.stmt) -> Iterator[str]:
-    """The modules that a statement imports, and what it imports from them, which may be modules, too."""
+    """Yield the modules that a statement imports, and the names imported from these, which may be modules, too."""
     if isinstance(statement, ast.Import):
         yield from (alias.name for alias in statement.names)
     elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:

@@ -35,11 +35,11 @@ from jobs.stop_request import StopRequest
 from training.config.device_choice import RANK_VARIABLES
 
 _POLL_SECONDS = 0.1
-# What the host has in them is not in a container.
+# Variables that name directories of the host, which a container does not have.
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
-# After a stop request, a torchrun without ranks only waits in its rendezvous for nodes that will not come.
+# A torchrun that has had no ranks for this long after a stop request only waits for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
-# How long to wait for ranks that are killed at the end of the attempt: none follow that need their GPUs.
+# How long to wait for killed ranks at the end of the attempt, when no other ranks will need their GPUs.
 _LEAVE_SECONDS = 5.0
 # Stale NFS handles recover within seconds.
 _START_SECONDS, _START_PAUSE_SECONDS = 30.0, 1.0
@@ -62,7 +62,7 @@ def run_round(
     node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, stop: StopRequest, directive: Directive,
     setup: RankSetup,
 ) -> int | None:  # fmt: skip
-    """Take part in a round. Returns torchrun's exit code; None if it was ended because of another directive."""
+    """Take part in a round. Returns torchrun's exit code; None if this node left the round before that."""
     program = _program(node, directive)
     monitor.begin_round(directive.round, program.exit_codes)
     started = _start(node, channel, monitor, directive, setup)
@@ -77,7 +77,7 @@ def run_round(
             monitor.poll()
             torchrun.kill_stuck_forks()
             now = channel.directive
-            # First: the stacks of ranks that hang are wanted also if they are the last.
+            # Abort first: people want the stacks of hanging ranks even if the attempt then ends.
             if now.abort_count > abort_count:
                 abort_count = now.abort_count
                 torchrun.abort_ranks()
@@ -102,7 +102,7 @@ def run_round(
 
 
 def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals]:
-    """The signals that ask a rank to save and exit; it gets the first that it handles."""
+    """Return the signals that ask a rank to save and exit; it gets the first of them that it handles."""
     if spec.stop_signal:
         return [signal.Signals[spec.stop_signal]]
     # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
@@ -111,7 +111,7 @@ def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals
 
 
 def _program(node: NodeAttempt, directive: Directive) -> Program:
-    """Return the program of a round: that of the run, or its check of the nodes."""
+    """Return the program of a round: the run's own, or its preflight, which checks the nodes."""
     program = node.spec.program
     return program.preflight if directive.preflight and program.preflight else program
 
@@ -119,7 +119,7 @@ def _program(node: NodeAttempt, directive: Directive) -> Program:
 def _start(
     node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, directive: Directive, setup: RankSetup
 ) -> Torchrun | None:
-    """Start torchrun; None if the round was over before that was possible. Raises OSError if it stays impossible."""
+    """Start torchrun. Returns None if the round was over first. Raises OSError if all tries of half a minute fail."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -139,7 +139,7 @@ def _start(
 def _command(
     node: NodeAttempt, directive: Directive, setup: RankSetup, node_dir: NodeDir, address: str
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line and environment of torchrun on this node. Raises OSError if there is no such interpreter."""
+    """Return torchrun's command line and environment. Raises OSError if this node cannot run the interpreter."""
     spec, run, number, allocation = node.spec, node.run, node.attempt.attempt, node.allocation
     logs, resources, python = run.attempt_logs(number), spec.resources, setup.python
     logs.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def _command(
     environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
     environment |= RANK_VARIABLES[spec.device]
     environment |= _rank_variables(node, setup.data, node_dir)
-    # The modules of the user's environment, also those of --setup, without ours.
+    # The user's own PYTHONPATH, with what --setup has added and without our packages.
     given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
     path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
     program, code = _program(node, directive), spec.code_directory(run)
@@ -177,14 +177,14 @@ def _command(
     if spec.container is not None:
         # Our own code is in the run's directory, too.
         mounts = [run.path, *([code] if spec.in_place else []), node_dir.path, *([setup.data] if setup.data else [])]
-        # In it once more: torchrun must not outlive the container's own process, and ignores Slurm's signals.
+        # The wrapper runs again in the container: torchrun must end with it, and must ignore Slurm's signals.
         wrapped = [python, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
         argv = _in_container(node, Path(spec.container), wrapped, mounts)
     return argv, torchrun_environment(rendezvous, environment)
 
 
 def _rank_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> dict[str, str]:
-    """What a program finds in its environment, beside torchrun's variables and those of trackers."""
+    """Return what a program finds in its environment, in addition to the variables of torchrun and of trackers."""
     return {
         RUN_DIR: str(node.run.path),
         ATTEMPT: str(node.attempt.attempt),
@@ -195,7 +195,7 @@ def _rank_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> 
 
 
 def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: list[Path]) -> list[str]:
-    """The program in the run's container. Raises TorchrelayError if this node cannot start it."""
+    """Return a program's command line in the run's container. Raises TorchrelayError if this node cannot run it."""
     engine = container.find_engine()
     if engine is None:
         raise TorchrelayError(f"{node.host} has neither apptainer nor singularity, for --container {image}")
@@ -205,7 +205,7 @@ def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: li
 
 
 def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:
-    """What the ranks' environment is made of: this process's, with the Python environment of `python` as active one."""
+    """Return the base of the ranks' environment: this process's, with the Python environment of `python` active."""
     if spec.container:
         return {name: value for name, value in os.environ.items() if name not in _OF_AN_ENVIRONMENT}
     if spec.python and not is_environment(python):
@@ -217,13 +217,13 @@ def rank_environment(
     base: Mapping[str, str], allocation: NodeAllocation, num_gpus: int, address: str, threads: int,
     interface: str | None = None,
 ) -> dict[str, str]:  # fmt: skip
-    """The environment of this node's ranks, without torchrun's own variables."""
+    """Return the environment of this node's ranks, without torchrun's own variables."""
     # A hung rank gets SIGABRT: Python then prints its stacks.
     changes = {"PYTHONFAULTHANDLER": "1"}
     chosen = {
         "OMP_NUM_THREADS": str(threads),
         # Idle threads of OpenMP spin for milliseconds and slow all processes on their cores: two runs at once become
-        # six times slower. On cores of its own a small model gains 17 % from it (docs/explanation/performance.md).
+        # six times slower. On its own cores a small model gains 17 % from spinning (docs/explanation/performance.md).
         "OMP_WAIT_POLICY": None if allocation.has_own_cores else "passive",
         # By default gloo publishes the address of this node's name, which is 127.0.1.1 on many systems.
         "GLOO_SOCKET_IFNAME": interface or interface_of(address),
@@ -235,14 +235,14 @@ def rank_environment(
     if allocation.cluster == "local" and len(visible) == num_gpus * allocation.num_nodes:
         first = allocation.node_rank * num_gpus
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + num_gpus])
-    # Where jobs are not confined to their GPUs, a rank would take those of another job. What Slurm has given, such as
-    # a part of a GPU by --sbatch gres=shard:1, it has named here.
+    # Where jobs are not confined to their GPUs, a run without GPUs would take another job's. What Slurm has given all
+    # the same, such as a part of a GPU (--sbatch gres=shard:1), is named in `base`, which overrides this.
     hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return {**hidden, **base, **changes}
 
 
 def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:
-    """Return `base`, where the Python environment at `prefix` is active, with that of the interpreter `python` instead.
+    """Return `base` with the Python environment of the interpreter `python` active instead of the one at `prefix`.
 
     Entries of PATH and LD_LIBRARY_PATH below `prefix` become the same paths in the new environment.
     """
@@ -259,7 +259,7 @@ def activated_environment(base: Mapping[str, str], python: str, prefix: str = sy
 
 
 def is_environment(python: str) -> bool:
-    """Whether an interpreter is that of a venv or of conda, and not one that modules or the system provide."""
+    """Return whether an interpreter is that of a venv or of conda; False for one that modules or the system provide."""
     prefix = Path(python).parent.parent
     return Path(prefix, "pyvenv.cfg").is_file() or Path(prefix, "conda-meta").is_dir()
 

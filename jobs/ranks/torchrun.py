@@ -23,9 +23,9 @@ from jobs.node_attempt import log
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
-# On this signal, the wrapper of torchrun ends it.
+# On this signal, torchrun's wrapper kills torchrun.
 _END = signal.SIGRTMIN
-# More than the wrapper waits for processes that SIGKILL does not end.
+# Longer than the wrapper waits for processes that SIGKILL does not end.
 _KILL_SECONDS = 40.0
 # A fork takes milliseconds.
 _FORK_SECONDS = 30.0
@@ -37,7 +37,7 @@ class Torchrun:
     def __init__(
         self, argv: list[str], environment: Mapping[str, str], directory: Path, *, contained: bool = False
     ) -> None:
-        """Start it. `contained`: the command line starts a container, and this same wrapper in it."""
+        """Start torchrun. `contained`: the command line starts a container, and in it the process wrapper again."""
         self._contained = contained
         self._process = subprocess.Popen(
             [sys.executable, "-S", str(PROCESS_WRAPPER), "container" if contained else "torchrun", *argv],
@@ -56,11 +56,11 @@ class Torchrun:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while torchrun runs."""
         return self._process.poll()
 
     def ranks(self) -> list[int]:
-        """The process ids of its ranks."""
+        """Return the process ids of the ranks."""
         # A rank is the first child of its wrapper. The other children are processes that the rank left behind.
         return [rank for wrapper in self._rank_wrappers() for rank in children(wrapper)[:1]]
 
@@ -69,7 +69,7 @@ class Torchrun:
         return [wrapper for torchrun in torchruns for wrapper in children(torchrun)]
 
     def _wrappers(self) -> list[int]:
-        """Return the pid of torchrun's wrapper: in a container the one inside, not the one that mounts the image."""
+        """Return the pid of torchrun's wrapper, if it runs: with a container, the wrapper inside it."""
         if not self._contained:
             return [self._process.pid]
         return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER)]
@@ -90,9 +90,9 @@ class Torchrun:
                 _send(pid, signal.SIGKILL)
 
     def forward(self, numbers: Sequence[signal.Signals]) -> None:
-        """Send the ranks that handle one of these stop signals the first of those.
+        """Send each rank the first of these stop signals that it handles, if it handles one.
 
-        Once each: a Python that shuts down has removed its handlers, and a second signal would kill it.
+        Each rank gets only one signal: a Python that shuts down has no handlers left, and a second one would kill it.
         """
         for pid in set(self.ranks()) - self._signalled:
             number = next((number for number in numbers if handles(pid, number)), None)
@@ -101,10 +101,10 @@ class Torchrun:
                 self._signalled.add(pid)
 
     def abort_ranks(self) -> None:
-        """Have the ranks print their stacks and die; kill those that do not. torchrun restarts them.
+        """Make the ranks print their stacks and die, and kill those that do not die. torchrun restarts them.
 
         On SIGABRT Python's faulthandler prints the stacks of all threads, even if one waits for a device or another
-        rank; a stopped process does nothing.
+        rank. A stopped process does nothing.
         """
         ranks = self.ranks()
         for pid in ranks:
@@ -116,7 +116,7 @@ class Torchrun:
             _send(pid, signal.SIGKILL)
 
     def kill(self, seconds: float = _KILL_SECONDS) -> None:
-        """Kill torchrun and all its processes, and wait for their end. Ranks that wait for a lost one need SIGKILL.
+        """Kill torchrun and all its processes, and wait for their end. Ranks that wait for a lost rank need SIGKILL.
 
         Raises:
             BadNodeError: a process could not be killed; not raised if `seconds` is too short to tell.
@@ -138,7 +138,7 @@ class Torchrun:
 
 
 def handles(pid: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     return in_signal_mask(pid, "SigCgt", number)
 
 
@@ -151,7 +151,7 @@ def _leads_session(pid: int) -> bool:
 
 
 def _executes(pid: int, *scripts: Path) -> bool:
-    """Whether a process runs one of these Python scripts."""
+    """Return whether a process runs one of these Python scripts."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):

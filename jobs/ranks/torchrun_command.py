@@ -7,7 +7,7 @@ from pathlib import Path
 from hpc.base.environment import SECRET
 
 TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
-"""By its path: a user's PYTHONPATH must not replace it."""
+"""It is started by its path, because a user's PYTHONPATH must not replace it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Rendezvous:
 def torchrun_argv(
     rendezvous: Rendezvous, ranks: int, address: str, python: str, program: list[str], max_restarts: int = 1_000_000
 ) -> list[str]:
-    """The command line of this node's torchrun with the program that it runs as each rank. Pure.
+    """Return the command line of this node's torchrun, with the program that it runs as each rank. Pure.
 
-    torchrun executes the program, or runs it, if it is a Python script, in forks of itself.
+    torchrun runs a Python script in forks of itself, and executes any other program.
     """
     host = f"[{rendezvous.host}]" if ":" in rendezvous.host else rendezvous.host
     ports = f",ports={rendezvous.ports[0]}-{rendezvous.ports[-1]}" if rendezvous.ports else ""
@@ -46,9 +46,9 @@ def torchrun_argv(
         python, "-P", str(TORCHRUN),
         f"--nnodes={rendezvous.num_nodes}",
         f"--nproc-per-node={ranks}",
-        # The coordinator, which knows all ranks and their steps, decides how often (jobs.control.root_failure).
+        # The coordinator, which knows all ranks and steps, decides how often they restart (jobs.control.root_failure).
         f"--max-restarts={max_restarts}",
-        # SIGTERM stays ignored, as inherited; SIGINT stays the agent's way to end torchrun in good order.
+        # SIGTERM stays ignored, as inherited. SIGINT, from the timeout of jobs.node_probe, ends torchrun in good order.
         "--signals-to-handle=SIGINT",
         "--rdzv-backend=torchrelay",
         f"--rdzv-endpoint={host}:{rendezvous.port}",
@@ -64,7 +64,7 @@ def torchrun_argv(
 
 
 def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[str, str]:
-    """The environment of this node's torchrun, which its ranks get, too, but for the secret. Pure."""
+    """Return the environment of this node's torchrun. Its ranks get the same, except the secret. Pure."""
     return {
         **ranks,
         # Only this user may read it, unlike the arguments.

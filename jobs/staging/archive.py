@@ -1,4 +1,4 @@
-"""Unpacking tar and zip archives that may be damaged or hostile. Runs on compute nodes; `check` on the login node.
+"""Unpacks tar and zip archives that may be damaged or hostile. Runs on compute nodes; `check` on the login node.
 
 Python's own safe extraction, tarfile's data filter, is missing from Debian 12's Python 3.11.2; it also accepts archives
 that end early, and knows no zip archives. So tarfile and zipfile only read here, and these rules hold for both:
@@ -50,7 +50,7 @@ _DAMAGE = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
     RuntimeError, OverflowError,
 )  # fmt: skip
-# Decompressors raise an OSError without errno, and the disk one with errno.
+# Decompressors raise an OSError without errno; an error of the disk has an errno.
 _DAMAGE_ERRNO = frozenset({None, errno.ENAMETOOLONG})
 # The first bytes of a file identify its compression. tarfile would decompress gzip itself, but not verify its checksum.
 _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
@@ -61,11 +61,11 @@ _ZIP_TYPES = {
     0: tarfile.REGTYPE, stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE
 }  # fmt: skip
 _Read = Callable[[int], bytes]
-"""Reads the next bytes of a member's content, before the next member is taken."""
+"""Returns the next bytes of a member's content. It must be called before the next member is taken."""
 
 
 def unpack(archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> tuple[CopiedFile, ...]:
-    """Unpack an archive into a directory. Returns the manifest's entries of its files.
+    """Unpack an archive into a directory. Returns the entries of its files for the manifest.
 
     Args:
         archive: its name ends with one of `jobs.staging.source.ARCHIVES`.
@@ -101,7 +101,7 @@ def _damage_reported(archive: Path) -> Iterator[None]:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """Raises an error where tarfile takes damage for the archive's end, and for headers that would fill the memory."""
+    """Raises an error where tarfile would mistake damage for the archive's end, and for headers of excessive size."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:

@@ -58,7 +58,7 @@ class StagingPlan:
 
 
 class StagingGroup:
-    """The nodes of a job, seen from one of them. This base class is a node without peers, which reads everything."""
+    """The nodes of a job, seen from one of them. This base class stands for a node without peers: it reads all."""
 
     is_head = True
     """Whether this node lists the source."""
@@ -76,7 +76,7 @@ class StagingGroup:
         return Address("localhost", "localhost", port)
 
     def publish_listing(self, version: str, port: int) -> None:
-        """On the head node: announce the version, and the port that serves its listing."""
+        """Announce, on the head node, the version and the port that serves its listing."""
 
     def plan(self) -> StagingPlan | None:
         """Return the head node's plan; None until this node has received it."""
@@ -87,9 +87,9 @@ class StagingGroup:
 
 
 def choose_owners(caches: Iterable[tuple[Address, CacheStatus]]) -> tuple[Address, ...] | None:
-    """Choose the nodes that have the data, or else those about to read them; None while that is unknown.
+    """Return the nodes that have the data, or, if none has, those that will read them; None while that is unknown.
 
-    `caches` has the server's address (port 0: no server) and the report of each node that has reported.
+    `caches` has the address of the server (port 0: no server) and the status of each node that has reported.
     """
     known = list(caches)
     for wanted in (CacheStatus.COMPLETE, CacheStatus.MISSING):

@@ -63,7 +63,7 @@ class Copy:
     def run(self, owners: Sequence[Address], own: tuple[str, int], secret: str, watch: Watch) -> None:
         """Copy all files, into directories that exist.
 
-        Batch b belongs to owner b modulo the number of owners; without owners this node reads all.
+        Batch b belongs to owner b modulo the number of owners; if there are none, this node reads all.
 
         Args:
             owners: the addresses of the nodes that read the data, or already have them.
@@ -148,7 +148,7 @@ class Copy:
         return memoryview(bytearray(self._listing.batch_bytes))
 
     def _read_batches(self) -> None:
-        """Read batches from the source until the queue has None, the end, and put it back for the other readers."""
+        """Read batches from the source until the queue gives None, its end. Put None back for the other readers."""
         buffer = self._new_buffer()
         while (number := self._to_read.get()) is not None and not self._cancelled.is_set():
             checksums = []

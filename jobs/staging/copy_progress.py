@@ -50,7 +50,7 @@ class CancellableWait:
     """The waits of one staging: for other nodes, other processes, or storage that may hang."""
 
     def __init__(self, watch: Watch, timeout_seconds: float = float("inf")) -> None:
-        """Wait for storage without progress for `timeout_seconds` at most."""
+        """Wait at most `timeout_seconds` for storage that makes no progress."""
         self._watch, self._heartbeat_at = watch, 0.0
         self._timeout_seconds = timeout_seconds
         self._done: int | None = None
@@ -61,7 +61,7 @@ class CancellableWait:
     def update(self, progress: CopyProgress | None, done: int | None = None) -> bool:
         """Report the progress and send the heartbeat. Returns whether to stop.
 
-        `done` is a count of the storage's work, by default the bytes of the progress; None if nothing is asked of it.
+        `done` counts the storage's work where `progress` does not; None if nothing is asked of the storage.
 
         Raises:
             NoProgressError: the count has been the same for too long.

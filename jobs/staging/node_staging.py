@@ -82,7 +82,7 @@ class NodeGroup(StagingGroup):
             self._publish(StagingPlan(source=self._source, version="", listing_port=0, owners=(), done=True))
 
     def update(self) -> None:
-        """Choose, on the head node, the owners once all nodes have reported, and see whether all are done."""
+        """On the head node, choose the owners once all nodes have reported, and publish whether all are done."""
         server, plan = self._channel, self._current()
         if not isinstance(server, ControlServer) or plan is None or plan.done or self._published_at is None:
             return

@@ -35,7 +35,7 @@ class PeerError(Exception):
 
 
 class ChunkStore:
-    """This node's part of one data set: batch after batch while it copies, and then everything."""
+    """What this node has of one data set: more and more batches while it copies, in the end all."""
 
     def __init__(self, listing: SourceListing, data: Path) -> None:
         self.listing = listing
@@ -48,7 +48,7 @@ class ChunkStore:
         """Number of batches that this node has read from the source, which shows its progress to a waiting peer."""
 
     def put(self, number: int, checksums: tuple[str, ...], *, read: bool = False) -> None:
-        """Add a batch, which this node may have `read` from the source."""
+        """Add a batch. `read`: this node has read it from the source."""
         with self._changed:
             self.batches_read += read
             self._checksums[number] = checksums
@@ -63,7 +63,7 @@ class ChunkStore:
     def get(self, number: int) -> tuple[str, ...] | None:
         """Wait up to 5 s for a batch, and return its chunks' checksums; None if it has not come yet.
 
-        Raises PeerError if it never will.
+        Raises PeerError if it will never come.
         """
         with self._changed:
             self._changed.wait_for(lambda: number in self._checksums or self._failed, _WAITING_SECONDS)
@@ -101,7 +101,7 @@ class PeerServer:
     """Serves this node's listings and batches to the other nodes of the job."""
 
     def __init__(self, secret: str, ports: Sequence[int] = ()) -> None:
-        """Serve on one of `ports`, or without these on one that the kernel chooses."""
+        """Serve on one of `ports`, or, if there are none, on one that the kernel chooses."""
         self.listings: dict[str, bytes] = {}
         self.chunk_stores: dict[str, ChunkStore] = {}
         """The listings and the stores, by version of the data set."""
@@ -169,7 +169,7 @@ class Peer:
             raise PeerError(f"{self._name} does not send the listing ({error!r})") from error
 
     def ask(self, number: int) -> tuple[str, ...]:
-        """Wait until the other node has a batch, and return the checksums of its chunks, to `receive` next.
+        """Wait until the other node has a batch, and return the checksums of its chunks. Then `receive` each chunk.
 
         Raises PeerError if the batch does not come.
         """

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 
 from hpc.base.errors import TorchrelayError, UserError
 
-# Version of the archives' format: a new number replaces the archives of unchanged environments.
+# Version of the archives' format. With a new number, even unchanged environments are packed again.
 _FORMAT = 2
 DESCRIPTION = "torchrelay-environment.json"
 _VENV, _CONDA = "pyvenv.cfg", "conda-meta"
@@ -90,7 +90,7 @@ class EnvironmentDescription:
 
 
 def this_environment() -> PythonEnvironment:
-    """Return the environment of this process. Raises UserError for the system's Python, or without torch."""
+    """Return the environment of this process. Raises UserError if it is the system's Python, or if it has no torch."""
     prefix = Path(sys.prefix)
     if sys.prefix == sys.base_prefix and not (prefix / _CONDA).is_dir():
         raise UserError(

@@ -43,7 +43,7 @@ def absolute(path: Path) -> Path:
 
 
 def is_archive(path: Path) -> bool:
-    """Return whether a file is an archive, which staging unpacks, by its name."""
+    """Return whether a path is a file with the name of an archive: staging unpacks it."""
     return path.name.endswith(ARCHIVES) and path.is_file()
 
 
@@ -105,7 +105,7 @@ class SourceListing:
 
     @cached_property
     def batch_bytes(self) -> int:
-        """Most bytes of a batch, and of a chunk of a file."""
+        """The most bytes that a batch, or a chunk of a file, may have."""
         return min(max(self.size // _BATCHES, _SMALLEST_BATCH), _LARGEST_BATCH)
 
     @cached_property
@@ -128,7 +128,7 @@ class SourceListing:
 
     @classmethod
     def unpack(cls, content: bytes) -> "SourceListing":
-        """Return the listing of the bytes from `pack`.
+        """Return the listing from the bytes that `pack` has made.
 
         Raises:
             TorchrelayError: a name leads out of the data set.
@@ -168,7 +168,7 @@ def inside_name(name: str) -> str:
 
 
 def list_source(source: Path) -> SourceListing:
-    """List every file of a directory, following symlinks, or one archive. Raises TorchrelayError as `SourceWalk`."""
+    """List every file of a directory, following symlinks, or one archive. Raises as `SourceWalk.run` does."""
     return SourceWalk(source).run()
 
 
@@ -272,7 +272,7 @@ def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:
 
 
 def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cancelled: threading.Event) -> None:
-    """Read a chunk from the source into a buffer of its length; after errors try again, until `cancelled` is set.
+    """Read a chunk from the source into a buffer of its length. After errors, try again, as `read_with_retries` does.
 
     Raises:
         TorchrelayError: the file cannot be read, or has changed since it was listed.
@@ -294,7 +294,7 @@ def read_chunk(listing: SourceListing, chunk: FileChunk, into: memoryview, cance
 
 
 def read_with_retries(path: str, read: Callable[[], _Result], cancelled: threading.Event) -> _Result:
-    """Call `read` again after errors of shared storage. Raises TorchrelayError if it failed every time."""
+    """Call `read`, and again after errors of storage. Raises TorchrelayError after the last try, or if cancelled."""
     for pause in (*_RETRY_SECONDS, None):
         try:
             return read()

@@ -1,4 +1,4 @@
-"""Staging one data set on this node: find an intact copy, or make one. Runs on compute nodes.
+"""Stages one data set on this node: finds an intact copy, or makes one. Runs on compute nodes.
 
 The methods of `Stager` are in the order in which they run.
 """
@@ -32,7 +32,7 @@ from jobs.staging.store import (
     open_store,
 )  # fmt: skip
 
-# The head node assigns the batches within seconds; without its plan this node reads everything.
+# The head node assigns the batches within seconds; if its plan does not come, this node reads everything.
 _PLAN_SECONDS = 60.0
 # The longest time for which a node keeps its archive after unpacking, for peers that still fetch it.
 _KEEP_ARCHIVE_SECONDS = 60.0
@@ -93,7 +93,7 @@ class Stager:
             stage_dir: a directory on this node's disk.
             group: the nodes of the job; by default this one alone.
             watch: receives the progress several times a second, and returns whether to stop.
-            keep_seconds: copies that were unused for this long are deleted; with 0, also this one when it is closed.
+            keep_seconds: copies that were unused for this long are deleted; with 0, closing deletes this one, too.
             timeout_seconds: the longest time that reading the source may take without progress.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
@@ -298,7 +298,7 @@ class Stager:
     def _fill(
         self, entry: CacheEntry, target: Path, listing: SourceListing
     ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
-        """Copy, or unpack. An archive that peers fetch from here is first copied to a directory of its own."""
+        """Copy the data, or unpack them. An archive that peers fetch from here is first copied to its own directory."""
         if not listing.is_archive:
             return self._copy(target, listing)
         if not self._group.has_peers:
@@ -353,7 +353,7 @@ class Stager:
         )
 
     def _keep_archive_for_peers(self) -> None:
-        """Delete the copy of an archive as soon as no peer fetches it any more."""
+        """Wait, at most a minute, until no peer fetches the copy of an archive any more, and delete it."""
         if self._archive is not None:
             deadline = time.monotonic() + _KEEP_ARCHIVE_SECONDS
             while time.monotonic() < deadline and (plan := self._group.plan()) and not plan.done:

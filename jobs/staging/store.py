@@ -227,7 +227,7 @@ class CacheEntry:
             return True  # the file is missing, or the disk has a read error
 
     def lock_for_use(self) -> int | None:
-        """Prevent the copy's deletion until the descriptor is closed. Returns None while another process deletes it."""
+        """Prevent the copy's deletion until the returned descriptor is closed. None: another process is deleting it."""
         descriptor = open_lock(self._use_lock)
         if not try_lock(descriptor, shared=True):
             os.close(descriptor)
@@ -318,11 +318,11 @@ class CacheStore:
 
     @property
     def locks(self) -> Path:
-        """Directory of the lock files, which are never deleted: two processes could then lock two files of a name."""
+        """Directory of the lock files. If these were ever deleted, two processes could lock two files of one name."""
         return self.root / "locks"
 
     def why_shared(self) -> str | None:
-        """Return why this may not be a disk of this node; None if it seems one. Leaves this node's name for others."""
+        """Return why this may not be this node's own disk; None if it seems to be. Leaves its name for others."""
         own, last = os.uname().nodename, self.locks / "node"
         before = last.read_text().strip() if last.exists() else own
         with contextlib.suppress(OSError):  # the disk may be full
@@ -358,7 +358,7 @@ class CacheStore:
         return [entry.name for entry in old if entry.delete()]
 
     def make_room(self, size: int, files: int) -> tuple[list[str], str | None]:
-        """Delete copies, least recently used first, if that makes room for `files` files of `size` bytes together.
+        """Delete copies, least recently used first, if that makes room for `files` files with `size` bytes in total.
 
         Returns:
             Names of the deleted copies, and why the new copy does not fit even then; None if it fits.
