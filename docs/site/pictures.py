@@ -26,13 +26,12 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs/pictures"
 COLUMNS = 108
-# The failures as the benchmark calls them, and the panels' titles. `hpc supervise` has no part in the others.
+# The titles of the panels, and the failures as the benchmark calls them.
 PANELS = {
-    "worker killed": ("worker killed", "ours"),
-    "node killed": ("node killed", "ours"),
-    "preempted": ("preempted", "ours"),
-    "preempted, supervised": ("preempted", "ours, supervised"),
-    "hung (10 s timeout)": ("hung", "ours"),
+    "rank killed": "worker killed",
+    "node dies": "node killed",
+    "preempted": "preempted",
+    "hang (10 s timeout)": "hung",
 }
 # The benchmark's names, and those in the chart.
 CONTENDERS = {
@@ -46,6 +45,11 @@ COLORS = ("#2f81f7", "#8b949e", "#a8adb5", "#c2c6cc", "#dcdfe3")
 PAPERS = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}
 
 
+def in_words(seconds: float) -> str:
+    """Write seconds as the tables of the docs do."""
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
 def draw_chart() -> None:
     """Seconds until training continues, by failure and tool."""
     rows = json.loads((ROOT / "benchmarks/results/recovery.json").read_text())["rows"]
@@ -53,25 +57,25 @@ def draw_chart() -> None:
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "torchrelay", "font.family": "sans-serif", "font.size": 10}
     for paper, (background, ink) in PAPERS.items():
         figure, panels = plt.subplots(1, len(PANELS), figsize=(10.5, 2.7), sharey=True, facecolor=background)
-        for panel, (title, (failure, ours)) in zip(panels, PANELS.items(), strict=True):
-            # The others have no supervisor.
-            names = list(CONTENDERS) if ours == "ours" else ["ours"]
-            seconds = [found[failure, ours if name == "ours" else name]["seconds"] for name in names]
-            positions = range(len(names))
-            panel.barh(positions, [value or 0 for value in seconds], color=COLORS[: len(names)])
-            for position, value in zip(positions, seconds, strict=True):
-                text = "not resumed" if value is None else f"{value:.1f} s" if value < 10 else f"{value:.0f} s"
-                panel.text(value or 0, position, f" {text}", va="center", color=ink, fontsize=9)
+        for panel, (title, failure) in zip(panels, PANELS.items(), strict=True):
+            seconds = [found[failure, name]["seconds"] for name in CONTENDERS]
+            panel.barh(range(len(CONTENDERS)), [value or 0 for value in seconds], color=COLORS)
+            for position, name in enumerate(CONTENDERS):
+                row = found[failure, name]
+                text = row["not_back"] or in_words(row["seconds"])
+                if (failure, f"{name}, supervised") in found:
+                    text += f" ({in_words(found[failure, f'{name}, supervised']['seconds'])} with hpc supervise)"
+                panel.text(row["seconds"] or 0, position, f" {text}", va="center", color=ink, fontsize=9)
             panel.set_title(title, color=ink, fontsize=10, loc="left")
             panel.set_yticks(range(len(CONTENDERS)), CONTENDERS.values(), color=ink)
-            panel.set_xlim(0, (1.5 if len(names) > 1 else 15) * max(value or 0 for value in seconds))
+            panel.set_xlim(0, (2.6 if failure == "preempted" else 1.5) * max(value or 0 for value in seconds))
             panel.set_xticks([])
             panel.set_facecolor(background)
             panel.spines[:].set_visible(False)
             panel.tick_params(length=0)
         panels[0].invert_yaxis()
-        heading = "Seconds until training continues (2 CPU cores, Slurm 22.05; each panel has its own scale)"
-        figure.suptitle(heading, color=ink, fontsize=11, x=0.02, ha="left")
+        conditions = "simulated nodes on 2 CPU cores, Slurm 22.05; each panel has its own scale"
+        figure.suptitle(f"Seconds until training continues ({conditions})", color=ink, fontsize=11, x=0.02, ha="left")
         figure.tight_layout()
         figure.savefig(PICTURES / f"recovery-{paper}.svg", metadata={"Date": None}, facecolor=background)
         plt.close(figure)
