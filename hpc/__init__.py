@@ -1,7 +1,7 @@
 """The login node's side of Torchrelay: the commands, the Python API, their libraries, and the base of all packages.
 
-Without torch and pandas, which only `hpc report` imports, a verb answers in a fraction of a second. Nodes and ranks
-import `hpc.base` through this file, too: so the API (`hpc.commands.api`) is imported when it is first used.
+Verbs answer in a fraction of a second, because they never import torch, and pandas only for HTML pages. Nodes and ranks
+import this file, too, with `hpc.base`. So the API (`hpc.commands.api`) is imported only when it is first used.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ def _prepare_verb() -> None:
 
 
 def _start() -> None:
-    """Prepare `python -m hpc`, and have `python -m hpc.VERB` be `python -m hpc VERB`: the verb's module lies elsewhere.
+    """Prepare `python -m hpc`, and turn `python -m hpc.VERB` into `python -m hpc VERB`: the module lies elsewhere.
 
-    This replaces the process. A verb that ran during the import of its package would block threads that import from it.
+    This replaces the process. If the verb ran here, during the import of `hpc`, its threads could not import `hpc`.
     """
     arguments = sys.argv[1:]
     words = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]

@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_own_packages() -> None:
-    """Import our other packages from beside this one: PYTHONPATH may name a user's packages with their names."""
+    """Import our other packages from the directory of this one: PYTHONPATH may have a user's of the same names."""
     for name in ("jobs", "training"):
         spec = PathFinder.find_spec(name, [str(Path(__file__).parents[1])])
         if spec and spec.loader and name not in sys.modules:
@@ -87,7 +87,7 @@ def _import_own_packages() -> None:
 
 
 def module_of(verb: str) -> str:
-    """The module of a verb."""
+    """Return the name of the module of a verb."""
     group = next(group for group, verbs in _GROUPS.items() if verb in verbs)
     return f"hpc.commands.{group}.{verb}"
 
@@ -104,7 +104,7 @@ def _print_help() -> None:
 
 
 def _run_program(verb: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a program of the trainer, as `python -m` does, but never one of the current directory."""
+    """Replace this process by a program of the trainer, like `python -m`, but never by one of the current directory."""
     # multiprocessing imports by name too: its processes inherit -P.
     command = [sys.executable, "-P", "-m", PROGRAMS[verb][0], *arguments]
     os.execve(sys.executable, command, {**os.environ, CALLED: f"hpc {verb}"})  # noqa: S606 - no shell

@@ -1,6 +1,6 @@
-"""Private names of other libraries that hpc needs, and the version of the library in which we read each.
+"""Uses private names of other libraries, and says in which version of its library we read each.
 
-tests/hpc/base/test_compat_libraries.py says which one a new version lacks. Runs on the login node.
+tests/hpc/base/test_compat_libraries.py says which of them a new version lacks. Runs on the login node.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class SubmititSlurm(submitit.SlurmExecutor):
-    """submitit's executor, for a command and an sbatch command of our own instead of a pickled function.
+    """submitit's executor, with a task command and an sbatch command of our own in place of a pickled function.
 
-    Read in submitit 1.5.4. Its public `submit` takes functions only.
+    Read in submitit 1.5.4, whose public `submit` takes functions only.
     """
 
     def __init__(self, folder: Path, command: str, sbatch: Callable[[Path], list[str]]) -> None:
@@ -41,7 +41,7 @@ class SubmititSlurm(submitit.SlurmExecutor):
 
 
 class SubmititLocal(submitit.LocalExecutor):
-    """submitit's executor on this machine, for a command instead of a pickled function. Read in submitit 1.5.4."""
+    """submitit's executor on this machine, with a command in place of a pickled function. Read in submitit 1.5.4."""
 
     def __init__(self, folder: Path, command: str) -> None:
         super().__init__(folder)
@@ -57,7 +57,7 @@ class SubmititLocal(submitit.LocalExecutor):
 
 
 def running_trial(study: "Study", trial: "FrozenTrial") -> "Trial":
-    """Return a trial that an earlier process began, to report to it. Read in Optuna 5.0, which has no public way."""
+    """Return a trial that an earlier process began, so that this one can report to it. Optuna 5.0 has no public way."""
     from optuna import Trial  # noqa: PLC0415 - an optional package
 
     return Trial(study, trial._trial_id)

@@ -1,7 +1,7 @@
 """The environment variables through which processes of a run inform each other and the user's programs.
 
-This is the contract: each variable with who sets it and who reads it. `training.relay`, which users may copy, repeats
-the names. Runs everywhere, also in a user's Python: uses the standard library alone.
+This is the contract: it says who sets and who reads each variable. `training.relay`, which users may copy, repeats the
+names. Runs everywhere, also in a user's Python: uses the standard library alone.
 """
 
 # The node agent sets these for the ranks of a user's script, which reads them itself or through training.relay.
@@ -10,17 +10,17 @@ RUN_DIR = "TORCHRELAY_RUN_DIR"
 ATTEMPT = "TORCHRELAY_ATTEMPT"
 """The number of the attempt, from 1."""
 DATA = "TORCHRELAY_DATA"
-"""The data of --data on this node; not set without --data."""
+"""The path of the data of --data on this node; not set if there is no --data."""
 SNAPSHOTS = "TORCHRELAY_SNAPSHOTS"
 """The directory for snapshots in this node's memory."""
 STOP_SIGNAL = "TORCHRELAY_STOP_SIGNAL"
-"""The name of the signal of --stop-signal; not set without it."""
+"""The name of the signal of --stop-signal; not set if it is `auto`."""
 HEARTBEAT = "TORCHRELAY_HEARTBEAT"
 """The file into which a rank writes its heartbeat. The process wrapper of each rank sets it."""
 
 # Variables between our own processes on a node.
 DEVICE = "TORCHRELAY_DEVICE"
-"""The agent tells our ranks: `cuda`, they must use a GPU; `cpu`, they use none (training.config.device_choice)."""
+"""The agent tells our ranks that they must use a GPU (`cuda`), or none (`cpu`); see training.config.device_choice."""
 PRELOAD = "TORCHRELAY_PRELOAD"
 """The agent tells torchrun which modules of a user's script to import before it forks; torchrun removes it."""
 SECRET = "TORCHRELAY_SECRET"  # noqa: S105 - a name
@@ -28,7 +28,7 @@ SECRET = "TORCHRELAY_SECRET"  # noqa: S105 - a name
 RESTARTS = "TORCHRELAY_RESTARTS"
 """torchrun tells the ranks how often the ranks of all nodes have been restarted together in this round."""
 PYTHONPATH = "TORCHRELAY_PYTHONPATH"
-"""The sbatch script keeps PYTHONPATH as --setup left it for the agent, which restores it for a user's script."""
+"""The PYTHONPATH after --setup. The sbatch script keeps it for the agent, which restores it for a user's script."""
 
 # Variables for the commands, and for tests.
 STATE = "TORCHRELAY_STATE"

@@ -3,7 +3,7 @@
 import importlib.util
 import sys
 
-# Exit codes of a rank beside 0 (done, or stopped and saved) and 1 (any other error).
+# Exit codes of a rank besides 0 (done, or stopped and saved) and 1 (any other error).
 EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE, EXIT_DIVERGED = 2, 3, 4, 5
 
 
@@ -25,7 +25,7 @@ class UserError(TorchrelayError):
     exit_code = 2
 
 
-# pip packages of the extras in pyproject.toml whose names differ. Installing the extra itself would need an index.
+# The pip packages whose names differ from those of their extras in pyproject.toml. Installing an extra needs an index.
 _PACKAGES = {"sweep": "optuna", "mlflow": "mlflow-skinny"}
 
 

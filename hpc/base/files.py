@@ -38,7 +38,7 @@ TEMPORARY = DISK_FULL | {errno.ESTALE, errno.EIO}
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's content, in hexadecimal digits."""
+    """Return the SHA-256 of a file's content, in hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -46,7 +46,7 @@ def sha256_of(path: Path) -> str:
 def fsync_directory(path: Path) -> bool:
     """Make the names in a directory durable: a rename is on the disk only after this.
 
-    Returns False if the file system cannot do this; `hpc submit` has then warned.
+    Returns False if the file system cannot do this, of which `hpc submit` has warned.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -81,7 +81,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def modified(path: Path) -> float | None:
-    """Return a file's modification time by its storage's clock; None if missing. NFS is sure only after an open."""
+    """Return a file's modification time by its storage's clock; None if missing. Opens the file, as NFS needs."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -90,7 +90,7 @@ def modified(path: Path) -> float | None:
 
 
 def storage_time(directory: Path) -> float:
-    """Return the time by the clock of a directory's storage, which may differ from this machine's."""
+    """Return the time by the clock of a directory's storage, or by this machine's if the directory is not writable."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b".")
@@ -136,9 +136,9 @@ def write_atomic(path: Path, data: str | bytes | Iterable[str], mode: int = 0o64
 
 
 def write_exclusive(path: Path, data: str) -> bool:
-    """Create a file with its whole content; False if it exists. Only one of several concurrent writers gets True.
+    """Create a whole file; return False if it exists. Only one of several concurrent writers gets True.
 
-    A hard link is the exclusive creation that NFS guarantees, and the content appears together with the name.
+    The file is made as a hard link, which NFS creates exclusively, so its content appears together with its name.
     """
     with _temporary_file(path, data, 0o644) as temporary:
         try:
@@ -176,7 +176,7 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def _rename_exclusively(source: Path, path: Path) -> None:
-    """Rename a directory that has entries. Raises FileExistsError if the name is taken."""
+    """Rename a directory that is not empty. Raises FileExistsError if the new name is taken."""
     # rename(2) would replace an empty directory.
     if os.path.lexists(path):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
@@ -208,9 +208,9 @@ def remove_directory(path: Path) -> None:
 
 
 def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], bool] = lambda _: True) -> None:
-    """Remove the temporary files and directories of killed processes from a directory, which need not exist.
+    """Remove the temporary files and directories that killed processes left in `parent`, which need not exist.
 
-    `is_abandoned` returns whether no live process still writes one; by default True.
+    `pattern` matches their names. `is_abandoned` returns False for one that a live process still writes.
     """
     for temporary in parent.glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
@@ -233,7 +233,7 @@ def json_line(record: dict[str, Any]) -> str:
 
 
 def append_json_line(path: Path, record: dict[str, Any]) -> None:
-    """Append one record to a log, as `append_line`."""
+    """Append one record to a log, as `append_line` does."""
     append_line(path, json_line(record))
 
 
@@ -264,7 +264,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
     try:
-        # One call takes a third of the time. A torn line makes it fail, or merges with its neighbours.
+        # One call for all lines takes a third of the time. A torn line makes it fail, or merges with its neighbours.
         records = json.loads(b"[%b]" % b",".join(lines))
     except (ValueError, RecursionError):
         records = []
@@ -284,15 +284,15 @@ def _blocks_of_lines(path: Path | str) -> Iterator[list[bytes]]:
 
 
 def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
-    """Yield the number, from 1, and the bytes of each line of a log that is not blank; nothing if there is no log."""
+    """Yield the number, from 1, and the bytes of each line that is not blank; nothing if the log does not exist."""
     lines = (line for block in _blocks_of_lines(path) for line in block)
     return ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Yield the number, from 1, and the record of each line of a log that is not blank; None for a torn line.
+    """Yield the number, from 1, and the record of each line that is not blank. The record of a torn line is None.
 
-    The oldest comes first. Yields nothing if the log does not exist.
+    The oldest line comes first. Yields nothing if the log does not exist.
     """
     number = 0
     for lines in _blocks_of_lines(path):
@@ -316,7 +316,7 @@ def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
 
 
 def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any] | None:
-    """Return the newest wanted record that is whole, from the last megabyte of a log; None if there is none."""
+    """Return the newest whole record that `wanted` accepts, in the last megabyte of a log; None if there is none."""
     with contextlib.suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         for tail_bytes in _TAILS_BYTES:
@@ -329,7 +329,7 @@ def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Make a directory with hard links to the files of another one, or with copies if it is on other storage."""
+    """Make a directory with hard links to the files of another one, or with copies where links are impossible."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         try:

@@ -30,7 +30,7 @@ def is_listed_as_untracked(path: Path) -> bool:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Return the output of git; None if it fails (no repository, another user's) or is not installed."""
+    """Return the output of git; None if git is not installed, or fails (no repository, or another user's)."""
     try:
         done = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=False)
     except FileNotFoundError:

@@ -21,8 +21,7 @@ _RESERVE = 0.05
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-# Helper processes of Python and torch end soon after their parent, and remove shared memory: they are not killed
-# before.
+# Helper processes of Python and torch remove shared memory and end soon after their parent: they get the time for that.
 _ASK_SECONDS, _KILL_SECONDS, _POLL_SECONDS = 0.1, 0.5, 0.01
 # Each line has an address, index, prefix length, scope, flags and interface.
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
@@ -38,16 +37,16 @@ _CLOCK_OFFSET = time.time() - time.monotonic()
 
 
 def steady_time(monotonic: float | None = None) -> float:
-    """Return seconds since the epoch, now or at a time of time.monotonic(), by the clock when this process started.
+    """Return the seconds since the epoch, now or at a value of time.monotonic(), by a clock that is never set.
 
-    Use it for times that are compared later. If somebody sets the clock back by an hour, each rank that starts would
-    seem older than the last failure, and for an hour no failure or hang would count.
+    Use it for times that are compared later. With time.time(), if somebody set the clock back by an hour, each new rank
+    would seem older than the last failure, and for an hour no failure or hang would count.
     """
     return _CLOCK_OFFSET + (time.monotonic() if monotonic is None else monotonic)
 
 
 def _stat(pid: str | int) -> list[str]:
-    """Return the fields after the process name, which may hold spaces and parentheses; empty without such a process."""
+    """Return a process's fields after its name, which may hold spaces and parentheses; empty if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -55,7 +54,7 @@ def _stat(pid: str | int) -> list[str]:
 
 
 def start_time(pid: str | int) -> int | None:
-    """Return when a process started, in clock ticks since boot; with its id this identifies a process for good."""
+    """Return a process's start in clock ticks since boot, which is unique with its id; None if there is no process."""
     fields = _stat(pid)
     return int(fields[_START_TIME]) if fields else None
 
@@ -93,7 +92,7 @@ def is_alive(pid: str | int, started: int | None) -> bool:
 def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
     """Return whether a mask of a process has a signal: SigCgt has the handled ones, SigIgn the ignored ones.
 
-    The masks of a process that has ended have none.
+    Returns False if the process has ended.
     """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -143,7 +142,7 @@ def end_children(seconds: float = 30.0) -> list[int]:
 
 
 def _reap(child: int) -> bool:
-    """Return whether a child has ended with all its threads: each may still use memory, GPUs and ports."""
+    """Reap a child if it has ended with all its threads, which may hold memory, GPUs and ports. Return whether so."""
     try:
         return os.waitpid(child, os.WNOHANG) != (0, 0)
     except ChildProcessError:
@@ -180,7 +179,7 @@ def resident_memory_bytes() -> int:
 
 
 def cgroup_available_bytes(membership: str, root: Path) -> Iterator[int]:
-    """Yield the bytes left in each control group with a memory limit; `membership` is a process's /proc/PID/cgroup."""
+    """Yield the bytes left in each control group with a memory limit. `membership` is the text of /proc/PID/cgroup."""
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers in {"", "memory"}:
@@ -219,7 +218,7 @@ def file_system_type(path: Path) -> str | None:
 
 
 def mounted_directory(path: Path) -> str:
-    """Return the directory, in its own file system, that is mounted where a path is: `/` unless it is a bind mount.
+    """Return which directory of its file system is mounted where a path is: `/`, or another one for a bind mount.
 
     The result is empty if this is unknown.
     """
@@ -258,7 +257,7 @@ def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
 
 
 def automounted_at(path: Path) -> Path | None:
-    """Return the directory in which an automounter mounts a path, existing or not, on demand; None if none does."""
+    """Return the directory in which an automounter mounts a path, which need not exist; None if none does."""
     try:
         mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
     except OSError:
@@ -275,7 +274,7 @@ def _unescape(path: str) -> str:
 def interface_addresses() -> dict[str, list[str]]:
     """Return the addresses of every network interface that has some, by interface name, in the kernel's order.
 
-    The IPv4 address comes first, then the IPv6 addresses without link-local ones, which mean nothing to other nodes.
+    The IPv4 address comes first, then the IPv6 ones. Link-local addresses are left out: other nodes cannot use them.
     """
     found = dict[str, list[str]]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

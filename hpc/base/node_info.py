@@ -1,7 +1,7 @@
 """A machine, its ranks and its network, as `hpc doctor` and `hpc smoke` see them. Runs everywhere.
 
-`jobs.node_probe` finds it out in a job, and `training.engine.rank_benchmark` measures the ranks;
-`hpc.cluster.doctor.findings` and `hpc.cluster.smoke.judgement` judge it. GB/s are 10^9 bytes per second.
+`jobs.node_probe` inspects the nodes in a job, and `training.engine.rank_benchmark` measures the ranks.
+`hpc.cluster.doctor.findings` and `hpc.cluster.smoke.judgement` judge the results. GB/s are 10^9 bytes per second.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
-"""A program from its command line to its exit code: read flags, call, print errors in one line. Runs everywhere.
+"""Runs a program from its command line to its exit code: reads flags, calls the work, prints an error in one line.
 
-`read` makes texts by the names of flags from words. `build` makes a dataclass from texts or values, whoever gives them:
-a person, a file, or a program. argparse reads the words; tyro makes the help and the completion of the shells. Exit
-codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C.
+`read` turns the words of a command line into texts, by the names of flags. `build` turns these texts, or values from a
+file or a program, into a dataclass. argparse reads the words; tyro makes the help and the completion of the shells.
+Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C. Runs everywhere.
 """
 
 import argparse
@@ -38,7 +38,7 @@ SCHEMA = 1
 """Version of docs/json.schema.json; a change that breaks readers raises it."""
 Options = TypeVar("Options")
 Explanation = Callable[[Sequence[str], int], str | None]
-"""Returns what to type instead of the word at this place of a command line; None without advice."""
+"""Returns what to type instead of the word at this place of a command line; None if it has no advice."""
 TYRO = (
     tyro.conf.FlagCreatePairsOff,
     tyro.conf.DisallowNone,  # help with STR, not {None}|STR
@@ -72,7 +72,7 @@ def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
 
 
 def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
-    """Make a dataclass from a command line. Without `prints`, as on all ranks except 0, do not print a help.
+    """Make a dataclass from a command line. If `prints` is False, as on all ranks except 0, --help prints nothing.
 
     Raises:
         UserError: names the wrong flag and the reason.
@@ -92,10 +92,10 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
 def read(
     options: Sequence[type[Any]], argv: Sequence[str], prog: str, explain: Explanation = lambda _argv, _at: None
 ) -> dict[str, Any]:
-    """Read a command line into texts by the names of flags, without dashes, and of positional arguments.
+    """Return the texts of a command line, by the names of flags (without dashes) and of positional arguments.
 
     The program has the flags of the first dataclass. The flags of the others are read too, for a caller that refuses
-    them with a reason. `explain` may say what to type instead of the word at a place of `argv` that cannot be read.
+    them with a reason. `explain` may say what to type instead of a word of `argv` that cannot be read.
 
     Raises:
         UserError: a flag does not exist or has no value, a switch has one, or a word belongs to no flag.
@@ -123,7 +123,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
         marks = _marks(field)
         letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
         words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
-        # A missing value becomes None: argparse would report it before an unknown flag, which explains more.
+        # A missing value becomes None. argparse would report it first, but an unknown flag explains more.
         nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
         if _is_positional(field):
             parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
@@ -135,7 +135,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
 
 
 def build(options: type[Options], values: Mapping[str, Any]) -> Options:
-    """Make a dataclass and its groups from values by the names of flags: texts that were typed, or typed values.
+    """Make a dataclass and its groups from values by the names of flags: texts of a command line, or Python values.
 
     Raises:
         UserError: a value does not fit its flag, a flag does not exist, or an argument is missing.
@@ -176,10 +176,10 @@ def default_values(options: type[Any]) -> dict[str, Any]:
 
 
 def taken(label: str, kind: Any, value: Any) -> Any:
-    """Return a value as a field of this type holds it. Reads a text, and takes a number for a text.
+    """Return a value in the type `kind` of a field: parse a text, or turn a number into a text if the field holds text.
 
     Raises:
-        UserError: says which value `label` has, and what it takes.
+        UserError: the value does not fit. The message names `label`, the value, and what is expected.
     """
     while get_origin(kind) is Annotated:
         kind = get_args(kind)[0]
@@ -212,7 +212,7 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
 
 
 def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str) -> str:
-    """Say that a word is no flag, and name the most similar flag, or say that the word belongs to none."""
+    """Return the error for a word: there is no such flag, and which one is most similar; or it belongs to no flag."""
     flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
     if not flag.startswith("-"):
         return f"unexpected argument: {word} (see {prog} --help)"
@@ -270,7 +270,7 @@ class _HelpText(io.TextIOWrapper):
 
 
 def _wrapped(text: str) -> str:
-    """Wrap the description above the first box of a help to the width of the boxes: tyro does not."""
+    """Wrap the description above the first box of a help to the width of the boxes, because tyro does not."""
     description, box, flags_of_command = text.partition("╭")
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     usage, *lines = description.split("\n")
@@ -281,7 +281,7 @@ def _wrapped(text: str) -> str:
 
 
 def _for_help(options: type[Any], shown: Help) -> type[Any]:
-    """Return the flags without hidden ones, and without defaults that tell nothing: None, False and ''."""
+    """Return the flags for the help: without hidden flags, and without defaults that say nothing (None, False, '')."""
     texts = flag_texts(options) if shown.inherited else {}
 
     def mark(name: str) -> Any:
@@ -367,7 +367,7 @@ def run(
 ) -> int:
     """Call `work`, and return its exit code.
 
-    An error is printed after `prefix`, with `debug` its traceback too, and reported with its exit code.
+    Prints an error after `prefix`, and its traceback if `debug`. Then calls `report` with the message and exit code.
     """
     try:
         return work()

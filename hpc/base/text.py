@@ -18,7 +18,7 @@ def visible(text: str) -> str:
 
 
 def few(names: Sequence[str], separator: str = ", ") -> str:
-    """Return the names of nodes in a line for people; of more than four the first, the last and their number."""
+    """Return names of nodes in one line for people: up to four, or of more the first, the last and the count."""
     return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NAMES_SHOWN else separator.join(names)
 
 
@@ -34,7 +34,7 @@ def csv_text(cell: str) -> str:
 
 def similar(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return the known words that are most like a word that somebody has typed, the most similar one first."""
-    # A single suggestion must be right; among several, one is enough.
+    # A single suggestion must be right; of several, it is enough if one is.
     return difflib.get_close_matches(word, list(known), n=count, cutoff=0.7 if count == 1 else 0.5)
 
 

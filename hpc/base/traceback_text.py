@@ -12,7 +12,7 @@ _RANK = re.compile(r"(?:\[rank\d+\]: )+")
 # The characters to the left of a traceback inside a message or an exception group.
 _MARGIN = re.compile(r"[\s|+]*")
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(?::|$)")
-# The header of a traceback outside another exception's text, as Python, a group or rich prints it.
+# The header of a traceback that no other exception's text quotes, as Python, a group or rich prints it.
 _OWN_HEADER = re.compile(r"(?:  \+ Exception Group |╭─+ )?Traceback")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause of|During handling of the above exception)")
 # The lines that Python prints above a traceback that does not end the process.
@@ -26,8 +26,8 @@ _Traceback = tuple[int, int]
 def describe_exception(printed: Sequence[str]) -> str:
     """Return the message of the last exception; empty if there is none, or if later output shows that it was caught.
 
-    In parentheses follows the exception that it was raised from, or that it quotes: on a full disk, torch.save raises a
-    RuntimeError while it handles the OSError that names the cause.
+    The exception from which it was raised, or which it quotes, follows in parentheses: on a full disk, torch.save
+    raises a RuntimeError while it handles the OSError that names the cause.
     """
     lines = _without_ranks(printed)
     found = _last_exception(lines)
@@ -61,7 +61,7 @@ def _without_ranks(printed: Sequence[str]) -> list[str]:
 
 
 def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
-    """Return the tracebacks of the last exception and of the exceptions that it is chained to or quotes, as printed."""
+    """Return the tracebacks of the last exception, and of those that it is chained to or quotes, in order."""
     exceptions = list[list[_Traceback]]()
     for header in (number for number, line in enumerate(lines) if _HEADER in line):
         named = _exception_line(lines, header)
@@ -77,7 +77,7 @@ def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
 
 
 def _exception_line(lines: Sequence[str], header: int) -> int | None:
-    """Return the line that names a traceback's exception; frames are indented. None if the traceback is cut off."""
+    """Return the number of the line, not indented, that names a traceback's exception; None if that is cut off."""
     indentation = _indentation(lines[header])
     for number in range(header + 1, len(lines)):
         own = _indentation(lines[number])

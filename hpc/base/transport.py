@@ -11,9 +11,9 @@ The handshake proves to each end that the other one has the secret, which never 
 A proof is an HMAC-SHA256 of purpose, role and both challenges, keyed with the secret: a replayed or reflected proof, or
 one for another purpose, is invalid. Each direction then has a key of its own, made in the same way.
 
-A message is a JSON object: four bytes of length, an HMAC of its number and text, the text. Nothing is encrypted: an
-eavesdropper can read messages, but not alter, repeat, or add any. Bulk data that follow a message have no HMAC. The
-receiver checks them against checksums from an authenticated message, and they are as safe as these checksums.
+A message is a JSON object, sent as four bytes of length, an HMAC of its number and text, and the text. Nothing is
+encrypted: an eavesdropper can read messages, but not alter, repeat, or add any. Bulk data that follow a message have no
+HMAC. The receiver checks them against checksums from an authenticated message, and they are as safe as these checksums.
 
 Until its proof is valid a client may send 64 bytes, none of which is parsed, within `HANDSHAKE_SECONDS`.
 """
@@ -43,7 +43,7 @@ _RETRY_SECONDS = 0.1
 LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
-# `listen` shuffles what it tries, with the random numbers of the system: slow for all twenty thousand.
+# `listen` shuffles the ports with the system's random numbers, which would be slow for all twenty thousand.
 _TRIES = 1000
 
 
@@ -154,7 +154,7 @@ class Connection:
         Raises:
             DecodeError: the received bytes are not a message of the other end.
             TransportError: the connection has ended.
-            TimeoutError: nothing came.
+            TimeoutError: nothing came in time.
         """
         length = int(_LENGTH.unpack(self._read(_LENGTH.size))[0])
         if length > self._limits.max_message_bytes:
@@ -179,7 +179,7 @@ class Connection:
             raise TimeoutError("the other end has taken nothing in time") from None
 
     def receive_bytes(self, into: memoryview, deadline: float = float("inf")) -> None:
-        """Fill a buffer with bulk data, which the caller must check. Raises as `receive` does."""
+        """Fill a buffer with bulk data, which the caller must check. Raises TransportError or TimeoutError."""
         received = 0
         while received < len(into):
             try:
@@ -204,7 +204,7 @@ def _numeric(address: Sequence[Any]) -> str:
 
 
 def listen(ports: Sequence[int] = ()) -> socket.socket:
-    """Listen at all of this machine's addresses, on one of `ports`, or without these on one that the kernel chooses.
+    """Listen at all of this machine's addresses, on one of `ports`. If there are none, the kernel chooses the port.
 
     Raises:
         OSError: all ports are in use.
@@ -221,12 +221,12 @@ def listen(ports: Sequence[int] = ()) -> socket.socket:
 
 
 def pick_port(ports: Sequence[int] = ()) -> int:
-    """Return a free port: one of `ports`, or one below the ephemeral range.
+    """Return a free port: one of `ports`, or, if there are none, one below the ephemeral range.
 
-    It is random, so that two jobs on one node hardly ever pick the same.
+    The choice is random, so that two jobs on one node hardly ever pick the same port.
 
     Raises:
-        OSError: all that were tried are in use.
+        OSError: all ports that were tried are in use.
     """
     if not ports:
         first_ephemeral = int(EPHEMERAL.read_text().split()[0]) if EPHEMERAL.exists() else _DEFAULT_EPHEMERAL
@@ -259,9 +259,9 @@ class Server:
         self, secret: str, purpose: str, serve: Callable[[Connection], None], limits: Limits,
         ports: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Listen on one of `ports`, or without these on one that the kernel chooses.
+        """Listen on one of `ports`. If there are none, the kernel chooses the port.
 
-        If `serve` raises an OSError, such as DecodeError, this closes its own connection only. Any other exception is a
+        If `serve` raises an OSError, such as DecodeError, only its own connection is closed. Any other exception is a
         defect, which `check` raises.
         """
         self._secret, self._purpose, self._serve, self._limits = secret, purpose, serve, limits
@@ -302,7 +302,7 @@ class Server:
                 if oldest:
                     _shut_down(oldest)
                 threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
-                # The next accept may block for long: no reference may keep a connection without a thread open.
+                # The next accept may block for long: no reference here may keep open a connection that has no thread.
                 del connection, oldest
             except (OSError, RuntimeError):
                 # No descriptor or thread is left. A connection without a thread will be closed when it is the oldest.

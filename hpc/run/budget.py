@@ -23,7 +23,7 @@ _ENDED_FROM_OUTSIDE = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIM
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """The shared budget of some causes: a run fails after this many failures without progress."""
+    """The budget that some causes share: a run fails at this number of failures without progress."""
 
     causes: frozenset[Cause]
     failures: int
@@ -51,7 +51,7 @@ def _rule(cause: str | None) -> _Rule | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PastInterruption:
-    """An interruption, or the end of an attempt, as far as the budgets need it."""
+    """What the budgets need to know of an interruption or of the end of an attempt."""
 
     cause: str
     step: int | None = None
@@ -75,7 +75,7 @@ class Budget:
 
     @property
     def failures(self) -> int:
-        """Failures without progress that share the last one's budget, the last one included."""
+        """The number of failures without progress in the last one's budget, itself included; 0 if it has no budget."""
         rule = _rule(self.cause)
         return sum(cause in rule.causes for cause in self.row) if rule else 0
 
@@ -106,11 +106,11 @@ class Budget:
 
 
 def budget_after(history: Iterable[PastInterruption]) -> Budget:
-    """Return the budget after all interruptions and ends of a run, in order.
+    """Return the use of a run's budgets after all its interruptions and ends of attempts, given in order.
 
-    Ranks that start from a later step than the ranks of the failure before show progress; steps that were done and lost
-    do not. A user's script, whose steps are unknown, has made progress if it was ended from outside. A time limit
-    counts only if its attempt did no step, for example because staging takes longer than the limit.
+    The run has made progress if ranks started from a later step than the ranks before them; steps that were done but
+    lost do not count. A user's script, whose steps are unknown, has made progress if it was ended from outside. A time
+    limit is a failure only if its attempt did no step, for example because staging takes longer than the limit.
     """
     budget, before, restored = Budget(), None, 0
     for one in history:
@@ -145,9 +145,9 @@ def signature_of(message: str) -> str:
 def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, step: int | None) -> str | None:
     """Return the signature of a rank's failure; None if two failures that look alike need not be the same.
 
-    The message about a lost peer does not say why the peer died. A SIGKILL comes from outside, and one rank after the
-    other may get one as soon as they are back; a kill for lack of memory has a cause of its own. Another signal, or a
-    bad node, does not say enough without the step.
+    There is none for a message about a lost peer, which does not say why the peer died. There is none for a SIGKILL,
+    unless memory ran out: it comes from outside, and may hit one rank after the other as soon as they are back. Another
+    signal, or a bad node, has one only if the step is known.
     """
     killed = signal == "SIGKILL" and cause != Cause.OUT_OF_MEMORY
     if is_consequence(detail) or killed or (step is None and (signal is not None or cause == Cause.BAD_NODE)):
@@ -156,11 +156,11 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
 
 
 def must_requeue(cause: Cause, job_state: JobState, *, may_restart: bool) -> bool:
-    """Return whether the agent must ask for the requeue of a run that may restart, because Slurm does not requeue it.
+    """Return whether the agent must ask Slurm to requeue the job of a run that may restart, because Slurm only ends it.
 
-    Slurm requeues a job that lost a node, and a requeue by somebody else is already pending. But Slurm ends a job that
-    still runs, has reached its time limit, or whose batch script was killed, and with PreemptMode=CANCEL one that it
-    preempts.
+    Slurm by itself requeues a job that lost a node, and a job that somebody else has requeued is pending already. Slurm
+    only ends a job that still runs, has reached its time limit, or whose batch script was killed, and with
+    PreemptMode=CANCEL one that it preempts.
     """
     not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.FAILED, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:

@@ -1,4 +1,4 @@
-"""Why an attempt was interrupted or ended. Pure; runs everywhere."""
+"""The reasons why attempts are interrupted or end. Pure; runs everywhere."""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from hpc.base.errors import EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_DIVERGED, EXIT_N
 
 
 class Cause(StrEnum):
-    """Why an attempt was interrupted or ended."""
+    """The reason why an attempt was interrupted or ended."""
 
     COMPLETED = "completed"
     PREEMPTED = "preempted"
@@ -77,7 +77,7 @@ _CAUSE_OF_STATE = {
 
 
 def cause_of(ending: Ending) -> Cause:
-    """Return the cause of an attempt's end: from what the run itself knows, then Slurm's state, then the signal.
+    """Return the cause of an attempt's end. What the run itself knows comes first, then Slurm's state, then the signal.
 
     `sbatch --signal` sends SIGUSR2 before the time limit; a preemption or requeue sends SIGTERM.
     """
@@ -134,8 +134,8 @@ def cause_of_exit(
 ) -> Cause:
     """Return why a rank failed, from its exit code or the signal that killed it, and the last line of its log.
 
-    `signal` is a name. `out_of_memory`: the kernel has meanwhile killed a process of the node for lack of memory.
-    `exit_codes`: the causes for which codes of the rank's program stand; other codes may mean anything.
+    `signal` is its name. `out_of_memory`: while the rank ran, the kernel killed a process of the node for lack of
+    memory. `exit_codes`: the causes that exit codes of the rank's program mean; other codes may mean anything.
     """
     if signal is None and exit_code in exit_codes:
         return exit_codes[exit_code]

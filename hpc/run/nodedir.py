@@ -40,7 +40,7 @@ class NoLocksError(TorchrelayError):
 def private_directory(parent: Path, otherwise: str = "use another --stage-dir") -> Path:
     """Return our own directory `torchrelay-<uid>` in a directory to which everybody can write; make it if needed.
 
-    `otherwise` says what the user can do if it is refused.
+    `otherwise` says what the user can do if the directory is refused.
 
     Raises:
         TorchrelayError: other users could have made it, could replace it, or can write to it.
@@ -108,7 +108,7 @@ def open_lock(path: Path) -> int:
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Take the lock, alone or shared; False if another process holds it. The kernel releases a killed process's lock.
+    """Take an exclusive or shared lock; return False if another process holds it. A killed process releases its lock.
 
     Raises:
         NoLocksError: the file system has no locks.
@@ -145,7 +145,7 @@ class NodeDir:
     """A link to the run directory."""
 
     def heartbeat(self, local_rank: int) -> Path:
-        """Return the file with the newest progress of one rank, for the node agent."""
+        """Return the file in which the node agent finds the newest progress of one rank."""
         return self.path / "heartbeats" / f"local-{local_rank}"
 
     @property
@@ -154,9 +154,9 @@ class NodeDir:
         return self.path, self.snapshots, self.exits, self.heartbeat(0).parent
 
     def is_needed(self) -> bool:
-        """Return whether the run is not over and has no checkpoint as new as the newest snapshot.
+        """Return whether the run is not over, and its newest checkpoint is older than the newest snapshot here.
 
-        The agent was killed before it could save the snapshot, or the disk was full.
+        In that case the agent was killed before it could save the snapshot, or the disk was full.
         """
         try:
             run = RunDir(self.run.readlink())
@@ -174,7 +174,7 @@ class NodeDir:
 
 
 class HeldNodeDir:
-    """A run's directory on this node, which this process has made or taken over, and holds until it closes it."""
+    """A run's directory on this node. This process has made it or taken it over, and holds it until `close`."""
 
     def __init__(self, run: Path, node_rank: int) -> None:
         """Make and lock the directory, or take over the one of the run's previous attempt.
@@ -254,14 +254,14 @@ class HeldNodeDir:
         return True
 
     def close(self, *, remove: bool) -> None:
-        """Release the directory, or remove it first."""
+        """Release the directory. If `remove`, remove it first."""
         if remove:
             shutil.rmtree(self.files.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _key(run: Path) -> str:
-    """Return a key of a run. Its path alone is none: another run may have replaced a deleted run directory."""
+    """Return a text that identifies a run. Its path does not: another run may have replaced a deleted run directory."""
     digest = hashlib.sha256(os.fsencode(run))
     spec = RunDir(run).spec
     if spec.exists():

@@ -12,7 +12,7 @@ from hpc.run.rundir import RunDir
 def check_is_own(run: RunDir) -> None:
     """Refuse to act on a run that another user made or can change: its script and its code run as this user.
 
-    A missing file is no problem: nobody else can add it.
+    A file may be missing: nobody else can add it.
 
     Raises:
         UserError: the run is another user's, or others can write to it.
@@ -37,7 +37,7 @@ def check_is_own(run: RunDir) -> None:
 
 
 def other_owner(path: Path) -> str | None:
-    """Return the name of a file's owner if that is not this user; None also if the file is gone."""
+    """Return the name of a file's owner; None if that is this user, or if the file is gone."""
     try:
         owner = path.stat().st_uid
     except OSError:
@@ -55,8 +55,8 @@ def others_may_write(status: os.stat_result) -> bool:
 def who_may_rename(directory: Path) -> str | None:
     """Return a sentence about other users who can rename the contents of a directory; None if nobody can.
 
-    The owner of `/` administers the machine; inside a user namespace that need not be user 0. For a symbolic link, only
-    the owner counts.
+    User 0 and the owner of `/`, who may be another user inside a user namespace, do not count: they administer the
+    machine. For a symbolic link, only the owner counts.
     """
     status = directory.lstat()
     if status.st_uid not in {0, os.getuid(), Path("/").stat().st_uid}:

@@ -1,4 +1,4 @@
-"""The run directory: every file name of a run, once, and the names that a run may have. Runs everywhere."""
+"""Defines every file name of a run directory, in this one place, and checks the names of runs. Runs everywhere."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class SubPath:
-    """Descriptor: the path of this name below the `path` of its owner."""
+    """A descriptor that returns the path of this name below the `path` of its owner."""
 
     name: str
 
@@ -82,11 +82,11 @@ class RunDir:
         return self.path.name
 
     def revised_spec(self, resumption: int) -> Path:
-        """Return the file of the resolved RunSpec, immutable too, from one `hpc resume` on."""
+        """Return the file of the resolved RunSpec, immutable too, that is in force from one `hpc resume` on."""
         return self.path / f"spec-{resumption:03d}.json"
 
     def earlier_final(self, resumption: int) -> Path:
-        """Return the `final/` of a complete run from before one `hpc resume` that trained it longer."""
+        """Return the directory that keeps a run's `final/` from before an `hpc resume` that trained the run longer."""
         return self.path / f"final-{resumption:03d}"
 
     def sample_log(self, attempt: int, rank: int) -> Path:

@@ -1,4 +1,4 @@
-"""RunSpec: one run with everything resolved, as in its spec in force; the flags of its resources and recovery."""
+"""Defines RunSpec, one run with everything resolved, as in its spec in force, and the flags of its job."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -53,8 +53,8 @@ _UNCLEAR_TIMES = (
     (r"\d+:\d+", "minutes and seconds", "{0}:00 for hours, or 00:{0}"),
 )
 _UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is all the memory of a node
-# The ports of one run on a node (control channel, staging of data and environment, rendezvous, the ranks' store), and
-# of other runs.
+# Enough for the ports of one run on a node (control channel, staging of data and environment, rendezvous, the ranks'
+# store) and those of other runs.
 _MIN_PORTS = 10
 # The requeue itself takes a part of the lead; sbatch holds the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
@@ -135,7 +135,7 @@ class Resources:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of a node: one per GPU, or one without GPUs."""
+        """Ranks of a node: one per GPU, or one if the run uses no GPUs."""
         return self.num_gpus or 1
 
     @property
@@ -301,11 +301,11 @@ class RunSpec:
 
     @property
     def script(self) -> tuple[str, ...]:
-        """The user's torchrun script, from the working directory, with its arguments; empty for the trainer."""
+        """The user's torchrun script, relative to the working directory, and its arguments; empty for the trainer."""
         return () if self.training else self.program.argv
 
     def with_script(self, script: tuple[str, ...]) -> "RunSpec":
-        """Return the spec with another path to the same script; the trainer has none."""
+        """Return the spec with another path to the same script. An empty one, as of the trainer, changes nothing."""
         return replace(self, program=replace(self.program, argv=script)) if script else self
 
     def with_training(self, **changes: Any) -> "RunSpec":
@@ -332,7 +332,7 @@ class RunSpec:
 
     @property
     def stop_lead_seconds(self) -> int:
-        """Seconds from the signal to save and exit to the time limit."""
+        """Seconds before the time limit at which the ranks get the signal to save and exit."""
         if self.recovery.signal_before is not None:
             return duration_seconds("--signal-before", self.recovery.signal_before)
         usual = stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
@@ -340,7 +340,7 @@ class RunSpec:
 
     @property
     def grace_seconds(self) -> int | None:
-        """Seconds from the signal to stop to the kill of ranks that have not ended; None if Slurm decides."""
+        """Seconds after the signal to stop at which ranks that have not ended are killed; None if Slurm decides."""
         return (
             None
             if self.recovery.grace_period is None
@@ -349,7 +349,7 @@ class RunSpec:
 
     @property
     def stop_signal(self) -> str | None:
-        """The signal that a user's script wants, such as SIGUSR1; None for the one that came or another it handles."""
+        """The signal that a user's script wants, such as SIGUSR1. None: the one that came, or one that it handles."""
         name = self.recovery.stop_signal
         return None if name == "auto" else f"SIG{name.removeprefix('SIG')}"
 
@@ -359,9 +359,9 @@ class RunSpec:
         return duration_seconds("--stage-timeout", self.stage_timeout)
 
     def save(self, run: RunDir, resumption: int = 0, *, flat: bool = False) -> None:
-        """Write `spec.json`, or the spec that a resumption, by its number, is about to put into force.
+        """Write `spec.json`, or, if `resumption` is not 0, the spec that the resumption of this number puts into force.
 
-        `flat`: write the form that the run's own copy of our packages reads (`is_flat`).
+        `flat`: write the form of earlier versions (`is_flat`), for a run whose own copy of our packages reads no other.
         """
         fields = asdict(self)
         write_json(run.revised_spec(resumption) if resumption else run.spec, _flattened(fields) if flat else fields)
@@ -419,7 +419,7 @@ def _flattened(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_units(time: str | None, mem: str | None) -> None:
-    """Refuse a --time or --mem that is malformed, or whose unit in Slurm's reading few people mean."""
+    """Refuse a --time or --mem that is malformed, or that Slurm reads in another unit than most people mean."""
     if time is not None:
         walltime_minutes(time)
         for pattern, unit, advice in _UNCLEAR_TIMES:

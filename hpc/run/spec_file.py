@@ -1,4 +1,4 @@
-"""The part of a run's spec for the node agents, and the one reader of the file. Runs everywhere.
+"""The part of a run's spec for the node agents, and the only reader of the spec's file. Runs everywhere.
 
 The agents run any program in the same way. What distinguishes the trainer, a script, an evaluation and the preflight is
 a value of `Program`, which `hpc submit` writes into the spec.

@@ -3,7 +3,7 @@
 # sbatch may deliver --signal up to a minute early but never late: a tenth of the limit suffices for saving and costs
 # little training time.
 _SHORTEST_DEFAULT_SECONDS, _LONGEST_DEFAULT_SECONDS = 30, 300
-# Seconds between the signal and the kill that the requeue itself needs.
+# Seconds, out of those between the signal and the kill, that the requeue itself needs.
 REQUEUE_SECONDS = 10.0
 # Slurm's default seconds between SIGTERM and SIGKILL.
 KILL_WAIT_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""Which jobs of a run are alive: what is about to act on it must know. Runs on the login node."""
+"""Finds the jobs of a run that are alive, for everything that is about to act on the run. Runs on the login node."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
 
 
 def local_jobs(run: RunDir) -> list[str]:
-    """Return the process ids of submitit's controllers of a local run on this machine."""
+    """Return the process ids of a local run's submitit controllers that are alive on this machine."""
     submitted = [event for event in History.load(run).of(Submitted) if event.started]
     return [event.job_id for event in submitted if is_alive(event.job_id, event.started)]
 
@@ -53,7 +53,7 @@ def running_job(run: RunDir) -> SlurmJob:
 
 
 def chosen_node(run: RunDir, job: SlurmJob, name: str | None) -> str:
-    """Return the job's node of this name, by default the first. Raises UserError if the job has no such node."""
+    """Return the job's node of this name, or its first if None. Raises UserError if the job has no such node."""
     nodes = slurm.hostnames(job.nodes)
     if name is not None and name not in nodes:
         raise UserError(f"--node is {name!r}, but run {run.name} runs on {', '.join(nodes)}")

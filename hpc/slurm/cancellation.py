@@ -1,8 +1,8 @@
-"""The end of a run that its user asks for. Runs on the login node.
+"""Ends a run when its user asks for that. Runs on the login node.
 
 Slurm ends the run's jobs first, which works on a full disk too. The event keeps agents and supervisors from continuing
-the run, and ends the work of agents that scancel did not reach. A local run has only the event: its agents would take
-the signal for a request to requeue.
+the run, and ends the work of agents that scancel did not reach. For a local run the event comes first: if there were
+none, its agents would take the signal for a request to requeue.
 """
 
 import getpass
@@ -23,7 +23,7 @@ _OVER = frozenset({"completed", "cancelled"})
 
 
 def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
-    """End one run, whose state was `before`; False: it had ended. Raises TorchrelayError if a part of this failed."""
+    """End one run, whose state was `before`. Return False if it had ended. Raises TorchrelayError if a part failed."""
     on_slurm = RunSpec.load(run).cluster == "slurm"
     problems = _end_jobs(run) if on_slurm else []
     # A supervisor may be about to submit the next job of a failed run.

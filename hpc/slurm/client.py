@@ -1,6 +1,6 @@
 """Runs Slurm's commands and parses their output; no other module runs them. On login and compute nodes.
 
-No accounting is needed: `final_states` uses it, and `query_cluster` tests it.
+Works without Slurm's accounting: only `final_states` needs it, and `query_cluster` tests whether it works.
 """
 
 import functools
@@ -76,7 +76,7 @@ def adopt_environment(environment: MutableMapping[str, str]) -> None:
 
     Inside a job, its SLURM_* and SBATCH_* would pass to the new job (SLURM_CPU_BIND would pin every rank to the wrong
     cores). Outside a job they would override our flags; some are read as defaults first (hpc.submit.sbatch_variables).
-    The variable that chooses the cluster stays. Without a cluster's configuration the running testbed's is used.
+    The variable that chooses the cluster stays. If no cluster is configured, the running testbed is used.
     """
     kept = _KEPT_IN_A_JOB if "SLURM_JOB_ID" in environment else _KEPT
     for key in [key for key in environment if key.startswith(_LEAKING)]:
@@ -119,7 +119,7 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
 def complete(
     *command: str, environment: Mapping[str, str] | None = None, text: str | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command that may fail, with a text for its standard input. Raises TorchrelayError as `run`."""
+    """Run a command, which may fail, with `text` as input. Raises TorchrelayError if not installed or timed out."""
     own = dict(os.environ if environment is None else environment)
     adopt_environment(own)
     # A requeue sends SIGTERM to all processes of the job, and must not kill the scontrol with which an agent excludes
@@ -210,7 +210,7 @@ def parse_partitions(text: str) -> list[Partition]:
 
 
 def gpus_in(gres: str) -> dict[str, int]:
-    """Return GPUs by type from a gres text such as `gpu:a100:4(S:0-1),nvme:1`; without a type, the type is ''."""
+    """Return GPUs by type from a gres text such as `gpu:a100:4(S:0-1),nvme:1`. The type is '' for GPUs without one."""
     found = Counter[str]()
     for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
         found[gpu_type] += int(count)
@@ -239,7 +239,7 @@ def show_partition(name: str) -> dict[str, str]:
 
 
 def grace_seconds(fields: Fields) -> int | None:
-    """Return the seconds from SIGTERM to SIGKILL on preemption, from `show_partition`; None if not defined there."""
+    """Return the seconds from SIGTERM to SIGKILL on preemption, from `show_partition`; None if it defines none."""
     # With 0, the default, KillWait applies as for every ending job. SUSPEND and OFF end no job.
     mode, grace = fields.get("PreemptMode"), fields.get("GraceTime", "")
     return int(grace) or None if mode in {"CANCEL", "REQUEUE"} and grace.isdigit() else None
@@ -253,8 +253,8 @@ def parse_fields(text: str) -> dict[str, str]:
 def ending_state(fields: Fields, restart: int) -> JobState:
     """Return the state in which a job ends, from `show_job`; `restart` is its restart count when the attempt began.
 
-    While its processes end, every job is COMPLETING. The restart count then shows a requeue, and the reason shows a
-    time limit or a killed batch script; the remaining cause is a cancellation.
+    While its processes end, every job is COMPLETING. The restart count then shows a requeue, and the reason a time
+    limit or a killed batch script. If neither does, the job was cancelled.
     """
     state = job_state(fields.get("JobState", ""))
     if state is not JobState.ENDING:
@@ -265,7 +265,7 @@ def ending_state(fields: Fields, restart: int) -> JobState:
 
 
 def is_preempted(fields: Fields) -> bool:
-    """Return whether the job was preempted since its last start, from `show_job`; one clock gives both times."""
+    """Return whether the job was preempted since its last start, from `show_job`. Both times are of the same clock."""
     preempted = fields.get("PreemptTime", "None")
     return preempted not in {"None", "N/A", ""} and preempted >= fields.get("StartTime", "")
 
@@ -291,18 +291,18 @@ def release(job_id: str) -> None:
 
 
 def usable_nodes(partition: str | None) -> set[str]:
-    """Return the nodes of a list of partitions, or of the default one, on which jobs may start now or later."""
+    """Return the nodes on which jobs may start now or later. `partition` may be a list, `a,b`; None: the default."""
     return {node for node, state in _node_states(partition).items() if not state.startswith(_UNUSABLE)}
 
 
 def responding_nodes(partition: str | None) -> set[str]:
-    """Return the usable nodes of these partitions that answer Slurm now."""
+    """Return those of the `usable_nodes` that answer Slurm now."""
     states = _node_states(partition).items()
     return {node for node, state in states if not state.startswith(_UNUSABLE) and not state.endswith("*")}
 
 
 def idle_nodes(partition: str | None) -> set[str]:
-    """Return the nodes of these partitions on which a job may start now."""
+    """Return those of the `usable_nodes` on which a job may start now."""
     return {node for node, state in _node_states(partition).items() if state == "idle"}
 
 
@@ -313,7 +313,7 @@ def _node_states(partition: str | None) -> dict[str, str]:
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:
-    """Return those `nodes` that Slurm has marked down. A node that only does not respond still holds its jobs."""
+    """Return those `nodes` that Slurm has marked down. A node that merely does not respond keeps its jobs."""
     # The query is for all nodes: with --nodes the answer may be minutes old.
     text = run("sinfo", "--noheader", "--Node", "--format=%N|%T")
     states = dict(line.split("|") for line in text.splitlines())
@@ -361,7 +361,7 @@ def set_excluded_nodes(job_id: str, nodes: Sequence[str]) -> None:
 
 
 def requeue(job_id: str) -> None:
-    """Requeue a job: Slurm ends its processes, and it keeps its id."""
+    """Requeue a job: Slurm ends its processes, and the job keeps its id."""
     run("scontrol", "requeue", job_id)
 
 
@@ -381,7 +381,7 @@ def set_comment(job_id: str, comment: str) -> None:
 
 
 def cancel(job_id: str) -> None:
-    """Cancel a job. A job that has already ended is no error."""
+    """Cancel a job. Does nothing if the job has already ended."""
     try:
         run("scancel", job_id)
     except TorchrelayError as error:
@@ -408,7 +408,7 @@ class ClusterConfig:
 
 
 def query_cluster(name: str | None) -> ClusterConfig:
-    """Query a cluster and one of its partitions; without a name, the default one.
+    """Query a cluster and one of its partitions: the one of this name, or the default one if `name` is None.
 
     Raises:
         UserError: there is no such partition.
@@ -431,7 +431,7 @@ def query_cluster(name: str | None) -> ClusterConfig:
 
 
 def _max_submit_jobs() -> float | None:
-    """Return the least MaxSubmitJobs of the user's accounts; None if sacctmgr does not answer."""
+    """Return the least MaxSubmitJobs of the user's accounts, inf if none has one; None if sacctmgr does not answer."""
     user = f"user={getpass.getuser()}"
     try:
         text = run("sacctmgr", "--noheader", "--parsable2", "show", "associations", user, "format=MaxSubmitJobs")
@@ -441,7 +441,7 @@ def _max_submit_jobs() -> float | None:
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
-    """Return the partition with a name, or the default one. Raises UserError with all names if there is none."""
+    """Return the partition of this name, for None the default one. Raises UserError, with all names, if missing."""
     for partition in partitions:
         if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
             return partition
@@ -454,9 +454,9 @@ def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
 def makes_job_directories() -> bool:
     """Return whether jobs have directories of their own, by job_container/tmpfs.
 
-    A requeued job must not start there before Slurm's delay is over: slurmd does not make the directories again on
-    nodes that still remember the job's last start, and the job fails (seen on 22.05.8). 26.05.5 makes them, and calls
-    the setting NamespaceType.
+    If they have, a requeued job must not start before Slurm's delay is over: slurmd does not make the directories again
+    on nodes that still remember the job's last start, and the job fails (seen on 22.05.8). 26.05.5 makes them, and
+    calls the setting NamespaceType.
     """
     return parse_config(run("scontrol", "show", "config")).get("JobContainerType") == "job_container/tmpfs"
 

@@ -34,7 +34,7 @@ from hpc.slurm.squeue import jobs_by_script
 from hpc.slurm.srun import own_pythonpath
 
 # The script's srun inherits these from the shell in which sbatch was typed. If that is another job's shell, they pin
-# every rank to the wrong cores, leave a node's one task with one of its GPUs, or make srun refuse. Slurm itself sets
+# every rank to the wrong cores, give the only task of a node one of its GPUs, or make srun refuse. Slurm itself sets
 # such a variable in a job whose sbatch has the option of that name.
 _BINDING = (
     "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "MEM_BIND", "GPU_BIND", "TRES_BIND", "GPUS",
@@ -51,7 +51,7 @@ _REFUSED = (
 
 
 def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
-    """Return a command for a shell that runs a module of the code copy, by default the agent of each node.
+    """Return a shell command that runs a module of the code copy, by default the agent of each node.
 
     PYTHONPATH names the copy of the code. Without -P, python -m would import from the current directory first, where
     the code may have been edited since.
@@ -62,7 +62,7 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
 
 
 def _one_job(run: RunDir) -> list[str]:
-    """Return lines that end a job that was submitted by hand as several: each part would be a job of the run."""
+    """Return script lines that end an array or heterogeneous job: each part of it would be a job of the run."""
     parts = (
         ("SLURM_ARRAY_JOB_ID", "a job array", "without --array"),
         ("SLURM_HET_SIZE", "a heterogeneous job", "alone"),
@@ -78,7 +78,7 @@ def _unset(resources: Resources) -> str:
 
 
 def setup(run: RunDir, resources: Resources) -> list[str]:
-    """Return the script's lines before srun. Each line of the user's (--setup) must succeed, or no agent starts. Pure.
+    """Return the script's lines before srun. Each of the user's lines (--setup) must succeed, or no agent starts. Pure.
 
     eval isolates a line: it cannot continue in ours, and an `exit` or `set -e` in it does not end the script without a
     message.
@@ -123,7 +123,7 @@ class SlurmExecutor(SubmititSlurm):
         """Find the jobs to wait for, and write the job's files into a directory that does not have the run's name yet.
 
         Raises:
-            TorchrelayError: Slurm does not answer, or the run waits for one that has ended wrongly or has no job.
+            TorchrelayError: Slurm does not answer; or a run to wait for was to complete and did not, or has no job.
         """
         if self.spec.after or self.spec.after_ok:
             # The script lacks the dependency: later jobs of the run, which have the script too, wait for other jobs or
@@ -155,8 +155,8 @@ class SlurmExecutor(SubmititSlurm):
         Raises:
             UserError: sbatch would refuse it.
         """
-        # The nodes are counted before sbatch is asked: its answer must not be the user's mistake if nodes return
-        # meanwhile.
+        # The nodes are counted before sbatch is asked: if some return in between, its answer must not be taken for the
+        # user's mistake.
         in_service = len(slurm.responding_nodes(self.spec.resources.partition))
         done = slurm.complete("sbatch", "--test-only", text=self.script())
         # With --test-only, sbatch refuses a job that it would queue until enough nodes are back.
@@ -165,7 +165,7 @@ class SlurmExecutor(SubmititSlurm):
         return parse_estimate(done.stderr)
 
     def _find_job(self, sbatch_error: str) -> str:
-        """Return the id of the job after a failed sbatch: Slurm may have queued it, and only the reply was lost."""
+        """Return the job's id although sbatch failed: Slurm may have queued the job, and only the reply was lost."""
         try:
             jobs = jobs_by_script(slurm.jobs().values()).get(os.path.realpath(self.run.script))
         except TorchrelayError as error:
@@ -213,10 +213,10 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
             # As an option of sbatch, it would ask for one task on each of the fewest nodes of a range: Slurm then gives
             # the job no more nodes.
             "--ntasks-per-node=1",
-            # srun no longer inherits this since 22.05: every rank would use the same core.
+            # Since 22.05, srun does not inherit this from sbatch, and every rank would use the same core.
             f"--cpus-per-task={resources.cpus_per_node}",
             *survive,
-            # With WaitTime, Slurm would end a step that many seconds after its first task, such as a lost node's agent.
+            # With WaitTime, Slurm would end the step that many seconds after its first task ends, as on a lost node.
             "--wait=0",
             "--mpi=none",
         ],

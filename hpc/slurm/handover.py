@@ -58,7 +58,7 @@ HANDOVER_SECONDS = 100.0
 
 
 def record_end(run: RunDir, ended: AttemptEnded) -> bool:
-    """Record the end of an attempt; False if another process has recorded it, whose record stays.
+    """Record the end of an attempt. Return False if another process has recorded it: its record stays.
 
     Agents that still work on the attempt exit within seconds.
 
@@ -71,9 +71,9 @@ def record_end(run: RunDir, ended: AttemptEnded) -> bool:
 def record_missing_end(
     run: RunDir, last: Attempt, detail: str, *, cause: Cause = Cause.LOST, suspect: str | None = None
 ) -> bool:
-    """Record the end of an attempt, at its last heartbeat, because its agents did not. Returns False as `record_end`.
+    """Record the end of an attempt whose agents did not, at its last heartbeat. Returns False as `record_end` does.
 
-    A node of the attempt that Slurm has marked down is the cause; without one, the node `suspect`, if any, is recorded.
+    If Slurm has marked a node of the attempt down, that is the cause. If not, the node `suspect`, if any, is recorded.
     """
     spec = RunSpec.load(run)
     if cause is Cause.LOST and was_preempted(run, last.job_id, last.started):
@@ -95,7 +95,7 @@ def record_missing_end(
 
 
 def was_preempted(run: RunDir, job_id: str, since: float) -> bool:
-    """Return whether Slurm has written into the log of a job that it has preempted the job since a time.
+    """Return whether Slurm has preempted a job since a time, according to the job's log.
 
     With GraceTime=0 only the log says so: in `scontrol show job` such a preemption looks like a requeue.
     """
@@ -125,7 +125,7 @@ def last_step(run: RunDir) -> int | None:
 
 
 def handover_deadline(claim: Handover | None) -> float:
-    """Return the time until which the process that made a claim may finish; 0 if it died."""
+    """Return the time until which the process that made a claim may finish; 0 if it died, or if there is no claim."""
     if claim is None or (claim.host == socket.gethostname() and not is_alive(claim.pid, claim.started)):
         return 0.0
     return claim.time + HANDOVER_SECONDS
@@ -138,7 +138,7 @@ def this_process() -> dict[str, Any]:
 
 
 def claim_next_job(run: RunDir, attempt: int, seen: History) -> bool:
-    """Claim the submission of the job after an attempt; False if another agent or supervisor is at it.
+    """Claim the submission of the job after an attempt. Return False if another agent or a supervisor has claimed it.
 
     Only one of the processes that decide from the same events creates the file.
     """
@@ -149,7 +149,7 @@ def claim_next_job(run: RunDir, attempt: int, seen: History) -> bool:
 
 
 def has_own_script(run: RunDir) -> bool:
-    """Return whether the jobs of the run's script use this directory, not one from which it was copied or moved."""
+    """Return whether the run's script names this directory, not another from which this one was copied or moved."""
     for line in run.script.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):  # a comment may have an unclosed quote
             if str(run.path) in shlex.split(line):  # the line quotes a path with blanks and quotes
@@ -160,11 +160,11 @@ def has_own_script(run: RunDir) -> bool:
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
     """Submit the run's next job, unless one is pending: the reply of an earlier sbatch may have been lost.
 
-    The job excludes nodes, from `nodes_to_exclude`. `old` are the ids of the run's jobs so far. Returns the new job's
-    id.
+    `excluded` comes from `nodes_to_exclude`, and `old` are the ids of the run's jobs so far. Returns the id of the new
+    or pending job.
 
     Raises:
-        TorchrelayError: sbatch refused it, or the run waits for one that has ended wrongly or has no job.
+        TorchrelayError: sbatch refused it; or a run to wait for was to complete and did not, or has no job.
     """
     jobs = slurm.jobs()
     for job in jobs_by_script(jobs.values()).get(os.path.realpath(run.script), []):

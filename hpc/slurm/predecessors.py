@@ -45,7 +45,7 @@ class Predecessor:
 
     @property
     def problem(self) -> str | None:
-        """Why it has no job for which to wait, and what to type; None if it has one, or if the wait is over."""
+        """Why nobody can wait for it, and what to type; None if it has a job to wait for, or if the wait is over."""
         name = self.run.name
         if self.is_over or (self.outcome is None and self.job_id):
             return None
@@ -56,7 +56,7 @@ class Predecessor:
 
 
 def predecessors_of(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> list[Predecessor]:
-    """Return the runs for which a run waits; none once it has begun. `jobs` are the user's in the queue."""
+    """Return the runs for which a run waits; none once it has begun. `jobs` are the user's jobs in the queue."""
     if not (spec.after or spec.after_ok) or History.load(run).attempts:
         return []
     listed = jobs_by_script(jobs.values())
@@ -81,7 +81,7 @@ def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
     """Return Slurm's dependency for a run's job, such as `afterany:12:15`; empty if it waits for nothing.
 
     Raises:
-        TorchrelayError: a run for which it waits has ended wrongly, or has no job.
+        TorchrelayError: a run for which it waits was to complete and did not, or has no job.
     """
     found = predecessors_of(run, spec, jobs)
     for one in found:
@@ -91,7 +91,7 @@ def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
 
 
 def redirect_waiting_jobs(run: RunDir) -> None:
-    """Make the user's jobs that wait for a run wait for its present job, or start if it has ended.
+    """Let the user's jobs that wait for a run wait for its present job, or start if the run has ended.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses the change.
@@ -115,7 +115,7 @@ def _waits_for(waiting: RunDir, run: RunDir) -> bool:
 
 
 def wait_again(run: RunDir, job_id: str, jobs: Mapping[str, SlurmJob], *, held: bool) -> None:
-    """Give a pending job of a run its dependency, and release it. If there is no job to wait for, it stays as it is.
+    """Set the dependency of a run's pending job, and release the job if `held`. If `dependency` fails, change nothing.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses the change.

@@ -10,7 +10,8 @@ from hpc.run.causes import JobState
 from hpc.run.rundir import RunDir
 
 _SEPARATOR = "|"
-# Names for `--Format`: the one-letter `--format` has no count of restarts. The last field may hold any characters.
+# Names for `--Format`; `--format`, whose names are letters, has no count of restarts. The last field may hold any
+# characters.
 _FIELDS = ("JobID", "State", "Reason", "NodeList", "BatchHost", "RestartCnt", "EligibleTime", "StartTime", "Command")
 QUEUE_FORMAT = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
 _SCRIPT = RunDir(Path()).script.name
@@ -53,7 +54,7 @@ class SlurmJob:
 
 
 def parse_jobs(text: str) -> dict[str, SlurmJob]:
-    """Parse squeue's output in QUEUE_FORMAT, without other lines."""
+    """Parse squeue's output in QUEUE_FORMAT, and return the jobs by id. Skips lines in any other form."""
     found = {}
     for line in text.split("\n"):
         words = line.split(_SEPARATOR, len(_FIELDS) - 1)

@@ -1,4 +1,4 @@
-"""What a step of ours needs: its place beside the training, and our packages. Runs on the login node."""
+"""Builds the srun of a job step that runs next to the training, and its PYTHONPATH. Runs on the login node."""
 
 import os
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ def step_beside_training(job_id: str, nodes: Sequence[str]) -> list[str]:
 
 
 def own_pythonpath(packages: Path = Path(__file__).parents[2]) -> str:
-    """Return the PYTHONPATH with which nodes import our packages from a directory, and not a user's of the same names.
+    """Return the PYTHONPATH with which nodes import our packages from a directory, not a user's of the same names.
 
-    What the user's PYTHONPATH names stays behind it: dependencies of ours may lie there.
+    The user's own PYTHONPATH follows this directory: our dependencies may lie there.
     """
     return os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))

@@ -126,13 +126,13 @@ def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def budget_now(attempts: Sequence[Attempt]) -> Budget:
-    """Return `budget_of`, with the step from which the ranks of a running attempt started as its progress."""
+    """Return `budget_of`. The step from which the ranks of a running attempt started already counts as progress."""
     last = [replace(attempts[-1], cause="")] if attempts and attempts[-1].cause is None else attempts[-1:]
     return budget_of([*attempts[:-1], *last])
 
 
 def may_restart_after(attempts: Sequence[Attempt]) -> bool:
-    """Return whether another attempt may follow the last one; one without a recorded end counts as lost."""
+    """Return whether another attempt may follow the last one. If that has no recorded end, it counts as lost."""
     if not _since_resumption(attempts):
         return True
     *earlier, last = attempts

@@ -1,7 +1,7 @@
-"""The cost of a run's interruptions: time, by its parts, and steps. Pure; runs on the login node.
+"""The cost of a run's interruptions, in time, by parts, and in steps. Pure; runs on the login node.
 
-An interruption is an `interruption` event, which its attempt survived, or the end of an attempt that another one
-follows or should follow. The times of events divide the time of its recovery:
+An interruption is an `interruption` event, which the attempt survived, or the end of an attempt, if another attempt
+follows or should follow. The times of events divide its recovery into parts:
 
 | part | from | to |
 |---|---|---|
@@ -14,9 +14,9 @@ follows or should follow. The times of events divide the time of its recovery:
 | first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
 
 Inside an attempt nothing is released, started or staged: these parts are 0. The pause before an `hpc resume` belongs to
-no part. If an attempt ended without reporting, the next one notices when it claims: `notice` then includes Slurm's time
-and the queue's. A part is None where a time is missing, and so is the total of an interruption that is followed by
-another one before the training started.
+no part. If an attempt ended without reporting, the next one notices when it claims: `notice` then includes the time in
+the queue and of Slurm's start. A part is None if one of its times is missing. The total is None, too, if another
+interruption follows before the training has started.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,7 +87,7 @@ def interruptions_of(history: History) -> list[Interruption]:
 
 
 def _time_spans(history: History) -> list[History]:
-    """Return the spans of all attempts: each from its start or an interruption to the next interruption or its end."""
+    """Return the spans into which interruptions divide all attempts. The last span of an attempt ends with it."""
     spans, own = list[History](), {attempt.attempt: list[Event]() for attempt in history.attempts}
     for event in history.events:
         if event.attempt in own:
@@ -155,7 +155,7 @@ def _interruption(
 
 
 def _parts(marks: Sequence[float | None]) -> dict[str, float | None]:
-    """Return the seconds of each part, between the times at which parts begin and end, and their total."""
+    """Return the seconds of each part, and their total. `marks` are the times at which the parts begin and end."""
     ordered, latest = list[float | None](), inf
     for mark in reversed(marks):
         # A time may be later than the next: clocks differ, and an attempt records a dead one's end after its own claim.
@@ -185,14 +185,14 @@ def recovery_by_cause(interruptions: Sequence[Interruption]) -> dict[str, dict[s
 
 
 def steps_lost(interruptions: Iterable[Interruption]) -> int | None:
-    """Return the sum of the losses that are known; 0 without interruptions, None if no loss is known."""
+    """Return the sum of the lost steps that are known; 0 if there are no interruptions, None if no loss is known."""
     costs = [one.steps_lost for one in interruptions]
     known = [cost for cost in costs if cost is not None]
     return sum(known) if known or not costs else None
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:
-    """Return the share of productive steps in the time of a run from its first claim to its end or now."""
+    """Return the productive steps' share of a run's time, from its first claim to its end or now; None if unknown."""
     if train_seconds is None or ended <= began:
         return None
     return round(min(1.0, train_seconds / (ended - began)), 4)

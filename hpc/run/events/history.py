@@ -80,14 +80,14 @@ class History:
 
     @property
     def may_restart(self) -> bool:
-        """Whether another attempt may follow the last one; one without a recorded end counts as lost."""
+        """Whether another attempt may follow the last one. If that has no recorded end, it counts as lost."""
         return may_restart_after(self.attempts)
 
     @property
     def is_cancelled(self) -> bool:
         """Whether the user has cancelled the run, and not resumed it since.
 
-        Cancellations are counted, because the clocks of two machines differ.
+        Cancellations are counted, not compared by time: the clocks of two machines differ.
         """
         taken_back = max((event.cancellations for event in self.of(Resumed)), default=0)
         return len(self.of(Cancelled)) > taken_back
@@ -127,7 +127,7 @@ class History:
 
     @property
     def not_continued(self) -> str | None:
-        """Why no job could be started after the last attempt; None if one could be, or none was to be."""
+        """The reason why no job could be started after the last attempt; None if no agent has recorded one."""
         last = self.last_attempt
         own = self.during(last.attempt).of(NotContinued) if last else []
         return own[0].detail if own else None
@@ -159,7 +159,7 @@ class History:
         return lost
 
     def unfinished_handover(self, attempt: int) -> Handover | None:
-        """Return the newest claim to submit the job after `attempt` (0: the first); None if that job is recorded."""
+        """Return the newest claim to submit the job after `attempt` (0: the first); None if no claim is unfinished."""
         kinds = Handover | Submitted | Resubmitted | Requeued
         own = [event for event in self.events if isinstance(event, kinds) and (event.attempt or 0) == attempt]
         return own[-1] if own and isinstance(own[-1], Handover) else None
@@ -171,7 +171,7 @@ class History:
 
     @property
     def save_seconds(self) -> float | None:
-        """The longest time of a save, from the stop signal or of a checkpoint; None before the first."""
+        """The seconds of the longest save, of a checkpoint or after a signal to stop; None before the first save."""
         stops = [event.seconds for event in self.of(TrainStopped) if event.seconds is not None]
         saves = [event.seconds + event.copy_seconds for event in self.of(CheckpointSaved)]
         return max([*stops, *saves], default=None)

@@ -60,12 +60,12 @@ def record_once(path: Path, event: Event) -> bool:
 
 
 def attempt_prefix(attempt: int) -> str:
-    """Return the beginning of the names of the files that the agents of an attempt write, each its own."""
+    """Return the text with which the file names of an attempt begin. Each of its agents writes one file."""
     return f"attempt-{attempt:03d}-"
 
 
 def read(events: Path, prefix: str = "") -> list[Event]:
-    """Return all events of a run in their order; with `prefix`, only those in files whose names begin so.
+    """Return the events of a run, in the order of their times, from the files whose names begin with `prefix`.
 
     Damaged events, and events of kinds that a later release has added, are left out.
     """
@@ -78,7 +78,7 @@ def read_with_damage(events: Path) -> tuple[list[Event], list[str]]:
 
 
 def read_without_other_nodes(events: Path) -> list[Event]:
-    """Return the events of a run, without the files of all nodes but the first.
+    """Return the events of a run that are not in the files of nodes other than the first.
 
     All agents of a job ask for these at the same time: if each of a thousand nodes read the files of a thousand nodes
     and of all attempts, shared storage would be busy for minutes.
@@ -137,7 +137,7 @@ def _is_of_unknown_kind(line: bytes) -> bool:
 
 
 def _happened_at(event: Event) -> float:
-    """Return when something happened. The head node's agent records a failure after torchrun has replaced the ranks."""
+    """Return when something happened. A failure is recorded only after torchrun has replaced the ranks."""
     if isinstance(event, Interrupted) and event.cause not in {Cause.HANG, Cause.NODE_FAILURE}:
         return event.time if event.failed_at is None else event.failed_at
     return event.time
@@ -145,9 +145,9 @@ def _happened_at(event: Event) -> float:
 
 # --- one attempt at a time ---
 #
-# A node that has lost Slurm's network but not the storage continues to train while Slurm starts the same job elsewhere,
-# as does a virtual machine that was suspended. Nothing can end their ranks in time. A process that publishes a
-# checkpoint, metrics or a model therefore looks for the claim of the next attempt just before it publishes.
+# A node may lose Slurm's network but not the storage, or be a virtual machine that was suspended. It then continues to
+# train although Slurm has started the same job elsewhere, and nothing can end its ranks in time. So a process that
+# publishes a checkpoint, metrics or a model looks for the claim of the next attempt just before it publishes.
 
 
 class SucceededError(TorchrelayError):
@@ -165,7 +165,7 @@ def agent_file(run: RunDir, attempt: int, node_rank: int) -> Path:
 
 
 def check_is_newest(run: RunDir, attempt: int) -> None:
-    """Return if no later attempt has begun.
+    """Check that no later attempt has begun.
 
     Raises:
         SucceededError: a later attempt has begun.

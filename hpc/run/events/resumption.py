@@ -1,8 +1,8 @@
 """The cancellations and resumptions of a run, and the spec in force. Runs everywhere.
 
-A resumption is one file, `events/resume-001.jsonl`, created exclusively with its whole `resumed` event. The spec that
-it puts into force, `spec-001.json` beside `spec.json`, is written whole before. Without the event it has no effect, so
-an `hpc resume` that was killed in between has changed nothing.
+A resumption is one file, `events/resume-001.jsonl`, created exclusively with its whole `resumed` event. Before, the
+spec that it puts into force is written to `spec-001.json`, next to `spec.json`. This spec has no effect until the event
+exists, so an `hpc resume` that was killed in between has changed nothing.
 """
 
 from pathlib import Path
@@ -41,8 +41,8 @@ def record_resumption(run: RunDir, resumed: Resumed) -> bool:
 
 
 def is_cancelled_now(run: RunDir) -> bool:
-    """Return whether the run is cancelled, from the two kinds of file that say so: agents ask often.
+    """Return whether the run is cancelled. Reads only the two kinds of file that say so, because agents ask often.
 
-    On a full disk the file of a cancellation may be empty: then the call of `hpc cancel` has failed.
+    On a full disk the file of a cancellation may be empty: then `hpc cancel` has failed.
     """
     return History([*ledger.read(run.events, run.cancellation.name), *ledger.read(run.events, _PREFIX)]).is_cancelled

@@ -54,7 +54,7 @@ class Period:
 def periods_of(
     history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool
 ) -> list[Period]:
-    """Return the periods of a run until its end or now. A user's script has no startup: its training has no mark."""
+    """Return a run's periods until its end or now. A user's script has no startup: it trains from the claim on."""
     submitted = [event.time for event in history.of(Submitted)]
     starts = [attempt.started for attempt in history.attempts]
     began, claimed = [*submitted, *starts, until][0], [*starts, until][0]
@@ -74,7 +74,7 @@ def periods_of(
 
 
 def _down(history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool) -> list[Period]:
-    """Return the recoveries, after their times in the queue. A pause before `hpc resume` is part of neither."""
+    """Return the queue periods of interruptions, then their recoveries. A pause before `hpc resume` is in neither."""
     queues, recoveries, attempts = list[Period](), list[Period](), history.attempts
     resumed = {each.attempt: each.resumed for each in attempts}
     first_steps = [event.time for event in history.of(FirstStep)]
@@ -136,7 +136,7 @@ def gpu_hours(
 
 
 def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str, Any]) -> float | None:
-    """Return the GPU-seconds of all steps that count, without a fork's original; None if they are not recorded."""
+    """Return the GPU-seconds of all steps that count, without those of a fork's original; None if not recorded."""
     if last_logged.get("train_seconds") is None:
         return None
     # Each start restores the seconds of the steps that count until then. Each of its ranks uses one GPU.
@@ -146,6 +146,6 @@ def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str
 
 
 def _ranks(starts: Sequence[TrainStarted], attempt: Attempt, time: float, gpus_per_node: int) -> int:
-    """Return how many ranks trained from this time on, one per GPU; if none said so, those that the members have."""
+    """Return how many ranks, one per GPU, train from this time on; if no start is recorded, all GPUs of the members."""
     sizes = [start.world_size for start in starts if start.attempt == attempt.attempt and start.time <= time]
     return int(sizes[-1]) if sizes else len(attempt.members) * gpus_per_node
