@@ -1,1 +1,1 @@
-"""The cluster itself: what examines it, what breaks it on purpose, and a small one on this machine, for developers."""
+"""Examines a cluster, causes failures on it on purpose, and runs a small cluster on this machine, for developers."""

@@ -1,7 +1,7 @@
-"""The failures that a drill causes on one compute node. Runs on compute nodes.
+"""Causes the failures of a drill on one compute node. Runs on compute nodes.
 
 `python -m hpc.cluster.node_faults RUN_DIR kill|stop|full RANK` or `RUN_DIR kill-all` prints the ids of the processes
-that it acted on, none if the rank is not on this node.
+that it acted on. It prints none if the rank is not on this node.
 """
 
 import json
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def rank_pids(run: Path, rank: int) -> list[int]:
-    """Return the process of a rank, according to its heartbeat; an empty list if it is not on this node."""
+    """Return the process id in a rank's heartbeat, as a list. The list is empty if the rank is not on this node."""
     found = []
     for path in (path for node in node_dirs(run) for path in node.heartbeat(0).parent.glob("local-*")):
         with suppress(ValueError):
@@ -49,7 +49,7 @@ def rank_pids(run: Path, rank: int) -> list[int]:
 
 
 def agent_tree(run: Path) -> list[int]:
-    """Return this node's agent of the run, and all its descendants."""
+    """Return the process ids of the run's agent on this node and of all its descendants."""
     tree = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):

@@ -84,7 +84,7 @@ class ScriptRun(_RunRequest, ScriptFlags):
 
 
 class Run:
-    """A run that was submitted, by its directory. It shows itself as a table in a notebook."""
+    """Represents a submitted run, which its directory identifies. A notebook shows it as a table."""
 
     def __init__(self, directory: Path) -> None:
         self._run = RunDir(directory)
@@ -104,7 +104,7 @@ class Run:
         return StatusCache().summary(self._run).document()
 
     def wait(self, timeout_seconds: float | None = None) -> dict[str, Any]:
-        """Wait until the run is completed, failed or cancelled, over all its attempts; returns the status.
+        """Wait, over all attempts, until the run is completed, failed or cancelled. Returns its status.
 
         Raises:
             TimeoutError: the run has not ended in this time. It continues.
@@ -117,7 +117,7 @@ class Run:
         return status.document()
 
     def metrics(self, name: str = "train") -> "pd.DataFrame":
-        """Return the lines of `metrics/NAME.jsonl` (`train`, `eval` or your own) by step, the last line of each."""
+        """Return `metrics/NAME.jsonl` (`train`, `eval` or your own) as a table with the last line of each step."""
         import pandas as pd  # noqa: PLC0415 - takes half a second
 
         from hpc.base.files import read_json_lines  # noqa: PLC0415
@@ -164,7 +164,7 @@ class Run:
         return {"run": str(self.directory), **_given(flags)}
 
     def report(self) -> Path:
-        """Write the HTML page and the CSV tables of the run; returns the path of the page."""
+        """Write the HTML page and the CSV tables of the run. Returns the path of the page."""
         from hpc.report.writing import page_path, write_report  # noqa: PLC0415 - imports pandas and Bokeh
 
         path = page_path([self._run])
@@ -179,7 +179,7 @@ class Run:
 
 
 class Runs(list[Run]):
-    """Runs, which show themselves as a table in a notebook."""
+    """A list of runs, which a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
         return _html(self)
@@ -208,7 +208,7 @@ def runs(runs_dir: str | Path | None = None) -> Runs:
 
 
 def find_run(name: str, runs_dir: str | Path | None = None) -> Run:
-    """Return a run by its name, in the directory of `runs`, or by its path. Raises UserError if there is none."""
+    """Return the run with this path, or this name in the directory of `runs`. Raises UserError if there is none."""
     return Run(cli.find_run(name, _runs_dir(runs_dir)).path)
 
 
@@ -217,7 +217,7 @@ def _runs_dir(given: str | Path | None) -> Path:
 
 
 def _given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that have a value, by the names that are typed; several values are a list."""
+    """Return the flags that have a value, by their names on the command line. Tuples become lists."""
     listed = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
     return {name.replace("_", "-"): value for name, value in listed.items() if value is not None}
 
@@ -231,7 +231,7 @@ def _html(shown: Sequence[Run]) -> str:
 
 
 class _CallableRoom(ModuleType):
-    """Lets `hpc.submit`, which Python binds to one object, be the API's function and the verb's package."""
+    """Makes the package `hpc.submit` callable, because the API's function must have the same name."""
 
     def __call__(self, request: TrainingRun | ScriptRun) -> Run:
         return submit(request)

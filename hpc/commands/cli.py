@@ -95,7 +95,7 @@ def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any]
     """Return the dataclass of the subcommand that the first word names, the other words, and the program's name.
 
     Raises:
-        UserError: the first word names none.
+        UserError: there are subcommands, but the first word names none.
     """
     kinds = {re.sub(r"(?<=[a-z])(?=[A-Z])", "-", kind.__name__).lower(): kind for kind in get_args(options)}
     word = next(iter(argv), "")
@@ -107,7 +107,7 @@ def _subcommand(options: Any, argv: Sequence[str], prog: str) -> tuple[type[Any]
 
 
 def runs_dir(given: Mapping[str, Any]) -> Path:
-    """Return the directory of the runs that was typed, or else the user's default."""
+    """Return the runs directory that was typed, or else the user's default."""
     return Path(given.get("runs-dir") or defaults.merge(defaults.read()).get("runs-dir", "runs"))
 
 
@@ -121,13 +121,13 @@ def own_command() -> str:
 
 
 def print_next(run: RunDir, *verbs: str) -> None:
-    """Print what to type next about a run. Verbs find it by name in `runs`; elsewhere they need its path."""
+    """Print the commands to type next for a run: with its name if it is in ./runs, else with its path."""
     name = run.name if run.path.parent == Path("runs").resolve() else str(run.path)
     print("next:", *(f"  {own_command()} {verb} {shlex.quote(name)}" for verb in verbs), sep="\n")
 
 
 def find_run(run: str, runs_dir: Path) -> RunDir:
-    """Return the run with this path, or this name in the runs directory or a group. Raises UserError if none has it."""
+    """Return the run with this path, or this name in `runs_dir` or in a group. Raises UserError if there is none."""
     for path in (Path(run).expanduser(), runs_dir.expanduser() / run):
         if (path / "spec.json").is_file():
             return RunDir(path.resolve())
@@ -141,7 +141,7 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
 
 
 def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
-    """Return the runs with these directories or names, and all runs of groups. Raises UserError as `find_run`."""
+    """Return the runs with these paths or names; of a group, all its runs. Raises UserError as `find_run`."""
     found = list[RunDir]()
     for name in names:
         group = find_group(name, runs_dir)
@@ -160,7 +160,7 @@ def _is_group(path: Path) -> bool:
 
 
 def find_own_run(run: str, runs_dir: Path) -> RunDir:
-    """Return `find_run`, for a verb that acts on the run. Raises UserError also if others made it or can change it."""
+    """Find a run as `find_run` does, to act on it. Raises UserError also if others made the run or can change it."""
     found = find_run(run, runs_dir)
     check_is_own(found)
     return found

@@ -1,4 +1,4 @@
-"""The output of `hpc submit`: with --dry-run the job that would be sent, and what Slurm says to it."""
+"""Prints the output of `hpc submit`; with --dry-run, the job that it would submit, and Slurm's answer."""
 
 import sys
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from training.config.dataset_layout import title_of
 
 
 def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as_json: bool) -> None:
-    """Ask Slurm when the job would start, and print the script; without Slurm, print the command.
+    """Print the batch script, and when Slurm expects to start it. For a run on this machine, print the command.
 
     Raises:
         UserError: sbatch would refuse the job.

@@ -101,7 +101,7 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
 
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
-    """Return the time limit: --time, if allowed, or the partition's default, or at most a day if it has none."""
+    """Return the time limit in minutes: --time, else the partition's default, else its limit but at most a day."""
     limit = min((kind.limit_minutes for kind in kinds if kind.limit_minutes is not None), default=None)
     if asked.time is None:
         return kinds[0].default_minutes or min(_DAY_MINUTES, limit or _DAY_MINUTES)
@@ -116,7 +116,7 @@ def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
 
 
 def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
-    """Refuse --setup without Slurm, and lines that are not valid Bash."""
+    """Refuse --setup with --cluster local, and lines that are not valid Bash."""
     if lines and cluster == "local":
         raise UserError(
             f"--setup is {lines[0]!r}, but --cluster local has no batch script: type it in this shell before hpc submit"
@@ -129,7 +129,7 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
 
 
 def check_recovery(spec: RunSpec) -> None:
-    """Refuse --spares and --interface without Slurm, and a --signal-before beyond the time limit."""
+    """Refuse --spares and --interface with --cluster local, and a --signal-before not below the time limit."""
     if spec.recovery.spares and spec.cluster == "local":
         raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
     if spec.network.interface and spec.cluster == "local":
@@ -183,7 +183,7 @@ def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:
 
 
 def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
-    """Return what may go wrong with the runs directory, though runs can be submitted.
+    """Return warnings about the runs directory that do not prevent a submission.
 
     Raises:
         UserError: its file system lacks a feature that every run needs.
@@ -218,7 +218,7 @@ def _check_archive(path: Path) -> Path:
 
 
 def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
-    """Return the side in pixels of the images that the nodes pack, from --pack and --pack-size; None without packing.
+    """Return the side in pixels of the packed images. None: nothing is packed. `asked` is --pack, `size` --pack-size.
 
     It is decided at submission, because all nodes and attempts of a run must train from the same pixels.
     """

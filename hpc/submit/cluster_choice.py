@@ -1,4 +1,4 @@
-"""The choice between Slurm and this machine, which must not be a mistake. Runs on the login node."""
+"""Chooses between Slurm and this machine, and refuses what may be a mistake. Runs on the login node."""
 
 import os
 from typing import Literal
@@ -10,11 +10,11 @@ from hpc.slurm import client as slurm
 ClusterFlag = Literal["auto", "slurm", "local"]
 _SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclude", "mem", "sbatch")
 SLURM_FLAGS = frozenset((*_SLURM_ONLY, "setup"))
-"""Flags whose defaults do not count with --cluster local."""
+"""Flags for which --cluster local ignores the user's defaults."""
 
 
 def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: bool) -> Cluster:
-    """Return the cluster for --cluster. `auto` is Slurm if there is one, else this machine if Slurm was not meant.
+    """Return the cluster for --cluster. `auto` is Slurm if it is available. If not, it is this machine.
 
     Args:
         asked: the flag.
@@ -22,7 +22,8 @@ def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: boo
         in_terminal: whether somebody sees the output.
 
     Raises:
-        UserError: `slurm` without Slurm, or `auto` without Slurm where that may be a mistake.
+        UserError: there is no Slurm, although `slurm` was asked for. Or `auto` was asked for, but this machine may be a
+            mistake: a flag suggests Slurm, or nobody sees the output.
     """
     if asked == "local":
         return "local"

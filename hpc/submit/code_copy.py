@@ -1,4 +1,4 @@
-"""The copy of the code that a run executes, made at submission. Runs on the login node.
+"""Copies the code that a run executes, at submission. Runs on the login node.
 
 `code/` has the tracked files of the user's repository as in the working tree, the script and what it imports from there
 (tracked or not), the files of --include, and in `.torchrelay/` our three packages. So neither an edit nor an upgrade
@@ -48,7 +48,7 @@ class UserCode:
 
     @property
     def revision(self) -> str | None:
-        """The git revision of the code, with `+dirty` if files differ from it or are not tracked; asks git."""
+        """The git revision of the code, with `+dirty` if files differ from it or are not tracked. Runs git."""
         revision = self.copied_revision or git.git_revision(self.root)
         return f"{revision.removesuffix('+dirty')}+dirty" if revision and self.has_untracked else revision
 
@@ -99,7 +99,7 @@ def _find_script(
 
 
 def _own_files(file: Path, root: Path, here: Path, script: tuple[str, ...], place: str) -> set[str]:
-    """Return the script's file and those that it imports, relative to the root. Raises UserError if it is outside."""
+    """Return `file` and the files that it imports, relative to the root. Raises UserError if `file` is outside."""
     if not file.is_relative_to(root):
         raise UserError(
             f"{os.path.relpath(file, here)} is not below {root}, so it would be missing in the run's copy of the code: "
@@ -110,9 +110,9 @@ def _own_files(file: Path, root: Path, here: Path, script: tuple[str, ...], plac
 
 
 def code_in_place(working_directory: Path, script: tuple[str, ...], *, elsewhere: bool = False) -> UserCode:
-    """Return the code of a script that runs in place, and may import from there and the top of its repository.
+    """Return the code of a script that runs in place and is not copied.
 
-    Raises UserError if it is a module that is not found; `elsewhere` as in `find_code`.
+    Raises UserError if the script is a module that is not found. `elsewhere` is as in `find_code`.
     """
     here, root = working_directory.resolve(), _root(working_directory)
     place, script, _ = _find_script(here, root, script, elsewhere=elsewhere)
@@ -128,12 +128,12 @@ class _Environments(Protocol):
 
 
 def own_environment(run: _Environments) -> bool:
-    """Return whether a script runs in another environment than this one, which alone knows its modules."""
+    """Return whether a script runs in another environment than this one. The modules there are unknown here."""
     return bool(run.python or run.container)
 
 
 def _find_module(root: Path, working_directory: str, name: str, *, elsewhere: bool) -> Path | None:
-    """Return the file of a module of the repository; None if it is installed. Raises UserError if it is neither."""
+    """Return a module's file in the repository; None if it is or may be installed. Raises UserError if it is not."""
     places = module_directories(root, working_directory)
     found = module_file(name, places)
     if found is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
@@ -149,7 +149,7 @@ def _root(working_directory: Path) -> Path:
 
 
 def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> list[str]:
-    """Return the files that match, or are below a directory that does, relative to the root."""
+    """Return the files that match the pattern, or are below a directory that matches it, relative to the root."""
     found = [(here / name).resolve() for name in glob.glob(pattern, root_dir=here, recursive=True)]  # noqa: PTH207 - pathlib refuses absolute patterns
     files = [path for match in found for path in (match.rglob("*") if match.is_dir() else [match]) if path.is_file()]
     files = [path for path in files if not any(path.is_relative_to(directory) for directory in no_code)]
@@ -162,7 +162,7 @@ def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> l
 
 
 def copy_code(run: RunDir, code: UserCode) -> None:
-    """Create `code/`."""
+    """Create the run's `code/` and the file with the revision of the code."""
     copy_files(code, run.code)
     _copy_packages(run.packages)
     if revision := code.revision:
@@ -185,7 +185,7 @@ def copy_files(code: UserCode, target: Path) -> None:
     """Copy the user's files into a new directory."""
     target.mkdir()
     if not code.in_place:
-        # It may have none of the copied files.
+        # The script starts here, even if none of the copied files is here.
         (target / code.working_directory).mkdir(parents=True, exist_ok=True)
     for name in code.names:
         (target / name).parent.mkdir(parents=True, exist_ok=True)

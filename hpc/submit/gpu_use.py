@@ -1,4 +1,4 @@
-"""The decision whether the ranks of a run must have GPUs, so that none trains on a CPU by mistake. Login node."""
+"""Decides whether the ranks of a run must have GPUs, so that none uses a CPU by mistake. Runs on the login node."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 def resolve_device(asked: DeviceChoice, gpus_per_node: int, cluster: Cluster, build: TorchBuild | None) -> DeviceChoice:
     """Return the --device of a run: `auto` becomes `cuda` if GPUs were requested and can exist.
 
-    They cannot exist on a testbed, nor on this machine without a driver.
+    They cannot exist on a testbed. With --cluster local, they cannot exist if this machine has no driver.
 
     Args:
         asked: the flag.

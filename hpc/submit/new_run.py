@@ -1,4 +1,4 @@
-"""Makes the run directory and queues the run: whole, or nothing is left behind. Runs on the login node."""
+"""Makes the run directory and queues the run. If Slurm refuses it, nothing is left behind. Runs on the login node."""
 
 import dataclasses
 import os
@@ -52,8 +52,8 @@ def start_run(
 ) -> NewRun:
     """Check the flags, make the run directory, and submit; a dry run only checks.
 
-    `fill` adds the initial content to the new directory, and returns the spec with it (`hpc fork`). `code` is the
-    user's; by default that of the current directory.
+    `fill` adds initial content to the new directory, such as a checkpoint (`hpc fork`), and returns the spec that
+    records it. `code` is the user's code; None: that of the current directory.
 
     Raises:
         UserError: a flag is wrong, or Slurm refuses the job.
@@ -99,7 +99,7 @@ def _submit(
             executor = SlurmExecutor(run, spec) if spec.cluster == "slurm" else None
             if executor:
                 executor.prepare(draft)
-            # The directory has the claim to submit the run before others can see it.
+            # The claim to submit the run is in the directory before other processes can see the directory.
             _events(draft).append(Submitting(cluster=spec.cluster, **handover.this_process()))
         try:
             job_id = executor.start() if executor else start_local(run)
@@ -166,7 +166,7 @@ def _hide_runs_from_git(run: RunDir) -> None:
 
 
 def preemption_grace(spec: RunSpec) -> int | None:
-    """Return the seconds from SIGTERM to SIGKILL on preemption; None if unknown: `hpc status` then lacks a warning."""
+    """Return the seconds from SIGTERM to SIGKILL on preemption. None: unknown, so `hpc status` cannot warn."""
     if spec.cluster == "slurm" and spec.resources.partition is not None:
         with suppress(TorchrelayError):
             return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))

@@ -155,18 +155,18 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
-    """Return the flags of a submission of this script; without a script, of a training."""
+    """Return the class of flags for the submission of this script or, if there is none, of a training."""
     return SubmitScript if script else SubmitTraining
 
 
 def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[SubmitOptions]:
-    """Return the flags that the help shows, if these arguments ask for it; else `options_for`."""
+    """Return the class of flags that the help shows, if these arguments ask for help; if not, that of `options_for`."""
     asked = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
     return _SubmitHelp if asked and not script else options_for(script)
 
 
 def flag_names(options: type[Any]) -> dict[str, bool]:
-    """Return the flags that a --config file may set; True for switches."""
+    """Return the names of the flags that a --config file may set. The value is True for a switch."""
     not_in_files = {"config", "recipe", "help-all"}
     return {name: switch for name, switch in command_line.flag_names(options).items() if name not in not_in_files}
 
@@ -179,7 +179,7 @@ def is_everyday(flag: str) -> bool:
 def reading_of(
     options: type[Any], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
 ) -> cli.Reading:
-    """Read the flags of a submission, or of another verb that submits, after the user's defaults and files.
+    """Return how to read the flags of a verb that submits. They override the user's defaults and files.
 
     The help shows the everyday flags, or `all_flags`, but never `hidden` fields.
     """
@@ -208,7 +208,7 @@ def run_verb(
 
 
 def with_defaults(given: Mapping[str, Any], options: type[Any]) -> dict[str, Any]:
-    """Complete flags with the user's defaults and files, and with a training's data.
+    """Complete the given flags with the user's defaults and files. A training that names no data gets a data set.
 
     Raises:
         UserError: a flag is for another kind of program, or a file is wrong.

@@ -1,4 +1,4 @@
-"""The plan of a submission: everything checked, and resolved to a run. Runs on the login node; makes nothing."""
+"""Checks a submission and resolves its flags to a run. Makes no run directory. Runs on the login node."""
 
 import dataclasses
 import os

@@ -1,7 +1,7 @@
-"""The next job of a run that was cancelled, has failed, or is to train longer (`hpc resume`). Runs on the login node.
+"""Continues a run that was cancelled, has failed, or is to train longer (`hpc resume`). Runs on the login node.
 
-It happens whole or not at all: if Slurm refuses the job, everything is as it was. One process can resume a run: the one
-that claims its next job (`hpc.slurm.handover`), as agents and supervisors do.
+A run resumes whole or not at all: if Slurm refuses the job, everything is as it was. Only one process can resume a run:
+the one that claims its next job (`hpc.slurm.handover`). Agents and supervisors claim jobs in the same way.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
         The run, and the document of `hpc resume --json`.
 
     Raises:
-        UserError: the run goes on or cannot, or a flag cannot change.
+        UserError: the run has not ended or cannot continue, or a flag cannot change.
         TorchrelayError: Slurm refuses the job, or another process has resumed the run.
     """
     # Nobody but the user may write to the files of the run (hpc.run.ownership).
@@ -110,8 +110,8 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
     _wait_for_end(run, before)
-    # The ledger is read before squeue: a job of another process shows in squeue if it was submitted before, and makes
-    # our claim fail if later.
+    # The ledger is read before squeue. If another process submits a job in between, squeue shows it; if later, our
+    # claim fails.
     history = History.load(run)
     if options.new_code and before.in_place:
         raise UserError(
@@ -131,7 +131,7 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
 
 
 def _wait_for_end(run: RunDir, spec: RunSpec) -> None:
-    """Wait for the end of a cancelled or complete run's job, which still saves."""
+    """Wait up to a minute for the end of a cancelled or complete run's job, which may still save."""
     if not (is_cancelled_now(run) or run.final_result.exists()) or not (job := _job_of(run, spec)):
         return
     print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
@@ -214,7 +214,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
 
 
 def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notification:
-    """A name that did not change may have left the user's file: that costs a message, not the resumption."""
+    """Return the new notification. Names that did not change are not checked: a missing one costs only its messages."""
     asked = options.notification
     return before.notification if asked == before.notification else with_known_names(asked)
 
@@ -229,7 +229,7 @@ def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
 
 
 def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *, new_code: bool) -> str:
-    """Put the spec into force and start the run's next job. Returns its id; an error leaves everything as it was."""
+    """Put the spec into force and start the run's next job. Returns the job's id. An error leaves all as it was."""
     attempts, number = history.attempts, next_resumption(run)
     attempt = attempts[-1].attempt if attempts else 0
     with ExitStack() as cleanup, ExitStack() as undo:
@@ -281,10 +281,10 @@ class _CodeCopy(NamedTuple):
 
 
 def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
-    """Copy the repository of the current directory.
+    """Copy the repository of the current directory into a temporary directory, which `cleanup` removes.
 
     Raises:
-        UserError: the run's directory or script is not in the repository.
+        UserError: the run's working directory or script is not in the repository.
     """
     temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
     cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)
@@ -305,7 +305,7 @@ def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
 
 
 def _replace_code(run: RunDir, copy: RunDir, undo: ExitStack) -> None:
-    """Replace `code/`, and keep the old directory beside the copy."""
+    """Replace `code/` by the copy. The old directory stays in `copy`, so that `undo` can move it back."""
     old = copy.path / "old"
     run.code.rename(old)
     undo.callback(old.rename, run.code)

@@ -1,4 +1,4 @@
-"""The features that runs need in the file system of the runs directory, tried out there. Runs on the login node."""
+"""Tries out the features that runs need in the file system of the runs directory. Runs on the login node."""
 
 import os
 import tempfile
@@ -46,5 +46,5 @@ def missing_features(directory: Path) -> list[Feature]:
 
 
 def has_been_seen_by_nodes(runs_dir: Path) -> bool:
-    """Return whether a run in this directory has started: then compute nodes see it under this path."""
+    """Return whether a run in this directory has started. If so, compute nodes see the directory under this path."""
     return any(runs_dir.glob(f"*/events/{attempt_prefix(1)}*"))

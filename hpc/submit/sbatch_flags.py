@@ -11,7 +11,7 @@ _LETTERS = {
     "-a": "array", "-C": "constraint", "-c": "cpus-per-task", "-D": "chdir", "-d": "dependency", "-e": "error",
     "-G": "gpus", "-n": "ntasks", "-o": "output", "-q": "qos", "-w": "nodelist", "-x": "exclude",
 }  # fmt: skip
-# Other options of sbatch with and without a value. The lists are ours: `sbatch --help` needs a configuration.
+# Other options of sbatch: with a value, then without. We list them, because `sbatch --help` needs a configuration.
 _WITH_VALUE = {
     "acctg-freq", "batch", "begin", "bb", "bbf", "clusters", "cluster-constraint", "comment", "core-spec",
     "cores-per-socket", "cpu-freq", "deadline", "delay-boot", "dependency", "distribution", "extra-node-info",
@@ -27,7 +27,7 @@ _ALONE = {
 
 
 def explain(arguments: Sequence[str], at: int) -> str | None:
-    """Return what to type instead of an option of sbatch, or of a script among the flags (`program.Explanation`)."""
+    """Return what to type instead of an option of sbatch, or of a script among the flags. None: the word is neither."""
     word = arguments[at]
     if word == "--":
         return "nothing follows --: give your script and its arguments, -- script.py ARGS"
@@ -39,7 +39,7 @@ def explain(arguments: Sequence[str], at: int) -> str | None:
 
 
 def advice(flag: str) -> str | None:
-    """Return what to type instead of an option of sbatch that we lack; None if sbatch lacks it too."""
+    """Return what to type instead of an option of sbatch that we lack. None: sbatch lacks it, too."""
     name = _LETTERS.get(flag, flag.removeprefix("--").replace("_", "-"))
     if name == "gres":
         return "use --gpus-per-node 4 or a100:4 for GPUs, --sbatch gres=NAME:COUNT for others"

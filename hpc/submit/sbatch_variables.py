@@ -1,4 +1,4 @@
-"""The defaults of the flags of a submission: files, and the variables of sbatch. Runs on the login node."""
+"""Reads the defaults of a submission's flags from files and from the variables of sbatch. Runs on the login node."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ _VARIABLES = {
     "SBATCH_EXCLUSIVE": "sbatch", "SBATCH_GPUS_PER_NODE": "gpus-per-node", "SBATCH_MEM_PER_NODE": "mem",
     "SBATCH_PARTITION": "partition", "SBATCH_QOS": "qos", "SBATCH_RESERVATION": "sbatch", "SBATCH_TIMELIMIT": "time",
 }  # fmt: skip
-# The units of sbatch for a number without one.
+# The units that sbatch assumes for a number without a unit.
 _UNITS = {"SBATCH_MEM_PER_NODE": "M", "SBATCH_TIMELIMIT": "m"}
 
 
 def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defaults]:
-    """Return all defaults; a later one wins. `known` are the flags that they may set.
+    """Return the defaults by source; a later source wins. `known` are the flags that they may set.
 
     Raises:
         UserError: a file cannot be read, or has an unknown flag.
@@ -32,7 +32,7 @@ def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defa
 
 
 def merged(known: Mapping[str, bool], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values that win. Raises UserError as `read` does."""
+    """Return the default of each flag from all sources together. Raises UserError as `read`."""
     return defaults.merge(read(known, environment))
 
 

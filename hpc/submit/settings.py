@@ -1,4 +1,4 @@
-"""The settings of a run by flag names, to submit it again with other values or to show what to type.
+"""Returns the settings of a run by flag names, to submit it again with other values or to show what to type.
 
 Pure; runs on the login node.
 """

@@ -1,4 +1,4 @@
-"""Tables of checks for `hpc doctor` that judge runs, the login node and compute nodes. Pure; runs on the login node."""
+"""Judges runs, the login node and compute nodes for `hpc doctor`, by tables of checks. Pure; runs on the login node."""
 
 import resource
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,7 @@ Facts = TypeVar("Facts")
 
 
 class Severity(StrEnum):
-    """The rank of a finding, by its cost."""
+    """The severity of a finding: how much it costs runs."""
 
     COST = "cost"
     """Runs will lose work or time, or fail."""
@@ -62,12 +62,12 @@ _UNKNOWN = Finding(Severity.UNKNOWN, "not reported")
 
 
 def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
-    """Apply a table of checks. A check that lacks its facts returns None."""
+    """Apply a table of checks. If the facts of a check are missing, it returns None, and its finding is UNKNOWN."""
     return [(check(facts) or _UNKNOWN).at(name, where) for name, check in checks.items()]
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Join equal findings of several places."""
+    """Join findings that differ only in their place."""
     places = dict[Finding, list[str]]()
     for finding in findings:
         places.setdefault(replace(finding, where=""), []).append(finding.where)
@@ -107,7 +107,7 @@ class LoginNode:
 
 
 def _costs_if(field: str, cost: str, what_to_do: str, *, otherwise: str) -> Check[Any]:
-    """Make a check of a field whose text says what is wrong, and is empty if nothing is."""
+    """Make a check of a text field that says what is wrong. If nothing is wrong, it is empty or None."""
 
     def check(facts: Any) -> Finding:
         seen = getattr(facts, field)
@@ -257,9 +257,10 @@ def _interfaces(node: NodeInfo) -> Finding:
 
 
 def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
-    """Return the interfaces that NCCL uses, in its order, from those with an address, in the kernel's order.
+    """Return those of the interfaces that NCCL uses, in the order in which it tries them.
 
-    `setting` is NCCL_SOCKET_IFNAME: an optional `^`, which excludes, an optional `=`, for whole names, and prefixes.
+    `interfaces` are those with an address, in the kernel's order. `setting` is NCCL_SOCKET_IFNAME: prefixes of names,
+    separated by commas. A leading `^` excludes them, and `=` (after `^`) means whole names.
     Source: NVIDIA's NCCL documentation, Environment Variables.
     """
     if not setting:

@@ -1,4 +1,4 @@
-"""Run `jobs.node_probe` on compute nodes, in a short job, and read its reports. Runs on the login node."""
+"""Starts `jobs.node_probe` on compute nodes, in a short job, and reads its reports. Runs on the login node."""
 
 import json
 import re
@@ -54,7 +54,10 @@ class NodeJob:
 
 
 def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterConfig, stage_dir: Path) -> NodeJob:
-    """Return a job on the named nodes or lists of nodes (gpu[01-03]), or on any. Raises UserError for wrong flags."""
+    """Return a job on the nodes of `--node` (names, or lists such as gpu[01-03]), or if there are none, on any nodes.
+
+    Raises UserError for wrong flags.
+    """
     names, asked = options.node or (), options.resources
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
     wanted = replace(asked, partition=site.partition["PartitionName"], nodes=str(nodes), time=asked.time or "10m")
@@ -63,9 +66,9 @@ def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterCo
 
 
 def run_on_nodes(job: NodeJob, runs_dir: Path, prepare: Callable[[Path], object] = lambda _: None) -> list[NodeInfo]:
-    """Run the job to its end. Returns the nodes that answered, in the order of their ranks.
+    """Run the job to its end. Returns the nodes that answered, in the order of their tasks.
 
-    `prepare` fills a directory beside the runs, which the nodes share and which is then removed.
+    `prepare` fills a temporary directory next to the runs, which the nodes share. It is removed after the job.
     """
     resources = job.resources
     count = "1 node" if resources.max_nodes == 1 else f"{resources.nodes} nodes"
@@ -100,7 +103,7 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
 
 
 def read_reports(printed: str) -> list[NodeInfo]:
-    """Parse the output of `srun --label`: each task prints a NodeInfo. Returns them in the tasks' order. Pure."""
+    """Parse the output of `srun --label`, where each task prints a NodeInfo. Return these in the tasks' order. Pure."""
     lines = dict[int, list[str]]()
     for label, line in re.findall(r"^ *(\d+): ?(.*)$", printed, re.MULTILINE):
         lines.setdefault(int(label), []).append(line)

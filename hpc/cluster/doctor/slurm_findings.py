@@ -1,4 +1,4 @@
-"""A table of checks for `hpc doctor` that judge Slurm's configuration. Pure; runs on the login node."""
+"""Judges Slurm's configuration for `hpc doctor`, by a table of checks. Pure; runs on the login node."""
 
 import re
 from collections.abc import Mapping
@@ -39,7 +39,10 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
 
 
 def seconds_to_save(grace: int, kill_wait: int | None) -> float:
-    """Return the seconds that ranks have to save on preemption. The agents know GraceTime, but not KillWait."""
+    """Return the seconds that ranks have to save on preemption: GraceTime decides, or if it is 0, KillWait.
+
+    The agents do not know KillWait, and assume Slurm's default.
+    """
     if grace:
         return save_timeout_seconds(grace)
     return min(save_timeout_seconds(KILL_WAIT_SECONDS), KILL_WAIT_SECONDS if kill_wait is None else kill_wait)

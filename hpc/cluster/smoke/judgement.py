@@ -1,4 +1,4 @@
-"""Finds slow or wrong parts in a `hpc smoke`, relative to the median, and changes since the last one. Pure."""
+"""Finds what is wrong, slow compared with the median, or changed since the previous `hpc smoke`. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def _nodes(result: SmokeResult) -> list[Slowness]:
 
 
 def _node_rates(nodes: Iterable[NodeInfo], field: str) -> dict[str, float]:
-    """Return the rates of nodes in GB/s, by name, without nodes that have none."""
+    """Return the rates of nodes in GB/s, by name. Nodes without a rate are left out."""
     return {node.name: rate / 1e9 for node in nodes if (rate := getattr(node, field))}
 
 
@@ -86,7 +86,7 @@ def _ranks(result: SmokeResult) -> list[Slowness]:
 
 
 def _pairs(result: SmokeResult) -> list[Slowness]:
-    """Return slow pairs. A node that is slow with every other one is named instead of its pairs."""
+    """Return slow pairs. A node that is slow with every other node is named instead of its pairs."""
     rates = {pair.where: pair.gb_per_second for pair in result.pairs}
     slow = {one.where: one for one in _slower(rates, _SLOW_OTHER, "it sends", "GB/s")}
     if len(result.pairs) > 1:
@@ -106,7 +106,7 @@ def _pairs(result: SmokeResult) -> list[Slowness]:
 
 
 def _slower(rates: Mapping[str, float], part: float, what: str, unit: str) -> list[Slowness]:
-    """Return the rates below a part of the median; of two values in the middle, the better one is the median."""
+    """Return the rates below `part` times the median. Of two rates in the middle, the higher one is the median."""
     if len(rates) < 2:
         return []
     usual = median_high(rates.values())

@@ -1,4 +1,4 @@
-"""The results of `hpc smoke`: one is kept beside the runs, and the last one read. Runs on the login node."""
+"""Keeps the results of `hpc smoke` in the runs directory, and reads the newest one. Runs on the login node."""
 
 import json
 import time
@@ -12,7 +12,7 @@ from hpc.base.files import write_json
 from hpc.base.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed, node_from_json
 
 _PREFIX = "smoke-"
-# The fields of a NodeInfo that are kept and printed as JSON. The others are the checks of hpc doctor.
+# The fields of a NodeInfo that are kept and printed as JSON. The other fields are for the checks of hpc doctor.
 KEPT = (
     "name", "cpu", "cpus", "memory_bytes", "kernel", "gpus", "driver", "stage_dir", "stage_type", "stage_free_bytes",
     "write_bytes_per_second", "staged_bytes_per_second", "staging_problem", "clock_seconds", "problem",
@@ -35,7 +35,7 @@ class SmokeResult:
 
 
 def result_of(nodes: Sequence[NodeInfo], partition: str, asked_nodes: int) -> SmokeResult:
-    """Return the result of the nodes that have answered, and of their ranks together."""
+    """Return the result of the nodes that have answered. The first node also reports the measurements of all ranks."""
     measured = next((node.ranks for node in nodes if node.ranks), {"ranks": (), "all_reduce": (), "pairs": ()})
     return SmokeResult(
         time=round(time.time(), 1),
@@ -61,7 +61,7 @@ def document_of(result: SmokeResult) -> dict[str, Any]:
 
 
 def keep(result: SmokeResult, runs_dir: Path) -> Path:
-    """Write the result beside the runs. Returns its file, `smoke-20261123-150000.json`."""
+    """Write the result into the runs directory. Returns its path, such as `runs/smoke-20261123-150000.json`."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(result.time))
     path = runs_dir / f"{_PREFIX}{stamp}.json"
     runs_dir.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ def keep(result: SmokeResult, runs_dir: Path) -> Path:
 
 
 def newest(runs_dir: Path) -> SmokeResult | None:
-    """Read the last readable result beside the runs; None if there is none."""
+    """Return the newest readable result in the runs directory; None if there is none."""
     for path in sorted(runs_dir.glob(f"{_PREFIX}*.json"), reverse=True):
         with suppress(OSError, ValueError, KeyError, TypeError):  # damaged, or of another version
             fields = json.loads(path.read_bytes())

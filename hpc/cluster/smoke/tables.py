@@ -33,7 +33,7 @@ def _sentences(console: Console, title: str, sentences: Sequence[str]) -> None:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
-    """Return a table whose first columns have words, and the others numbers."""
+    """Return a table whose first `left` columns have words, and the others numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right", overflow="fold")

@@ -1,4 +1,4 @@
-"""Daemons of the login host: munged, slurmctld, with accounting slurmdbd and MariaDB. Runs as root on its machine."""
+"""Starts the login host's daemons: munged, slurmctld, and for accounting slurmdbd and MariaDB. Runs as root."""
 
 import os
 from collections.abc import Mapping
@@ -60,7 +60,7 @@ def controller_answers(paths: TestbedPaths) -> bool:
 
 
 def node_states(paths: TestbedPaths) -> dict[str, str]:
-    """Return each node's state, as from `parse_states`; empty if slurmctld does not answer."""
+    """Return the state of each node, in the words of `parse_states`. Empty: slurmctld does not answer."""
     if running_slurm_conf() is None:
         return {}
     # The query is for all nodes: if asked for one (-n), Slurm 22.05 reports `mixed*` for a node that it has marked
@@ -76,7 +76,7 @@ def node_states(paths: TestbedPaths) -> dict[str, str]:
 def parse_states(text: str) -> dict[str, str]:
     """Return states by node in sinfo's long words, from lines such as `gpu01 idle`.
 
-    `unresponsive` is a node that Slurm has not yet marked down: `gpu01 idle*`.
+    `gpu01 idle*` is `unresponsive`: the node does not respond, but Slurm has not yet marked it down.
     """
     words = dict(line.split() for line in text.splitlines())
     states = {name: word.rstrip(_STATE_FLAGS) for name, word in words.items()}
@@ -88,7 +88,7 @@ def parse_states(text: str) -> dict[str, str]:
 
 
 def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
-    """Start MariaDB and slurmdbd, and register the cluster. With limits, also add the account `users` that has them.
+    """Start MariaDB and slurmdbd, and register the cluster. If `account` has limits, add `users` with them.
 
     MariaDB listens only on a Unix socket that only root can reach.
     """

@@ -71,28 +71,28 @@ class TestbedShape:
 
     @property
     def network(self) -> tuple[str | None, str | None]:
-        """The rate and the delay of the nodes' links, in the form for tc; None for the machine's own."""
+        """The rate and the delay of the nodes' links, in the form that tc reads. None: no limit, or no added delay."""
         rate, _, delay = (self.shape_network or "").partition(",")
         return rate or None, delay or None
 
     @property
     def kind(self) -> Profile:
-        """The profile of this name."""
+        """The Profile whose name is `profile`."""
         return PROFILES[self.profile]
 
     @property
     def num_nodes(self) -> int:
-        """`nodes`, resolved."""
+        """The number of nodes: `nodes`, or the profile's default."""
         return self.kind.nodes if self.nodes is None else self.nodes
 
     @property
     def has_accounting(self) -> bool:
-        """`accounting`, resolved."""
+        """Whether slurmdbd runs: by `accounting`, or because the profile has an account."""
         return self.accounting or bool(self.kind.account)
 
     @property
     def seconds_to_down(self) -> int:
-        """`slurmd_timeout`, resolved."""
+        """The seconds until Slurm marks a dead node down: `slurmd_timeout`, or the profile's default."""
         return self.kind.slurmd_timeout if self.slurmd_timeout is None else self.slurmd_timeout
 
     @property
@@ -162,5 +162,5 @@ class TestbedPaths:
         return self.boot_scripts / f"{node.name}.sh"
 
     def node_net(self, name: str) -> Path:
-        """Return the network namespace of a node."""
+        """Return the file to which a node's network namespace is pinned."""
         return self.namespaces / f"{name}.net"

@@ -1,6 +1,6 @@
 """The testbed's commands: up, down, status, kill-node, revive-node. Run as root on its machine; status as any user.
 
-`up` leaves a healthy testbed of the same shape alone. It takes any other down and builds a new one.
+`up` leaves a healthy testbed of the same shape alone. It takes any other testbed down and builds a new one.
 """
 
 import json
@@ -22,7 +22,7 @@ PATHS = TestbedPaths(TESTBED_DIRECTORY)
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedNodeStatus(TestbedNode):
-    """One node. Its state is Slurm's long word, `unresponsive`, or `unknown` if slurmctld does not answer."""
+    """A node and its state: a word of `daemons.parse_states`, or `unknown` if slurmctld does not answer."""
 
     state: str
 
@@ -94,7 +94,7 @@ def _is_usable(name: str) -> bool:
 
 
 def _recorded_shape() -> TestbedShape | None:
-    """Return the shape of the current or last testbed; None if its record is missing or another version's."""
+    """Return the shape of the current or last testbed; None if there is no record that we can read."""
     try:
         return TestbedShape(**json.loads(PATHS.state.read_text()))
     except (OSError, ValueError, TypeError, UserError):
@@ -111,8 +111,8 @@ def _running_shape() -> TestbedShape:
 
 def _is_healthy(shape: TestbedShape) -> bool:
     """Return whether a testbed of this shape runs, all daemons answer, and all nodes work."""
-    # The files of another shape differ, and those of another version may. The default number of nodes, if given, makes
-    # no other shape.
+    # The files of another shape differ, and those of another version may differ. An explicit default number of nodes
+    # makes no difference.
     wanted = render.files(shape, PATHS, socket.gethostname())
     if _recorded_shape() is None or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):
         return False

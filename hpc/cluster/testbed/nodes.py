@@ -1,8 +1,8 @@
 """The testbed's nodes: their namespaces, the network between them, power on and off. Runs as root on its machine.
 
 Every process of the testbed runs in a namespace that was pinned to a file before: a node's processes in its network
-namespace, the login host's daemons in a host-name namespace. The namespace identifies them, even if they fork or lose
-their pid files, and no other process is touched.
+namespace, the login host's daemons in a host-name namespace. The namespace identifies these processes, even if they
+fork or lose their pid files, and no other process is touched.
 """
 
 import contextlib
@@ -20,18 +20,18 @@ _LOGIN_INTERFACE = "torchrelay0"
 
 
 def pin(path: Path, *command: str) -> None:
-    """Create a persistent namespace of the kind that the path's suffix names; `command` runs in it once."""
+    """Create a namespace and pin it to a file, whose suffix names its kind (`.net`). Run `command` in it once."""
     path.touch()
     run("unshare", f"--{path.suffix[1:]}={path}", *(command or ("true",)))
 
 
 def inside(path: Path) -> tuple[str, ...]:
-    """Return the words before a command that run it in a pinned namespace."""
+    """Return the words to put before a command so that it runs in a pinned namespace."""
     return ("nsenter", f"--{path.suffix[1:]}={path}", "--")
 
 
 def inside_fresh(path: Path, *kinds: str) -> tuple[str, ...]:
-    """Return the words of `inside`, with new namespaces of these kinds.
+    """Return the words of `inside`, extended so that the command also gets new namespaces of these kinds.
 
     Later mounts of the machine, such as an automounted home, appear inside; mounts made inside stay inside.
     """
@@ -40,7 +40,7 @@ def inside_fresh(path: Path, *kinds: str) -> tuple[str, ...]:
 
 
 def unpin(path: Path) -> None:
-    """Release a namespace, which then ends with its last process. A missing one is no error."""
+    """Release a namespace, if it exists. It then ends with its last process."""
     if not path.exists():
         return
     # An interrupted `up` may have left a plain file without a namespace.
@@ -69,8 +69,8 @@ def kill_all(path: Path) -> None:
     """Send SIGKILL to every process in a pinned namespace until none is left.
 
     Raises:
-        UserError: this process itself is in it.
-        TorchrelayError: some did not die.
+        UserError: this process itself is in the namespace.
+        TorchrelayError: some processes did not end within 20 s.
     """
     if os.getpid() in processes(path):
         raise UserError(f"this shell is inside the testbed ({path.name}): type the command outside of its nodes")
@@ -91,8 +91,8 @@ def kill_all(path: Path) -> None:
 def create_switch(paths: TestbedPaths) -> None:
     """Create the bridge and connect the login host.
 
-    The bridge has its own network namespace. In the machine's, a firewall would see its frames: Docker drops forwarded
-    packets by default, which disconnects the nodes from each other.
+    The bridge has its own network namespace. In the machine's namespace, a firewall would see its frames: Docker drops
+    forwarded packets by default, which disconnects the nodes from each other.
     """
     pin(paths.switch_net)
     switch = inside(paths.switch_net)
@@ -106,14 +106,14 @@ def create_switch(paths: TestbedPaths) -> None:
 
 
 def remove_switch(paths: TestbedPaths) -> None:
-    """Disconnect the login host and remove the bridge. A missing bridge is no error."""
+    """Disconnect the login host and remove the bridge, if they exist."""
     if succeeds("ip", "link", "show", _LOGIN_INTERFACE):
         run("ip", "link", "delete", _LOGIN_INTERFACE)
     unpin(paths.switch_net)
 
 
 def _change_link(name: str, paths: TestbedPaths, *change: str) -> None:
-    """Change a node's link at the switch. A missing link is no error."""
+    """Change a node's link at the switch, if it exists."""
     switch = inside(paths.switch_net)
     if paths.switch_net.exists() and succeeds(*switch, "ip", "link", "show", name):
         run(*switch, "ip", "link", *change)

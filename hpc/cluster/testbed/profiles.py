@@ -33,7 +33,7 @@ class Profile:
     job_container: str = ""
 
 
-# Slurm asks no plugin about a requeue, but a plugin can make every job one that may not be requeued.
+# Slurm asks no plugin about a requeue, but a plugin can mark every new job as one that must not be requeued.
 _NO_REQUEUE_NO_UPDATE = """\
 function slurm_job_submit(job, partitions, user)
    job.requeue = 0
@@ -44,9 +44,9 @@ function slurm_job_modify(job, old, partitions, user)
 end
 """
 
-# eth1 is a network that is closed between the nodes: nobody answers in it. eth2 has only IPv6. On eth0, the ports of
-# Slurm, 20000 to 20999 and the kernel's are open. Routing rules close the others, because a firewall needs further
-# packages.
+# eth1 is a network that is closed between the nodes: nobody answers in it. eth2 has only IPv6. On eth0, these
+# ports are open: those of Slurm, 20000 to 20999, and those that the kernel assigns (30000 to 30999). Routing rules
+# close the others, because a firewall needs further packages.
 _THREE_NETWORKS = """\
 ip link add eth1 type veth peer name closed
 ip address add 10.88.0.{number}/24 dev eth1
@@ -63,8 +63,9 @@ done
 """
 
 # job_container/tmpfs keeps the jobs' directories and mount namespaces in /mnt. Linux 6.18 numbers the namespaces that a
-# CPU makes from a range of that CPU, and mounts one only within one with a lower number. So the node's own must be made
-# on the CPU with the lowest numbers: if not, some jobs fail, depending on the CPU on which they start.
+# CPU makes from a range of that CPU, and mounts a namespace only within one with a lower number. So the node's own
+# namespace must be made on the CPU with the lowest numbers. If not, some jobs fail, depending on the CPU on which they
+# start.
 _PRIVATE_DIRECTORIES = """\
 mount -n -t tmpfs -o mode=755 tmpfs /mnt
 touch /mnt/probe

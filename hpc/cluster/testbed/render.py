@@ -137,7 +137,7 @@ def _assignments(values: Mapping[str, str], separator: str) -> str:
 
 
 def _gpu_types(shape: TestbedShape) -> dict[str, str]:
-    """Return the GPU type of each node with GPUs; the type is empty for GPUs without one."""
+    """Return the GPU type of each node that has GPUs, by the node's name; empty for GPUs without a type."""
     names = [node.name for node in shape.all_nodes] if shape.gpus_per_node else []
     pairs = zip(names, cycle(shape.kind.gpu_types), strict=False)
     return {name: gpu_type for name, gpu_type in pairs if gpu_type is not None}
@@ -166,13 +166,13 @@ def hosts(shape: TestbedShape, host_name: str) -> str:
 def _shaping(shape: TestbedShape) -> str:
     """Return the commands that limit and delay the packets of a node."""
     rate, delay = shape.network
-    # The burst holds a few of the 64 kB that a veth passes at once: tbf drops larger ones.
+    # A veth passes up to 64 kB at once. The burst holds a few of these: tbf drops what is larger than the burst.
     limit = f"tc qdisc add dev eth0 root handle 1: tbf rate {rate} burst 256kb latency 50ms\n" if rate else ""
     return limit + (f"tc qdisc add dev eth0 parent 1:1 netem delay {delay} limit 100000\n" if delay else "")
 
 
 def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
-    """Return every configuration file, by path. `up` writes them, or compares them with a running testbed's."""
+    """Return the text of every configuration file, by path. `up` writes these, or compares them with existing ones."""
     quoted = {"hosts": shlex.quote(str(paths.hosts)), "slurm_conf": shlex.quote(str(paths.slurm_conf))}
     found = {
         paths.slurm_conf: slurm_conf(shape, paths),

@@ -1,4 +1,4 @@
-"""Running commands, waiting, and the testbed's lock. Runs as root on the testbed's machine."""
+"""Runs commands, waits for conditions, and holds the testbed's lock. Runs as root on the testbed's machine."""
 
 import contextlib
 import fcntl
@@ -70,9 +70,9 @@ def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -
 
 
 def start(*command: str | Path, log: Path, **environment: str) -> None:
-    """Start a program that daemonizes itself, or by `setsid --fork`, and wait until it has.
+    """Start a program that becomes a daemon, by itself or with `setsid --fork`, and wait until it is one.
 
-    Its output goes to the log, and its input is empty: a caller's pipe must not stay open until the daemons end.
+    Its output goes to the log, and its input is empty, so that a caller's pipe does not stay open until daemons end.
 
     Raises:
         TorchrelayError: it did not start; the message has the last line of its log.
@@ -113,7 +113,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> N
     """Poll until the condition holds.
 
     Raises:
-        TorchrelayError: it did not hold in time; `what` completes "waiting for", and names the log.
+        TorchrelayError: it did not hold in time; `what` completes the message "waited in vain for".
     """
     deadline = time.monotonic() + seconds
     while not condition():

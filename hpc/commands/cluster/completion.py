@@ -1,4 +1,4 @@
-"""`hpc completion SHELL`: what makes a shell complete verbs, flags and their values. Runs on the login node."""
+"""`hpc completion SHELL`: print a script that completes verbs, flags and their values. Runs on the login node."""
 
 import importlib
 from contextlib import suppress
@@ -12,7 +12,7 @@ from hpc.__main__ import module_of
 from hpc.base import program
 from hpc.commands import cli
 
-# The class of each command's flags; its module, if that is not the command's own.
+# The class of each command's flags. Its module stands before it if that is not the command's own.
 OPTIONS = {
     "submit": "hpc.submit.options:SubmitTraining", "status": "StatusOptions", "logs": "LogsOptions",
     "cancel": "CancelOptions", "resume": "ResumeOptions", "fork": "ForkOptions", "evaluate": "EvaluateOptions",
@@ -62,7 +62,7 @@ def _without_texts(options: Any) -> Any:
 
 
 def options_of(command: str) -> Any:
-    """The dataclass of a command's flags, or a union of those of its subcommands."""
+    """Return the dataclass of a command's flags, or the union of its subcommands' dataclasses."""
     module, _, name = OPTIONS[command].rpartition(":")
     return getattr(importlib.import_module(module or module_of(command)), name)
 

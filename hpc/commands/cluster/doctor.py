@@ -66,7 +66,7 @@ def doctor(options: DoctorOptions) -> int:
 
 
 def find_run(options: DoctorOptions) -> RunDir | None:
-    """Return the named run, or the newest that has saved; None if none has."""
+    """Return the named run, or else the newest run that has saved a checkpoint. None: no run has saved one."""
     if options.run is not None:
         return cli.find_run(options.run, options.runs_dir)
     runs = reversed(cli.all_runs(options.runs_dir))
@@ -89,7 +89,7 @@ def measurements_of(run: RunDir) -> RunMeasurements:
 
 
 def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
-    """Return all findings. Raises UserError if there is no such partition, or for `--node` without Slurm."""
+    """Return all findings. Raises UserError if there is no such partition, or if `--node` is given without Slurm."""
     spec = RunSpec.load(run) if run else None
     stage_dir = Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
     measured = measurements_of(run) if run else None
@@ -136,7 +136,7 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
 
 
 def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
-    """Describe the login node."""
+    """Describe the login node. `nodes` are the compute nodes that were inspected."""
     real = runs_dir.expanduser().resolve()
     lacks = list[Feature]()
     with suppress(OSError):  # the storage is full, or not the user's

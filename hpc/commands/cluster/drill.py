@@ -1,7 +1,7 @@
 """`hpc drill`: cause a failure in a run, wait until it trains again, and print the cost. Runs on the login node.
 
 It needs only the rights of the run's owner. On the testbed, node-kill cuts a node's power and preempt submits an urgent
-job; on other clusters they kill all processes of the run on the node, and requeue its job.
+job. On other clusters, node-kill kills all processes of the run on the node, and preempt requeues the run's job.
 """
 
 import os
@@ -91,7 +91,7 @@ def drill(options: DrillOptions) -> int:
 
 
 def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
-    """Resolve the flags with the run's status. Raises UserError if it does not train, or lacks the rank or node."""
+    """Resolve the flags by the run's status. Raises UserError if the run is not training, or lacks the rank or node."""
     world_size = int(row.world_size or 0)
     if row.state != "running" or not world_size:
         raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
@@ -126,7 +126,7 @@ _RANK_FAULTS = {
 
 
 def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
-    """Return the command that causes the failure, and its description. Raises UserError if only Slurm can cause it."""
+    """Return a failure's command and its description. Raises UserError if it needs Slurm, but the run is local."""
     if kind in _RANK_FAULTS:
         action, description = _RANK_FAULTS[kind]
         return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)
@@ -162,7 +162,10 @@ def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[st
 
 
 def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
-    """Wait until the run trains again or has ended. Returns the new interruptions."""
+    """Wait until the run trains again or has ended. Returns the interruptions after the first `before` ones.
+
+    With disk-full, a save without an interruption also ends the wait. Raises TorchrelayError after 15 minutes.
+    """
     checkpoints = _checkpoints(run)
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:

@@ -19,7 +19,7 @@ from hpc.slurm import client as slurm
 from hpc.submit.checks import check_runs_dir
 
 _WIDTH = 140
-# Every node stages these files of a megabyte: 64 also fit nodes whose /tmp is in memory.
+# Every node stages this many files of this size. They also fit into a /tmp in memory.
 _FILES, _FILE_BYTES = 64, 2**20
 _DATA = "data"
 

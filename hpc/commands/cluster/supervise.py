@@ -1,8 +1,8 @@
 """`hpc supervise`: watch squeue and keep runs going. Runs on the login node, as a daemon or from cron.
 
 It keeps no state of its own: `observe` reads the queue and the run directories, `decide` chooses an action, `perform`
-does it. It may be killed at any moment and restarted. Two supervisors do no harm: the first to create a file submits
-the next job.
+does it. It may be killed at any moment and restarted. Two supervisors do no harm: only the first to create the file
+that claims the next job submits that job.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """`hpc clean`: list the disk use of old runs on shared storage, and remove them. Runs on the login node.
 
-A run is removed whole or not at all: its directory gets a name that is no run's, and is then deleted. The next `hpc
-clean --yes` finishes an interrupted deletion, and also removes what a killed submission left.
+A run is removed whole or not at all: its directory is renamed, so that no verb takes it for a run, and then deleted.
+The next `hpc clean --yes` finishes an interrupted deletion, and also removes what a killed submission left.
 """
 
 import os
@@ -84,7 +84,7 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class PackageCopies:
-    """Copies of our packages that earlier versions kept beside the runs; the runs have hard links to the files."""
+    """Copies of our packages that earlier versions kept next to the runs. The runs have hard links to their files."""
 
     path: str
     size: int
@@ -133,7 +133,7 @@ def clean(options: CleanOptions) -> int:
 
 
 def _chosen(options: CleanOptions) -> list[Holding]:
-    """Return the runs that match the flags. Raises UserError for wrong flags and for runs that cannot be removed."""
+    """Return the runs that match the flags. Raises UserError for wrong flags and for named runs that must stay."""
     wanted = set(options.state.split(","))
     if wanted - TERMINAL:
         raise UserError(f"--state is {options.state!r}: use one or several of {','.join(sorted(TERMINAL))}")
@@ -155,7 +155,7 @@ def _chosen(options: CleanOptions) -> list[Holding]:
 
 
 def why_it_stays(run: RunDir, state: str, jobs: Mapping[str, SlurmJob] | None) -> str:
-    """Return why a run must not be removed; empty if it may be. `jobs`: the user's on Slurm; None without Slurm."""
+    """Return why a run must stay; empty if it may go. `jobs` are the user's Slurm jobs, None if Slurm was not asked."""
     try:
         check_is_own(run)
     except UserError as error:
@@ -185,7 +185,7 @@ def _holding(run: RunDir, states: dict[str, State]) -> Holding:
 
 
 def _freed_bytes(status: os.stat_result) -> int:
-    """Return the bytes that the removal of a file frees: 0 if it has another name, as in a fork."""
+    """Return the bytes that the removal of a file frees: 0 if it has another hard link, such as in a fork."""
     return status.st_blocks * 512 if status.st_nlink == 1 else 0
 
 
@@ -214,7 +214,7 @@ def _package_copies(runs_dir: Path) -> list[PackageCopies]:
 
 
 def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[PackageCopies]) -> list[str]:
-    """Remove the runs and packages, and what an interrupted removal left. Returns what went wrong."""
+    """Remove the runs and packages, and what interrupted removals and submissions left. Returns what went wrong."""
     problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
     for place in {*_places(options, found), *(run.path for run in runs)}:
         remove_abandoned(place, ".*", _is_abandoned)
@@ -235,10 +235,10 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, if it exists. Under its name it is there in full, or not at all.
+    """Remove a directory, if it exists. Under its name, the directory is always whole or gone.
 
     Raises:
-        OSError: it could not be renamed, and is untouched; or a part is left under the new name.
+        OSError: the directory could not be renamed, and is untouched, or a part is left under the new name.
     """
     doomed = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.{_ENDING}")
     try:

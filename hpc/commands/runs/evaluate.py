@@ -1,7 +1,8 @@
 """`hpc evaluate`: submit a run that evaluates the model of another run, or an exported file. Login node.
 
-The evaluation is a run of its own: it is staged, started, interrupted and continued as a training, and all verbs accept
-it. It has hard links to the model, so the other run may train on, or be cleaned up, meanwhile; nothing of it changes.
+The evaluation is a run of its own: it is staged, started, interrupted and continued like a training, and all verbs
+accept it. It has hard links to the model, so the other run may train on or be removed meanwhile. It never changes the
+other run.
 """
 
 import json
@@ -194,7 +195,7 @@ def _settings(options: EvaluateOptions, subject: Subject) -> TrainConfig:
 
 
 def _free_name(options: EvaluateOptions, subject: Subject) -> str:
-    """Return `evaluate-first-best`; with a number at its end if that name is taken."""
+    """Return a name such as `evaluate-first-best`, with a number at its end if the name is taken."""
     words = ["evaluate", subject.name, *([options.checkpoint] if subject.spec else [])]
     first, number = "-".join(words), 1
     name = first
@@ -205,7 +206,7 @@ def _free_name(options: EvaluateOptions, subject: Subject) -> str:
 
 
 def find_model(run: RunDir, checkpoint: str) -> list[Path]:
-    """Return the directories in which that model may be, in the order in which to try them.
+    """Return the directories that may have the model that `checkpoint` names, in the order in which to try them.
 
     Raises:
         UserError: there is no such model, or no description of it yet.
@@ -238,7 +239,7 @@ def find_model(run: RunDir, checkpoint: str) -> list[Path]:
 
 
 def _card(run: RunDir) -> Path | None:
-    """Return the file that describes the models of a run, which is the same for all of them."""
+    """Return the file that describes a run's models, the same for all of them. None: there is none yet."""
     cards = (directory / MODEL_CARD for directory in (run.final, run.best))
     return next((card for card in cards if card.is_file()), None)
 
@@ -277,7 +278,7 @@ def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSp
 
 
 def _is_whole(source: RunDir, run: RunDir) -> bool:
-    """Return whether the new run has a whole model, to which this adds the description if it is a checkpoint."""
+    """Return whether the new run's model is whole. To a whole checkpoint, add the file that describes the model."""
     if (run.model / STATE_VALUES).exists():
         card = _card(source)
         if find_damage(run.model) or card is None:

@@ -1,7 +1,7 @@
 """`hpc fork`: submit a run that continues from another run's newest checkpoint, with other flags. Login node.
 
 The new run is submitted as by `hpc submit`; flags that are not given have their values in the other run. It has hard
-links to the checkpoint and the best model: neither is ever written to, and the other run may delete its own.
+links to the checkpoint and the best model: nothing writes to these files, and the other run may delete its own links.
 """
 
 import json
@@ -98,7 +98,7 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
     Returns the new run's spec with its origin.
 
     Raises:
-        UserError: no checkpoint is intact, or no step would follow the newest one.
+        UserError: no checkpoint is intact, or the training would already be complete at the newest one.
     """
     tried = set[Path]()
     while path := next((path for path in list_checkpoints(source.checkpoints) if path not in tried), None):
@@ -123,7 +123,7 @@ def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpe
 
 
 def _give_results(source: RunDir, run: RunDir, step: int) -> None:
-    """Give the new run the metrics until a step, and the best model, to which the state of the step refers."""
+    """Give the new run the metrics up to a step, and the best model, if it was saved no later than the step."""
     for old, new in ((source.train_metrics, run.train_metrics), (source.eval_metrics, run.eval_metrics)):
         until_then = [{**line, "attempt": 0} for line in read_json_lines(old) if line["step"] <= step]
         new.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The verb `scaling`: its flags, and its end. Runs on the login node, like a supervisor."""
+"""The verb `scaling`: its flags, its start and its end. Runs on the login node, like a supervisor."""
 
 import dataclasses
 import sys
@@ -108,7 +108,7 @@ def _started(
     gpus: Sequence[str],
     script: tuple[str, ...],
 ) -> ScalingSpec:
-    """Check the flags, and make the directory. Raises UserError if a flag is wrong."""
+    """Check the flags, make the study's directory, and return its spec. Raises UserError if a flag is wrong."""
     if not options.minutes > 0 or options.parallel < 1:
         raise UserError(f"--minutes is {options.minutes:g} and --parallel {options.parallel}: use 1 or more")
     check_is_new(directory, options)

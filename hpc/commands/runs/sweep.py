@@ -104,7 +104,7 @@ def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> in
 
 
 def _started(directory: SweepDir, options: SweepTraining | SweepScript, *, script: tuple[str, ...]) -> SweepSpec:
-    """Check the flags, and make the directory. Raises UserError if a flag is wrong."""
+    """Check the flags, make the sweep's directory, and return its spec. Raises UserError if a flag is wrong."""
     if not options.param:
         raise UserError("no flag differs between the trials: add --param NAME=VALUES")
     check_is_new(directory, options)

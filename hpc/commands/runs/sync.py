@@ -65,7 +65,7 @@ def _services(run: RunDir, asked: Sequence[Service]) -> tuple[Service, ...]:
 
 
 def _sync(run: RunDir, service: Service, cache: StatusCache, options: SyncOptions) -> dict[str, Any]:
-    """Send the metrics of one run to one tracker, and print the result. Raises UserError."""
+    """Send the metrics of a run to a tracker, and print the result. Raises UserError if the tracker cannot be used."""
     answer: dict[str, Any] = {
         "run": run.name, "run_dir": str(run.path), "tracker": service, "url": None, "points": 0, "problem": None,
     }  # fmt: skip

@@ -26,14 +26,14 @@ class CancelOptions(cli.RunsOptions):
 
 
 def cancel(options: CancelOptions) -> int:
-    """End the runs and record it; 1 if one of them may go on. Runs that have ended stay as they are."""
+    """End the runs and record that. Returns 1 if a run may still go on. Runs that had ended stay as they are."""
     if not options.run:
         raise UserError("no run is named: type hpc cancel NAME, or several names; hpc status lists them")
     runs = cli.find_runs(options.run, options.runs_dir)
     for run in runs:
         check_is_own(run)
     for group in filter(None, (cli.find_group(name, options.runs_dir) for name in options.run)):
-        (group / cli.CANCELLED_GROUP).touch()  # marked before the runs end: it starts others in their place
+        (group / cli.CANCELLED_GROUP).touch()  # first, because a group starts new runs in place of ended ones
     answers, problems = list[dict[str, str]](), list[str]()
     cache = StatusCache()
     for run in runs:
@@ -54,7 +54,7 @@ def cancel(options: CancelOptions) -> int:
 
 
 def _show(run: RunDir, before: str | None, *, final: bool) -> None:
-    """Print what was done; `before` is the state of a run that had ended."""
+    """Print what was done; `before` is the state of a run that had already ended, else None."""
     after = "for good" if final else f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
     end = f"is cancelled {after}" if before is None else f"had already ended: {before}"
     print(visible(f"run {run.name} {end}"))

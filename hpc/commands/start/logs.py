@@ -110,7 +110,7 @@ def reader_for(options: LogsOptions, run: RunDir) -> LogReader:
 
 
 def first_error(history: History) -> RankFailed | AttemptEnded | None:
-    """Return the first failure of a rank in a failed run's last attempt; None if no rank or run failed."""
+    """Return the first rank failure in a failed run's last attempt. None: the run has not failed, or no rank has."""
     last = history.last_attempt
     if last is None or last.cause is None or last.cause in FINAL_CAUSES or history.may_restart:
         return None

@@ -29,7 +29,7 @@ from jobs.staging.python_environment import DESCRIPTION, EnvironmentDescription,
 DIRECTORY = ".environments"
 _BUFFER_BYTES = 2**20
 _KEEP_SECONDS = 7 * 86400
-# A process that packs writes all the time: an older temporary file of another host belongs to a dead process.
+# A process that packs writes all the time. If another host's temporary file is older, its process is dead.
 _ABANDONED_SECONDS = 3600
 _LONGEST_SCRIPT = 2**20
 # For the shell the second line is a no-op; for Python it starts a string that ends after the third.
@@ -50,7 +50,7 @@ def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | 
 
     Args:
         environment: the environment to pack.
-        runs_dir: has the directory of the archives; archives that its unfinished runs need are kept.
+        runs_dir: the runs directory, which has the archives. Archives that its unfinished runs need are kept.
         watch: displays the progress if a new archive is made.
 
     Raises:
@@ -88,9 +88,9 @@ def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | 
 
 
 def _mark_used(archive: Path) -> bool:
-    """Record a use in the access time. Returns whether the archive exists.
+    """Record a use of the archive in its access time. Returns whether it exists.
 
-    The modification time stays: it is part of the name of the nodes' copies.
+    The modification time stays the same: it is part of the name of the nodes' copies.
     """
     try:
         os.utime(archive, ns=(time.time_ns(), archive.stat().st_mtime_ns))
@@ -100,7 +100,7 @@ def _mark_used(archive: Path) -> bool:
 
 
 def _make(environment: PythonEnvironment, archive: Path, progress: Progress) -> None:
-    """Pack under a temporary name, then link. If another process was faster, its archive stays."""
+    """Pack under a temporary name, then link to the final name. If another process was faster, its archive stays."""
     pid = os.getpid()
     temporary = archive.with_name(f".{archive.name}.{_host()}.{pid}.{start_time(pid)}.tmp")
     try:
@@ -160,7 +160,7 @@ def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
 
 
 def portable_script(script: bytes, prefix: Path) -> bytes:
-    """Return a console script that runs with the interpreter beside it. Pure.
+    """Return a console script changed to run with the interpreter in its own directory. Pure.
 
     A file whose first line does not name the environment's interpreter is returned unchanged.
     """

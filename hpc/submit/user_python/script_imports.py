@@ -24,7 +24,7 @@ def module_directories(root: Path, working_directory: str) -> list[Path]:
 
 
 def module_file(name: str, search: Sequence[Path]) -> Path | None:
-    """Return the file below some directories that `python -m NAME` would run; None if there is none."""
+    """Return the file that `python -m NAME` would run from the first directory in `search` that has it, or None."""
     *packages, last = name.split(".")
     for base in search:
         parent = base.joinpath(*packages)

@@ -1,8 +1,8 @@
-"""The checks of `--python` and `--container`, the user's own environment, before the queue. Runs on the login node.
+"""Checks the user's own environment (`--python`, `--container`) before the run is queued. Runs on the login node.
 
-torchrun and the ranks of a user's script run in this environment, the agents in that of `hpc`. Our modules that also
-run in it need only the standard library and torch: torchrun_main and the rendezvous that it loads, the rank wrapper,
-the preflight.
+torchrun and the ranks of a user's script run in this environment, the agents in that of `hpc`. Some of our modules also
+run in the user's: torchrun_main and the rendezvous that it loads, the rank wrapper, and the preflight. They need only
+the standard library and torch.
 """
 
 import json
@@ -34,7 +34,7 @@ print("\\n{_MARK}" + json.dumps([str(torch.__version__), torch.__file__]))
 
 
 def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool) -> None:
-    """Raise UserError for `--python` and `--container` with the trainer or with `--stage-env`."""
+    """Raise UserError if `--python` or `--container` is given for the trainer or together with `--stage-env`."""
     if value is None:
         return
     if trains:
@@ -53,9 +53,10 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
 def resolve(
     image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool
 ) -> tuple[str | None, str | None]:
-    """Return the absolute path of the image of `--container`, and the interpreter, in it or of `--python`, if given.
+    """Return the absolute path of the image of `--container`, and the interpreter that starts the ranks.
 
-    Raises UserError if torchrun and the ranks cannot run there.
+    The path is None if there is no image. The interpreter is None if there is neither an image nor `--python`. Raises
+    UserError if torchrun and the ranks cannot run with the interpreter.
     """
     if image is None:
         return None, check(python, setup, on_cluster=on_cluster) if python else None
@@ -67,8 +68,8 @@ def resolve(
 def check(given: Path, setup: Sequence[str], *, on_cluster: bool, seconds: float = _IMPORT_SECONDS) -> str:
     """Return the absolute path of an interpreter. Raises UserError if it cannot run torchrun and the ranks.
 
-    It is tried without the lines of `--setup`, which are for the nodes: if there are any, an environment that does not
-    import torch here only gets a warning.
+    It is tried without the lines of `--setup`, which are for the nodes. If there are any, and torch cannot be imported
+    here, only a warning is printed.
     """
     path = _executable(given)
     if on_cluster:
@@ -96,9 +97,9 @@ def _find_image(given: str, *, on_cluster: bool) -> Path:
 
 
 def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
-    """Check an interpreter in an image, like `check`. If only --setup provides Apptainer, on the nodes, check nothing.
+    """Check an interpreter in an image, like `check`. Raises UserError if torchrun and the ranks cannot run there.
 
-    Raises UserError.
+    If there is no Apptainer here, but --setup may provide it on the nodes, only print a warning.
     """
     flag, engine = f"--container is {image}", container.find_engine()
     if engine is None:
@@ -114,7 +115,7 @@ def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
 
 
 def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float) -> Path | None:
-    """Check the versions of an interpreter and its torch. Returns the file of torch, if it can be imported here."""
+    """Check the versions of an interpreter and its torch. Returns torch's file. None: torch may need --setup."""
     answers, problem = _ask(program, seconds)
     if not answers:
         raise UserError(f"{flag}, which does not run as a Python interpreter here ({problem})")
@@ -137,8 +138,8 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
 
 
 def _executable(given: Path) -> Path:
-    # A venv's interpreter is a link, and finds its environment relative to the link. Links to that place may be missing
-    # on other nodes.
+    # A venv's interpreter is a link, and finds its environment relative to the link: it is kept. Links to its directory
+    # are resolved, because they may be missing on other nodes.
     path = given.expanduser().absolute()
     path = path.parent.resolve() / path.name
     if path.is_dir():
@@ -152,7 +153,7 @@ def _executable(given: Path) -> Path:
 
 
 def _ask(program: Sequence[str], seconds: float) -> tuple[list[list[Any]], str]:
-    """Return what the interpreter reports of itself and its torch, and what stopped it."""
+    """Return what the interpreter reports (its version, then torch's version and file), and why a report is missing."""
     try:
         # The directory is /, because `-c` would first import from the current directory.
         done = subprocess.run(
