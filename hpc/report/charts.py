@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
+from hpc.report.colors import line_style
 from hpc.report.gather import RunRecord, labels_of
 from hpc.services.tracking.points import BOOKKEEPING
 
-SERIES = 8
-"""Number of line colors; further lines repeat them with other dashes."""
-DASHES = ("solid", "dashed", "dotted")
 SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
 """The divisors by degree of smoothing: `medium` averages over 1/40 of a line."""
 MOST_POINTS = 1000
@@ -73,7 +71,7 @@ class Series:
     name: str
     color: str
     dashes: str
-    """One of `DASHES`."""
+    """The dashes of `line_style`."""
     points: pd.DataFrame
     has_dots: bool = False
     """Whether each point gets a dot. Evaluations get dots, because they are few."""
@@ -128,11 +126,6 @@ def clock_for(records: Sequence[RunRecord], now: float) -> Clock:
     longest = max((one.ended(now) - one.began for one in records if one.began is not None), default=0.0)
     seconds, unit = next((each for each in _UNITS if longest >= 2 * each[0]), _UNITS[-1])
     return Clock(unit=unit, unit_seconds=seconds)
-
-
-def line_style(number: int) -> tuple[str, str]:
-    """Return the color and the dashes of a line by its number: no pair repeats before all are used."""
-    return f"s{number % SERIES + 1}", DASHES[number // SERIES % len(DASHES)]
 
 
 def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 
 from hpc.report import formats
-from hpc.report.charts import line_style
+from hpc.report.colors import line_style
 from hpc.report.command import flat_settings, settings_with_defaults, shell_text, submit_command
 from hpc.report.formats import known
 from hpc.report.gather import RunRecord, labels_of

@@ -30,17 +30,12 @@ from bokeh.plotting import figure
 from bokeh.resources import Resources
 
 from hpc.report.charts import MOST_POINTS, Axis, Chart, Clock, Series, axes_of, charts_of, clock_for, extremes
+from hpc.report.colors import COLORS
 from hpc.report.formats import cause as cause_text
 from hpc.report.formats import duration, known, number, plural
 from hpc.report.gather import RunRecord
 from hpc.run.causes import Cause
 
-COLORS = {
-    "s1": "#1d5fd1", "s2": "#c2500a", "s3": "#14804a", "s4": "#8a3ffc", "s5": "#b8256e", "s6": "#0b7285",
-    "s7": "#7a5c00", "s8": "#55606e", "failure": "#c62828", "outside": "#b58100", "queue": "#7048a8",
-    "soft": "#55606e", "rule": "#c3cad4", "shade": "#c9d2de",
-}  # fmt: skip
-"""Colors of lines, periods and the frame; the style sheet has them as variables."""
 DEFAULT_SMOOTHING = "medium"
 MOST_FIGURES = 40
 # The largest number of points of all lines together.

@@ -15,8 +15,9 @@ from markupsafe import Markup
 
 from hpc.report import formats
 from hpc.report.charts import SMOOTHINGS, Axis, Chart
+from hpc.report.colors import COLORS
 from hpc.report.formats import FILTERS, UNKNOWN, known
-from hpc.report.plots import COLORS, DEFAULT_SMOOTHING, Plots, bokeh_script, plots_by
+from hpc.report.plots import DEFAULT_SMOOTHING, Plots, bokeh_script, plots_by
 
 Column = tuple[str, Any, str]
 """The title of a column, its key in the rows, and the kind of its cells."""

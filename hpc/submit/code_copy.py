@@ -21,7 +21,7 @@ from typing import Protocol
 from hpc.base import git
 from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir
-from hpc.submit.user_python.script_imports import imported_files, module_directories, module_file
+from hpc.submit.script_imports import imported_files, module_directories, module_file
 
 _PACKAGES = ("hpc", "jobs", "training")
 

@@ -51,7 +51,7 @@ class Failure:
     """The last step that any rank had done; None of a user's script, whose steps are not known."""
     detail: str
     signature: str | None = None
-    """By which the same failure is known (hpc.run.causes)."""
+    """By which the same failure is known (hpc.run.budget)."""
     rank: int | None = None
     node: str | None = None
 

@@ -40,7 +40,7 @@ class Attempt:
     cause: str | None = None
     detail: str | None = None
     signature: str | None = None
-    """The signature of the failure that ended the attempt (hpc.run.causes)."""
+    """The signature of the failure that ended the attempt (hpc.run.budget)."""
     resumed: float | None = None
     """Time at which the user resumed the run after this attempt."""
 

@@ -284,7 +284,7 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
     noticed_at: Time | None = None
     round: Int | None = None
     signature: str | None = None
-    """The text by which the same failure is recognized (hpc.run.causes)."""
+    """The text by which the same failure is recognized (hpc.run.budget)."""
     pause_seconds: Number = 0.0
     """Seconds until the ranks start again."""
 

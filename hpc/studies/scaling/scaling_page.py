@@ -6,7 +6,8 @@ from typing import Any
 
 import pandas as pd
 
-from hpc.report.charts import LOOKS, Axis, Chart, Look, Series, line_style
+from hpc.report.charts import LOOKS, Axis, Chart, Look, Series
+from hpc.report.colors import line_style
 from hpc.report.rendering import GroupPage
 from hpc.studies.scaling.measures import Curve, Measures
 from hpc.studies.scaling.scaling_dir import ScalingSpec, Size
