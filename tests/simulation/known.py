@@ -26,6 +26,12 @@ KNOWN = {
     "the head node dies between the last step and the record of the end": _plan(
         Fault(at=36.2, kind="kill-host", host="gpu01"), has_supervisor=False
     ),
+    # The same: the other agents only said that they could not reach the head node's.
+    "the head node dies before the others have reached it": _plan(Fault(at=1.0, kind="kill-host", host="gpu01")),
+    # The other agents deleted their snapshots, because the job was ending.
+    "the job is requeued while its head node is dead": _plan(
+        Fault(at=20.0, kind="kill-host", host="gpu01"), Fault(at=22.0, kind="requeue")
+    ),
     # A job that started while its storage failed was over at once, and the run with it.
     "the storage fails while the agents start": _plan(
         Fault(at=0.8, kind="storage-fails", host="gpu01", seconds=40.0), nodes="1"
