@@ -114,13 +114,13 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
 
 
 def _print_error(error: TorchrelayError) -> None:
-    """Print one line: an error of a loader worker has its traceback first, and the message at the end."""
+    """Print the last line of an error: a loader worker's error begins with a traceback and ends with the message."""
     line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def _flush_output() -> None:
-    """Flush stdout, or discard what a full disk does not take: it would change the exit code."""
+    """Flush stdout. Discard what a full disk does not take, because an error at exit would change the exit code."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -128,7 +128,7 @@ def _flush_output() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without Python's shutdown, which would take torch apart for a second of the grace period."""
+    """End this process without Python's shutdown, which would spend a second of the grace period on freeing torch."""
     sys.stderr.flush()
     os._exit(code)
 

@@ -200,7 +200,7 @@ class Meter:
         self.trainer.stepper.step(batch, self.trainer.loss_meter)
 
     def _milliseconds(self, work: Callable[[], Any]) -> float:
-        """Measure the milliseconds of one repetition on the slowest rank: the mean of as many as fit into the seconds.
+        """Return the milliseconds of a repetition on the slowest rank: the mean of as many as fit into a measurement.
 
         The first repetition does not count, because it builds what later ones reuse.
         """

@@ -49,7 +49,7 @@ def load_initial_weights(context: RunContext, state: TrainState, group: ProcessG
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file, by the names of the model's own code. Runs no pickled code.
+    """Return the tensors in a file by the names that they have in the model's code. Run no pickled code.
 
     Raises:
         UserError: the file cannot be read, or holds something else.
@@ -73,10 +73,10 @@ def _own_name(name: str) -> str:
 
 
 def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors that fit a model, and the layers of its head without fitting ones, which stay random.
+    """Return the tensors that fit a model, and the layers of its head that have no fitting tensors and stay random.
 
     Raises:
-        UserError: other layers have no fitting ones.
+        UserError: a layer outside the head has no fitting tensors.
     """
     own, head = model.state_dict(), head_name(model)
     fits = [name for name, value in own.items() if name in found and found[name].shape == value.shape]

@@ -78,11 +78,11 @@ class Restorer:
         return found
 
     def is_sharded_snapshot(self, candidate: Candidate) -> bool:
-        """Return whether each rank has its shards of the state in its own place."""
+        """Return whether a state is a snapshot of which each rank has its shards in its own directory."""
         return self.state.sharded and not candidate.durable
 
     def load(self, candidate: Candidate) -> bool:
-        """Load a state on all ranks, or discard it if it is not usable."""
+        """Load a state on all ranks and return True. If it is not usable, discard it and return False."""
         path, directory = candidate.path, snapshot_directory(self.context, self.group)
         if self.is_sharded_snapshot(candidate) and directory:
             path = checkpoint_path(directory, candidate.step)
@@ -115,7 +115,7 @@ class Restorer:
         return tensors
 
     def examine(self, candidate: Candidate, path: Path) -> tuple[bytes, dict[str, Tensor], str]:
-        """Return the values and the tensors of a state, on the rank whose candidate it is, or why it is not usable."""
+        """Return a state's values and tensors (empty unless this rank offers it), and why it is not usable, or `""`."""
         is_own, text, tensors = candidate.rank == self.group.rank, b"", dict[str, Tensor]()
         try:
             if self.state.sharded:
@@ -138,7 +138,7 @@ class Restorer:
         return text, tensors, problem
 
     def discard(self, candidate: Candidate, path: Path, reason: str) -> None:
-        """Warn, and see to it that no attempt tries this state again."""
+        """Warn, and reject or remove a state so that no attempt tries it again."""
         self.logger.console.warn(f"{candidate.source} {path} is not used: {reason}")
         self.logger.event(CheckpointRejected(path=str(path), reason=reason))
         if candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate):
@@ -146,7 +146,7 @@ class Restorer:
 
 
 def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
-    """Return which step of which attempt a snapshot is of; the attempt is -1 if it is unreadable."""
+    """Return the step and the attempt of a snapshot; the attempt is -1 if it cannot be read."""
     try:
         return candidate.step, json.loads((candidate.path / STATE_VALUES).read_bytes())["attempt"]
     except (OSError, ValueError, KeyError):
@@ -154,7 +154,7 @@ def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
 
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[bytes, dict[str, Tensor]]:
-    """Return the values of an intact state, and its tensors. Shards are put together.
+    """Return the values of an intact state and, `with_tensors`, its full tensors, put together from shards.
 
     Raises:
         UserError: another version of the trainer made it.

@@ -1,8 +1,8 @@
-"""States in shards (`--strategy fsdp`): a rank saves its shards, and loads its own from those of any number of ranks.
+"""Saves and loads states in shards (`--strategy fsdp`). A rank can load its shards from files of any number of ranks.
 
-Runs on every rank. The files are safetensors in the form of torch's distributed checkpoints (DCP): each says where in
-the full tensors its own begin. DCP reads them. We write them ourselves: DCP's writer would first
-negotiate which rank writes what, though that is fixed here, and make another copy.
+Runs on every rank. The files are safetensors in the form of torch's distributed checkpoints (DCP): each says where its
+shards begin in the full tensors. DCP reads them. We write them ourselves: DCP's writer would first negotiate which rank
+writes what, though that is fixed here, and make another copy.
 """
 
 import json
@@ -63,7 +63,7 @@ class ShardLayout:
 
 
 def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
-    """Return what this rank holds of sharded tensors, on its device, and where in the full ones that begins."""
+    """Return what this rank holds of the tensors, on its device, and where its shards begin in the full tensors."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, and DDP does without
 
     sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
@@ -86,7 +86,7 @@ def _local(tensor: Any) -> Tensor:
 def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
     """Read the tensors of a state as this rank holds them, from the file that the same rank wrote.
 
-    The world size must be the same as then.
+    The world size must be the same as when the file was written.
     """
     saved = load_file(directory / shard_file(group))
     allocate = state.allocator(lambda tensor: _local(tensor).shape)
@@ -102,14 +102,17 @@ def read_shards(directory: Path, state: TrainState) -> dict[str, Tensor]:
 
 
 def read_full(directory: Path) -> dict[str, Tensor]:
-    """Read the full tensors of a state into the host's memory; those of one file are mapped, and read when used."""
+    """Read the full tensors of a state into the host's memory.
+
+    A single file is mapped, and read when used.
+    """
     if (directory / STATE_TENSORS).exists():
         return load_file(directory / STATE_TENSORS)
     return _load(directory, lambda _name, like: torch.empty_like(like, device="cpu"))
 
 
 def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Load into the memory that `allocate` finds for a name and a tensor of the saved shape and type."""
+    """Load tensors into the memory that `allocate` finds for a name and a tensor of the saved shape and type."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # as above
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
 
@@ -168,7 +171,7 @@ def _write_on_all_ranks(group: ProcessGroup, write_files: WriteFiles, temporary:
 
 
 def _write_own(group: ProcessGroup, write_files: WriteFiles, temporary: Path) -> tuple[dict[str, Any], str]:
-    """Write this rank's shards durably; return the manifest's entry for them, and what went wrong."""
+    """Write this rank's shards durably; return the manifest's entry for them, and what went wrong, or `""`."""
     name = shard_file(group)
     try:
         write_files(temporary)

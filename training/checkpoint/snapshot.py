@@ -27,14 +27,14 @@ from training.relay.checkpoint_files import (
 
 
 def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], None] | None = None) -> int | None:
-    """Save the newest snapshot of a node as a checkpoint of the run, unless there is a checkpoint as new.
+    """Save the newest usable snapshot of a node as a checkpoint of the run, unless a checkpoint is at least as new.
 
     Deletes no older checkpoint. Call it when no rank writes any more. Agents of several nodes may call it at once.
     `check` raises if the checkpoint may not be published. Returns the step of the snapshot that was saved; None if
     there was nothing to save.
 
     Raises:
-        OSError: the snapshot cannot be read, or the checkpoint not be written, and nothing is left of it.
+        OSError: the snapshot cannot be read, or the checkpoint cannot be written, and no part of it remains.
     """
     saved = list_checkpoints(run.checkpoints)
     newest = step_of(saved[0]) if saved else 0
@@ -65,10 +65,10 @@ def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
-    """Return what a state refers to that the run directory lacks: metrics, validation or best model; empty: nothing.
+    """Say which results of a state the run directory lacks: metrics, validation or best model; empty if it has all.
 
-    The snapshot of another node may be newer than the last metrics that rank 0 wrote before it was lost. Resuming from
-    it would leave a gap in the metrics.
+    If rank 0's node is lost, the snapshot of another node may be newer than the last metrics that rank 0 wrote.
+    Resuming from that snapshot would leave a gap in the metrics.
     """
     progress = values["progress"]
     last = last_json_line(run.train_metrics)
@@ -108,7 +108,7 @@ def missing_space(directory: Path, size_bytes: int) -> str:
 
 
 def remove_others(directory: Path, keep: Collection[str]) -> None:
-    """Remove all snapshots but those of these names: no rank of this attempt on this node can use them."""
+    """Remove all snapshots whose names are not in `keep`: no rank of this attempt on this node can use those."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name not in keep:
             remove_published(path)

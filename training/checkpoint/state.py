@@ -1,8 +1,8 @@
 """The state of a training: everything that must survive an interruption, in one place. Runs on every rank.
 
 Each part registers with TrainState under a name, and has `state_dict` and `load_state_dict`. A state is saved as the
-tensors of all parts by `part/key` (safetensors), and all else by part (JSON): no pickles. Random numbers are counted
-(`training.runtime.counter_rng`), so there are no generators to save.
+tensors of all parts by `part/key` (safetensors), and all else by part (JSON): no pickles. Random numbers are computed
+from counters (`training.runtime.counter_rng`), so there are no generators to save.
 """
 
 from collections.abc import Callable, Mapping
@@ -62,7 +62,7 @@ class TrainState:
         self.register("progress", self.progress)
 
     def register(self, name: str, part: _Part) -> _Part:
-        """Save and restore this part too.
+        """Save and restore this part too. Return the part.
 
         Its state dict maps names to tensors, which the training may go on changing, or to what JSON holds. All ranks
         call `state_dict` at the same step, so it may communicate.
@@ -71,7 +71,7 @@ class TrainState:
         return part
 
     def state_dict(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the tensors of all parts, on their devices, and all else. All ranks must call this.
+        """Return the tensors of all parts, on their devices, and all other values. All ranks must call this.
 
         Raises:
             SharedError: there are more unreadable images than are allowed.
@@ -89,8 +89,8 @@ class TrainState:
     ) -> Callable[[str, Tensor], Tensor]:
         """Return a function that finds memory for a saved tensor, given its name and any tensor of its type and shape.
 
-        Models' tensors get those of this state, the optimizer's new memory on the device, all others new memory of the
-        host. `shape_of` is the shape in which a tensor of this state is saved.
+        A model's tensors go into those of this state, an optimizer's into new memory on the device, and all others into
+        new memory of the host. `shape_of` returns the shape in which a tensor of this state is saved.
         """
         models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
         own: dict[str, Tensor] = {
@@ -100,7 +100,7 @@ class TrainState:
 
         def allocate(name: str, like: Tensor) -> Tensor:
             part, _, key = name.partition("/")
-            # What does not fit is for `load_state_dict` to refuse.
+            # `load_state_dict` refuses what does not fit.
             if name in own and like.shape == shape_of(own[name]):
                 return own[name]
             parameter = parameters[int(key.split("/")[0])] if part == "optimizer" else None
@@ -112,7 +112,7 @@ class TrainState:
         return allocate
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore a saved state, which belongs to this run (`check_compatible`), in memory of the `allocator`."""
+        """Restore a state of this run (`check_compatible`), whose tensors are in memory of the `allocator`."""
         for name, part in self._parts.items():
             prefix = f"{name}/"
             saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -124,7 +124,7 @@ class TrainState:
         """Check that the values of a saved state belong to this run.
 
         Raises:
-            UserError: a flag that it depends on has changed, the data are others, or another version made it.
+            UserError: a flag that the state depends on has changed, the data has, or another version made the state.
         """
         saved = values.get("identity", {})
         if missing := sorted((self._parts.keys() - values.keys()) | (self.identity.keys() - saved.keys())):
@@ -147,7 +147,7 @@ class TrainState:
 
 
 class _ScalerState:
-    """Saves a loss scale as tensors on the device: GradScaler's own `state_dict` waits for it.
+    """Saves a loss scale as tensors on the device: GradScaler's own `state_dict` waits for the device.
 
     The state is empty without `--amp fp16`.
     """
@@ -210,6 +210,6 @@ class _OptimizerState:
 
 
 def identity(config: TrainConfig, data: Data) -> dict[str, Any]:
-    """Return the settings and the data that a state belongs to, wherever the data lie."""
+    """Return the settings that a state depends on, and what identifies its data, whatever path that has."""
     counts = {"train_samples": len(data.train), "classes": len(data.classes), "fingerprint": data.fingerprint}
     return {name: getattr(config, name) for name in IDENTIFYING} | counts

@@ -1,8 +1,8 @@
 """Writes states while the training goes on: durable checkpoints, and snapshots in a node's memory. Runs on every rank.
 
 A StateWriter captures the state and starts a copy of it to the host's memory; a thread writes the copy to a
-destination. Rank 0 writes checkpoints, and the first rank of each node that node's snapshots. Of a sharded state every
-rank writes its shards.
+destination. Rank 0 writes checkpoints, and the first rank of each node that node's snapshots. If the state is sharded,
+every rank writes its shards.
 
 A copy from a GPU runs on its own CUDA stream. Before the state changes again, the GPU waits for the copy
 (`TrainState.wait_for_copies`); the thread that trains does not.
@@ -45,8 +45,8 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
     Batch statistics differ by rank. A copy of rank 0's is saved, because the next forward pass changes them.
 
     Returns:
-        The tensors, or this rank's shards of them, on the device; only the loss and batch statistics are copies. All
-        else, as JSON holds it.
+        The tensors, or this rank's shards of them, on the device; only the loss and batch statistics are copies. Then
+        all other values, as JSON holds them, and the layout of the shards.
 
     Raises:
         SharedError: there are more unreadable images than are allowed.
@@ -63,7 +63,9 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
 
 
 def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Allocate host memory for tensors like these, by name; pinned for a GPU's, which copies to it at full speed.
+    """Allocate host memory for tensors like these, by name.
+
+    For a GPU's it is pinned, so that the GPU copies fast.
 
     The memory comes in few blocks: torch rounds each piece of pinned memory up to a power of two.
     """
@@ -106,7 +108,7 @@ class HostCopy:
         return bool(self._tensors)
 
     def start(self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout) -> DeviceCopy | None:
-        """Start to copy a captured state. The copy before must have been written.
+        """Start to copy a captured state. The previous copy must have been written.
 
         Returns what the device must wait for before it changes the state; None: the copy is complete.
         """
@@ -130,11 +132,11 @@ class HostCopy:
 
     @property
     def is_finite(self) -> bool:
-        """Return whether the loss in the copy, which is complete, is finite."""
+        """Return whether the loss in the copy is finite. The copy must be complete."""
         return math.isfinite(float(self._tensors[LOSS]))
 
     def write(self, directory: Path, *, replicated: bool = True) -> None:
-        """Write the files of the copy, which is complete; what all ranks hold only if `replicated`.
+        """Write the files of the copy, which must be complete. Write what all ranks hold only if `replicated`.
 
         Raises:
             OSError: the disk is full, for example.
@@ -183,7 +185,7 @@ class CheckpointDestination:
         self._save(self._directory, step, write_files, self._keep, check=self._logger.check_is_newest)
 
     def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
-        """Record the event; warn of a failure."""
+        """Record that the checkpoint was saved, or that it failed; warn of a failure."""
         if error is None:
             self._logger.event(
                 CheckpointSaved(step=step, seconds=seconds["seconds"], copy_seconds=seconds["copy_seconds"])
@@ -196,7 +198,7 @@ class CheckpointDestination:
 
 
 class SnapshotDestination:
-    """Writes snapshots to a node's memory. Where they cannot be written, the training goes on without."""
+    """Writes snapshots to a node's memory. If they cannot be written, the training goes on without them."""
 
     def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
         self.directory = snapshot_directory(context, group)
@@ -212,7 +214,7 @@ class SnapshotDestination:
         self._warned = False
 
     def prepare(self, size_bytes: int) -> bool:
-        """Return whether this rank writes, and the node's memory has space."""
+        """Return whether this rank writes snapshots and the node's memory has space. Warn if it has none."""
         if not self.directory:
             return False
         try:
@@ -283,13 +285,16 @@ class StateWriter:
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
-        """Start the interval again, with this step as saved; with `due`, an interval in seconds is over at once."""
+        """Restart the interval, as if this step were saved.
+
+        With `due`, it is not, and an interval in seconds is over.
+        """
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
 
     @property
     def cost_seconds(self) -> float:
-        """Return the seconds that the last save took from the training; of a GPU's, those that are known so far."""
+        """Return the seconds that the last save took from the training. A GPU's wait is 0 until it is known."""
         waited = self._device_copy.stall_seconds if self._device_copy else 0.0
         return self._stall_seconds + self._thread_seconds + waited
 
@@ -299,7 +304,10 @@ class StateWriter:
         return self._state.progress.step == self._saved_step
 
     def due_by_time(self) -> bool:
-        """Return whether the interval has passed on this rank's clock. Clocks differ: the ranks must agree on one."""
+        """Return whether the interval has passed on this rank's clock.
+
+        Clocks differ, so only one rank's answer may count.
+        """
         interval = self._destination.interval
         if interval.seconds is None:
             return False
@@ -312,7 +320,7 @@ class StateWriter:
         return steps is not None and self._state.progress.step % steps == 0
 
     def due_within(self, boundaries: int) -> bool:
-        """Return whether to request a save now: the last one is written, and one is due so many boundaries from now.
+        """Return whether to request a save now: the last one is written, and another is due in `boundaries` boundaries.
 
         The ranks will have agreed on the request by then.
         """
@@ -326,8 +334,8 @@ class StateWriter:
     def save(self) -> float:
         """Start to save the state, unless it `is_saved`. All ranks must call this.
 
-        While the last state is still being written, a destination with `skips_while_busy` gets none. Returns the
-        seconds that the training waited for the copy.
+        A destination with `skips_while_busy` gets no state while the last one is being written. Returns the seconds
+        that the training waited for the copy.
 
         Raises:
             SharedError: there are more unreadable images than are allowed.

@@ -1,4 +1,7 @@
-"""The unreadable images of the training set: each rank meets some, all ranks must know all. Runs on every rank."""
+"""Shares the training set's unreadable images: each rank meets some, and all ranks must know all.
+
+Runs on every rank.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -48,7 +51,7 @@ class CorruptImages:
         check_corrupt_limit(self._source, self.indices, self._limit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Share, and return the indices. All ranks must call this."""
+        """Share the images, and return the indices of all. All ranks must call this."""
         self.share()
         return {"indices": list(self.indices)}
 

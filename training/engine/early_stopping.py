@@ -1,4 +1,4 @@
-"""Ends a training before its last epoch if it does not improve, or --max-hours are over. Runs on every rank."""
+"""Ends a training before its last epoch if it does not improve, or if --max-hours have passed. Runs on every rank."""
 
 import math
 import time
@@ -39,7 +39,7 @@ class EarlyStopping:
         return self.spent_seconds >= self._limit_seconds
 
     def reason(self, progress: Progress, group: ProcessGroup) -> str | None:
-        """Return why no step follows; None if one does. All ranks must call this."""
+        """Return why the training must end now; None if it goes on. All ranks must call this."""
         if out_of_patience(self._config, progress):
             return PATIENCE
         return MAX_HOURS if group.all_gather_json(self.out_of_time)[0] else None

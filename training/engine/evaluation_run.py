@@ -1,6 +1,6 @@
-"""The ranks' part of `hpc evaluate`: one evaluation, from opening the model and the data to `final/`. Every rank.
+"""Runs the evaluation of `hpc evaluate` on every rank, from opening the model and the data to writing `final/`.
 
-An interrupted evaluation starts from its first image: it changes nothing before its end.
+An interrupted evaluation starts again from its first image, because it writes its result only at the end.
 """
 
 import time
@@ -38,7 +38,7 @@ class EvaluationRun:
         """Open the model and the data.
 
         Raises:
-            SharedError: on every rank, if they cannot be read on some rank, or do not fit together.
+            SharedError: on every rank, if some rank cannot read the model or the data, or they do not fit together.
         """
         self._context, self._group, self._task = context, group, task
         console = Console(enabled=group.is_rank_zero)
@@ -95,7 +95,7 @@ class EvaluationRun:
         )
 
     def _before_batch(self) -> None:
-        """Act between two batches, so that a request to stop does not wait for the end."""
+        """Exchange flags between two batches, so that a request to stop need not wait for the end of the evaluation."""
         self._context.heartbeat.beat("evaluate", self._batches)
         self._stop_consensus.exchange(StepFlags(signal=signals.received()))
         self._context.fault.inject("evaluate", self._batches, self._group.rank)
@@ -104,7 +104,7 @@ class EvaluationRun:
         self._batches += 1
 
     def _write(self, result: Evaluation) -> None:
-        """Write `final/`, without weights: those are the other run's."""
+        """Write `final/` without weights, because those belong to another run."""
         self._context.heartbeat.beat("end")
         classes = self._model.card.classes
         numbers = {
@@ -131,10 +131,10 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
     """Open the data, prepared as `card` says, and choose the part to evaluate on.
 
     Raises:
-        SharedError: on every rank, if some rank cannot read them.
+        SharedError: on every rank, if some rank cannot read the data.
     """
     given = context.config
-    # Nothing is augmented: all other flags of the training concern its steps.
+    # An evaluation augments nothing and makes no steps, so it needs no other flag of the training.
     config = TrainConfig(data=given.data, seed=given.seed, val_split=given.val_split)
     with group.raise_on_all_ranks():
         layout = check_data(resolve_data(config.data))
@@ -147,10 +147,10 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
 
 
 def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
-    """Return the images as the model takes them, with the labels of its classes.
+    """Return the images, prepared for the model and labelled with the numbers of its classes.
 
     Raises:
-        UserError: they have another size or other channels, or classes that the model does not know.
+        UserError: the images have another size or other channels, or classes that the model does not know.
     """
     card = model.card
     channels, height, width = shape = (data.channels, *data.shape)
@@ -169,9 +169,9 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
 
 
 def labels_of_model(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
-    """Translate labels (int64 [n]) of `classes` into those of the model's classes of the same names, `known`.
+    """Translate labels (int64 [n]) for `classes` into labels for `known`, the model's classes, by the classes' names.
 
-    IDX files have numbers instead of names: a label is then the class of that number, if both have as many classes.
+    IDX files have numbers instead of names. A label then means the class of that number, if the model has equally many.
 
     Raises:
         UserError: the model does not know a class.

@@ -15,7 +15,7 @@ _NEVER, _LARGEST_BYTES = 2**31 - 1, 32 * 2**20
 
 
 def keep_freed_memory() -> None:
-    """Let glibc, if it is the C library, reuse the process's memory for tensors of up to 32 MiB."""
+    """Let glibc keep freed memory and reuse it for tensors of up to 32 MiB. Do nothing with another C library."""
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)

@@ -23,8 +23,8 @@ from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 
-# What holds DDP lives until the process ends without destructors: DDP's destructor holds Python's lock while it joins a
-# gloo thread, which may wait for that lock. With torch 2.11, a rank that had stopped hung so once in ten times.
+# Objects that hold DDP live until the process ends, which runs no destructors: DDP's destructor holds Python's lock
+# while it joins a gloo thread, which may wait for that lock. With torch 2.11, one in ten stopped ranks hung there.
 _ALIVE: list[EvaluationRun | Trainer] = []
 
 

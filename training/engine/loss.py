@@ -11,7 +11,10 @@ _SHOWN = 0.2
 
 
 class Loss:
-    """The loss of logits and targets. No image's weight depends on the batch, so ranks need not agree on any."""
+    """Computes the loss of logits and targets.
+
+    An image's weight does not depend on its batch, so ranks need not agree on it.
+    """
 
     def __init__(self, config: TrainConfig, labels: Tensor, classes: int, device: torch.device) -> None:
         """Prepare the loss for a training set with these labels (int64 [n])."""
@@ -19,10 +22,10 @@ class Loss:
         self._weights = balanced_weights(labels, classes).to(device) if config.class_weights == "balanced" else None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Sum the losses of images: logits [n, classes] and labels [n], or shares of mixed images [n, classes].
+        """Return the sum of the images' losses. The targets are labels [n], or the shares of mixed images [n, classes].
 
-        Binary cross entropy: Wightman, Touvron and Jegou, "ResNet strikes back" (2021). Each class of a mixed image is
-        a full target; the loss of an image is the mean over the classes.
+        The binary cross entropy is that of Wightman, Touvron and Jegou, "ResNet strikes back" (2021): each class that a
+        mixed image shows is a full target, and the loss of an image is the mean over all classes.
         """
         if not self._binary:
             return functional.cross_entropy(
@@ -35,7 +38,7 @@ class Loss:
 
 
 def balanced_weights(labels: Tensor, classes: int) -> Tensor:
-    """Return float [classes]: n / (k * n of the class) for n images of k classes; 0 for a class without images.
+    """Return each class's weight, float [classes]: n / (k * its images) for n images of k classes; 0 if it has none.
 
     Their mean over the images is 1, so the loss and the learning rate keep their scale. King and Zeng, "Logistic
     regression in rare events data" (2001).

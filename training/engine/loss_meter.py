@@ -1,4 +1,4 @@
-"""Loss, accuracy, images and time since the last line of metrics. Runs on every rank.
+"""Measures loss, accuracy, images and time since the last line of metrics. Runs on every rank.
 
 Sums stay on the device. The host reads those of a logged step while the device computes the next step, so the device
 never has to idle.
@@ -71,7 +71,7 @@ class Totals:
 
 
 class LossMeter:
-    """Sums since the last line of metrics, and the time.
+    """Sums losses, correct predictions, images and training time since the last line of metrics.
 
     Losses and correct predictions count this rank's images; images and steps count all ranks'. The losses are float32
     numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither on the number of ranks
@@ -92,12 +92,12 @@ class LossMeter:
         self._earlier_seconds = 0.0
 
     def begin_step(self) -> None:
-        """Begin a step. The clock starts with the first one: the start of a process is not training time."""
+        """Start the clock if this is the first step: the start of a process is not training time."""
         if self._started is None:
             self._started = time.monotonic()
 
     def add_wait(self, seconds: float) -> None:
-        """Count time that this rank has waited for a batch; the wait for the first batch precedes the clock."""
+        """Count time that this rank has waited for a batch. Until the clock has started, that does not count."""
         if self._started is not None:
             self._waited += seconds
 
@@ -114,7 +114,7 @@ class LossMeter:
         self._finite_steps += torch.isfinite(self.loss)
 
     def totals(self, step: int) -> Totals:
-        """Return all ranks' sums after step `step`. All ranks must call this; no host waits for a device."""
+        """Return all ranks' sums after step `step`. All ranks must call this; the host does not wait for it."""
         waited = torch.full_like(self.loss, self._waited / max(self._seconds, 1e-9))
         # Use one all-reduce for all sums: each one waits for all ranks.
         sums = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct, waited]))
@@ -150,14 +150,17 @@ class LossMeter:
         """Reset the sums, after a line of metrics."""
         self._earlier_seconds = self.train_seconds
         self._started, self._waited = time.monotonic(), 0.0
-        # A loss that is not finite stays so, and no state from here on is saved.
+        # Times 0, a loss that is not finite stays so. Then no state is saved from here on.
         self.loss.mul_(0)
         self.correct.zero_()
         self.images = self._timed_images = self._steps = 0
         self._finite_steps.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all ranks' sums, on the device, and counts. All ranks must call this; no host waits for it."""
+        """Return all ranks' sums, on the device, and the counts.
+
+        All ranks must call this; the host does not wait for it.
+        """
         loss, correct = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct]))
         sums = {"loss": loss.clone(), "correct": correct.clone()}
         return {**sums, "images": self.images, "train_seconds": self.train_seconds}

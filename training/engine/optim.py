@@ -51,7 +51,9 @@ OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """Make an optimizer of the parameters that require gradients; on CUDA it is fused: one kernel instead of many.
+    """Make an optimizer of the parameters that require gradients.
+
+    On CUDA it is fused if possible (fewer kernels).
 
     Parameters without decay always have their own groups, so --decay-norm-and-bias may change during a run. A group's
     `lr_scale` is its share of the learning rate (`set_learning_rate`); the first group has 1.
@@ -75,7 +77,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Name the parameters with weight decay: the weights of linear layers, convolutions and attention.
+    """Return the names of the parameters with weight decay: the weights of linear layers, convolutions and attention.
 
     Biases, norms, embeddings, tokens, scales and biases of positions have none, whatever their shape.
     """
@@ -90,7 +92,7 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return each parameter's share of the learning rate, by name: a factor `decay` for each block after it.
+    """Return each parameter's share of the learning rate, by name: 1, times `decay` for each block after its own.
 
     Clark et al., "ELECTRA" (2020); Bao et al., "BEiT" (2021), with these layers for vision transformers: the
     embeddings, the blocks, the head.

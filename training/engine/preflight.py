@@ -1,7 +1,8 @@
 """Checks that each device computes correctly and that all ranks communicate. Runs on every rank, before a training.
 
 `python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script. It runs
-in the user's environment (--python), so all that it imports is the standard library, torch, and ours that do the same.
+in the user's environment (--python), so it imports only the standard library, torch, and modules of ours that do so
+too.
 """
 
 import faulthandler
@@ -40,7 +41,7 @@ _MEGABYTES = {"cpu": 2, "cuda": 64}
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """The result of the preflight. Ranks have the same, except for what they measure: the bandwidth and the time."""
+    """The result of the preflight. It is the same on all ranks, except for what each measures: bandwidth and time."""
 
     world_size: int
     device: str
@@ -57,7 +58,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
 
     Raises:
         BadNodeError: this rank's device or network returned wrong results.
-        TorchrelayError: another rank's device or network did.
+        TorchrelayError: the device or network of another rank did.
     """
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
@@ -104,7 +105,7 @@ def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, i
     """List the products that a device must compute: side and dtype of the matrices, and the periods of their numbers.
 
     All partial sums are whole numbers that the dtype holds, so a product is exact in any order of summation, also with
-    TF32: over the product of the periods, which have no common factor, the terms add up to 0.
+    TF32. The sums stay small: the periods have no common factor, so over their product the terms add up to 0.
     """
     small = (256, torch.float32, (17, 13))
     if device.type == "cpu":
@@ -119,8 +120,8 @@ def count_wrong(
 ) -> int:
     """Count the elements that a device gets wrong in a product of two square matrices of small whole numbers.
 
-    The rows on the left and the columns on the right repeat, and with them the product: so the CPU computes a small
-    part of it, however large the matrices are.
+    The rows of the left matrix and the columns of the right one repeat, and so does their product. So the CPU computes
+    only a small part of it, however large the matrices are.
     """
     left_period, right_period = periods
     numbers = torch.arange(side)
@@ -134,7 +135,7 @@ def count_wrong(
 
 
 def wrong_in_convolution(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Count the wrong elements of a convolution and of the gradients of its input and weights; and all elements.
+    """Count the wrong elements, and all elements, of a convolution and the gradients of its input and weights.
 
     All numbers are -1, 0 or 1, and no sum has more than 256 terms: so each partial sum is a whole number that bfloat16
     holds, and the result is exact in any order. A stride of 2 rules out Winograd's algorithm, which is not exact.
@@ -156,7 +157,7 @@ def _convolve(images: Tensor, weights: Tensor, gradient: Tensor) -> list[Tensor]
 
 
 def wrong_in_attention(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Count the wrong elements of an attention and of the gradient of its values; and all elements.
+    """Count the wrong elements, and all elements, of an attention and the gradient of its values.
 
     All keys are the same, so each query gets the mean of the values: multiples of 1/64, exact in any order.
     """

@@ -33,7 +33,7 @@ _COPY_BYTES = 2**28
 
 
 def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Arrange all pairs of nodes in rounds in which no node is in two pairs, by the circle method. Pure."""
+    """Arrange all pairs of nodes in rounds, by the circle method. No node is in two pairs of a round."""
     # With an odd number, one node rests in each round.
     places: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     rounds = []
@@ -71,7 +71,7 @@ def _rank_speed(group: ProcessGroup, node: str) -> RankSpeed:
 
 
 def _fastest(group: ProcessGroup, work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest try, after one that does not count; all ranks try at the same time."""
+    """Return the seconds of the fastest try; the first one does not count. All ranks try at the same time."""
     found = []
     for _ in range(_TRIES + 1):
         distributed.barrier(group=group.control)
@@ -100,7 +100,7 @@ def _all_reduce(group: ProcessGroup) -> list[dict[str, Any]]:
 
 
 def _pairs(group: ProcessGroup, node_of_rank: list[str]) -> list[dict[str, Any]]:
-    """Measure the pairs of nodes; the first node of each reports it."""
+    """Measure all pairs of nodes. The first node of a pair reports the result, and all ranks return all results."""
     per_node = group.rank_info.local_world_size
     own, found = group.rank // per_node, []
     for pairs in pair_rounds(group.world_size // per_node):

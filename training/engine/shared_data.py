@@ -14,7 +14,7 @@ _MAX_WORKERS = 32
 
 
 def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayout | None) -> bytes:
-    """Return rank 0's index of an image folder on every rank; empty for other data.
+    """Return rank 0's index of an image folder on every rank; empty for other data. All ranks must call this.
 
     Raises:
         SharedError: rank 0 cannot read the folder.
@@ -38,7 +38,7 @@ def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
 def check_same(data: Data, group: ProcessGroup) -> None:
     """Check that the copies of the data on all nodes are the same.
 
-    Of an image folder all ranks have rank 0's index; a file that another node lacks is noticed when it is read.
+    For an image folder, all ranks use rank 0's index. A file that another node lacks is noticed when it is read.
 
     Raises:
         SharedError: some rank has other data.

@@ -47,7 +47,7 @@ class Stepper:
         ranks. Because that pass is not a step, the steps of a resumed run add up in the order of an uninterrupted one.
 
         Raises:
-            SharedError: the model cannot be trained on so few images, or not deterministically.
+            SharedError: the model needs more images per rank, cannot be compiled, or has no deterministic kernels.
         """
         model = self.state.model
         set_train_mode(model)

@@ -1,4 +1,4 @@
-"""Step times of a rank, and its own share of them, which tells a straggler from the ranks that wait for it.
+"""Measures a rank's step times and its own work in them, which tells a straggler from the ranks that wait for it.
 
 Runs on every rank. With DDP all ranks' steps take as long as the slowest rank's. So each rank measures what it does
 alone: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
@@ -35,9 +35,9 @@ class StepTimer:
         self._entered: _Mark = 0.0
         self._forwards: list[tuple[_Mark, _Mark]] = []
         self._unread: deque[tuple[float, float, list[tuple[_Mark, _Mark]]]] = deque()
-        """Each step's seconds in all and for loading, and its forward passes."""
+        """For each step: its seconds in all, its seconds of loading, and the marks of its forward passes."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
-        """Each step's seconds in all and of this rank's own work."""
+        """For each step: its seconds in all, and those of this rank's own work."""
         # With SyncBN and FSDP the forward pass waits for other ranks, so only the loading is measured.
         if not context.config.sync_bn and context.config.strategy == "ddp":
             model.register_forward_pre_hook(self._enter)
@@ -67,7 +67,7 @@ class StepTimer:
             yield batch
 
     def step_done(self) -> None:
-        """Record a step, which is over on the CPU."""
+        """Record a step that the CPU has finished. The device may still compute it."""
         wall = time.perf_counter() - self._began
         self._unread.append((wall, self.loading_seconds, self._forwards))
         while self._unread:
@@ -91,7 +91,7 @@ class StepTimer:
 
 
 def _seconds_between(start: _Mark, end: _Mark) -> float | None:
-    """Return the seconds between two marks; None if the device has not reached the second."""
+    """Return the seconds between two marks; None if the device has not reached the end."""
     if isinstance(start, float):
         assert isinstance(end, float)  # noqa: S101  # marks of one device are of one kind
         return end - start

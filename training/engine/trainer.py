@@ -1,7 +1,7 @@
 """The training loop: from the newest saved state to the end, or until a stop is requested. Runs on every rank.
 
-All ranks do the same. The checkpoint at the end of an epoch precedes the validation, so a validation that is cut short
-is repeated, and costs nothing else.
+All ranks do the same. The checkpoint at the end of an epoch precedes the validation. So if a validation is interrupted,
+the validation alone is repeated.
 """
 
 import math
@@ -148,13 +148,13 @@ class Trainer:
     # --- before the first step ---
 
     def resume(self) -> None:
-        """Resume from the newest state, or begin, and print which."""
+        """Resume from the newest state, or begin with step 1, and print which of the two."""
         self.heartbeat.beat("start")
         began = time.monotonic()
         restored = Restorer(self.context, self.state, self.group, self.logger).restore()
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.context, self.state, self.group))
-        # What was only in a node's memory should soon be durable: what has failed may fail again.
+        # A state that was only in a node's memory should soon be durable: what has failed may fail again.
         self.checkpoint_writer.restart_interval(due=restored is not None and not restored.durable)
         self.snapshot_writer.restart_interval()
         self.early_stopping.start_clock()
@@ -184,7 +184,7 @@ class Trainer:
         self.heartbeat.beat("start", progress.step)
 
     def report_numerics(self, step: int) -> None:
-        """Report what keeps the bits of the steps to come from being those of an uninterrupted training."""
+        """Report why the next steps may be rounded differently than in an uninterrupted training."""
         if changes := self.numerics.changes:
             self.logger.event(NumericsChanged(step=step, changes=tuple(changes)))
             self.console.warn(
@@ -200,7 +200,7 @@ class Trainer:
     # --- steps ---
 
     def steps(self) -> Iterator[None]:
-        """Make all remaining steps, each when the next is asked for, and set `ended` if the training ends early."""
+        """Make one step before each yield until the training ends; set `ended` if it ends before its last epoch does."""
         progress, group = self.state.progress, self.group
         self.validate_if_due()
         self.ended = self.early_stopping.reason(progress, group)
@@ -262,7 +262,8 @@ class Trainer:
                 corrupt_images=int(self.corrupt_images.has_unshared),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
-            # A snapshot of an interval in steps is late by a quarter of it at most, and a stop is heard near the end.
+            # Snapshots every few steps are then late by a quarter of that at most, and a stop is heard even near the
+            # end.
             max_interval=min(self.snapshots.interval.steps or math.inf, steps_left) / 4,
         )
         if agreed.corrupt_images:
@@ -279,10 +280,10 @@ class Trainer:
         self.heartbeat.beat("step")
 
     def check_loss(self, *, now: bool = False) -> None:
-        """Check the loss as of the last logged step or, with `now`, of this one, for which the host waits.
+        """Check the loss of the last logged step. With `now`, check this step's too, for which the host waits.
 
         Raises:
-            DivergedError: it is not finite.
+            DivergedError: the loss is not finite.
         """
         if totals := self.totals:
             self.totals = None
@@ -291,7 +292,7 @@ class Trainer:
             self.loss_meter.totals(self.state.progress.step).check()
 
     def validate_if_due(self) -> None:
-        """Validate after an epoch; that time is not training time, waiting for a slow disk is."""
+        """Validate if an epoch has ended. That does not count as training time, but waiting for a slow disk does."""
         began = time.monotonic()
         if result := self.validator.validate_if_due(self.before_batch):
             self.loss_meter.leave_out(time.monotonic() - began)
@@ -299,7 +300,7 @@ class Trainer:
             self.validator.record(result)
 
     def before_batch(self) -> None:
-        """Act between two batches of an evaluation, for whose end a request to stop does not wait."""
+        """Exchange flags between two batches of an evaluation, so that a request to stop need not wait for its end."""
         self.heartbeat.beat("evaluate", self.state.progress.step)
         self.agree()
         self.context.fault.inject("evaluate", self.state.progress.step, self.group.rank)
@@ -356,7 +357,7 @@ class Trainer:
         )
 
     def allreduce(self, step_seconds: float) -> dict[str, float]:
-        """Return what rank 0 knows of the all-reduce of the gradients, for the log; nothing with one rank, or FSDP."""
+        """Return this rank's times of the gradients' all-reduce, for the log; empty with one rank or FSDP."""
         measured = allreduce_seconds(self.stepper.wrapped) if self.group.world_size > 1 else None
         if measured is None:
             return {}

@@ -130,9 +130,9 @@ class RunLogger:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {event.kind!r} is lost")
 
     def log_later(self, log: Callable[[], None]) -> None:
-        """Call `log`, which calls `log_metrics`, in the background, in the order of these calls.
+        """Call `log` in the background, after the functions of earlier calls. It calls `log_metrics`.
 
-        It may wait for the device, and for a slow disk.
+        `log` may wait for the device, and for a slow disk.
         """
         if self._writes:
             self._metrics.enqueue(log)
@@ -142,7 +142,7 @@ class RunLogger:
         self._metrics.wait()
 
     def log_metrics(self, record: Record) -> None:
-        """Write the metrics of a logged step, or of an evaluation, which name their split. Call it in `log_later`."""
+        """Write the metrics of a logged step, or those of an evaluation, with their `split`. Call it within `log_later`."""
         lines, scalars = self._train, ["loss", "accuracy", "lr", "images_per_second"]
         if "split" in record:
             lines, scalars = self._evaluations, ["loss", "accuracy"]
@@ -179,7 +179,7 @@ class RunLogger:
     def save_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
         """Start replacing `best/` in the background. If the disk is full, `close` tries again.
 
-        Writes the weights, which must not change meanwhile, the result, and `files`: their contents by name.
+        The weights must not change meanwhile. `files` are the contents of further files, by name.
         """
         if self._writes:
             self._best.submit(partial(self._publish_best, weights, result, files))

@@ -12,12 +12,12 @@ For example::
             if should_stop():  # on a signal: the same answer on all ranks, at the same step
                 break
 
-This package imports nothing else of torchrelay: a project that runs where that is not installed has a copy of it, under
-the name `relay`. Where no run of torchrelay has started the script, `should_stop` answers False, and the others do
-nothing. More is in docs/tutorials/own-script.md.
+This package imports nothing else of torchrelay: a project that runs where torchrelay is not installed has a copy of the
+package, under the name `relay`. If no run of torchrelay has started the script, `should_stop` returns False, and the
+others do nothing. More is in docs/tutorials/own-script.md.
 
-Our own trainer stands on the same stop signals, heartbeat, exchanges between ranks, files of checkpoints, and choice of
-the newest one. Of `torch`, nothing is imported here: the import takes seconds, in which a signal would not be noticed.
+Our own trainer uses the same stop signals, heartbeat, exchanges between ranks, files of checkpoints, and choice of the
+newest one. This module does not import `torch`: that takes seconds, in which a signal would not be noticed.
 """
 
 import time
@@ -35,9 +35,9 @@ __all__ = ["report", "should_stop", "state"]
 
 
 def should_stop() -> bool:
-    """Whether to save and exit with 0: True on all ranks at the same call, a step after one of them got a signal.
+    """Return whether to save and exit with 0: True on all ranks at the same call, one step after a rank got a signal.
 
-    All ranks call it equally often, after each step. Within `with state(...)`, that is also when snapshots are taken.
+    All ranks call it equally often, after each step. Within `with state(...)`, it also takes what snapshots are due.
 
     Raises:
         RuntimeError: there are several ranks, and torch.distributed is not initialized yet.
@@ -58,13 +58,14 @@ def should_stop() -> bool:
 
 
 def report(*, step: int, **numbers: Any) -> None:
-    """Say how far the training is: for `hpc status`, `hpc report`, trackers, and so that a hang is noticed.
+    """Report how far the training is, for `hpc status`, `hpc report` and trackers, and so that a hang is noticed.
 
-    Each rank that calls it shows that it lives; rank 0 writes the numbers.
+    Each rank that calls it shows that it is alive; rank 0 writes the numbers.
 
     Args:
         step: the optimizer steps done.
-        numbers: such as `loss`, `images_per_second`, `epoch`, `lr`; tensors of one element too, for which a GPU waits.
+        numbers: such as `loss`, `images_per_second`, `epoch`, `lr`. Tensors of one element too; the host waits for a
+        GPU's.
     """
     progress_files.beat(step)
     progress_files.metrics(step, numbers)
@@ -77,14 +78,14 @@ def state(
 
     Entering restores the newest state that any rank can reach; `saved.step` says how many steps are done, and the loop
     counts it up. `should_stop()` takes the snapshots and checkpoints that are due; leaving without an exception saves
-    the last step. Modules, optimizers and schedulers are the same on all ranks (DDP), or in shards (FSDP2). Of
-    everything else, such as a loader, each rank saves its own; and of the random number generators of torch and Python.
+    the last step. Modules, optimizers and schedulers are the same on all ranks (DDP), or in shards (FSDP2). Each
+    rank saves its own state of all else, such as a loader, and of the random number generators of torch and Python.
 
     Args:
-        checkpoint_seconds: between checkpoints in the run directory.
-        snapshot_seconds: between snapshots in the memory of each node, from which the ranks go on when one of them has
-            died; longer where they would take more than 1 % of the time. 0: none.
+        checkpoint_seconds: the seconds between checkpoints in the run directory.
+        snapshot_seconds: the seconds between snapshots in the memory of each node, from which the ranks go on if one of
+            them dies. They are fewer if they would take more than 1 % of the time. 0: no snapshots.
         keep: how many checkpoints to keep.
-        objects: each has `state_dict` and `load_state_dict`; the same names in every attempt.
+        objects: each has `state_dict` and `load_state_dict`, and the same name in every attempt.
     """
     return SavedState(objects, checkpoint_seconds, snapshot_seconds, keep)

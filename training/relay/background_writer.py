@@ -12,12 +12,12 @@ class BackgroundWriter:
         self._pending: Future[None] | None = None
 
     def submit(self, write: Callable[[], None]) -> None:
-        """Start a write, once the previous one is done. Raises what that raised."""
+        """Wait for the previous write, and start this one. Raises what the previous one raised."""
         self.wait()
         self._pending = self._thread.submit(write)
 
     def enqueue(self, write: Callable[[], None]) -> None:
-        """Start a write after the previous one, without waiting for that. If that fails, this one fails too."""
+        """Queue a write behind the previous one, and return at once. If the previous one fails, this one fails too."""
         previous = self._pending
 
         def run() -> None:

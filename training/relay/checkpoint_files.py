@@ -69,7 +69,10 @@ def _temporary_name(path: Path, ending: str) -> Path:
 
 
 def _fsync(path: Path) -> None:
-    """Make a file's content durable, or the names in a directory: a rename is on the disk only after this."""
+    """Make a file's content or a directory's names durable.
+
+    A rename is on the disk only after the directory's fsync.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

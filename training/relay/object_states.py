@@ -1,7 +1,7 @@
 """Owns the content of a script's saved state: how it is captured from the objects, and given back to them.
 
-Runs on every rank. What all ranks share is saved once: modules, optimizers and schedulers, whole even where they are in
-shards. Of every other object, and of the random number generators, each rank saves its own.
+Runs on every rank. What all ranks share is saved once: modules, optimizers and schedulers, whole even if the ranks hold
+shards. Each rank saves its own state of every other object and of the random number generators.
 """
 
 import io
@@ -43,7 +43,10 @@ def _is_shared(one: Saveable) -> bool:
 
 
 def _copied(value: Any, *, keep: bool) -> Any:
-    """Copy the tensors in a state to the host's memory. All ranks put shards together, and only some `keep` them."""
+    """Copy a state's tensors to the host, None in place of each unless `keep`.
+
+    All ranks must call this to join shards.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -86,14 +89,14 @@ def serialized(content: Any) -> bytes:
 
 
 def _deserialized(data: bytes) -> Any:
-    """Return what `serialized` was given. Code in it is not run, but refused."""
+    """Return the content that `serialized` was given. Pickled code is not run: it raises UnpicklingError."""
     import torch
 
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def check_restorable(objects: Mapping[str, Saveable]) -> None:
-    """Refuse, before the first step, a state that could be saved and not restored. Raises TypeError."""
+    """Raise TypeError, before the first step, if a state could be saved but not restored."""
     from pickle import UnpicklingError
 
     from torch import nn
@@ -111,10 +114,10 @@ def check_restorable(objects: Mapping[str, Saveable]) -> None:
 
 
 def load_states(objects: Mapping[str, Saveable], data: bytes) -> None:
-    """Give the objects a saved state, serialized. Raises KeyError if it is that of other objects."""
+    """Load a serialized state into the objects. Raises KeyError if it was saved from objects of other names."""
     content = _deserialized(data)
     every = content["own"]
-    # With more ranks than then, some of them continue as others do.
+    # If there are more ranks than at the save, some continue with the same state as others.
     own = _deserialized(every[THIS_RANK.rank % len(every)])
     states = {**content["shared"], **own["objects"]}
     if states.keys() != objects.keys():
@@ -127,7 +130,7 @@ def load_states(objects: Mapping[str, Saveable], data: bytes) -> None:
 
 
 def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the state with its tensors in shards where the object has its parameters in shards (FSDP2)."""
+    """Return the state. Its tensors are split into shards if the object's parameters are (FSDP2)."""
     from torch import nn, optim
 
     if isinstance(one, nn.Module):
@@ -144,7 +147,10 @@ def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(model: Any, value: Any) -> Any:
-    """Return a whole tensor in shards like `model`, if that is in shards and of its shape."""
+    """Split a whole tensor into shards like `model`.
+
+    Return it as it is if `model` is not in shards, or of another shape.
+    """
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 

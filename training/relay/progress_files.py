@@ -48,7 +48,8 @@ class Heartbeat:
             "time": time.time(), "step_seconds": self.step_seconds, "busy_seconds": self.busy_seconds,
         }  # fmt: skip
         with suppress(OSError):
-            # At each beat: a script may close files that it does not know, and something may have emptied /dev/shm.
+            # Open it at each beat: a script may close files that it does not know, and something may have emptied
+            # /dev/shm.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.pwrite(descriptor, json.dumps(record).encode().ljust(_HEARTBEAT_BYTES), 0)
@@ -65,7 +66,7 @@ class ProgressFiles:
         self._failed = False
 
     def beat(self, step: int | None = None) -> None:
-        """Show that this rank lives: the node's agent notices a hang."""
+        """Show that this rank is alive, so that the node's agent notices a hang."""
         now, mean = time.monotonic(), self._heartbeat.step_seconds
         if self._beaten_at is not None:
             seconds = now - self._beaten_at
@@ -82,7 +83,7 @@ class ProgressFiles:
         self._append("metrics/train.jsonl", {"step": step, **known, **where})
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append to the ledger of the run, on rank 0."""
+        """Append an event to the ledger of the run, on rank 0."""
         record = {"time": time.time(), "event": name, "attempt": THIS_RANK.attempt, **fields}
         self._append(f"events/attempt-{THIS_RANK.attempt:03d}-script.jsonl", record)
 
@@ -104,7 +105,7 @@ class ProgressFiles:
 
 
 def _json_number(value: Any) -> float | None:
-    """Return the number as JSON has it, for which a GPU waits; None if it is not finite."""
+    """Return a number for JSON; None if it is not finite. The host waits for a GPU's tensor."""
     plain = value.item() if hasattr(value, "item") else value
     return plain if math.isfinite(plain) else None
 

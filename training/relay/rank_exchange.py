@@ -1,6 +1,6 @@
 """Owns the connection of the ranks on the CPU, and the bytes that they send each other. Runs on every rank.
 
-torch is imported in the functions that a rank calls, when the script has imported it already.
+Only the functions import torch: when a rank calls them, its script has imported torch already.
 """
 
 import atexit
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
-    """Return the bytes of every rank, by rank. All ranks must call this; without a group, this is the only one.
+    """Return the bytes of every rank, by rank. All ranks must call this; if `group` is None, this is the only one.
 
     torch's all_gather_object unpickles what it receives: a process that poses as a rank would run code on all. The
     connections between ranks are not authenticated.
@@ -61,7 +61,10 @@ class Ranks:
         self._consensus: StopConsensus | None = None
 
     def connect(self, call: str) -> StopConsensus:
-        """Make the process group, once. Raises RuntimeError if the script has none yet."""
+        """Return the ranks' consensus, made once.
+
+        Raises RuntimeError, which names `call`, if torch.distributed is not ready.
+        """
         from torch import distributed
 
         if self._consensus is None:
@@ -74,7 +77,7 @@ class Ranks:
         return self._consensus
 
     def close(self) -> None:
-        """Let go of the process group. At exit, before Python takes itself apart: its threads would abort then."""
+        """Let go of the process group. Call it before Python shuts down, when the group's threads would abort."""
         self._consensus = self.group = None
 
 

@@ -57,8 +57,9 @@ def restore_newest(
 ) -> Candidate | None:
     """Load the newest state that is usable, and return it; None: there is none. All ranks must call this.
 
-    `mine` is what this rank can read, the newest last. `load`, on all ranks, loads a state of one of them; it returns
-    False on all of them if the state is not usable. Newer snapshots in the directory `snapshots` are then removed.
+    `mine` are the states that this rank can read, the newest last. All ranks call `load` with the same state, which may
+    be another rank's; it returns False on all if the state is not usable. At the end, snapshots in the directory
+    `snapshots` that are newer than the loaded state are removed.
     """
     while True:
         text = json.dumps(vars(mine[-1]) if mine else None, default=str)
@@ -82,10 +83,10 @@ def remove_newer(directory: Path, step: int) -> None:
 
 
 def restore_objects(objects: Mapping[str, Saveable]) -> Candidate | None:
-    """Load the newest state that is intact into the objects. All ranks must call this.
+    """Load the newest intact state into the objects, and return it; None: there is none. All ranks must call this.
 
     Raises:
-        KeyError: the state is of other objects.
+        KeyError: the state was saved from objects of other names.
         OSError: a checkpoint cannot be read. It may be intact.
     """
 
@@ -100,7 +101,7 @@ def restore_objects(objects: Mapping[str, Saveable]) -> Candidate | None:
 
 
 def _read(candidate: Candidate) -> bytes:
-    """Return the file of a state; empty if it is damaged, or a snapshot that cannot be read. It is then discarded.
+    """Return the file of a state. Empty: the state is damaged, or a snapshot that cannot be read, and was discarded.
 
     Raises:
         OSError: a checkpoint cannot be read. It may be intact.

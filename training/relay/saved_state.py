@@ -23,7 +23,7 @@ _SECONDS_PER_COST = 100.0
 
 
 class SavedState:
-    """The objects that `state` keeps, while its block runs."""
+    """Restores the objects of a `state` block when it begins, and saves them while it runs."""
 
     step: int
     """The optimizer steps done."""
@@ -49,10 +49,10 @@ class SavedState:
         """Restore the newest state, if there is one.
 
         Raises:
-            RuntimeError: there are several ranks, and torch.distributed is not initialized yet. Or a later attempt
+            RuntimeError: there are several ranks, and torch.distributed is not initialized yet; or a later attempt
                 has begun.
-            TypeError: a state holds what could not be restored.
-            KeyError: the saved state is of other objects.
+            TypeError: an object's state could be saved but not restored.
+            KeyError: the state was saved from objects of other names.
         """
         if THIS_RANK.run_dir is None:
             return self
@@ -75,7 +75,7 @@ class SavedState:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Save the last step, also at sys.exit(0); nothing after an error. Raises OSError if it cannot be written."""
+        """Save the last step, also at sys.exit(0), but not after an error. Raises OSError if it cannot be written."""
         SavedState.active = None
         is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
         if THIS_RANK.run_dir is not None and is_done:
@@ -93,9 +93,9 @@ class SavedState:
                 progress_files.event("train_stopped", step=self.step, signal=name, seconds=seconds)
 
     def due(self) -> tuple[int, int]:
-        """Return 1 or 0 for whether a checkpoint is due, and a snapshot; ranks other than 0 return zeros.
+        """Return whether a checkpoint is due, and whether a snapshot is, as 1 or 0; always 0 on ranks other than 0.
 
-        Records the first step once it is done.
+        Also records the event of the first step, once that is done.
         """
         if self._first_step is not None and self.step > self._first_step:
             progress_files.event("first_step", step=self.step)
@@ -110,7 +110,7 @@ class SavedState:
     def save(self, *, durable: bool) -> None:
         """Save this step, unless it is saved already. All ranks call it together.
 
-        What cannot be written is no error yet: a checkpoint is tried again when the next one is due, and at the end.
+        A failed write raises nothing here: a checkpoint is tried again when the next one is due, and at the end.
         """
         kind, began = 0 if durable else 1, time.monotonic()
         self._saved_at[kind] = began

@@ -1,4 +1,4 @@
-"""Has all ranks act on one rank's request at the same step: a stop signal, a save, a snapshot. Runs on every rank.
+"""Lets all ranks act on one rank's request at the same step: a stop signal, a save, a snapshot. Runs on every rank.
 
 A trainer exchanges flags every few steps, a script at each call of `should_stop`.
 """
@@ -20,7 +20,7 @@ _MAX_INTERVAL = 5
 
 
 class StopRequested(Exception):  # noqa: N818  # no error: a request that all ranks agreed on
-    """All ranks know that one of them received this signal."""
+    """Says that some rank received this signal. All ranks raise it at the same step boundary."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -43,8 +43,8 @@ class StopConsensus:
 
     About every 50 ms, at the same boundaries on all ranks, they start an all-reduce (maximum) of their flags on the
     CPU, and wait for the previous one, which had at least a whole step to finish. So a request takes effect within two
-    intervals; an interval is one boundary where steps take 50 ms or more. Without a group this is the only rank, and a
-    request takes effect at once.
+    intervals. If steps take 50 ms or more, an interval is one boundary. If there is no group, this is the only rank,
+    and a request takes effect at once.
     """
 
     def __init__(self, group: "ProcessGroup | None") -> None:
@@ -83,7 +83,7 @@ class StopConsensus:
         return agreed
 
     def _proposed_interval(self, max_interval: float) -> int:
-        """Return how many boundaries fit between two exchanges, by the time since the last; 0 on ranks other than 0."""
+        """Return how many boundaries fit between two exchanges, by the time since the last one; 0 except on rank 0."""
         now, boundaries = time.monotonic(), self._boundaries
         fitting = int(_EXCHANGE_SECONDS * boundaries / max(now - self._began, 1e-9))
         self._began, self._boundaries = now, 0
@@ -99,7 +99,7 @@ class StopConsensus:
             self._pending = maximum, work
 
     def wait(self) -> StepFlags:
-        """Wait for the pending all-reduce, and return its flags; none if nothing is pending."""
+        """Wait for the pending all-reduce, and return its flags; all are 0 if nothing is pending."""
         if self._pending is None:
             return StepFlags()
         maximum, work = self._pending

@@ -12,7 +12,7 @@ from types import FrameType
 
 from .this_rank import THIS_RANK
 
-# Preemption sends SIGTERM; Slurm's --signal, some time before the limit, SIGUSR2.
+# Preemption sends SIGTERM. Slurm's --signal sends SIGUSR2 some time before the time limit.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
 
 
@@ -26,7 +26,7 @@ class StopSignals:
         self._received: list[tuple[int, float]] = []
 
     def install(self, *others: signal.Signals) -> None:
-        """Record the signals that ask to stop, from now on."""
+        """Record the signals that ask to stop, and `others`, from now on."""
         for number in STOP_SIGNALS.union(others):
             signal.signal(number, self._record)
 

@@ -58,7 +58,7 @@ def warn(text: str) -> None:
 
 
 def check_no_later_attempt() -> None:
-    """Raise RuntimeError if a later attempt has begun elsewhere, because Slurm could not end this node."""
+    """Raise RuntimeError if a later attempt has begun elsewhere. This can happen if Slurm could not end this node."""
     if THIS_RANK.run_dir is None or not (events := THIS_RANK.run_dir / "events").is_dir():
         return
     attempt = THIS_RANK.attempt

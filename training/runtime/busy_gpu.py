@@ -28,7 +28,7 @@ _NVIDIA_SMI = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "-
 
 
 def passes(message: str) -> bool:
-    """Return whether a CUDA error goes away when another process ends."""
+    """Return whether a CUDA error may go away by itself, for example when another process ends."""
     return _PASSING.search(message) is not None
 
 
@@ -52,7 +52,7 @@ def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
             if not warned:
                 _warn(f"{platform.node()}: {message}{_users_of(device)}: trying again for {_LIMIT_SECONDS:.0f} s")
                 warned = True
-        # Sleep outside the handler, in which the exception would keep what `use` allocated.
+        # Sleep outside the handler: inside it, the exception would keep alive what `use` allocated.
         time.sleep(_PAUSE_SECONDS)
 
 
@@ -64,9 +64,9 @@ def occupy(gpu: torch.device) -> None:
 
 
 def driver_recovers(problem: str) -> bool:
-    """Return whether the driver, which refused this process because of `problem`, accepts another one within a minute.
+    """Return whether the driver, which refused this process because of `problem`, accepts a new one within a minute.
 
-    A refusal is final for its process, so new processes ask.
+    The driver goes on refusing a process that it has refused once, so each try is a new process.
     """
     _warn(f"{platform.node()}: {problem}: asking the driver again for {_LIMIT_SECONDS:.0f} s")
     deadline = time.monotonic() + _LIMIT_SECONDS

@@ -1,7 +1,7 @@
-"""The private names of torch and Python that training needs, each in a function, with the versions where it was read.
+"""Wraps each private name of torch or Python that training needs in a function, and says in which versions we read it.
 
 tests/training/runtime/test_compat_torch.py says which one a new version lacks. Runs on every rank, and in torchrun in a
-user's Python: torch and the standard library alone. What takes a second to import is imported where it is used.
+user's Python, so it imports only torch and the standard library. A function makes the imports that take a second.
 """
 # ruff: noqa: PLC0415
 
@@ -51,7 +51,7 @@ def shard_offsets(sharded: Any) -> tuple[int, ...]:
 
 
 def measure_allreduce(ddp: DistributedDataParallel, every: int) -> None:
-    """Let DDP measure each `every`th step. Read in torch 2.11 and 2.15."""
+    """Let DDP measure one step in `every`. Read in torch 2.11 and 2.15."""
     ddp._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
 
 
@@ -62,7 +62,7 @@ def measured_allreduce(ddp: DistributedDataParallel) -> dict[str, Any]:
 
 
 def configure_compiler(cores: int, max_shapes: int) -> None:
-    """Let torch compile for this many shapes, in no more processes than `cores`. Read in torch 2.11 and 2.15."""
+    """Let torch compile for up to `max_shapes` shapes, in at most `cores` processes. Read in torch 2.11 and 2.15."""
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
@@ -79,9 +79,9 @@ def is_compiler_error(error: RuntimeError) -> bool:
 
 
 def end_ranks_within(seconds: int, then: Callable[[], None]) -> None:
-    """Have torchrun kill ranks that it ends after `seconds`, and call `then` when their processes have ended.
+    """Have torchrun kill ranks `seconds` after it has told them to end, and call `then` when their processes are gone.
 
-    Read in torch 2.11 and 2.15: torchrun ends ranks only by `PContext.close`, with a timeout of 30 s.
+    Read in torch 2.11 and 2.15: torchrun ends ranks only by `PContext.close`, which would give them 30 s.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
 

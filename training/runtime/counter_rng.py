@@ -42,7 +42,7 @@ def derive_key(seed: int, purpose: Purpose, *counters: int) -> int:
 
 
 def _signed(value: int) -> int:
-    """Return the same 64 bits as the number that torch's int64 shows."""
+    """Convert an unsigned number of 64 bits to the int64 with the same bits."""
     return value - 2**64 if value >= 2**63 else value
 
 

@@ -1,4 +1,4 @@
-"""Binds a rank to the CPU cores beside its GPU, if that costs it no cores. Runs on every rank.
+"""Binds a rank to the CPU cores near its GPU, unless that would leave it fewer cores. Runs on every rank.
 
 Pinned memory, decoded images and the threads that start kernels are then on the NUMA node that the GPU is connected to.
 torchrun's own `--numa-binding` asks CUDA in torchrun's process, of which our ranks are forks, and CUDA does not survive
@@ -32,7 +32,7 @@ class CoreShare:
 
 
 def bind_to_cores(device: torch.device, rank_info: RankInfo) -> CoreShare:
-    """Bind this process, and all that it starts from now on, to the cores that it should use."""
+    """Bind this process, and all that it starts from now on, to the cores that it should use. Return those."""
     allowed, ranks = frozenset(os.sched_getaffinity(0)), rank_info.local_world_size
     # A rank that sees its own GPU alone does not know which cores the others use.
     sees_all = device.type == "cuda" and torch.version.cuda is not None and torch.cuda.device_count() == ranks
@@ -43,11 +43,11 @@ def bind_to_cores(device: torch.device, rank_info: RankInfo) -> CoreShare:
 
 
 def choose_cores(allowed: frozenset[int], gpus: Sequence[str], rank_info: RankInfo, sys: Path = _SYS) -> CoreShare:
-    """Choose the cores of the NUMA node of this rank's GPU, unless they are fewer than an equal share of all.
+    """Choose the allowed cores near this rank's GPU (its NUMA node), or all allowed cores if each rank then has more.
 
     Args:
         allowed: the cores that the job may use on this node.
-        gpus: PCI address of each local rank's GPU; empty: not known.
+        gpus: PCI address of each local rank's GPU; empty if they are not known.
         rank_info: this rank.
         sys: where Linux describes the machine.
     """
@@ -59,7 +59,7 @@ def choose_cores(allowed: frozenset[int], gpus: Sequence[str], rank_info: RankIn
     mine = numa_nodes[rank_info.local_rank]
     beside = _parse_list(_read(sys / "devices" / "system" / "node" / f"node{mine}" / "cpulist"))
     near = CoreShare(cores=allowed & beside, ranks=numa_nodes.count(mine))
-    # All GPUs may hang on one of two sockets, and the job may have most of its cores on the other.
+    # All GPUs may be connected to one of two sockets, and the job may have most of its cores on the other.
     return near if near.per_rank >= everything.per_rank and near.cores else everything
 
 

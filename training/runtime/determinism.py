@@ -1,4 +1,4 @@
-"""Makes trainings repeat bit by bit: every setting of torch, cuDNN, cuBLAS and NCCL that matters. Every rank.
+"""Makes trainings repeat bit by bit, by the settings of torch, cuDNN, cuBLAS and NCCL. Runs on every rank.
 
 | setting | `off` | `warn` | `error` |
 |---|---|---|---|
@@ -9,8 +9,8 @@
 | NCCL: rings alone, no sums in the switches (NVLS) | no | yes | yes |
 | the compiler: no autotuning (`training.models.parallel`) | no | yes | yes |
 
-Variables that are set already win. TF32 rounds float32 products of matrices to 10 bits of fraction, in the same way
-each time, so `--tf32` is a separate choice; torch always uses it for convolutions on GPUs.
+Environment variables that are already set are kept. TF32 rounds float32 products of matrices to 10 bits of fraction, in
+the same way each time, so `--tf32` is a separate choice; torch always uses it for convolutions on GPUs.
 """
 
 import os
@@ -47,10 +47,10 @@ def configure(config: TrainConfig) -> None:
 
 
 def configure_attention(model: nn.Module) -> None:
-    """Let a model that uses torch's fused attention have only deterministic kernels, if the training is repeatable.
+    """Allow only deterministic kernels, if the training is to be repeatable and the model uses torch's fused attention.
 
-    The backward passes of fused attention add in one order only if other operations without a deterministic kernel
-    are errors (torch.nn.attention.SDPBackend); where those are warnings, they add in any order.
+    The backward pass of fused attention adds in one order only if torch raises an error for every operation without a
+    deterministic kernel (torch.nn.attention.SDPBackend). If torch only warns of those, it adds in any order.
     """
     if torch.are_deterministic_algorithms_enabled() and uses_fused_attention(model):
         torch.use_deterministic_algorithms(True)
@@ -65,7 +65,7 @@ def uses_fused_attention(model: nn.Module) -> bool:
 
 @contextmanager
 def watch_operations() -> Iterator[list[str]]:
-    """Yield a list that finally names the operations of the body that have no deterministic kernel here.
+    """Yield a list. After the body, it names the body's operations that have no deterministic kernel here.
 
     torch's warnings of these are not printed, now or later; other warnings are.
     """
@@ -89,9 +89,9 @@ def operation_without_kernel(text: str) -> str:
 
 
 class Numerics:
-    """The values besides flags and data on which a training's bits depend; saved, and compared on restoration.
+    """Records the settings, software and devices on which a training's bits depend, and compares them on restoration.
 
-    It does not see which GPU of a node has which rank, and how the nodes are wired. NCCL builds its rings from that.
+    It does not know which rank has which GPU of a node, nor how the nodes are wired. NCCL builds its rings from that.
     """
 
     def __init__(self, config: TrainConfig, group: ProcessGroup) -> None:
@@ -111,7 +111,8 @@ class Numerics:
                 **{name: os.environ.get(name) for name in _NCCL_NAMES},
             }
         else:
-            # torch chooses its kernels by instruction set; oneDNN, and the library for matrix products, by model.
+            # torch chooses kernels by the instruction set; oneDNN, and the library for matrix products, by the CPU's
+            # model.
             self.values |= {
                 "processor": _distinct(group.all_gather_json(processor_name())),
                 "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -126,7 +127,7 @@ class Numerics:
         return dict(self.values)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Compare with the values of a saved state."""
+        """Compare with the values of a saved state, and list the differences in `changes`."""
         names = [*self.values, *(name for name in state_dict if name not in self.values)]
         self.changes = [
             f"{name} {self.values.get(name)} instead of {state_dict.get(name)}"
@@ -136,12 +137,12 @@ class Numerics:
 
 
 def describe_numerics(values: dict[str, Any]) -> str:
-    """Describe the saved values of `Numerics`, for a claim about bits."""
+    """Describe the saved values of `Numerics`: the conditions under which trainings were found to be equal."""
     ranks, device = values["ranks"], values["device"]
     where = f"{ranks} rank{'' if ranks == 1 else 's'} on {device}"
     return f"--deterministic {values['deterministic']}, {where}, torch {values['torch']}"
 
 
 def _distinct(values: list[Any]) -> Any:
-    """Return the value that all ranks have, or all values by rank."""
+    """Return the value that all ranks have, or the list of all values by rank if they differ."""
     return values[0] if all(value == values[0] for value in values) else values

@@ -1,4 +1,4 @@
-"""Injected faults, for tests, drills and `training.verify_resume`. Runs on every rank; imports no torch."""
+"""Injects faults, for tests, drills and `training.verify_resume`. Runs on every rank; imports no torch."""
 
 import os
 import re
@@ -42,7 +42,7 @@ class Fault:
         return f"{self.point}@{self.step}:{self.rank}{'!' if self.always else ''}"
 
     def inject(self, place: str, step: int, rank: int) -> bool:
-        """Make the fault happen if this is its place, step and rank, and return whether it did. It may end the rank."""
+        """Make the fault happen at its place and rank, from its step on. Return whether it did; it may end the rank."""
         if place != _PLACES.get(self.point) or step < self.step or rank != self.rank:
             return False
         match self.point:

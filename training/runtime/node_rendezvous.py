@@ -1,4 +1,4 @@
-"""The rendezvous of a round's torchruns: known members, over authenticated connections. Runs once per node.
+"""Lets the torchruns of a round meet: known members, over authenticated connections. Runs once per node.
 
 The coordinator has chosen the members (jobs.control.round_members) and replaces lost ones. Here they only wait for each
 other, at the start and whenever ranks of one of them have died. torch's own backends do not suffice:
@@ -8,8 +8,9 @@ other, at the start and whenever ranks of one of them have died. torch's own bac
 - `static` never tells a node that another one's ranks have died: its `num_nodes_waiting` is always 0. Everybody can
   write to its store, too, and the ranks of all restarts share it.
 
-The first member's torchrun keeps the members' reports. A report is a whole state, sent again and again, so connections
-may break. All members pass a generation, in which ranks were started, before one of them can enter the next.
+The first member's torchrun keeps the members' reports. A report has a member's whole state and is repeated, so
+connections may break. Each start of the ranks is a generation. No member enters the next one before all are in this
+one.
 """
 
 import os
@@ -40,8 +41,8 @@ _ARRIVAL_SECONDS = 600.0
 _POLL_SECONDS = 0.2
 # The pause while no ranks run, and all wait for the last member.
 _MEETING_POLL_SECONDS = 0.03
-# Ranks that fail as soon as they start wait for the coordinator, which decides in two seconds whether they start again:
-# without this, a script that cannot start would be started ten times meanwhile.
+# If ranks fail as soon as they start, the coordinator decides within two seconds whether they start again. Without this
+# pause, torchrun would meanwhile start ten times a script that cannot run.
 _MIN_BETWEEN_STARTS_SECONDS = 3.0
 # This matters in rounds of more than 200 nodes, or of 30 while they meet: the first node's torchrun needs a fifth of a
 # core for a thousand answers a second.
@@ -50,7 +51,7 @@ _LIMITS = Limits(timeout_seconds=5.0, max_message_bytes=2**12)
 
 
 class _Members:
-    """The members' reports, in the first member's torchrun."""
+    """Keeps the members' reports, in the first member's torchrun."""
 
     def __init__(self, number: int) -> None:
         self._lock = threading.Lock()
@@ -88,7 +89,7 @@ class NodeRendezvous(RendezvousHandler):
     """One member's part of the rendezvous; used by one thread."""
 
     def __init__(self, parameters: RendezvousParameters, secret: str) -> None:
-        """Listen for the other members, if this is the first one; `secret` is the attempt's."""
+        """If this is the first member, listen for the others. All torchruns of the attempt know `secret`."""
         self._node, self._num_nodes = int(parameters.get("rank")), parameters.max_nodes
         self._address, self._run_id, self._secret = parameters.local_addr or "", parameters.run_id, secret
         self._ports = port_range(parameters.get("ports", ""))
@@ -107,7 +108,7 @@ class NodeRendezvous(RendezvousHandler):
             self._server = Server(secret, self._run_id, self._members.serve, _LIMITS, [self._endpoint[1]])
 
     def get_backend(self) -> str:
-        """Return its name in torchrun."""
+        """Return the name by which torchrun knows this rendezvous."""
         return BACKEND
 
     def get_run_id(self) -> str:
@@ -115,10 +116,10 @@ class NodeRendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all members have arrived here as often as this one.
+        """Wait until all members have called this as often as this one, and return what the new ranks need.
 
         Raises:
-            RendezvousError: they cannot arrive, or have not within ten minutes.
+            RendezvousError: some member cannot do so any more, or has not done so within ten minutes.
         """
         self._generation += 1
         if self._node == 0:
@@ -137,7 +138,7 @@ class NodeRendezvous(RendezvousHandler):
             if has_arrived and time.monotonic() >= self._next_start:
                 self._next_start = time.monotonic() + _MIN_BETWEEN_STARTS_SECONDS
                 address, port = answer["master"]
-                # The ranks inherit it. TORCHELASTIC_RESTART_COUNT stays 0 if another node's ranks were the cause.
+                # The ranks inherit this. TORCHELASTIC_RESTART_COUNT stays 0 if another node's ranks caused the restart.
                 os.environ[RESTARTS] = str(self._generation - 1)
                 store = cast("Store", _ExitBarrier(self))
                 return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))
@@ -152,7 +153,7 @@ class NodeRendezvous(RendezvousHandler):
         return int(self._report().get("waiting", 0))
 
     def wait_for_end(self) -> None:
-        """Report that this node's ranks have ended, and wait for the other members' ranks."""
+        """Report that this node's ranks have ended, and wait until the other members' ranks have, too."""
         self._ended = True
         while self._report().get("ended") != self._num_nodes and not self._host_has_left:
             time.sleep(self._poll_seconds)
@@ -165,7 +166,7 @@ class NodeRendezvous(RendezvousHandler):
         """Do nothing: the coordinator ends rounds."""
 
     def shutdown(self) -> bool:
-        """End the connections."""
+        """Close the connections, and return True."""
         if self._connection:
             self._connection.close()
         if self._members:
@@ -173,7 +174,7 @@ class NodeRendezvous(RendezvousHandler):
         return True
 
     def _report(self) -> dict[str, Any]:
-        """Report this member's state to the first one, and return the answer; empty if there is none at present."""
+        """Report this member's state to the first one, and return the answer; empty if that cannot be reached."""
         report = {
             "node": self._node, "generation": self._generation, "ended": self._ended, "master": self._master
         }  # fmt: skip
@@ -196,7 +197,7 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class _ExitBarrier:
-    """The store with which torchrun waits for the other members' torchruns before it ends."""
+    """Replaces the store with which torchrun, before it ends, waits for the other members' torchruns."""
 
     timeout = timedelta()
 

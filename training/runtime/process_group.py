@@ -26,10 +26,10 @@ from training.runtime.cpu_affinity import bind_to_cores
 from training.runtime.rank_device import device_of_the_node, find_device
 from training.runtime.run_context import RankInfo
 
-# After this long without an answer, another rank is dead.
+# A rank that has not answered for this long is taken for dead.
 _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
-# Enough for the full bandwidth, and small compared with a state for which that matters.
+# Enough for the full bandwidth, and small compared with a state that takes long to send.
 _BUCKET_BYTES = 2**26
 # c10's number for the log level of errors.
 _ERROR = 2
@@ -102,7 +102,7 @@ class ProcessGroup:
         return total
 
     def broadcast_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy rank 0's tensors to every rank's device by a broadcast for each dtype; the host does not wait for it.
+        """Copy rank 0's tensors to every rank's device with one broadcast per dtype; the host does not wait for it.
 
         Names, shapes and dtypes must be the same on all ranks.
         """
@@ -118,8 +118,8 @@ class ProcessGroup:
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], source: int = 0) -> Iterator[tuple[str, Tensor]]:
         """Yield rank `source`'s tensors by name, one after the other, on every rank's device; other ranks' are ignored.
 
-        All ranks must take all tensors. They are sent in buckets of 64 MB, or of one larger tensor, and each keeps its
-        bucket in memory: copy a tensor to keep it.
+        All ranks must take all tensors. They are sent in buckets of 64 MB, or of one larger tensor. A tensor keeps its
+        whole bucket in memory: to keep a tensor, copy it.
         """
         is_source = self.rank == source
         found = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}
@@ -136,7 +136,7 @@ class ProcessGroup:
             parts = {name: part.view(described[name].shape) for name, part in split}
             for name, part in parts.items() if is_source else ():
                 part.copy_(tensors[name])
-            # Send bytes, because a backend may not know a type.
+            # Send bytes, because a backend may not support the dtype.
             distributed.broadcast(flat.view(torch.uint8), source)
             yield from parts.items()
 
@@ -180,8 +180,8 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
-        UserError: the node's GPUs are instances of MIG, and it has more than one rank.
-        TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
+        UserError: a node with several ranks has MIG instances, or all of several nodes have too few GPUs for their
+        ranks. TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
     # The key-value store is torchrun's, or in memory for a single rank without torchrun.
@@ -211,8 +211,8 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 def _without_warnings() -> Iterator[None]:
     """Let torch's C++ code log only errors, unless the user has chosen what it logs.
 
-    If no DNS server answers, its client warns at each start, in each rank's log, that rank 0's IPv6 address has no
-    name. If it cannot connect, it raises an error.
+    If no DNS server answers, torch's client warns at each start, in each rank's log, that rank 0's IPv6 address has no
+    name. No error is lost: if the client cannot connect, it raises one.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
@@ -230,7 +230,10 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _wait_for_store(address: str, port: int) -> None:
-    """Wait until rank 0 listens: torch's client, once refused, lets 0.4 s pass, then more (seen with torch 2.15)."""
+    """Wait until rank 0 listens.
+
+    After a refusal, torch's client pauses for 0.4 s, then longer (seen in 2.15).
+    """
     deadline, pause = time.monotonic() + _TIMEOUT.total_seconds(), _FIRST_PAUSE_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -18,15 +18,15 @@ from training.config.device_choice import must_use_gpu
 from training.runtime.busy_gpu import driver_recovers, passes
 from training.runtime.run_context import RankInfo
 
-# After this long without an answer, another rank is dead.
+# A rank that has not answered for this long is taken for dead.
 _TIMEOUT = timedelta(minutes=10)
-# Files that exist wherever NVIDIA's driver is loaded, and AMD's.
+# The first file exists where NVIDIA's driver is loaded, the second where AMD's is.
 _NVIDIA_DRIVER, _AMD_DRIVER = Path("/dev/nvidiactl"), Path("/dev/kfd")
 
 
 @contextmanager
 def device_of_the_node() -> Iterator[None]:
-    """Blame the node for an error of CUDA while this rank's device is tried for the first time.
+    """Blame the node for an error of CUDA in the body, which uses this rank's device for the first time.
 
     Raises:
         BadNodeError: CUDA has failed.
@@ -47,7 +47,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU's model, such as `INTEL(R) XEON(R) PLATINUM 8592+, family 6, model 207`, or else `aarch64`."""
+    """Return the CPU's model, such as `INTEL(R) XEON(R) PLATINUM 8592+, family 6, model 207`, or just `aarch64`."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0]
     except OSError:
@@ -61,12 +61,15 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _event() -> torch.cuda.Event:
-    """Make an event for which threads wait asleep; by default they would keep a core busy that the training needs."""
+    """Make an event.
+
+    A thread that waits for it sleeps; by default it would keep a core busy that the training needs.
+    """
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 class HostValues:
-    """The values of a tensor, float [n], on their way from the device to the host."""
+    """Copies the values of a tensor, float [n], from the device to the host, which need not wait."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._copied = values, None
@@ -84,7 +87,7 @@ class HostValues:
 
 
 class DeviceCopy:
-    """A copy from a GPU that is under way in a stream, and how long the GPU's own work has to wait for it."""
+    """Follows a copy from a GPU, which runs in a stream, and measures how long the GPU's own work waits for it."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._copied = stream.record_event(_event())
@@ -128,7 +131,7 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them, though they were asked for.
-        UserError: this rank's GPU is a MIG instance, and a process sees only the first.
+        UserError: this rank needs a second MIG instance, but a process sees only one. Or as in `choose_device`.
         TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -171,10 +174,12 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
         rank_info: this rank.
         store: the store of all ranks.
         usable: number of GPUs that torch can use on this node.
-        problem: why it can use none though it must; empty if it need not.
+        problem: why torch can use none though it must; empty if it need not.
 
     Raises:
-        UserError: several nodes have the same number of GPUs, and more ranks.
+        BadNodeError: this node cannot use the GPU that was asked for, or has fewer GPUs than ranks.
+        UserError: there are several nodes, and each has the same number of GPUs, which is less than its ranks.
+        TorchrelayError: another rank has no GPU.
     """
     broken, able = bool(problem), rank_info.local_rank < usable
     store.add("broken", broken)

@@ -1,7 +1,7 @@
-"""The software of a rank, as far as it can change a model's numbers. Runs on rank 0.
+"""Names the versions of the software that can change a model's numbers. Runs on rank 0.
 
-The preflight records them also in the environment of a user's script, so this module imports the standard library,
-torch, and modules of ours that do the same.
+The preflight also records them in the environment of a user's script, so this module imports only the standard
+library, torch, and modules of ours that do so too.
 """
 
 import importlib.metadata

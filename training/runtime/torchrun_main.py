@@ -4,7 +4,7 @@ Runs once per node and round. With `--run-path`, the ranks are forks of this pro
 per node instead of once per rank, and not again for a rank that replaces a failed one.
 
 Garbage collection takes a quarter of a second of the imports' 1.5 s and finds nothing. At exit Python would spend half
-a second, of the grace period if there is one, on freeing torch's modules.
+a second on freeing torch's modules, which may be time of the grace period.
 """
 
 import gc
@@ -37,13 +37,13 @@ from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 # A user's script, in a fork, must find its own packages.
 del sys.path[0]
 
-# If one rank has died, the others hang in a collective and do not end on SIGTERM: torchrun would give them 30 s. The
-# agent asks ranks that can save.
+# If one rank has died, the others hang in a collective and do not end on SIGTERM: torchrun would give them 30 s. If
+# ranks can still save, the agent asks them to before.
 _END_SECONDS = 1
 
 
 def end_left_processes() -> None:
-    """End what the ranks left behind, and return when nothing of them exists.
+    """End the processes that the ranks left behind, and return when none exists; exit if some cannot be killed.
 
     torchrun waits only for the wrappers. A rank exists, and keeps its GPU, until the kernel has freed its memory.
     """
@@ -54,9 +54,9 @@ def end_left_processes() -> None:
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import what a rank needs, `MODULE`, and call `MODULE:FUNCTION`.
+    """Import what a rank needs. A name is `MODULE`, or `MODULE:FUNCTION` if a function is to be called, too.
 
-    Neither may start threads or touch the GPUs, because ranks are forks.
+    No module or function may start threads or touch the GPUs, because ranks are forks of this process.
     """
     for name in names:
         module, _, function = name.partition(":")

@@ -134,7 +134,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
 def draw_faults(
     config: TrainConfig, sizes: list[int], cuts: int, steps: int, points: Sequence[str] = POINTS
 ) -> list[Fault]:
-    """Draw the cuts: random steps, each kind in turn, random ranks; all follow from the seed."""
+    """Draw the cuts, in the order in which they happen: random steps and ranks from the seed, and the kinds in turn."""
     key = derive_key(config.seed, Purpose.CUT)
     # A stop before the last step has no effect: the training ends.
     at = (rand_int(key, torch.arange(cuts), max(1, steps - 2)) + 1).tolist()

@@ -25,7 +25,7 @@ _LOSS_TOLERANCE = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedPart:
-    """One part of two trainings, compared."""
+    """The result of comparing one part of two trainings."""
 
     name: str
     compared: str

@@ -20,7 +20,10 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 def prepare_server() -> None:
-    """Let the server import what ranks need when the first one starts. A rank has one thread, as with torchrun."""
+    """Have the server import, before it starts the first rank, what ranks need.
+
+    A rank has one thread, as with torchrun.
+    """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _FORKSERVER.set_forkserver_preload(["training.__main__", "training.config.command_line", *MODULES])
 
@@ -28,7 +31,10 @@ def prepare_server() -> None:
 def start_ranks(
     argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
 ) -> list[BaseProcess]:
-    """Start ranks with these arguments, whose output goes to the file `log`; each calls `prepare` before it begins."""
+    """Start a rank for each list of arguments.
+
+    All write to `log`, and call `prepare` before they begin.
+    """
     # Rank 0 listens a second later: a port that the kernel gives to connections could be in use by then.
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port())}
     environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}
@@ -44,8 +50,8 @@ def start_ranks(
 def wait_for_ranks(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
     """Wait until all ranks have ended or one has failed; then end the others, and return the exit codes by rank.
 
-    None: the rank was ended here, because another rank was killed, or had failed `grace_seconds` before (time for error
-    messages). It would have waited minutes for that rank.
+    None: the rank was ended here, at once if another one was killed, or `grace_seconds` after another one failed (time
+    for error messages). It would have waited minutes for that other rank.
     """
     try:
         while (running := [rank for rank in ranks if rank.exitcode is None]) and not any(r.exitcode for r in ranks):
