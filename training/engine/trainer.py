@@ -200,7 +200,7 @@ class Trainer:
     # --- steps ---
 
     def steps(self) -> Iterator[None]:
-        """Make one step before each yield until the training ends; set `ended` if it ends before its last epoch does."""
+        """Make one step before each yield until the training ends; set `ended` if it ends before its last epoch."""
         progress, group = self.state.progress, self.group
         self.validate_if_due()
         self.ended = self.early_stopping.reason(progress, group)
