@@ -11,11 +11,13 @@ from support.cluster import ROOT, Site
 
 from simulation.commands import observe
 
+pytestmark = pytest.mark.timeout(900)
+
 
 def simulation(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """What `python -m tests.simulation` prints."""
     command = [sys.executable, "-m", "tests.simulation", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=850)
 
 
 def test_all_schedules_hold() -> None:
