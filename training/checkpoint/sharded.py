@@ -102,10 +102,7 @@ def read_shards(directory: Path, state: TrainState) -> dict[str, Tensor]:
 
 
 def read_full(directory: Path) -> dict[str, Tensor]:
-    """Read the full tensors of a state into the host's memory.
-
-    A single file is mapped, and read when used.
-    """
+    """Read the full tensors of a state into the host's memory. A single file is mapped, and read when used."""
     if (directory / STATE_TENSORS).exists():
         return load_file(directory / STATE_TENSORS)
     return _load(directory, lambda _name, like: torch.empty_like(like, device="cpu"))

@@ -65,7 +65,7 @@ def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
-    """Say which results of a state the run directory lacks: metrics, validation or best model; empty if it has all.
+    """Return what results of a state the run directory lacks: metrics, validation or best model; empty if it has all.
 
     If rank 0's node is lost, the snapshot of another node may be newer than the last metrics that rank 0 wrote.
     Resuming from that snapshot would leave a gap in the metrics.

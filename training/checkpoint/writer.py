@@ -63,9 +63,7 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
 
 
 def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Allocate host memory for tensors like these, by name.
-
-    For a GPU's it is pinned, so that the GPU copies fast.
+    """Allocate host memory for tensors like these, by name. For a GPU's it is pinned, so that the GPU copies fast.
 
     The memory comes in few blocks: torch rounds each piece of pinned memory up to a power of two.
     """
@@ -285,10 +283,7 @@ class StateWriter:
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
-        """Restart the interval, as if this step were saved.
-
-        With `due`, it is not, and an interval in seconds is over.
-        """
+        """Restart the interval as if this step were saved. If `due`, it is not, and an interval in seconds is over."""
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
 
@@ -304,10 +299,7 @@ class StateWriter:
         return self._state.progress.step == self._saved_step
 
     def due_by_time(self) -> bool:
-        """Return whether the interval has passed on this rank's clock.
-
-        Clocks differ, so only one rank's answer may count.
-        """
+        """Return whether the interval has passed on this rank's clock. Clocks differ: act on one rank's answer only."""
         interval = self._destination.interval
         if interval.seconds is None:
             return False

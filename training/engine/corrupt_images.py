@@ -1,7 +1,4 @@
-"""Shares the training set's unreadable images: each rank meets some, and all ranks must know all.
-
-Runs on every rank.
-"""
+"""Shares the training set's unreadable images: each rank meets some, all ranks must know all. Runs on every rank."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -11,10 +11,7 @@ _SHOWN = 0.2
 
 
 class Loss:
-    """Computes the loss of logits and targets.
-
-    An image's weight does not depend on its batch, so ranks need not agree on it.
-    """
+    """Computes the loss of logits and targets. Weights do not depend on the batch, so ranks need not agree on them."""
 
     def __init__(self, config: TrainConfig, labels: Tensor, classes: int, device: torch.device) -> None:
         """Prepare the loss for a training set with these labels (int64 [n])."""

@@ -157,10 +157,7 @@ class LossMeter:
         self._finite_steps.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all ranks' sums, on the device, and the counts.
-
-        All ranks must call this; the host does not wait for it.
-        """
+        """Return all ranks' sums (on the device) and counts. All ranks must call this; the host does not wait."""
         loss, correct = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct]))
         sums = {"loss": loss.clone(), "correct": correct.clone()}
         return {**sums, "images": self.images, "train_seconds": self.train_seconds}

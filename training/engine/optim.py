@@ -51,9 +51,7 @@ OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """Make an optimizer of the parameters that require gradients.
-
-    On CUDA it is fused if possible (fewer kernels).
+    """Make an optimizer of the parameters that require gradients. On CUDA it is fused if possible (fewer kernels).
 
     Parameters without decay always have their own groups, so --decay-norm-and-bias may change during a run. A group's
     `lr_scale` is its share of the learning rate (`set_learning_rate`); the first group has 1.

@@ -1,8 +1,7 @@
 """Checks that each device computes correctly and that all ranks communicate. Runs on every rank, before a training.
 
 `python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script. It runs
-in the user's environment (--python), so it imports only the standard library, torch, and modules of ours that do so
-too.
+in the user's environment (--python), so it imports only the standard library, torch, and our modules that do so too.
 """
 
 import faulthandler

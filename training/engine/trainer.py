@@ -200,7 +200,7 @@ class Trainer:
     # --- steps ---
 
     def steps(self) -> Iterator[None]:
-        """Make one step before each yield until the training ends; set `ended` if it ends before its last epoch."""
+        """Make a step before each yield until the training ends; set `ended` if it ends before its last epoch does."""
         progress, group = self.state.progress, self.group
         self.validate_if_due()
         self.ended = self.early_stopping.reason(progress, group)
@@ -262,8 +262,7 @@ class Trainer:
                 corrupt_images=int(self.corrupt_images.has_unshared),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
-            # Snapshots every few steps are then late by a quarter of that at most, and a stop is heard even near the
-            # end.
+            # Snapshots every few steps are then late by a quarter of that at most. Near the end, a stop is still heard.
             max_interval=min(self.snapshots.interval.steps or math.inf, steps_left) / 4,
         )
         if agreed.corrupt_images:

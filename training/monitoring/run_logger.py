@@ -142,7 +142,7 @@ class RunLogger:
         self._metrics.wait()
 
     def log_metrics(self, record: Record) -> None:
-        """Write the metrics of a logged step, or of an evaluation, with their `split`. Call it within `log_later`."""
+        """Write the metrics of a logged step, or of an evaluation with its `split`. Call it within `log_later`."""
         lines, scalars = self._train, ["loss", "accuracy", "lr", "images_per_second"]
         if "split" in record:
             lines, scalars = self._evaluations, ["loss", "accuracy"]

@@ -37,7 +37,7 @@ __all__ = ["report", "should_stop", "state"]
 def should_stop() -> bool:
     """Return whether to save and exit with 0: True on all ranks at the same call, one step after a rank got a signal.
 
-    All ranks call it equally often, after each step. Within `with state(...)`, it also takes what snapshots are due.
+    All ranks call it equally often, after each step. In `with state(...)`, it also takes the snapshots that are due.
 
     Raises:
         RuntimeError: there are several ranks, and torch.distributed is not initialized yet.
@@ -64,8 +64,7 @@ def report(*, step: int, **numbers: Any) -> None:
 
     Args:
         step: the optimizer steps done.
-        numbers: such as `loss`, `images_per_second`, `epoch`, `lr`. Tensors of one element too; the host waits for a
-        GPU's.
+        numbers: such as `loss`, `images_per_second`, `epoch`, `lr`. The host waits for tensors of one element.
     """
     progress_files.beat(step)
     progress_files.metrics(step, numbers)

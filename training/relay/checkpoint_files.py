@@ -69,10 +69,7 @@ def _temporary_name(path: Path, ending: str) -> Path:
 
 
 def _fsync(path: Path) -> None:
-    """Make a file's content or a directory's names durable.
-
-    A rename is on the disk only after the directory's fsync.
-    """
+    """Make a file's content or a directory's names durable: a rename is on the disk only after the latter."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

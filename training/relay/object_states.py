@@ -43,10 +43,7 @@ def _is_shared(one: Saveable) -> bool:
 
 
 def _copied(value: Any, *, keep: bool) -> Any:
-    """Copy a state's tensors to the host, None in place of each unless `keep`.
-
-    All ranks must call this to join shards.
-    """
+    """Copy a state's tensors to the host, or drop them if not `keep`. All ranks must call this: it joins shards."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -147,10 +144,7 @@ def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(model: Any, value: Any) -> Any:
-    """Split a whole tensor into shards like `model`.
-
-    Return it as it is if `model` is not in shards, or of another shape.
-    """
+    """Split a whole tensor into shards like `model`. Return it unchanged if `model` has no shards or another shape."""
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 

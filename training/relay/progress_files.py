@@ -48,8 +48,7 @@ class Heartbeat:
             "time": time.time(), "step_seconds": self.step_seconds, "busy_seconds": self.busy_seconds,
         }  # fmt: skip
         with suppress(OSError):
-            # Open it at each beat: a script may close files that it does not know, and something may have emptied
-            # /dev/shm.
+            # Reopen it each time: scripts may close unknown files, and something may have emptied /dev/shm.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.pwrite(descriptor, json.dumps(record).encode().ljust(_HEARTBEAT_BYTES), 0)

@@ -61,10 +61,7 @@ class Ranks:
         self._consensus: StopConsensus | None = None
 
     def connect(self, call: str) -> StopConsensus:
-        """Return the ranks' consensus, made once.
-
-        Raises RuntimeError, which names `call`, if torch.distributed is not ready.
-        """
+        """Connect once, and return the consensus. Raises RuntimeError if torch.distributed is not initialized yet."""
         from torch import distributed
 
         if self._consensus is None:

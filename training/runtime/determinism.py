@@ -111,8 +111,7 @@ class Numerics:
                 **{name: os.environ.get(name) for name in _NCCL_NAMES},
             }
         else:
-            # torch chooses kernels by the instruction set; oneDNN, and the library for matrix products, by the CPU's
-            # model.
+            # torch chooses kernels by instruction set; oneDNN, and the library for matrix products, by the CPU's model.
             self.values |= {
                 "processor": _distinct(group.all_gather_json(processor_name())),
                 "instructions": torch.backends.cpu.get_cpu_capability(),

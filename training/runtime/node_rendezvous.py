@@ -9,8 +9,7 @@ other, at the start and whenever ranks of one of them have died. torch's own bac
   write to its store, too, and the ranks of all restarts share it.
 
 The first member's torchrun keeps the members' reports. A report has a member's whole state and is repeated, so
-connections may break. Each start of the ranks is a generation. No member enters the next one before all are in this
-one.
+connections may break. Each start of the ranks is a generation. No member enters one before all were in the one before.
 """
 
 import os

@@ -180,8 +180,8 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
-        UserError: a node with several ranks has MIG instances, or all of several nodes have too few GPUs for their
-        ranks. TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
+        UserError: a node with several ranks has MIG instances, or each of several nodes has fewer GPUs than ranks.
+        TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
     # The key-value store is torchrun's, or in memory for a single rank without torchrun.
@@ -230,10 +230,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _wait_for_store(address: str, port: int) -> None:
-    """Wait until rank 0 listens.
-
-    After a refusal, torch's client pauses for 0.4 s, then longer (seen in 2.15).
-    """
+    """Wait until rank 0 listens. After a refusal, torch's client pauses for 0.4 s, then longer (seen in 2.15)."""
     deadline, pause = time.monotonic() + _TIMEOUT.total_seconds(), _FIRST_PAUSE_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -61,10 +61,7 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _event() -> torch.cuda.Event:
-    """Make an event.
-
-    A thread that waits for it sleeps; by default it would keep a core busy that the training needs.
-    """
+    """Make an event for which threads sleep. By default they would keep a core busy that the training needs."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 

@@ -20,10 +20,7 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 def prepare_server() -> None:
-    """Have the server import, before it starts the first rank, what ranks need.
-
-    A rank has one thread, as with torchrun.
-    """
+    """Have the server import what ranks need before it starts the first. A rank has one thread, as with torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _FORKSERVER.set_forkserver_preload(["training.__main__", "training.config.command_line", *MODULES])
 
@@ -31,10 +28,7 @@ def prepare_server() -> None:
 def start_ranks(
     argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
 ) -> list[BaseProcess]:
-    """Start a rank for each list of arguments.
-
-    All write to `log`, and call `prepare` before they begin.
-    """
+    """Start a rank for each list of arguments. All write to the file `log`, and call `prepare` before they begin."""
     # Rank 0 listens a second later: a port that the kernel gives to connections could be in use by then.
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port())}
     environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}
