@@ -20,7 +20,7 @@ IDENTIFYING = (
 )
 """The flags that a saved state depends on: with another value it would be another run."""
 ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
-# These flags begin a training, and have no effect on a saved state.
+# These flags say how a training begins, and have no effect on a saved state.
 _OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
 # In these schedules every learning rate depends on the number of epochs.
 _PLANNED = frozenset({"cosine", "one-cycle"})
@@ -39,9 +39,10 @@ class Begun(NamedTuple):
 
 
 def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
-    """Refuse typed training flags (without dashes) that `hpc resume` may not set.
+    """Refuse training flags that `hpc resume` may not set.
 
-    `run` is the run's name as it was typed, `best` the directory of its best model.
+    `names` are the flags on the command line, without dashes in front; `run` is the run's name as the user typed it;
+    `best` is the directory of its best model.
 
     Raises:
         UserError: says what to type instead.
@@ -57,7 +58,7 @@ def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
 
 
 def refuse_on_fork(changed: Collection[str], best: Path) -> None:
-    """Refuse changed fields on which the saved state depends, or which have no effect on it.
+    """Refuse changes of fields on which the saved state depends, or which have no effect on it.
 
     Raises:
         UserError: says what to type instead.
@@ -71,7 +72,7 @@ def refuse_on_fork(changed: Collection[str], best: Path) -> None:
 
 
 def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> None:
-    """Refuse a number of epochs that would change steps already done, and flags that add none to a complete training.
+    """Refuse a number of epochs that would change steps already done, and flags that add no steps to a complete one.
 
     Raises:
         UserError: says what to type instead.

@@ -1,8 +1,8 @@
-"""The command line of `python -m training` and of programs with the same flags. Runs where they run.
+"""Parses the command line of `python -m training` and of programs with the same flags. Runs where they run.
 
 Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`).
-Ranks that a node agent starts read `spec.json` instead (`training.config.training_spec`): this module imports tyro and
-YAML, which takes a quarter of a second.
+Ranks that a node agent starts read `spec.json` instead (`training.config.training_spec`), because this module imports
+tyro and YAML, which takes a quarter of a second.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def recipe_path(name: str) -> Path:
 
 
 def flag_names(options: type[Any]) -> dict[str, bool]:
-    """Return the flags of a dataclass without dashes; True for switches."""
+    """Return the names of a dataclass's flags, without dashes in front; the value is True for a switch."""
     return {program.flag_name(field): field.type is bool for field in program.flags(options)}
 
 
@@ -56,8 +56,8 @@ def with_files(
 ) -> dict[str, Any]:
     """Complete the given flags from `--config`, `--recipe` and `defaults`; the earlier source wins.
 
-    A file may name its recipe. `known` are the flags that a file may set, without dashes; True for switches. Other
-    defaults are left out.
+    The file of `--config` may name a recipe. `known` has the flags that a file may set, as `flag_names` returns them.
+    Defaults of other flags are left out.
 
     Raises:
         UserError: a file cannot be read or has an unknown flag, or the recipe does not exist.
@@ -71,9 +71,9 @@ def with_files(
 
 
 def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, Any]:
-    """Add a data set to the flags of a training that name none.
+    """Add a data set if the flags of a training name neither data nor a recipe.
 
-    It is Fashion-MNIST if Debian's copy is installed, else scikit-learn's digits with their recipe's flags.
+    It is Fashion-MNIST if Debian's copy is installed, else scikit-learn's digits with the flags of their recipe.
     """
     if {"data", "synthetic", "recipe"} & given.keys():
         return dict(given)
@@ -83,7 +83,7 @@ def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, 
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings: `over` wins, and a list follows the values that `base` has for its flag."""
+    """Merge settings. `over` wins, but a list in `over` is appended to the values that `base` has for the flag."""
     both = base.keys() & {name for name, value in over.items() if isinstance(value, list)}
     return {**base, **over, **{name: [*_listed(base[name]), *over[name]] for name in both}}
 
@@ -156,7 +156,7 @@ Options = TypeVar("Options", bound=TrainFlags)
 
 
 def parse_flags(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
-    """Parse a command line that holds training flags; ranks other than 0 print no help (`prints`).
+    """Parse a command line that holds training flags. `prints` is False on ranks that must print no help.
 
     Raises:
         UserError: a flag is wrong, or no model has the given name.

@@ -31,7 +31,7 @@ Kind = Literal["idx", "digits", "cifar10", "cifar100", "image-folder", "packed"]
 
 @dataclass(frozen=True, kw_only=True)
 class CifarFiles:
-    """The published names of the Python files of a CIFAR data set, and the keys of labels and class names in them."""
+    """The published names of a CIFAR data set's files, and the keys of labels and class names in these files."""
 
     directory: str
     train: tuple[str, ...]
@@ -119,10 +119,10 @@ def _digits_directory() -> Path:
 
 
 def check_data(path: Path) -> DataLayout:
-    """Recognize the layout of a data directory. It stops at the first image, so it is quick on huge ones too.
+    """Recognize the layout of a data directory. It stops at the first image, so it is quick for huge data.
 
     Raises:
-        UserError: it does not exist, is not a directory, or has no known layout.
+        UserError: it does not exist, is not a directory, cannot be read, or has no known layout.
     """
     try:
         if not path.exists():
@@ -143,7 +143,7 @@ def check_data(path: Path) -> DataLayout:
 
 
 def find_data(staged: Path) -> Path:
-    """Return the data directory in a staged copy: archives often hold a single directory."""
+    """Return the data directory in a staged copy: the copy itself, or the only directory in it, as in many archives."""
     try:
         inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
     except OSError:
@@ -226,7 +226,9 @@ def _folder_layout(path: Path) -> DataLayout:
 
 
 def _part(path: Path, names: tuple[str, ...]) -> Path | None:
-    """Find the directory of a part of the data. One that holds images itself is a class, such as the vehicle `train`.
+    """Find the directory of a part of the data; None: there is none.
+
+    A directory that itself holds images is not a part but a class, such as the vehicle `train`.
 
     Raises:
         UserError: there are several such directories.

@@ -1,4 +1,4 @@
-"""The site's and the user's defaults of flags: files with the keys of `--config`. Runs where flags are parsed."""
+"""Reads the site's and the user's default flags, in files with the keys of `--config`. Runs where flags are parsed."""
 
 import os
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ class Defaults:
 
 
 def files() -> tuple[Path, ...]:
-    """Return the site's and the user's file, which need not exist; the later one wins."""
+    """Return the paths of the site's and the user's file, which may not exist. The user's defaults win."""
     return _SITE, platformdirs.user_config_path() / _FILE
 
 
 def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
-    """Read the defaults of both files; the later one wins. `known` are the flags that they may set; None: any.
+    """Read the defaults of the files that exist, the site's first. `known` are the flags that they may set; None: any.
 
     Raises:
         UserError: a file cannot be read, or has an unknown flag or a recipe.

@@ -1,4 +1,4 @@
-"""The device of the ranks: chosen at the submission, passed in their environment. Runs everywhere; no torch."""
+"""The device of the ranks, chosen at the submission and passed in their environment. Runs anywhere; needs no torch."""
 
 from collections.abc import Mapping
 from typing import Literal

@@ -30,9 +30,9 @@ class EvaluationTask:
 
 
 def choose_split(task: EvaluationTask, layout: DataLayout, val_split: float) -> Split:
-    """Choose the part of the data to evaluate on; `val_split` is the part held out by a training without `val/`.
+    """Choose the part of the data to evaluate on; `val_split` is the share that is held out if there is no `val/`.
 
-    `auto` means the test set; without one, the validation set, or all images of data that the training has not seen.
+    `auto` means the test set, else the validation set, else all images, if the training has seen none of them.
 
     Raises:
         UserError: the data has no such part.

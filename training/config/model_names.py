@@ -1,7 +1,8 @@
 """The names of models and of their pretrained weights, and the weights' files in torch's cache.
 
 Runs on the login node, which may have internet access where the compute nodes have none, and on every rank. It reads
-torchvision's source: importing it takes 4 seconds, a login node may lack torch, and our own list would fit one version.
+torchvision's source instead of importing torchvision, because the import takes 4 seconds and a login node may lack
+torch. A list of our own would fit only one version.
 """
 
 import importlib.util
@@ -41,7 +42,7 @@ def _sources(package: str) -> list[Path]:
 
 @cache
 def models_of(package: str) -> tuple[str, ...]:
-    """Return the names of torchvision's or timm's classifiers; none if it is not installed."""
+    """Return the names of torchvision's or timm's classifiers; empty if the package is not installed."""
     sources = (source.read_text(encoding="utf-8") for source in _sources(package))
     return tuple(sorted(match[1] or match[2] for source in sources for match in _REGISTERED.finditer(source)))
 
@@ -50,7 +51,7 @@ def check_model(name: str) -> None:
     """Make sure that a model has this name.
 
     Raises:
-        UserError: no model has it; lists similar names.
+        UserError: no model has it (the message lists similar names), or timm is not installed.
     """
     if name.startswith(TIMM):
         need_package("timm", "timm", f"--model {name}")
@@ -70,7 +71,7 @@ def resolve_weights(model: str, weights: str) -> Path:
     """Find the file of `--weights`: a path, or a name of torchvision's weights for the model.
 
     Raises:
-        UserError: it does not exist; describes how to get it.
+        UserError: the file does not exist or is damaged. The message says how to get it.
     """
     if "/" in weights or weights.endswith((".safetensors", ".pth", ".pt")):
         path = Path(weights).expanduser().absolute()
@@ -109,7 +110,7 @@ def cache_directory() -> Path:
 
 @cache
 def torchvision_weights(model: str) -> dict[str, str]:
-    """Return the names of a model's weights with their URLs; none if torchvision is not installed."""
+    """Return the names of a model's weights with their URLs; empty if torchvision lacks it or is not installed."""
     for source in _sources("torchvision"):
         text = source.read_text(encoding="utf-8")
         if function := re.search(rf"^def {model}\(.*?weights: Optional\[(\w+)\]", text, re.MULTILINE | re.DOTALL):

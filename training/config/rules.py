@@ -50,7 +50,7 @@ def check(config: Any) -> None:
 
 @cache
 def _choices(owner: Any) -> dict[str, tuple[str, ...]]:
-    """List the values of each field whose type names them."""
+    """Return the allowed values of each field whose type is a Literal."""
     return {name: get_args(kind) for name, kind in get_type_hints(owner).items() if get_origin(kind) is Literal}
 
 
@@ -176,7 +176,7 @@ class Interval:
 
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
-# Half of the 1 % that is promised, because a snapshot has costs that cannot be measured while it is taken.
+# Half of the 1 % that the help promises, because some costs of a snapshot cannot be measured while it is taken.
 _AUTO = Interval(seconds=1.0, max_overhead=0.005)
 # field: words that it takes besides steps and durations
 INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
@@ -248,7 +248,7 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
 _NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "static_graph", "compress_gradients")
 
 
-# (a field, the condition of its effect, why it has none without that)
+# (a field, the condition under which it has an effect, why it has none if the condition is not met)
 _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("lr_step_epochs", lambda c: c.lr_scheduler == "step", "it applies to --lr-scheduler step"),
     (
@@ -282,7 +282,7 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
 
 
 def without_effect(config: Any) -> list[str]:
-    """Explain in a line each flag of a TrainConfig that is not its default and has no effect."""
+    """Return a line for each flag of a TrainConfig that differs from its default and has no effect: why it has none."""
     lines = []
     for name, has_effect, why in _EFFECTS:
         value = getattr(config, name)
@@ -294,7 +294,7 @@ def without_effect(config: Any) -> list[str]:
 
 
 def check_validation(config: Any, *, validates: bool) -> None:
-    """Refuse flags that need a validation set if there is none.
+    """Refuse flags that need a validation set, unless there is one (`validates`).
 
     Raises:
         UserError: names the flag.

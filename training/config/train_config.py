@@ -260,7 +260,7 @@ def check_world(config: TrainConfig, world_size: int, samples: int | None = None
     """Make sure that every rank has work in every part of a step.
 
     Raises:
-        UserError: a batch, which is at most the training set (`samples`, if known), has too few images.
+        UserError: a batch, or the training set (`samples`, None if not known), has too few images.
     """
     minimum = world_size * config.grad_accum_steps * samples_per_group(config)
     among = f"the {world_size} ranks that share it"

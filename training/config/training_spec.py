@@ -45,7 +45,7 @@ class Training:
 
 
 def trainer_program(*, has_data: bool) -> Program:
-    """Return the program of a training or an evaluation, whose nodes stage data, or generate them."""
+    """Return the program of a training or an evaluation. Its nodes stage data if `has_data`, else they generate it."""
     arguments = spec_argv(
         "{torchrelay_spec}", "{run_dir}", "{attempt}", "{torchrelay_node_dir}", data="{data}" if has_data else None
     )

@@ -1,4 +1,4 @@
-"""Decides which images a step has, and which of them a rank takes: pure functions of seed and step. Every rank.
+"""Decides which images a step has, and which of them a rank takes, by seed and step alone. Runs on every rank.
 
 Global batches define the optimization. With batch size B, step s of an epoch has the images [s * B, (s + 1) * B) of
 the epoch's order. The last images, fewer than B, are left out; they differ by epoch. A training set smaller than B is
@@ -58,7 +58,7 @@ class BatchSchedule:
         return self.steps_per_epoch * self.epochs
 
     def order(self, epoch: int) -> Tensor:
-        """Return an epoch's samples in order, numbered as in `BatchRequest`; images after the last batch may follow."""
+        """Return an epoch's samples in order, numbered as in `BatchRequest`. Some that no batch uses may follow."""
         images = permutation(derive_key(self.seed, Purpose.ORDER, epoch), self.samples)
         if self.repetitions == 1:
             return images
@@ -75,7 +75,7 @@ class BatchSchedule:
         return (self.order(epoch)[start : start + self.batch_size] % self.samples).tolist()
 
     def requests(self, epoch: int, samples_seen: int, rank: int, world_size: int) -> Iterator[BatchRequest]:
-        """Yield a rank's part of every batch, from a position in the data to the end of the run."""
+        """Yield a rank's part of every batch of the run after the first `samples_seen` samples of `epoch`."""
         start, end = split_range(self.batch_size, rank, world_size, self.samples_per_group)
         while epoch < self.epochs:
             order = self.order(epoch)
@@ -87,7 +87,7 @@ class BatchSchedule:
 def make_schedule(
     samples: int, batch_size: int, epochs: int, seed: int, samples_per_group: int = 1, repetitions: int = 1
 ) -> BatchSchedule:
-    """Make a schedule whose batch is at most the training set."""
+    """Make a schedule; if `batch_size` is more than `samples`, the batch is the whole training set."""
     return BatchSchedule(
         samples=samples,
         batch_size=min(batch_size, samples),

@@ -1,7 +1,7 @@
 """Opens a data set of any layout: reads it, holds out a part for validation, sets up the augmentation.
 
-Runs on every rank. Images in memory may lie on the rank's device, which then makes the batches: they are shifted,
-mirrored and erased by the same operations on any device, so a rank gets the same images, bit by bit.
+Runs on every rank. Images in memory may lie on the rank's device, which then makes the batches. The same operations
+shift, mirror and erase images on any device, so a rank gets the same images, bit by bit.
 """
 
 import hashlib
@@ -37,10 +37,10 @@ _Pair = tuple[Tensor, Tensor]
 
 
 def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_index: bytes = b"") -> Data:
-    """Open the data; without a validation set, hold out a part of the training set, chosen by seed.
+    """Open the data. If there is no validation set, hold out a part of the training set, chosen by the seed.
 
-    The images of a folder and packed ones are resized to `folder_size` pixels, in evaluations to --eval-image-size. For
-    an image folder, `file_index` is what rank 0's `load_or_build_index` returned; if empty, it is built here.
+    Images of a folder and packed images are resized to `folder_size` pixels; in evaluations to --eval-image-size, if
+    given. For an image folder, `file_index` is what rank 0's `load_or_build_index` returned; if empty, one is built.
 
     Raises:
         UserError: files are missing, torn, or do not fit together.
@@ -175,7 +175,7 @@ def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
 
 
 def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Data:
-    """Move the data to the device if --data-on-device asks for it; `auto`: to a GPU with ten times its size free.
+    """Move the data to the device if --data-on-device asks for it; `auto` does if a GPU has ten times their size free.
 
     Raises:
         UserError: --data-on-device is on, and the data cannot be there.

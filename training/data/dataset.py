@@ -26,7 +26,7 @@ _NO_INDICES = torch.empty(0, dtype=torch.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryImages:
-    """Images of one size in memory, of the host or of a device, which makes the batches."""
+    """Images of one size, in the memory of the host or of a device. The batches are made where the images are."""
 
     images: Tensor
     """uint8 [n, C, H, W]"""
@@ -83,7 +83,7 @@ class SyntheticImages:
 
 
 class ImageStore(Protocol):
-    """The images of a folder, or packed ones, by index."""
+    """Gives the images of a folder or of packed data by index."""
 
     def read(self, index: int) -> Tensor | None:
         """Return the image (uint8 [h, w, 3]), or None if it is corrupt.
@@ -99,10 +99,10 @@ class ImageStore(Protocol):
         """Return what to do if many images are corrupt."""
 
     def identity(self) -> bytes:
-        """Identify the images, wherever their directory lies."""
+        """Return bytes that identify the images, and do not depend on where their directory lies."""
 
     def part(self, indices: Tensor) -> "ImageStore":
-        """Return some of the images."""
+        """Return the images with these indices as a store."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +148,7 @@ class ImageDataset:
         return self.store.name(index)
 
     def part(self, indices: Tensor) -> "ImageDataset":
-        """Return some of the images as a data set."""
+        """Return the images with these indices as a data set."""
         return replace(self, store=self.store.part(indices), labels=self.labels[indices])
 
     def _next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:

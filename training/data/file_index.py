@@ -1,8 +1,8 @@
 """The index of an image folder's files: rank 0 builds it, caches it in the run directory and broadcasts it as bytes.
 
-Listing a million files on a shared file system takes minutes. The cache is valid while no class directory has changed,
-which takes one `stat` of each. A directory changes when a name in it is added, removed or renamed, not when a file's
-content changes. Packers use this module too; it imports no torch.
+Listing a million files on a shared file system takes minutes. The cache is valid while no class directory has changed;
+the check takes one `stat` of each. A directory changes when a name in it is added, removed or renamed, but not when
+a file's content changes. Packers use this module too; it imports no torch.
 """
 
 import hashlib
@@ -131,7 +131,7 @@ def build_index(layout: DataLayout) -> FileIndex:
 
 
 def image_roots(layout: DataLayout) -> dict[str, Path]:
-    """Return the parents of class directories by part of the data."""
+    """Return for each part of the data the directory that holds its class directories."""
     return {name: root for name in _PARTS if (root := getattr(layout, name)) is not None}
 
 

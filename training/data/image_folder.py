@@ -25,13 +25,13 @@ _Result = TypeVar("_Result")
 JpegDecoder = Callable[["Tensor", int], "Tensor"]
 
 _JPEG = b"\xff\xd8\xff"
-# A smaller file cannot hold enough pixels for Pillow to refuse it as a decompression bomb: 2 bits for each 8 x 8.
+# A smaller JPEG has too few pixels for Pillow to refuse it as a decompression bomb: 8 x 8 of them take 2 bits or more.
 _HARMLESS_BYTES = 500_000
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result | None:
-    """Call `use` with the opened, not yet decoded image; None if the content is not a whole image."""
+    """Return the result of `use` for the image, opened but not decoded; None if the content is not a whole image."""
     try:
         with Image.open(io.BytesIO(content)) as file:
             return use(file)

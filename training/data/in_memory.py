@@ -29,9 +29,9 @@ _kept = dict[Path, Tensor]()
 
 
 def keep_data() -> None:
-    """Read the IDX files of this process's `--data` for its forks: a rank that replaces another need not read them.
+    """Keep the IDX files of this process's `--data` in memory, so that ranks that it forks later need not read them.
 
-    This is the slow part of `read_idx_pair`, and starts no threads, unlike the rest.
+    This is the slow part of `read_idx_pair`. The rest would start threads, which must not run before a fork.
 
     Raises:
         OSError: the directory cannot be read.
@@ -98,7 +98,7 @@ def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
-    """Return the class names: Fashion-MNIST's, else the numbers."""
+    """Return Fashion-MNIST's class names if these are its labels, else the numbers."""
     crc = zlib.crc32(train_labels.to(torch.uint8).numpy().tobytes())
     return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))
 

@@ -1,4 +1,4 @@
-"""Lets loader workers make batches, and copies each to the device while the step before computes.
+"""Lets loader workers make batches, and copies each batch to the device while the step before it computes.
 
 Runs on every rank. A data set is indexed with a `BatchRequest`, so that one call makes one rank's part of a batch, in
 the rank or in a loader worker. No data set draws random numbers itself.
@@ -40,14 +40,14 @@ class Batch(NamedTuple):
 
 
 class ImageSource(Protocol):
-    """Images and labels by request."""
+    """Gives images and labels on request."""
 
     @property
     def labels(self) -> Tensor:
-        """int64 [n]."""
+        """Labels of all samples, int64 [n]."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     def __getitem__(self, request: BatchRequest) -> Batch:
         """Return a request's images.
@@ -76,8 +76,8 @@ def load_batches(
 ) -> Iterator[Iterator[Batch]]:
     """Yield the requested batches in order, made by `workers` processes or, with 0, in this one.
 
-    Workers end with the context; after an exception, with the process, which has no time to wait for them. The context
-    must end them, because Python would send them a SIGTERM, which they ignore, and wait for them.
+    Workers end with the context. After an exception they end with the process, which has no time to wait for them. If
+    the context did not end them, Python would send them SIGTERM, which they ignore, and wait for them.
     """
     # A forked worker need not import torch again, which takes seconds.
     context = multiprocessing.get_context("fork")
@@ -101,7 +101,7 @@ def load_batches(
 
 
 class _Requests:
-    """The requests. They can be iterated over again while none after the first `first` has been taken."""
+    """Requests that can be iterated over again, as long as none after the first `first` of them has been taken."""
 
     def __init__(self, requests: Iterable[BatchRequest], first: int) -> None:
         self._rest = iter(requests)
@@ -112,11 +112,11 @@ class _Requests:
 
 
 def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any]:
-    """Return the loader's batches once all workers run."""
+    """Start the loader's workers, and return its batches once all of them run."""
     while True:
         # Fork workers with the signals blocked, because one could die before it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)
-        # A worker must not collect the rank's garbage: in a fork, to destroy what belongs to a GPU aborts the process
+        # A worker must not collect the rank's garbage: to destroy what belongs to a GPU aborts a forked process
         # (seen with torch 2.11 on an H200).
         gc.freeze()
         try:
@@ -134,11 +134,11 @@ def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any
             worker.kill()
             worker.join(_START_SECONDS)
         while started.acquire(block=False):
-            pass  # the signs of life of killed workers
+            pass  # forget the killed workers that had started
 
 
 def _start_worker(started: Semaphore, _number: int) -> None:
-    """Release, in a new worker, what the rank's death or restart must not wait for."""
+    """Report that this new worker runs, let it die with the rank, and close the rank's GPU files in it."""
     started.release()
     # torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets open,
     # the other ranks wait for it.
@@ -169,14 +169,14 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return one stream for all loaders: a batch's memory belongs to its stream, and only that one reuses it."""
+    """Return the one stream of all loaders: a batch's memory belongs to its stream, and no other stream reuses it."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Yield the batches, each copied to the GPU while the step before it computes.
 
-    Copies, and a data set's work on the GPU, run in a side stream. So each batch is requested a step early.
+    Copies run in a side stream, and so does a data set's work on the GPU. Each batch is requested one step early.
     """
     side = _side_stream(device)
     # A data set on the GPU may still be on its way there.

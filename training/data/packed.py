@@ -20,7 +20,7 @@ from training.config.packed_index import AGAIN, PackedPart, PackIndex
 
 @dataclass(frozen=True, kw_only=True)
 class PackedImages:
-    """The images of a part, or some of them."""
+    """All images of a part, or some of them."""
 
     directory: Path
     source: Path
@@ -81,7 +81,7 @@ def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[Pack
 
 
 def _map_array(path: Path, kind: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
-    """Map a file with an array; nothing of it is read yet."""
+    """Map the array in a file into memory, without reading its values yet."""
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:

@@ -9,7 +9,7 @@ from hpc.base import kernel
 
 
 def die_with_parent(ignored: Iterable[signal.Signals]) -> None:
-    """Ignore, in a worker process, signals that the parent handles, and be killed when the parent dies."""
+    """Make this worker process ignore the signals that its parent handles, and die when the parent dies."""
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     kernel.set_parent_death_signal()

@@ -20,7 +20,7 @@ from training.models.factory import FORMATS, Preprocess, build_model, first_line
 from training.models.parallel import load_full_state_dict, place_model
 from training.runtime.process_group import ProcessGroup
 
-# The parts of a checkpoint with weights: validations evaluate the moving average, if there is one.
+# The parts of a checkpoint that hold weights. The moving average is first: if there is one, validations evaluate it.
 _PARTS = ("ema/", "model/")
 
 
@@ -38,7 +38,7 @@ class EvaluatedModel:
 
 
 class ExportedClassifier(nn.Module):
-    """An exported file as a model. It runs on the CPU, in float32, as it was compared with its model."""
+    """An exported file as a model. It runs on the CPU in float32, as when it was compared with its model."""
 
     def __init__(self, classify: Classify, device: torch.device) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
     """Load the model in the directory that `hpc evaluate` has filled. All ranks must call this.
 
     Raises:
-        SharedError: on all ranks, if a file is damaged, or this node lacks what it needs.
+        SharedError: on all ranks, if a file is damaged, or a rank's node lacks a package.
     """
     with group.raise_on_all_ranks():
         for kind in EXPORTS.values():
@@ -92,7 +92,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
 
 
 def _as_trained(config: TrainConfig, card: ModelCard) -> TrainConfig:
-    """Set the training's batch size, which limits its evaluations' batches: last bits depend on it."""
+    """Set the batch size of the training. It limits evaluations' batches, on which the last bits of results depend."""
     return replace(config, batch_size=card.made_from.get("config", {}).get("batch_size", config.batch_size))
 
 

@@ -1,7 +1,7 @@
 """Exact evaluation: every sample counts once, and the result is bit-identical for any number of ranks.
 
 Runs on every rank. The batches do not depend on the number of ranks. The ranks exchange counts, the loss of each batch
-and the prediction of each image, never averages; the total must be the size of the data set.
+and the prediction of each image, never averages, and check that each image was evaluated exactly once.
 """
 
 import math
@@ -108,7 +108,7 @@ class Evaluator:
         all_reduce = self.group.all_reduce
         result = Evaluation(
             labels=all_reduce(shown),
-            # One rank has a batch's loss or an image's prediction, all others have zero: nothing is rounded.
+            # One rank has a batch's loss or an image's prediction, all others have zero: their sum is not rounded.
             loss=math.fsum(all_reduce(losses).tolist()) / len(source),
             corrupt=tuple(sorted(set().union(*self.group.all_gather_json(list(corrupt))))),
             predicted=all_reduce(predicted),
@@ -132,7 +132,7 @@ class Evaluator:
 
     @torch.inference_mode()
     def _evaluate_batch(self, images: Tensor, labels: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a batch to the count, and return its loss, the predicted classes and their probabilities."""
+        """Return a batch's loss, predicted classes and their probabilities, and add to the count `top5_correct`."""
         with autocast(self.config, self.group.device):
             logits = self.model(self.preprocess(images)).float()
         more_likely = (logits > logits.gather(1, labels[:, None])).sum(1)

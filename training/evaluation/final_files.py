@@ -30,7 +30,7 @@ _MAX_SIDE = 96
 
 
 def confusion_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> str:
-    """Return the confusion matrix: a row per true class, a column per predicted class; both int64 [n], by image."""
+    """Return the confusion matrix, with a row per true and a column per predicted class. Both tensors are int64 [n]."""
     count = len(classes)
     matrix = torch.bincount(labels * count + predicted, minlength=count**2).view(count, count)
     rows = ([name, *row] for name, row in zip(classes, matrix.tolist(), strict=True))
@@ -40,7 +40,7 @@ def confusion_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -
 def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> str:
     """Return a row for each class: counts, accuracy (recall), precision, F1, and the class it is most confused with.
 
-    A share without a denominator is empty. The labels and predictions are int64 [n], by image.
+    A share whose denominator is zero is empty. The labels and predictions are int64 [n], by image.
     """
     right = labels == predicted
     images, predictions, correct = (
@@ -105,7 +105,7 @@ def _csv(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) -> str:
-    """Return images spread evenly over the test set (`even`), and the most confident errors (`mistake`).
+    """Return, as JSON, images spread evenly over the test set (`even`), and the most confident errors (`mistake`).
 
     The choice depends on the model alone, not on the number of ranks.
 
@@ -125,7 +125,7 @@ def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) 
 
 def _sample(source: ImageSource, test: Evaluation, classes: Sequence[str], kind: str, index: int) -> dict[str, Any]:
     pixels = source[BatchRequest(indices=(index,), epoch=None)].images[0].cpu()  # uint8 [C, H, W]
-    # Unless the image has 3 channels, show the first one.
+    # Unless the image has 3 channels, show its first channel.
     image = Image.fromarray(pixels.permute(1, 2, 0).numpy() if len(pixels) == 3 else pixels[0].numpy())
     image.thumbnail((_MAX_SIDE, _MAX_SIDE))
     png = io.BytesIO()

@@ -16,7 +16,7 @@ from training.runtime.software import versions
 
 
 def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
-    """Return all that the model depends on, ready for JSON; null if unknown."""
+    """Return all that the model depends on, ready for JSON; None stands for what is not known."""
     run, spec, revision = context.run_dir, dict[str, Any](), None
     with suppress(OSError, ValueError):
         spec = dict(json.loads(current_spec(run).read_bytes()))

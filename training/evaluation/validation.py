@@ -58,14 +58,14 @@ class Validator:
         )
 
     def validate_if_due(self, before_batch: Callable[[], object]) -> Evaluation | None:
-        """Validate after an epoch; None if no validation was due. `record` must follow."""
+        """Validate after an epoch, and return the result, which `record` must get; None if no validation was due."""
         progress = self.state.progress
         if progress.evaluated_epochs == progress.epoch or self.data.val is None:
             return None
         return self.evaluate(self.data.val, "val", before_batch)
 
     def record(self, result: Evaluation) -> None:
-        """Record a validation, and write `best/` if no model was better."""
+        """Record a validation, and write `best/` if its accuracy is the highest so far."""
         progress = self.state.progress
         progress.val_loss, progress.val_accuracy = result.loss, result.accuracy
         if progress.best_accuracy is None or result.accuracy > progress.best_accuracy:
@@ -74,7 +74,7 @@ class Validator:
         progress.evaluated_epochs = progress.epoch
 
     def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
-        """Test the model after the last step, and write `final/`; `ended`: why the training ended early, if it did."""
+        """Test the model after the last step, and write `final/`; `ended`: why the training ended early, or None."""
         progress = self.state.progress
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
         best = self._test_best(test, before_batch)
@@ -91,7 +91,7 @@ class Validator:
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
-        """Test the best model, and add the result to `best/`. Returns its step, epoch and results; None without one.
+        """Test the best model, and add the result to `best/`. Returns its step, epoch and results; None: no best model.
 
         `last` is the test of the model after the last step, which may be the best one.
         """
@@ -113,13 +113,13 @@ class Validator:
         return {**best, **numbers_of(test)}
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return a copy of the model's weights on rank 0's CPU, and nothing elsewhere. All ranks must call this."""
+        """Return a copy of the model's weights on rank 0's CPU, elsewhere an empty dict. All ranks must call this."""
         tensors = full_state_dict(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
         # safetensors writes contiguous tensors only.
         return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
 
     def _result(self) -> dict[str, Any]:
-        """Return the content of `result.json` except the test."""
+        """Return the content of `result.json`, except the results of the test."""
         config, progress, preprocess = self.context.config, self.state.progress, self.preprocess
         size = {"channels": preprocess.channels, "size": preprocess.size}
         return {
@@ -142,14 +142,14 @@ class Validator:
         return made_from(self.context, self.data, self.evaluator.group)
 
     def _card(self) -> dict[str, bytes]:
-        """Return, on rank 0, the content of `model.json` by its name."""
+        """Return the content of `model.json`, by this name, on rank 0; elsewhere an empty dict."""
         if not self.evaluator.group.is_rank_zero:
             return {}
         card = make_card(self.context.config, self.data, self.preprocess, self._made_from)
         return {MODEL_CARD: card.to_json().encode()}
 
     def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
-        """Return, on rank 0, the tables and samples of `final/` by their names."""
+        """Return the tables and samples of `final/`, by file name, on rank 0; elsewhere an empty dict."""
         if not self.evaluator.group.is_rank_zero:
             return {}
         run, classes = self.context.run_dir, self.data.classes
@@ -214,7 +214,7 @@ def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], l
 
 
 def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluation) -> str | None:
-    """Return what to try if always predicting the test's most frequent class is as accurate; else None."""
+    """Return a warning if the model is not clearly better than always predicting the most frequent class, else None."""
     images, number = (int(value) for value in test.labels.bincount().max(0))
     share = images / test.total
     # Allow two standard errors: a model that has diverged may hit some more images by chance. With a single class there
@@ -229,5 +229,5 @@ def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluatio
 
 
 def numbers_of(test: Evaluation | None) -> dict[str, Any]:
-    """Return the numbers of a test; null without one."""
+    """Return the numbers of a test by name; all are None if there was no test."""
     return {f"test_{name}": getattr(test, name, None) for name in _TEST_FIELDS}

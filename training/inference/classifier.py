@@ -18,7 +18,7 @@ from training.models.parallel import load_full_state_dict
 
 
 class Classifier(nn.Module):
-    """The model between the normalisation and a softmax."""
+    """The model, with the normalisation before it and a softmax after it."""
 
     mean: Tensor
     std: Tensor
@@ -49,7 +49,7 @@ def find_model(name: str) -> Path:
     """Find the directory of a model: the given one, or `final/` of a run, else its `best/`.
 
     Raises:
-        UserError: none has a model.
+        UserError: none of them holds a model.
     """
     given = Path(name).expanduser()
     run = RunDir(given if given.exists() or given.is_absolute() else Path("runs") / given)

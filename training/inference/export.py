@@ -120,7 +120,7 @@ def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
 
 @torch.inference_mode()
 def largest_difference(exported: Classify, classifier: Classifier, images: Tensor) -> float:
-    """Return the largest difference between two models' probabilities; the first image is its own batch."""
+    """Return the largest difference between two models' probabilities. The first image is a batch of its own."""
     batches = [batch for batch in (images[:1], images[1:]) if len(batch)]
     return float(torch.cat([(exported(batch) - classifier(batch)).abs() for batch in batches]).max())
 

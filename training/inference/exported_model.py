@@ -47,7 +47,7 @@ class Format:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch: its exporters warn about their own code, its loader logs the traceback of what it raises."""
+    """Silence torch: its exporters warn about their own code, its loader logs the traceback of each error."""
     log = logging.getLogger("torch.export")
     disabled, log.disabled = log.disabled, True
     try:
@@ -133,7 +133,7 @@ def load_exported(path: Path, kind: Format) -> tuple[ModelCard, Classify]:
     """Load an exported model.
 
     Raises:
-        UserError: the file cannot be read, or has no model card.
+        UserError: a package is missing, or the file cannot be read or has no model card.
     """
     require_packages(kind)
     try:

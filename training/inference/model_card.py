@@ -97,7 +97,7 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
 
 
 def read_card(text: str, source: str) -> ModelCard:
-    """Read the card in the content of `model.json`; `source` names its file in errors.
+    """Read a card from the content of `model.json`; `source` names the file in errors.
 
     Raises:
         UserError: it is damaged, or of another version.

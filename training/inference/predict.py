@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
-    """Predict each image, in the order of the images.
+    """Predict the class of each image, in the order of `find_images`.
 
     Raises:
         UserError: an option cannot work, the model does not exist, or it takes neither gray nor color images.
@@ -138,7 +138,7 @@ def load(model: str) -> tuple[ModelCard, Classify]:
     """Load a model of a run, or an exported one.
 
     Raises:
-        UserError: it does not exist.
+        UserError: it does not exist, or cannot be loaded.
     """
     path = Path(model).expanduser()
     if not path.is_file():
@@ -174,7 +174,7 @@ def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tenso
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
-    """Return each image's (row's) most likely classes with their probabilities."""
+    """Return the most likely classes of each image (a row), with their probabilities."""
     values, indices = probabilities.topk(min(top, len(classes)), dim=1)
     return [
         tuple((classes[index], value) for index, value in zip(*row, strict=True))

@@ -23,7 +23,7 @@ def checkpoint_activations(model: nn.Module) -> int:
     """
     blocks = [block for block in blocks_in_order(model) if _is_worth_it(block)]
     for block in blocks:
-        # A copy of the model would call this block's forward, so the moving average is copied before.
+        # A later copy of the model would call the forward of this block, so the moving average is copied earlier.
         block.forward = _recomputed(block)
     return len(blocks)
 

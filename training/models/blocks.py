@@ -8,7 +8,7 @@ from training.models.factory import last_layer_name
 
 
 def is_row(module: nn.Module) -> bool:
-    """Return whether the module is a Sequential, or a list, which has no forward."""
+    """Return whether the module is a Sequential, or a list (a module without a forward)."""
     return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
@@ -22,10 +22,10 @@ def row_members(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of Sequentials and lists, and the layers beside them, in the order of the model's code."""
+    """Yield the members of Sequentials and lists, and the layers outside of them, in the order of the model's code."""
     for child in module.children():
         is_member = is_row(module) and not is_row(child)
-        # timm's stages are modules with a row of this name.
+        # timm's stages are modules that hold a row named `blocks`.
         is_stage = isinstance(getattr(child, "blocks", None), nn.Sequential | nn.ModuleList)
         if (is_member and not is_stage) or not any(is_row(part) for part in child.modules()):
             yield child
@@ -34,7 +34,7 @@ def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def depths(model: nn.Module) -> dict[str, int]:
-    """Return how many blocks come before each parameter, by its name, in the order of the model's code.
+    """Return, by parameter name, how many blocks come before the parameter in the order of the model's code.
 
     Norms and embeddings belong to the block before them, or to the first one. The last layer is its own block.
     """

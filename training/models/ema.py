@@ -18,14 +18,14 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = copy.deepcopy(model).eval().requires_grad_(requires_grad=False)
         self._decay = decay
-        # Collect parameters and their batch statistics once, since that takes a millisecond.
+        # Collect parameters and batch statistics once, since that takes a millisecond.
         averages, values = ([*whose.parameters(), *whose.buffers()] for whose in (self.model, model))
         pairs = list(zip(averages, (value.detach() for value in values), strict=True))
         self._averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         self._copied = [pair for pair in pairs if not pair[0].is_floating_point()]
 
     def update(self, step: int) -> None:
-        """Add the model after `step` steps to the average, first with more weight, to forget the random weights."""
+        """Add the model after `step` steps to the average. Early models weigh more, to forget the random weights."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
         with torch.no_grad():
             average_each(*_unzip(self._averaged), weight)

@@ -1,6 +1,6 @@
 """Builds a model by its name, with its head; turns images into its inputs; selects its precision. Runs on every rank.
 
-The head is the model's child with the last layer, which ends with the classes; the rest is the backbone.
+The head is the child of the model that holds the last layer, whose outputs are the classes; the rest is the backbone.
 
 torchvision is imported only for its own models: the import takes every rank two seconds.
 """
@@ -28,7 +28,7 @@ _SIZE_ERRORS = (RuntimeError, ValueError, AssertionError)
 
 
 def input_size(config: TrainConfig, native: int | None) -> int:
-    """Return the side in pixels of the model's square inputs; `native` is the side of images in memory."""
+    """Return the side in pixels of the model's square inputs; `native`: the side of images in memory, else None."""
     if config.image_size is not None:
         return config.image_size
     if config.model in OWN_MODELS:
@@ -41,7 +41,7 @@ def input_size(config: TrainConfig, native: int | None) -> int:
 
 
 def input_channels(config: TrainConfig, native: int) -> int:
-    """Return the model's input channels: three for torchvision's and timm's models."""
+    """Return the model's input channels: `native` (the data's) for our own models, else three."""
     return native if config.model in OWN_MODELS else 3
 
 
@@ -59,7 +59,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
     """Build a model with random weights, which follow from the seed; freeze its backbone if the flags ask for it.
 
     Raises:
-        UserError: the model does not take images of this size.
+        UserError: the model does not take images of this size, or a flag does not fit the model.
     """
     torch.manual_seed(derive_key(config.seed, Purpose.WEIGHTS))
     try:
@@ -127,7 +127,7 @@ def first_line(error: Exception) -> str:
 
 
 def last_layer_name(model: nn.Module) -> str:
-    """Name the layer whose outputs are the classes."""
+    """Return the name of the layer whose outputs are the classes."""
     # timm models name this layer.
     named = getattr(model, "pretrained_cfg", {}).get("classifier")
     if isinstance(named, str):
@@ -140,7 +140,7 @@ def last_layer_name(model: nn.Module) -> str:
 
 
 def head_name(model: nn.Module) -> str:
-    """Name the model's child with the last layer, such as `fc` or `classifier`."""
+    """Return the name of the model's child that holds the last layer, such as `fc` or `classifier`."""
     return last_layer_name(model).partition(".")[0]
 
 
@@ -159,7 +159,7 @@ def add_hidden_layer(model: nn.Module, width: int) -> None:
 
 
 def no_stochastic_depth(rate: float | None, model: str) -> UserError:
-    """Make the error for --drop-path with a model without stochastic depth."""
+    """Return the error for --drop-path if the model has no stochastic depth."""
     return UserError(f"--drop-path is {rate}, but {model} has no stochastic depth: leave it out")
 
 

@@ -18,7 +18,7 @@ from training.models.blocks import is_row, row_members
 from training.runtime.compat import BatchNorm
 from training.runtime.process_group import ProcessGroup, SharedError
 
-# A block with fewer weights is gathered with its surroundings: its own message would not pay.
+# A block with fewer weights is gathered with its surroundings: a message of its own would not pay off.
 _MIN_WEIGHTS = 2**15
 
 
@@ -28,9 +28,9 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
     Blocks are moved to the device and sharded one at a time, so the device never holds the whole model.
 
     Raises:
-        SharedError: --fsdp-sharding hybrid, and the nodes have different numbers of ranks.
+        SharedError: --fsdp-sharding is hybrid, and the nodes have different numbers of ranks.
     """
-    # FSDP shards rows, and takes no other memory format.
+    # FSDP shards rows, and takes only contiguous tensors.
     model.to(memory_format=torch.contiguous_format)
     mesh = _mesh(config, group)
     policy = MixedPrecisionPolicy()
@@ -48,7 +48,7 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
 
 
 def _mesh(config: TrainConfig, group: ProcessGroup) -> DeviceMesh:
-    """Arrange all ranks in a row, or with --fsdp-sharding hybrid in a row for each of several nodes."""
+    """Arrange all ranks in one row, or, if --fsdp-sharding is hybrid, the ranks of each node in a row."""
     per_node = group.rank_info.local_world_size
     if config.fsdp_sharding == "hybrid":
         sizes = group.all_gather_json(per_node)
@@ -93,7 +93,7 @@ class FsdpModel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """The context of all parts of a step except the last."""
+        """Enter the context for a part of a step that is not the last one."""
         self._last_part = False
         try:
             yield
@@ -102,7 +102,7 @@ class FsdpModel:
 
 
 def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's unsharded tensors, one after the other, on rank 0 alone. All ranks must call this."""
+    """Yield a model's unsharded tensors, one after the other, on rank 0 alone. All ranks must exhaust the iterator."""
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if is_rank_zero:
@@ -110,7 +110,7 @@ def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[st
 
 
 def shard_like(own: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's shard of an unsharded tensor, cut as its own tensor. Every rank has it, so nothing is sent."""
+    """Return this rank's shard of `value`, cut like `own`. Every rank has the whole `value`, so nothing is sent."""
     if not isinstance(own, DTensor):
         return value
     return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)

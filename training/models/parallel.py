@@ -25,14 +25,14 @@ from training.runtime.process_group import ProcessGroup, SharedError
 if TYPE_CHECKING:
     from training.models.fsdp import FsdpModel
 
-# On GPUs, DDP measures at most one step in this number.
+# On GPUs, DDP measures at most one of this number of steps.
 _MEASURED_EVERY = 100
 # Shapes differ by number of ranks, by part of a step and in the warm-up, so torch's default limit is too low.
 _MAX_SHAPES = 64
 
 
 def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
-    """Move the model, or with `--strategy fsdp` this rank's part of it, to the device. The optimizer comes later."""
+    """Move the model, or with `--strategy fsdp` this rank's part of it, to the device, before the optimizer is made."""
     if config.strategy == "ddp":
         return model.to(group.device)
     from training.models.fsdp import shard  # noqa: PLC0415  # DDP saves this second
@@ -43,13 +43,13 @@ def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> n
 def wrap_for_training(
     model: nn.Module, config: TrainConfig, group: ProcessGroup
 ) -> "DistributedDataParallel | FsdpModel":
-    """Wrap the model in DDP, or wrap the model that FSDP has sharded.
+    """Wrap the model in DDP, or in `FsdpModel` if FSDP has sharded it.
 
     In training each rank has its own batch statistics; saved states and evaluations use rank 0's. Gradients are views
     of DDP's buckets, which saves a copy of all gradients.
 
     Raises:
-        SharedError: --checkpoint-activations, and the model has no blocks.
+        SharedError: --checkpoint-activations is on, and the model has no blocks.
     """
     if config.checkpoint_activations and not checkpoint_activations(model):
         raise SharedError(f"--checkpoint-activations finds no blocks to recompute in {config.model}: leave it out")
@@ -73,7 +73,8 @@ def wrap_for_training(
 def has_other_buffers(model: nn.Module) -> bool:
     """Return whether a model has buffers other than batch statistics.
 
-    In training, a forward pass reads only the batch statistics of frozen layers, which are the same on all ranks.
+    Batch statistics need no broadcast: in training, a forward pass reads only those of frozen layers, which are the
+    same on all ranks.
     """
     norms = {buffer for module in model.modules() if isinstance(module, BatchNorm) for buffer in module.buffers()}
     return not norms.issuperset(model.buffers())
@@ -83,7 +84,7 @@ def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[f
     """Return the seconds of the gradients' all-reduce in the last step that DDP has measured on this rank.
 
     The first number is from the start of the first bucket to the end of the last; the second is the part after this
-    rank's own backward pass, in which it only waited. None: FSDP, or there is no such step.
+    rank's own backward pass, in which it only waited. None: the model uses FSDP, or DDP has measured no step yet.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return None
@@ -100,7 +101,7 @@ def gradient_bytes(model: nn.Module, config: TrainConfig) -> int:
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
-    """Return the model's unsharded tensors by name, one after the other, on rank 0 alone. All ranks must call this."""
+    """Return the model's unsharded tensors by name, one by one, on rank 0 alone. All ranks must exhaust them."""
     if not sharded:
         return model.state_dict().items() if group.is_rank_zero else ()
     from training.models.fsdp import gather_tensors  # noqa: PLC0415  # as above
@@ -114,7 +115,7 @@ def load_full_state_dict(
 ) -> None:
     """Load unsharded tensors, which every rank gets one after the other; unless `strict`, some may be missing.
 
-    `nn.Module.load_state_dict` fails for torchvision's MNASNet, because tensors in a file lack its version.
+    This avoids `nn.Module.load_state_dict`, which fails for torchvision's MNASNet because files lack its version.
 
     Raises:
         RuntimeError: the model lacks a tensor of this name and shape, or has tensors that are missing here.
@@ -151,7 +152,7 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
     def forward(images: Tensor) -> Any:
         return compiled(images) if model.training else eager(images)
 
-    # torch's OptimizedModule would put its prefix before all names.
+    # torch's OptimizedModule would put a prefix before the names of all tensors.
     model.forward = forward
 
 

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 
 def small_cnn(classes: int, channels: int, size: int) -> nn.Sequential:
-    """A convolutional network without batch normalization: 106,000 weights for 28 x 28 pixels.
+    """Build a convolutional network without batch normalization. It has 106,000 weights for 28 x 28 pixels.
 
     It has as many convolutions as it takes to reduce the image to 8 x 8 pixels. An image's result does not depend on
     the rest of the batch.
@@ -21,7 +21,7 @@ def small_cnn(classes: int, channels: int, size: int) -> nn.Sequential:
 
 
 class SmallResNet(nn.Module):
-    """A convolution, three stages of 16, 32 and 64 channels, mean pooling and a linear layer.
+    """A residual network: a convolution, three stages of 16, 32 and 64 channels, mean pooling and a linear layer.
 
     He, Zhang, Ren and Sun, "Deep residual learning for image recognition" (2016), section 4.2. With 20 layers it has
     270,000 weights.

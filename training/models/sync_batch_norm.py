@@ -86,7 +86,7 @@ def _dense(values: Tensor) -> Tensor:
     return values if values.is_contiguous(memory_format=torch.channels_last) else values.contiguous()
 
 
-# --- kernels for CPUs, which torch has for GPUs alone ---
+# --- for CPUs: the kernels that torch has only for GPUs ---
 
 
 def _kernels(values: Tensor) -> Any:

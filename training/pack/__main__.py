@@ -78,14 +78,14 @@ def main() -> int:
 
 
 def _identity(index: PackIndex) -> dict[str, Any]:
-    """Identify images and size: equal for packed data sets of the same images in the same size."""
+    """Return what is equal for two packed data sets if they have the same images in the same size."""
     tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
     images = json.dumps([index.classes, tables]).encode()
     return {"size": index.size, "images": hashlib.sha256(images).hexdigest()}
 
 
 def _check_resumable(directory: Path, index: PackIndex) -> None:
-    """Check that a directory's packed images are these, in this size; if it has none, record which they are."""
+    """Check that the packed images in a directory are those of `index`; if none is packed, record those."""
     path, identity = directory / _PLAN, _identity(index)
     if not has_records(directory):
         write_json(path, identity)
@@ -105,7 +105,7 @@ def _npy(array: np.ndarray) -> bytes:
 
 
 def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, np.ndarray]]:
-    """Return the index of the images, still without the pixels, and the labels and names by their files.
+    """Return the index of the images, not yet with the pixels' files, and the arrays of labels and names by file name.
 
     Raises:
         UserError: SRC is not an image folder, a directory in it cannot be read, or DST is inside SRC.
@@ -233,7 +233,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _explained(directory: Path) -> Iterator[None]:
-    """Add to every failure that packed images are kept."""
+    """Say in every error that the packed images are kept, and how to resume."""
     again = f"the same command resumes with the images packed in {directory}"
     try:
         yield

@@ -1,8 +1,8 @@
 """The pixels of one part of a data set: one array in a file, filled by several processes. Imports no torch.
 
 An array of records, one per image, says which images are done, and from which version of their files. A record is
-written when the pixels are durable, so a packer that was killed, or whose node lost power, repeats the images without
-one. Each image has its place, so the bytes do not depend on the number of processes.
+written when the pixels are durable. A packer that resumes, after a kill or a power failure, packs the images that have
+no record. Each image has its place, so the bytes do not depend on the number of processes.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ _AHEAD = 8
 
 
 class SplitWriter:
-    """The files of one part while it is packed."""
+    """Writes the files of one part of the data."""
 
     def __init__(self, path: Path, source: Path, names: np.ndarray, size: int) -> None:
         self.path, self.source, self.names, self.size = path, source, names, size
@@ -60,18 +60,18 @@ class SplitWriter:
         return pool.submit(pack_chunk, self.path, self._offset + first * self._image_bytes, self.size, paths, records)
 
     def record(self, first: int, records: np.ndarray) -> list[Path]:
-        """Write the records of a chunk, and return its corrupt images."""
+        """Write the records of a chunk, and return the paths of its corrupt images."""
         self.records[first : first + len(records)] = records
         return [self.path_of(first + place) for place in np.flatnonzero(records["state"] == CORRUPT).tolist()]
 
     @property
     def done(self) -> int:
-        """Images that have a record."""
+        """Number of images that have a record."""
         return int(np.count_nonzero(self.records["state"]))
 
     @property
     def file(self) -> PackedFile:
-        """The file as the index describes it."""
+        """The file of pixels, as the index describes it."""
         digest = hashlib.sha256(self.records["sha256"].tobytes()).hexdigest()
         return PackedFile(name=self.path.name, bytes=self.path.stat().st_size, sha256=digest)
 
@@ -90,7 +90,7 @@ def _existing(path: Path) -> np.memmap | None:
 
 
 def has_records(directory: Path) -> bool:
-    """Return whether any image is packed in a directory."""
+    """Return whether a directory has a record of any packed image."""
     found = (_existing(path) for path in directory.glob(".*-records.npy"))
     return any(records is not None and records["state"].any() for records in found)
 
@@ -148,7 +148,7 @@ def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], record
             content = bytes(image_bytes) if square is None else square.tobytes()
             pixels.seek(offset + place * image_bytes)
             left = memoryview(content)
-            while left:  # a full disk takes a part first
+            while left:  # a disk that fills up writes only a part at first
                 left = left[pixels.write(left) :]
             digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
             records[place] = (CORRUPT if square is None else DONE, *stamp, digest)

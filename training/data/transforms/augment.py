@@ -2,8 +2,8 @@
 
 The result is a function of (seed, epoch, index of the sample): it does not depend on the rank, the worker or the batch.
 Crops, mirroring and erasing take numbered draws from the epoch's random stream (`counter_rng`), on the CPU, without
-torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded` seeds that
-for each image and restores it afterwards.
+torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded` seeds it
+for each image and restores its state afterwards.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ _DEFAULTS: dict[Kind, _Defaults] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """The changes of a training's images: first `crop_one` to each, if it `resizes`, then `batch` to all."""
+    """Changes the images of a training: first each of them by `crop_one`, if it `resizes`, then all by `batch`."""
 
     seed: int
     resizes: bool
@@ -75,7 +75,7 @@ class Augmentation:
 
     @property
     def needs_cpu(self) -> bool:
-        """True if a part runs on the CPU alone, image by image: so slow that loader workers pay."""
+        """True if a part runs on the CPU alone, image by image, so slowly that loader workers pay off."""
         return self.resizes or self.policy is not None
 
     def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
@@ -101,8 +101,8 @@ class Augmentation:
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip and not self.resizes:
-            # The upper half of the draws mirrors here, the lower half in `crop_one`: both are as good, but to exchange
-            # them would change the images that a seed gives.
+            # The upper half of the draws mirrors here, the lower half in `crop_one`. Either half would do, but a change
+            # would give other images for the same seed.
             mirrored = to_device(rand_int(key, indices * _DRAWS + _FLIP, 2).bool(), images.device)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if self.policy is not None:
@@ -160,7 +160,7 @@ def make_augmentation(
                 raise UserError(f"--{name} is {value}, but the images have {shape[0]} channels: use --{name} {nothing}")
     defaults, in_memory = _DEFAULTS[kind], _DEFAULTS[kind] is not _IMAGES
     crop = defaults.crop if config.crop == "auto" else config.crop
-    # The mean color is zero for the model.
+    # Normalization turns the mean color into zeros for the model.
     color = tuple(round(255 * channel) for channel in mean)
     erasing = RandomErasing(seed=config.seed, probability=config.random_erasing, color=color)
     return Augmentation(

@@ -1,4 +1,4 @@
-"""Chooses the box of an image to crop, and resizes it. Runs on ranks, loader workers and packers.
+"""Chooses the box to crop from an image, and resizes the crop. Runs on ranks, loader workers and packers.
 
 It imports no torch, because packers use its boxes and start without torch.
 """
@@ -65,5 +65,5 @@ def crop_and_resize(
 
 
 def center_crop(image: "Tensor", size: tuple[int, int], crop_pct: float, interpolation: Interpolation) -> "Tensor":
-    """Crop an image's middle (uint8 [h, w, c]), `crop_pct` of its shorter side, and resize it to uint8 [c, *size]."""
+    """Crop the `center_box` of an image (uint8 [h, w, c]), and resize it to uint8 [c, *size]."""
     return crop_and_resize(image, center_box(image.shape[0], image.shape[1], crop_pct), size, interpolation)

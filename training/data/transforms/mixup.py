@@ -27,7 +27,7 @@ class Mixup:
 
 
 def draw_mix(config: TrainConfig, step: int, size: int) -> Mixup | None:
-    """Draw how to mix images of `size` pixels in the step after `step` steps; None if the flags ask for neither.
+    """Draw how to mix images of side `size` in the step after `step` steps; None: neither --mixup nor --cutmix is set.
 
     Mixup: Zhang et al., "mixup: Beyond empirical risk minimization" (2018). Cutmix: Yun et al., "CutMix" (2019). With
     both flags, each step uses one of them, with equal probability.
@@ -37,7 +37,7 @@ def draw_mix(config: TrainConfig, step: int, size: int) -> Mixup | None:
     random = np.random.Generator(np.random.Philox(derive_key(config.seed, Purpose.MIX, step)))
     if config.mixup and (not config.cutmix or random.random() < 0.5):
         return Mixup(lam=random.beta(config.mixup, config.mixup), box=None)
-    # The box is a square of the partner's area around a random pixel, clipped to the image; the rest gives lambda.
+    # The box is a square around a random pixel, with an area drawn for the partner. Clipping it changes lambda.
     half = size * math.sqrt(1 - random.beta(config.cutmix, config.cutmix)) / 2
     row, column = random.integers(0, size, 2)
     top, bottom = (int(min(max(edge, 0), size)) for edge in (row - half, row + half))

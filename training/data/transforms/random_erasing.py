@@ -19,7 +19,7 @@ _AREA, _RATIO = (0.02, 0.33), (0.3, 3.3)
 _TRIES = 10
 # The draws of one image: whether to erase, row, column, and an area and a ratio for each try.
 _DRAWS = 3 + 2 * _TRIES
-# The last bit of exp() may depend on how many values are computed at once; a table has the same bits always.
+# The last bit of exp() may depend on how many values are computed at once; a table always has the same bits.
 _STEPS = 4096
 _LOG_RATIO = tuple(map(math.log, _RATIO))
 _ROOTS = torch.tensor(
@@ -38,7 +38,7 @@ class RandomErasing:
     """A byte for each channel."""
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """Erase images (uint8 [n, C, H, W], on any device), whose indices (int64 [n]) are on the CPU."""
+        """Erase rectangles of images (uint8 [n, C, H, W], on any device); `indices` (int64 [n]) are on the CPU."""
         boxes, color = self.boxes(epoch, indices, *images.shape[2:]), torch.tensor(self.color, dtype=torch.uint8)
         if images.device.type == "cpu":
             return fill_each(images, boxes, color)
@@ -61,7 +61,7 @@ class RandomErasing:
 
 
 def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
-    """Fill the boxes (int64 [n, 4]) of images (uint8 [n, C, H, W]): on a CPU, touch the erased images alone."""
+    """Fill the boxes (int64 [n, 4]) of images (uint8 [n, C, H, W]) one by one, which is fast on a CPU."""
     filled = images.clone()
     for place in boxes[:, 2].nonzero()[:, 0].tolist():
         top, left, high, wide = boxes[place].tolist()
@@ -70,7 +70,7 @@ def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
-    """Do what `fill_each` does in a few operations, none of which makes the host wait for a GPU."""
+    """Do what `fill_each` does in a few operations on all images, without making the host wait for a GPU."""
     height, width = images.shape[2:]
     top, left, high, wide = boxes.unbind(1)
     inside = _within(top, high, height)[:, None, :, None] & _within(left, wide, width)[:, None, None, :]
@@ -78,6 +78,6 @@ def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def _within(first: Tensor, length: Tensor, size: int) -> Tensor:
-    """Mark the positions (bool [n, size]) that are among the `length` from `first` on."""
+    """Mark, in each row of bool [n, size], the `length` positions from `first` on."""
     places = torch.arange(size, device=first.device)
     return (places >= first[:, None]) & (places < (first + length)[:, None])
