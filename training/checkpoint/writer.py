@@ -25,7 +25,7 @@ from hpc.run.rundir import STATE_VALUES
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
 from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
-from training.config.rules import Interval, parse_interval
+from training.config.save_interval import Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.relay.background_writer import BackgroundWriter
 from training.relay.checkpoint_files import save_checkpoint, save_snapshot

@@ -1,0 +1,46 @@
+"""How often a state is saved: --checkpoint-every, --snapshot-every. Pure; runs on the login node and on every rank."""
+
+import re
+from dataclasses import dataclass
+
+from hpc.base.errors import UserError
+from hpc.base.text import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """The interval between saves; with neither steps nor seconds, nothing is saved."""
+
+    steps: int | None = None
+    seconds: float | None = None
+    max_overhead: float | None = None
+    """Largest part of the training's time that saving may take: if it takes more, `seconds` grow."""
+
+
+_SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
+# Half of the 1 % that the help promises, because some costs of a snapshot cannot be measured while it is taken.
+_AUTO = Interval(seconds=1.0, max_overhead=0.005)
+# field: words that it takes besides steps and durations
+INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
+    "checkpoint_every": {},
+    "snapshot_every": {"auto": _AUTO, "off": Interval()},
+}
+
+
+def parse_interval(field: str, text: str) -> Interval:
+    """Read `500` (steps), `30s`, `10m` or `2h`, or a word of INTERVAL_WORDS.
+
+    Raises:
+        UserError: the text is none of these, or zero.
+    """
+    words = INTERVAL_WORDS[field]
+    if text.strip() in words:
+        return words[text.strip()]
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smh])|(\d+)", text.strip()):
+        amount, unit, steps = match.groups()
+        if steps and int(steps) > 0:
+            return Interval(steps=int(steps))
+        if amount and float(amount) > 0:
+            return Interval(seconds=float(amount) * _SECONDS_OF_UNIT[unit])
+    names = "".join(f"{word}, " for word in words)
+    raise UserError(f"{flag(field)} is {text!r}: use {names}steps such as 500, or a duration such as 30s, 10m or 2h")
