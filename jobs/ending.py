@@ -356,9 +356,8 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
     ways["accept a new job after the end of this one"] = _end_and_resubmit
 
     def ask() -> None:
-        must_wait = _holds(node, lost) if lost else False
         for what, way in list(ways.items()):
-            if (way is _requeue and must_wait) or (way is _end_and_resubmit and len(ways) > 1):
+            if (way is _requeue and lost and _holds(node, lost)) or (way is _end_and_resubmit and len(ways) > 1):
                 continue
             if (lost or way is not _requeue) and not claim():
                 return None  # another process continues the run

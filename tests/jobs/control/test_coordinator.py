@@ -250,7 +250,7 @@ def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
     assert len(pausing.events("interruption")) == charged
     for rank in range(3):
         pausing.nodes.report(rank, phase=Phase.READY)
-    pausing.poll(pause - 0.5)
+    pausing.poll(pause - 1.5)  # `fail` takes a second
     assert pausing.nodes.directive.paused
     pausing.poll(0.5)
     assert not pausing.nodes.directive.paused
