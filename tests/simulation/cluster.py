@@ -5,11 +5,15 @@ Outside of a simulation, each stand-in passes on to what it stands for.
 """
 
 import importlib
+import itertools
+import os
 import pkgutil
-import random
+import secrets
 import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -22,6 +26,7 @@ import hpc.base.files
 import hpc.base.kernel
 import jobs
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.units import walltime_minutes
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
@@ -35,10 +40,12 @@ from simulation.network import Network, SimulatedServer
 from simulation.ranks import Group, Injected, LocalRanks, Torchrun, Training
 from simulation.slurm import Configuration, Job, Slurm
 from simulation.storage import SimulatedOs, SimulatedPath, Storage, storage
-from simulation.world import EPOCH, Event, Process, Thread, World
+from simulation.world import EPOCH, Event, Process, StandIn, Thread, World
 
 _AGENT_START_SECONDS = (0.1, 0.6)
 _LOOK_SECONDS = 0.2
+# Programs, not libraries.
+_NOT_IMPORTED = ("__main__", "process_wrapper", "forked_script")
 
 
 class Cluster(World):
@@ -56,9 +63,10 @@ class Cluster(World):
         self.groups = dict[tuple[str, int, int], Group]()
         self.allocations = dict[int, NodeAllocation]()
         self.injected = list[Injected]()
-        self.steps = list[tuple[float, int, int, str]]()
-        """When an attempt did which step, and in which job."""
-        self.restored = list[tuple[float, int, int]]()
+        self.steps = list[tuple[float, int, int]]()
+        """When an attempt did which step."""
+        self.began = dict[int, float]()
+        """When an attempt did its first step."""
         self.set_back = list[tuple[int, int]]()
         """From which step ranks have begun, and the newest step of which a live host had the state."""
         self.saved = dict[str, int]()
@@ -144,12 +152,7 @@ class Cluster(World):
 
     def _shape(self, script: str) -> tuple[tuple[int, int], float, float]:
         spec = RunSpec.load(RunDir(SimulatedPath(script).parent))
-        return spec.job_nodes, self.limit(spec), float(spec.stop_lead_seconds)
-
-    @staticmethod
-    def limit(spec: RunSpec) -> float:
-        """Return the time limit of a run's job, in seconds."""
-        return 60.0 * int((spec.resources.time or "1440m").removesuffix("m"))
+        return spec.job_nodes, 60.0 * walltime_minutes(spec.resources.time or "1d"), float(spec.stop_lead_seconds)
 
     def _launch(self, job: Job) -> Process:
         return self.start(job.batch_host, f"script of job {job.id}", lambda: self._script(job))
@@ -205,8 +208,7 @@ class Cluster(World):
         """Return the ranks of a round, which the first torchrun that joins makes."""
         key = (str(node.run.path), node.attempt.attempt, directive.round)
         if key not in self.groups:
-            job_id = node.allocation.job_id
-            self.groups[key] = Group(self, node.run, node.attempt.attempt, directive, node.spec, job_id)
+            self.groups[key] = Group(self, node, directive)
         return self.groups[key]
 
     # --- what happens ---
@@ -228,11 +230,11 @@ class Cluster(World):
 
     def has_stepped(self, group: Group, step: int) -> None:
         """Note a step."""
-        self.steps.append((self.now, group.attempt, step, group.job_id))
+        self.steps.append((self.now, group.attempt, step))
+        self.began.setdefault(group.attempt, self.now)
 
     def has_restored(self, group: Group, step: int) -> None:
         """Note from which step the ranks begin."""
-        self.restored.append((self.now, group.attempt, step))
         newest = max(self.saved.values(), default=0)
         if newest > step:
             self.set_back.append((step, newest))
@@ -263,11 +265,8 @@ class Cluster(World):
 # --- the stand-ins ---
 
 
-class _Time:
+class _Time(StandIn):
     """Stands for the module time."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(time, name)
 
     def monotonic(self) -> float:
         world = World.current
@@ -287,58 +286,35 @@ class _Time:
             world.wait(seconds)
 
 
-class _Threading:
+class _Threading(StandIn):
     """Stands for the module threading."""
 
     Thread, Event = Thread, Event
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(threading, name)
 
-
-class _Socket:
+class _Socket(StandIn):
     """Stands for the module socket where the product asks for the name of the host."""
-
-    def __getattr__(self, name: str) -> Any:
-        import socket
-
-        return getattr(socket, name)
 
     def gethostname(self) -> str:
         return World.current.process.host if World.current and World.current.task else "login"
 
 
-class _Unique:
-    """Stands for the modules uuid, secrets and random where the product asks for what nobody else has."""
+class _Unique(StandIn):
+    """Stands for the modules uuid and secrets where the product asks for what nobody else has."""
 
-    def __init__(self) -> None:
-        self._count = 0
-
-    def _next(self) -> int:
-        self._count += 1
-        return self._count
+    _count = itertools.count(1)
 
     def uuid4(self) -> uuid.UUID:
-        return uuid.UUID(int=self._next())
+        return uuid.UUID(int=next(self._count))
 
     def token_hex(self, _bytes: int) -> str:
-        return f"{self._next():032x}"
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(random, name)
+        return f"{next(self._count):032x}"
 
 
-class _Tempfile:
+class _Tempfile(StandIn):
     """Stands for the module tempfile where the product tries to write."""
 
-    def __getattr__(self, name: str) -> Any:
-        import tempfile
-
-        return getattr(tempfile, name)
-
     def TemporaryFile(self, **kwargs: Any) -> Any:  # noqa: N802 - as tempfile has it
-        import tempfile
-
         if here := storage():
             here.request(kwargs["dir"], writes=True)
         return tempfile.TemporaryFile(**kwargs)
@@ -398,20 +374,12 @@ def install() -> None:
     """Put the stand-ins into the product's modules, once."""
     for package in (hpc, jobs):
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if (
-                not found.name.endswith(("__main__", "process_wrapper", "forked_script", "sid"))
-                and "tracking" not in found.name
-            ):
+            if not found.name.endswith(_NOT_IMPORTED) and "tracking" not in found.name:
                 importlib.import_module(found.name)
-    import socket
-    import tempfile
-
-    unique = _Unique()
-    stand_ins: dict[int, Any] = {
-        id(time): _Time(), id(threading): _Threading(), id(socket): _Socket(), id(tempfile): _Tempfile(),
-        id(uuid): unique, id(sys.modules["secrets"]): unique, id(sys.modules["os"]): SimulatedOs(),
-        id(Path): SimulatedPath,
-    }  # fmt: skip
+    modules = (time, threading, socket, tempfile, uuid, secrets, os)
+    kinds = (_Time, _Threading, _Socket, _Tempfile, _Unique, _Unique, SimulatedOs)
+    stand_ins: dict[int, Any] = {id(module): kind(module) for module, kind in zip(modules, kinds, strict=True)}
+    stand_ins[id(Path)] = SimulatedPath
     for name, module in list(sys.modules.items()):
         if not name.startswith(("hpc.", "jobs.", "training.relay.", "training.checkpoint.snapshot")):
             continue

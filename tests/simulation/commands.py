@@ -3,7 +3,6 @@
 `python -m tests.simulation --commands` prints those of the simulated one as JSON.
 """
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,10 +88,9 @@ def simulated() -> list[Observation]:
     found = list[Observation]()
 
     def login() -> int:
-        found.extend(observe(Path("/job/submit.sbatch"), time_of_world.sleep, lambda: world.now))
+        found.extend(observe(Path("/job/submit.sbatch"), world.wait, lambda: world.now))
         return 0
 
-    time_of_world = sys.modules["jobs.claim"].time
     process = world.start("login", "login", login)
     world.run(2000.0, until=lambda: not process.alive)
     world.close()

@@ -9,12 +9,10 @@ _CLUSTER = Configuration(nodes=("gpu01", "gpu02", "gpu03", "gpu04"), slurmd_time
 _TRAINING = Training(total_steps=30, step_seconds=1.0, snapshot_steps=1, checkpoint_steps=10)
 
 
-def _plan(
-    *faults: Fault, nodes: str = "2", is_script: bool = True, has_supervisor: bool = False, seed: int = 1
-) -> Plan:
+def _plan(*faults: Fault, nodes: str = "2") -> Plan:
     return Plan(
-        seed=seed, configuration=_CLUSTER, resources=Resources(nodes=nodes, partition="gpu", time="600m"),
-        recovery=Recovery(hang_timeout="10s"), training=_TRAINING, is_script=is_script, has_supervisor=has_supervisor,
+        seed=1, configuration=_CLUSTER, resources=Resources(nodes=nodes, partition="gpu", time="600m"),
+        recovery=Recovery(hang_timeout="10s"), training=_TRAINING, is_script=True, has_supervisor=False,
         faults=faults,
     )  # fmt: skip
 
@@ -24,7 +22,7 @@ KNOWN = {
     "the batch script is killed": _plan(Fault(at=20.0, kind="kill-script")),
     # Its job went on without a single process until its time limit.
     "the head node dies between the last step and the record of the end": _plan(
-        Fault(at=36.2, kind="kill-host", host="gpu01"), has_supervisor=False
+        Fault(at=36.2, kind="kill-host", host="gpu01")
     ),
     # The same: the other agents only said that they could not reach the head node's.
     "the head node dies before the others have reached it": _plan(Fault(at=1.0, kind="kill-host", host="gpu01")),

@@ -71,7 +71,7 @@ class Network:
         ours = SimulatedConnection(self, world.process, limits)
         theirs = SimulatedConnection(self, server.process, server.limits)
         ours.peer, theirs.peer = theirs, ours
-        world.spawn(server.process, lambda: server.converse(theirs), "control")
+        world.spawn(server.process, lambda: server.converse(theirs))
         return ours
 
 

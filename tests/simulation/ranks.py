@@ -19,7 +19,6 @@ from hpc.run.events.kinds import (
 )
 from hpc.run.events.ledger import EventWriter, SucceededError, attempt_prefix, check_is_newest
 from hpc.run.nodedir import NodeDir
-from hpc.run.rundir import RunDir
 from jobs.control.messages import Directive, RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
 from simulation.world import EPOCH, Process
@@ -45,13 +44,17 @@ class Training:
     checkpoint_steps: int
 
 
+KINDS = ("crash", "killed", "oom", "device", "hang")
+"""The failures of a rank."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Injected:
     """A failure of a rank, which happens at the first step after `due`."""
 
     due: float
     kind: str
-    """`crash`, `oom`, `device`, `hang`."""
+    """One of `KINDS`."""
     host: str
 
 
@@ -151,11 +154,9 @@ class LocalRanks:
 class Group:
     """The ranks of a round, on all its nodes."""
 
-    def __init__(
-        self, cluster: "Cluster", run: RunDir, attempt: int, directive: Directive, spec: Any, job_id: str
-    ) -> None:
-        self.cluster, self.run, self.attempt, self.directive = cluster, run, attempt, directive
-        self.job_id, self.reports = job_id, spec.program.reports_steps
+    def __init__(self, cluster: "Cluster", node: NodeAttempt, directive: Directive) -> None:
+        self.cluster, self.run, self.attempt, self.directive = cluster, node.run, node.attempt.attempt, directive
+        self.reports = node.spec.program.reports_steps
         self.training_of = cluster.training
         self.members = dict[int, Torchrun]()
         self.training = False
@@ -165,8 +166,8 @@ class Group:
         self._failures = dict[int, tuple[int, str, str]]()
         self._started_at = 0.0
         self._hung: str | None = None
-        self._process = Process(cluster, "", f"ranks of attempt {attempt}, round {directive.round}", 7)
-        cluster.spawn(self._process, self._drive, "ranks")
+        self._process = Process(cluster, "", f"ranks of attempt {self.attempt}, round {directive.round}", 7)
+        cluster.spawn(self._process, self._drive)
 
     def rank_of(self, node_rank: int) -> int:
         """Return the rank on a node."""
@@ -199,9 +200,7 @@ class Group:
             self._report_failures()
 
     def _is_over(self) -> bool:
-        return any(not torchrun.present for torchrun in self.members.values()) and not any(
-            torchrun.present for torchrun in self.members.values()
-        )
+        return bool(self.members) and not any(torchrun.present for torchrun in self.members.values())
 
     def _all_present(self) -> bool:
         wanted = self.directive.members

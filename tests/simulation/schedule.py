@@ -7,16 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
+from hpc.base.errors import TorchrelayError
 from hpc.base.files import DEV_SHM
 from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, Interrupted
-from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources
 from simulation.cluster import Cluster
-from simulation.ranks import Injected, Training
+from simulation.ranks import KINDS, Injected, Training
 from simulation.slurm import Configuration, Job, State
-from simulation.world import EPOCH, World
-from training.relay.checkpoint_files import list_checkpoints, step_of
+from simulation.world import World
 
 HOSTS = ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05")
 _FAULTS_SECONDS = 90.0
@@ -77,12 +76,6 @@ class Plan:
     has_supervisor: bool
     faults: tuple[Fault, ...]
 
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether the user cancels the run and does not resume it."""
-        verbs = [fault.kind for fault in self.faults if fault.kind in {"cancel", "resume"}]
-        return verbs[-1:] == ["cancel"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -103,7 +96,7 @@ _KINDS = {
     "crash": 4, "killed": 4, "hang": 2, "oom": 1, "device": 1,
     "kill-host": 4, "kill-agent": 3, "kill-script": 1, "doom-agent": 3,
     "suspend": 2, "cut": 3, "cut-one-way": 2, "clock": 1,
-    "preempt": 4, "requeue": 1, "scancel": 0, "signal": 1,
+    "preempt": 4, "requeue": 1, "signal": 1,
     "full": 1, "storage-fails": 1, "storage-hangs": 2, "lost-link": 2,
     "controller-away": 2, "lost-reply": 2, "refuse-requeue": 1, "refuse-sbatch": 1,
     "kill-supervisor": 1, "cancel": 1, "cancel-and-resume": 1, "resume": 1,
@@ -243,8 +236,7 @@ class Schedule:
         agents = [each for each in cluster.processes_on(fault.host) if each.name.startswith("agent")]
         acts: dict[str, Callable[[], object]] = {
             **dict.fromkeys(
-                ("crash", "killed", "hang", "oom", "device"),
-                lambda: cluster.injected.append(Injected(due=now, kind=fault.kind, host=fault.host)),
+                KINDS, lambda: cluster.injected.append(Injected(due=now, kind=fault.kind, host=fault.host))
             ),
             "kill-host": lambda: fault.host in cluster.network.dead or cluster.kill_host(fault.host),
             "revive": lambda: fault.host in cluster.network.dead and cluster.revive_host(fault.host),
@@ -278,8 +270,6 @@ class Schedule:
 
     def _type(self, *words: str) -> None:
         def run() -> int:
-            from hpc.base.errors import TorchrelayError
-
             try:
                 self.cluster.slurm.run(*words)
             except TorchrelayError as error:
@@ -330,8 +320,8 @@ class Schedule:
                     f"the ranks begin after step {restored}, though a live node has the state of step {newest}"
                 )
         steps = self.cluster.steps[self._seen :]
-        for at, attempt, step, job_id in steps:
-            self._check_step(at, attempt, step, job_id)
+        for at, attempt, _ in steps:
+            self._check_step(at, attempt)
         self._seen = len(self.cluster.steps)
 
     def _check_jobs(self) -> None:
@@ -353,8 +343,8 @@ class Schedule:
     def _had(self, *kinds: str) -> bool:
         return any(fault.kind in kinds for fault in self.plan.faults)
 
-    def _check_step(self, at: float, attempt: int, _step: int, _job_id: str) -> None:
-        newer = [one for when, one, _, _ in self.cluster.steps if one > attempt and when < at - _OVERLAP_SECONDS]
+    def _check_step(self, at: float, attempt: int) -> None:
+        newer = [one for one, began in self.cluster.began.items() if one > attempt and began < at - _OVERLAP_SECONDS]
         if newer and not self._was_cut_off(at):
             self._violate(f"attempt {attempt} trains while attempt {newer[0]} does")
         if self._cancelled_at is not None and at > self._cancelled_at + 60.0 and not self._was_cut_off(at):
@@ -377,10 +367,10 @@ class Schedule:
             states = ", ".join(f"job {job.id} {job.state} ({job.reason})" for job in alive) or "no job"
             self._violate(f"the run has not ended: {outcome}, {states}")
         elif outcome == "completed":
-            final = max((step for _, _, step, _ in self.cluster.steps), default=0)
+            final = max((step for _, _, step in self.cluster.steps), default=0)
             if final < self.plan.training.total_steps:
                 self._violate(f"the run is complete after step {final} of {self.plan.training.total_steps}")
-        elif outcome == "cancelled" and not any(fault.kind in {"cancel", "scancel"} for fault in self.plan.faults):
+        elif outcome == "cancelled" and not self._had("cancel"):
             self._violate("the run counts as cancelled, and nobody has cancelled it")
         elif outcome == "failed" and not self._may_fail(history):
             self._violate(f"the run has failed: {self._why(history)}")
@@ -398,14 +388,13 @@ class Schedule:
 
     def _check_budgets(self, history: History) -> None:
         """Each failure of a rank is charged once."""
-        injected = sum(fault.kind in {"crash", "killed", "oom", "device", "hang"} for fault in self.plan.faults)
+        injected = sum(fault.kind in KINDS for fault in self.plan.faults)
         charged = [
             event for event in history.events if isinstance(event, Interrupted | AttemptEnded)
             if event.cause in {"crashed", "out_of_memory", "hang", "bad_node"} and event.rank is not None
         ]  # fmt: skip
-        others = {*_LOSE_STATES, "kill-host"}
         charged = list({event.failed_at: event for event in charged}.values())  # the last one may also end the attempt
-        if len(charged) > injected and not any(fault.kind in others for fault in self.plan.faults):
+        if len(charged) > injected and not self._had(*_LOSE_STATES, "kill-host"):
             causes = ", ".join(event.cause for event in charged)
             self._violate(f"{injected} failures of ranks were charged {len(charged)} times: {causes}")
 
@@ -437,11 +426,3 @@ def shrunk(outcome: Outcome) -> Outcome:
                 best, changed = smaller, True
                 break
     return best
-
-
-def newest_checkpoint(run_dir: RunDir) -> int:
-    """Return the step of the newest checkpoint."""
-    return max(map(step_of, list_checkpoints(run_dir.checkpoints)), default=0)
-
-
-__all__ = ["EPOCH", "Fault", "Outcome", "Plan", "plan_of", "run", "shrunk"]

@@ -1,6 +1,6 @@
 """A simulated Slurm: what its commands answer, and what becomes of jobs, as measured on the real one.
 
-tests/simulation/test_against_slurm.py compares it with the testbed's.
+tests/simulation/test_simulation.py compares it with the testbed's.
 """
 
 import signal
@@ -30,7 +30,6 @@ class State(StrEnum):
     CANCELLED = "CANCELLED"
     TIMEOUT = "TIMEOUT"
     PREEMPTED = "PREEMPTED"
-    NODE_FAIL = "NODE_FAIL"
 
 
 @dataclass(kw_only=True)
@@ -45,8 +44,6 @@ class Configuration:
     preempt_mode: str = "REQUEUE"
     grace_seconds: float = 0.0
     may_requeue: bool = True
-    max_jobs: int = 100
-    """The most jobs that a user may have, running and pending."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,8 +72,6 @@ class Job:
     held: bool = False
     processes: list[Process] = field(default_factory=list)
     warned: bool = False
-    lost: list[str] = field(default_factory=list)
-    """Nodes that died while the job had them, and are not marked down yet."""
 
     @property
     def alive(self) -> bool:
@@ -100,8 +95,6 @@ class Slurm:
         self.dead = dict[str, float]()
         """When a host died."""
         self.down = set[str]()
-        self.busy = set[str]()
-        """Hosts that other users' jobs have."""
         self.away_until = 0.0
         """The controller does not answer before this time."""
         self.lose_replies = 0
@@ -110,7 +103,7 @@ class Slurm:
         """Commands that are refused, and how often."""
         self._next = 1
         process = Process(world, "controller", "slurmctld", 1)
-        world.spawn(process, self._keep_scheduling, "slurmctld")
+        world.spawn(process, self._keep_scheduling)
 
     # --- the controller ---
 
@@ -135,14 +128,11 @@ class Slurm:
             self.down.add(host)
             self.world.tell(f"Slurm marks {host} down")
             for job in self.jobs.values():
-                if host not in job.hosts or job.state not in {State.RUNNING, State.COMPLETING}:
+                if host not in job.hosts or job.state is not State.RUNNING:
                     continue
-                job.lost = [name for name in job.lost if name != host]
-                if job.state is State.RUNNING and job.nodes[1] > 1:
+                if job.nodes[1] > 1:
                     job.hosts.remove(host)  # --no-kill
-                    if not job.hosts:
-                        self._end(job, State.PENDING, restart=True)
-                elif job.state is State.RUNNING:
+                if job.nodes[1] == 1 or not job.hosts:
                     self._end(job, State.PENDING, restart=True)
 
     def _watch_limit(self, job: Job) -> None:
@@ -156,12 +146,15 @@ class Slurm:
             self.world.tell(f"job {job.id} reaches its time limit")
             self._end(job, State.TIMEOUT, reason="TimeLimit")
 
+    def _taken_hosts(self) -> set[str]:
+        """Return the hosts that jobs have."""
+        holding = {State.RUNNING, State.COMPLETING}
+        return {host for job in self.jobs.values() if job.state in holding for host in job.hosts}
+
     def free_hosts(self) -> list[str]:
         """Return the hosts on which a job may start."""
-        taken = {
-            host for job in self.jobs.values() if job.state in {State.RUNNING, State.COMPLETING} for host in job.hosts
-        }
-        return [host for host in self.configuration.nodes if host not in taken | self.down | self.busy | set(self.dead)]
+        taken = self._taken_hosts()
+        return [host for host in self.configuration.nodes if host not in taken | self.down | set(self.dead)]
 
     def _try_to_start(self, job: Job) -> None:
         if job.held or job.eligible > self.world.now or self._waits(job):
@@ -174,7 +167,7 @@ class Slurm:
         job.hosts = free[:most]
         job.batch_host = job.hosts[0]
         job.state, job.reason, job.started, job.ended = State.RUNNING, "None", self.world.now, None
-        job.processes, job.warned, job.lost = [], False, []
+        job.processes, job.warned = [], False
         self.world.tell(f"job {job.id} starts on {','.join(job.hosts)} (restart {job.restarts})")
         script = self._launch(job)
         job.processes.append(script)
@@ -214,7 +207,7 @@ class Slurm:
                 for process in list(job.processes):
                     process.end(137)
 
-        self.world.spawn(Process(self.world, "controller", "kill", 2), kill, "kill")
+        self.world.spawn(Process(self.world, "controller", "kill", 2), kill)
 
     def _signal(self, job: Job, number: int) -> None:
         for process in list(job.processes):
@@ -240,9 +233,6 @@ class Slurm:
     def kill_host(self, host: str) -> None:
         """Cut the power of a host."""
         self.dead[host] = self.world.now
-        for job in self.jobs.values():
-            if host in job.hosts:
-                job.lost.append(host)
 
     def revive_host(self, host: str) -> None:
         """Bring a host back: its daemon registers with the controller."""
@@ -351,14 +341,11 @@ class Slurm:
             return "down*"
         if host in self.dead and self.world.now - self.dead[host] > self.configuration.slurmd_timeout / 2:
             return "allocated*"
-        taken = any(host in job.hosts for job in self.jobs.values() if job.state in {State.RUNNING, State.COMPLETING})
-        return "allocated" if taken or host in self.busy else "idle"
+        return "allocated" if host in self._taken_hosts() else "idle"
 
     def _submit(self, *words: str) -> str:
         *options, script = words
         given = dict(option.split("=", 1) for option in options if "=" in option)
-        if sum(job.alive for job in self.jobs.values()) >= self.configuration.max_jobs:
-            raise SlurmRefusalError("Job violates accounting/QOS policy (job submit limit)")
         nodes, limit, _ = self._shape(script)
         excluded = tuple(filter(None, given.get("--exclude", "").split(",")))
         if len(set(self.configuration.nodes) - set(excluded)) < nodes[0]:

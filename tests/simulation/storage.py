@@ -6,11 +6,12 @@ or be carried out although they report an error.
 
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PosixPath
 from typing import Any
 
-from simulation.world import EPOCH, World
+from simulation.world import EPOCH, StandIn, World
 
 _NAME_CACHE_SECONDS = 45.0
 
@@ -78,7 +79,7 @@ class Storage:
 
 def storage() -> Storage | None:
     """Return the storage of the present world."""
-    return World.current.storage if World.current else None  # type: ignore[attr-defined]  # `SimulatedCluster` sets it
+    return World.current.storage if World.current else None
 
 
 class SimulatedPath(PosixPath):
@@ -115,28 +116,25 @@ class SimulatedPath(PosixPath):
 
     def rename(self, target: Any) -> Any:
         """Rename it, for all hosts."""
-        if here := storage():
-            here.request(target, writes=True)
-        done = super().rename(target)
-        if here:
-            here.create(target)
-        return done
+        return self._moved(super().rename, target)
 
     def replace(self, target: Any) -> Any:
         """Rename it, for all hosts."""
-        if here := storage():
+        return self._moved(super().replace, target)
+
+    @staticmethod
+    def _moved(move: Callable[[Any], Any], target: Any) -> Any:
+        here = storage()
+        if here:
             here.request(target, writes=True)
-        done = super().replace(target)
+        done = move(target)
         if here:
             here.create(target)
         return done
 
 
-class SimulatedOs:
+class SimulatedOs(StandIn):
     """Stands for the module os where the product writes files: its requests pass through the storage of the world."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(os, name)
 
     def getpid(self) -> int:
         """Return the id of the simulated process."""

@@ -8,6 +8,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from types import ModuleType
 from typing import Any, ClassVar
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -50,8 +51,8 @@ class Process:
 class Task:
     """A thread of a process."""
 
-    def __init__(self, process: Process, run: Callable[[], None], name: str) -> None:
-        self.process, self.name, self.done = process, name, False
+    def __init__(self, process: Process, run: Callable[[], None]) -> None:
+        self.process, self.done = process, False
         self.wake = 0
         """Counts the waits: a wake-up for an earlier one comes too late."""
         self.greenlet = greenlet(lambda: self._run(run), process.world.hub)
@@ -74,6 +75,8 @@ class World:
     """The simulated time, and what waits for it."""
 
     current: ClassVar["World | None"] = None
+    storage: Any = None
+    """The shared storage (simulation.storage); None in a world that has none."""
 
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
@@ -86,7 +89,6 @@ class World:
         """How far the clock of a host is ahead, in seconds."""
         self.task: Task | None = None
         """The one that runs."""
-        self.on_step = list[Callable[[], None]]()
         self.hub = getcurrent()
         self._queue: list[tuple[float, float, int, Task, int]] = []
         self._tasks = list[Task]()
@@ -99,12 +101,12 @@ class World:
         self._pids += 1
         process = Process(self, host, name, self._pids)
         self.processes.append(process)
-        self.spawn(process, lambda: process.end(run()), name)
+        self.spawn(process, lambda: process.end(run()))
         return process
 
-    def spawn(self, process: Process, run: Callable[[], None], name: str) -> Task:
+    def spawn(self, process: Process, run: Callable[[], None]) -> Task:
         """Start a thread of a process."""
-        task = Task(process, run, name)
+        task = Task(process, run)
         self._tasks.append(task)
         self.schedule(task, 0, 0.0)
         return task
@@ -127,8 +129,6 @@ class World:
                 self.schedule(task, wake, process.suspended_until - self.now)
                 continue
             self._continue(task)
-            for check in self.on_step:
-                check()
         if not until():
             self.now = max(self.now, end)
 
@@ -201,6 +201,22 @@ class World:
         return self.running().process
 
 
+def _running() -> tuple[World, Task]:
+    """Return the present world, and the task that runs."""
+    assert World.current is not None
+    return World.current, World.current.running()
+
+
+class StandIn:
+    """Stands for a module. What a subclass does not define is the module's own."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class Event:
     """Stands for threading.Event."""
 
@@ -225,10 +241,8 @@ class Event:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, or the time is over."""
-        world = World.current
-        assert world is not None
         if not self._is_set:
-            task = world.running()
+            world, task = _running()
             self._waiters.append((task, task.wake))
             world.wait(timeout)
         return self._is_set
@@ -241,17 +255,16 @@ class Thread:
         self, target: Callable[..., Any] | None = None, args: tuple[Any, ...] = (), *, daemon: bool = True,
         name: str = "thread",
     ) -> None:  # fmt: skip
-        del daemon  # all threads end with their process
-        self._target, self._args, self._name = target, args, name
+        del daemon, name  # all threads end with their process
+        self._target, self._args = target, args
         self._task: Task | None = None
 
     def start(self) -> None:
         """Start it, in the process whose code runs."""
-        world = World.current
-        assert world is not None
         target = self._target
         if target:
-            self._task = world.spawn(world.process, lambda: target(*self._args), self._name)
+            world, task = _running()
+            self._task = world.spawn(task.process, lambda: target(*self._args))
 
     def is_alive(self) -> bool:
         """Return whether it runs."""
@@ -259,9 +272,7 @@ class Thread:
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until it ends, or the time is over."""
-        world = World.current
-        assert world is not None
         if self._task and not self._task.done:
-            task = world.running()
+            world, task = _running()
             self._task.waiters.append((task, task.wake))
             world.wait(timeout)
