@@ -1,10 +1,14 @@
 """Which processes there are, and what they use: for the benchmarks that watch a training from outside."""
 
+import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 from hpc.base.kernel import children
+
+# Positions after the process name in /proc/PID/stat; proc(5) counts these fields from 3.
+_USER_TIME, _SYSTEM_TIME = 14 - 3, 15 - 3
 
 
 def descendants(pid: int) -> list[int]:
@@ -23,6 +27,15 @@ def naming(directory: Path) -> dict[int, list[str]]:
             if str(directory) in line:
                 found[int(path.name)] = line.split("\0")
     return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process, without its children's; 0 if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_bytes(pids: Iterable[int], *kinds: str) -> int:

@@ -27,9 +27,8 @@ from pathlib import Path
 from benchmarks.fashion_mnist import unpack
 from benchmarks.harness import ROOT, Findings, Flags, Sample, Turn, benchmark, medians, spread, take_turns
 from benchmarks.hpc_commands import hpc, testbed
-from benchmarks.processes import memory_bytes, naming
+from benchmarks.processes import cpu_seconds, memory_bytes, naming
 from benchmarks.recovery.rivals import step_log
-from hpc.base.kernel import cpu_seconds
 from hpc.cluster.testbed.system import wait_until
 from hpc.run.events import kinds
 from hpc.run.events.history import History

@@ -268,9 +268,8 @@ class _Agent:
 
     def _leave(self, channel: ControlClient) -> int:
         """End the part of a node that is not the head, or take over if the head is lost. Returns the exit code."""
-        if channel.head_is_silent and not channel.directive.over:
-            return take_over(self._node, channel, self._monitor)
-        if not channel.met.is_set() and not self._stop and await_loss_of_head(self._node):
+        is_lost = channel.head_is_silent and not channel.directive.over
+        if is_lost or (not channel.met.is_set() and not self._stop and await_loss_of_head(self._node)):
             return take_over(self._node, channel, self._monitor)
         is_first_member = channel.directive.members[:1] == (self._node.allocation.node_rank,)
         if is_first_member and not self._node.run.final_result.exists():

@@ -129,7 +129,10 @@ def gpu_names() -> tuple[str, ...]:
         return ()
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=_NVIDIA_SMI_SECONDS)
-    return tuple(done.stdout.splitlines()) if done.returncode == 0 else ()
+    if done.returncode:
+        print(f"{os.uname().nodename}: {' '.join(done.stdout.split()) or done.stderr.strip()}", file=sys.stderr)
+        return ()
+    return tuple(done.stdout.splitlines())
 
 
 def client_error() -> str:

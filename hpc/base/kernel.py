@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # Positions after the process name in /proc/PID/stat; proc(5) counts these fields from 3.
-_STATE, _USER_TIME, _SYSTEM_TIME, _START_TIME = 3 - 3, 14 - 3, 15 - 3, 22 - 3
+_STATE, _START_TIME = 3 - 3, 22 - 3
 # Share of a node's memory to leave to other processes.
 _RESERVE = 0.05
 # The files with a group's memory limit and usage, in both versions of control groups.
@@ -63,13 +63,6 @@ def process_state(pid: str | int) -> str | None:
     """Return the kernel's letter for a process's state (R, S, D, T, Z); None if there is no such process."""
     fields = _stat(pid)
     return fields[_STATE] if fields else None
-
-
-def cpu_seconds(pid: str | int) -> float:
-    """Return the CPU time of a process, without its children's; 0 if there is no such process."""
-    fields = _stat(pid)
-    ticks = int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME]) if fields else 0
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def children(pid: int) -> list[int]:

@@ -134,8 +134,7 @@ class Coordinator:
 
     def _find_failed_ranks(self) -> None:
         if self._server.directive.paused:
-            # Agents kill the ranks, not all at the same moment: the last ranks lose their peers and fail.
-            self._root_failure.explained_until = steady_time()
+            return  # the agents kill the ranks, and those that are killed last lose their peers and fail
         statuses = self._server.statuses().values()
         reported = {each for status in statuses for each in status.failures}
         root = self._root_failure.find(reported, all_heard=self._all_heard())
@@ -311,7 +310,7 @@ class Coordinator:
         preflight = self._node.spec.program.preflight is not None and not checked
         number, port = before.round + 1, statuses[members[0]].port
         self._node.record(RoundStarted(round=number, port=port, members=members))
-        # The agents kill the ranks of the last round, as in a pause.
+        # The agents have killed the ranks of the last round, or kill them now: the end of one is no failure.
         self._root_failure.explained_until = steady_time()
         host = self._server.address(members[0])
         self._direct(round=number, members=members, host=host, port=port, preflight=preflight, paused=False)

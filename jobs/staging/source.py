@@ -167,11 +167,6 @@ def inside_name(name: str) -> str:
     return str(path)
 
 
-def list_source(source: Path) -> SourceListing:
-    """List every file of a directory, following symlinks, or one archive. Raises as `SourceWalk.run` does."""
-    return SourceWalk(source).run()
-
-
 class _Directory(NamedTuple):
     name: str
     ancestors: tuple[tuple[int, int], ...]

@@ -18,7 +18,7 @@ from support.waiting import wait_for
 from hpc.base.transport import Connection, Limits, Server, TransportError, connect
 from jobs.staging.coordination import Address, CacheStatus, choose_owners
 from jobs.staging.peers import ChunkStore, Peer, PeerError, PeerServer
-from jobs.staging.source import list_source
+from jobs.staging.source import SourceWalk
 
 MB = 2**20
 NODES = 3
@@ -165,7 +165,7 @@ def test_head_node_that_cannot_stage_does_not_hold_up_the_others(nodes: Nodes, s
 def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
     """A node that has all of the data."""
     (tmp_path / "disk").mkdir()
-    listing, copy = list_source(source), stage(source, tmp_path / "disk").path
+    listing, copy = SourceWalk(source).run(), stage(source, tmp_path / "disk").path
     server = PeerServer("secret")
     server.listings[listing.version] = listing.pack()
     server.chunk_stores[listing.version] = store = ChunkStore(listing, copy)
@@ -177,13 +177,13 @@ def server(source: Path, tmp_path: Path) -> Iterator[PeerServer]:
 def test_peer_without_the_secret_gets_nothing(server: PeerServer, source: Path) -> None:
     with (
         pytest.raises(PeerError, match="does not have the run's secret"),
-        Peer(Address("gpu01", "127.0.0.1", server.port), "guess", list_source(source).version) as peer,
+        Peer(Address("gpu01", "127.0.0.1", server.port), "guess", SourceWalk(source).run().version) as peer,
     ):
         peer.listing()
 
 
 def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: Path) -> None:
-    listing = list_source(source)
+    listing = SourceWalk(source).run()
     server.chunk_stores[listing.version].put(0, ("0" * 64,) * len(listing.batches[0]))
     peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
     with peer, pytest.raises(PeerError, match=r"what gpu01 sent is not what it had read"):
@@ -191,7 +191,7 @@ def test_batch_that_is_not_what_was_read_is_refused(server: PeerServer, source: 
 
 
 def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source: Path) -> None:
-    listing = list_source(source)
+    listing = SourceWalk(source).run()
     threading.Timer(0.3, server.chunk_stores[listing.version].fail, ["its disk is full"]).start()
     peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
     with peer, pytest.raises(PeerError, match="its disk is full"):
@@ -215,7 +215,7 @@ def test_malformed_answer_is_no_listing_and_no_batch(source: Path, answer: dict[
             connection.send(answer)
 
     other = Server("secret", "staging", serve, Limits(timeout_seconds=10, max_message_bytes=2**12))
-    with Peer(Address("gpu01", "127.0.0.1", other.port), "secret", list_source(source).version) as peer:
+    with Peer(Address("gpu01", "127.0.0.1", other.port), "secret", SourceWalk(source).run().version) as peer:
         with pytest.raises(PeerError, match="does not send the listing"):
             peer.listing()
         with pytest.raises(PeerError, match="another node of the job sent"):
