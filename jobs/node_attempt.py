@@ -158,7 +158,7 @@ class NodeAttempt:
         return History.load(self.run)
 
     def reported_lost(self) -> list[str]:
-        """Return the lost nodes that have not come back, each once for every agent of this attempt that reports it."""
+        """Return the nodes that are still lost; a node appears as often as agents of this attempt have reported it."""
         # All surviving agents poll this, so it reads only the files of this attempt's agents.
         prefix = f"{ledger.attempt_prefix(self.attempt.attempt)}node-"
         return History(ledger.read(self.run.events, prefix)).lost_nodes

@@ -1,4 +1,4 @@
-"""Uses private names of other libraries, and says in which version of its library we read each.
+"""Uses private names of other libraries. Each use says in which version of the library we checked it.
 
 tests/hpc/base/test_compat_libraries.py says which of them a new version lacks. Runs on the login node.
 """

@@ -1,4 +1,6 @@
-"""Files and directories that a reader, a crash or a full disk never leaves half-written. Runs everywhere.
+"""Writes files and directories so that no reader sees them half-written, and no crash or full disk leaves them so.
+
+Runs everywhere.
 
 A file or directory is written under a temporary name beside its own, flushed to the disk, and renamed. A log of JSON
 lines is appended to with one `write` per line, by one process per file.

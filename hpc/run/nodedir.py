@@ -1,7 +1,8 @@
-"""Private directories on a node: one per user where everybody may write (/tmp, /dev/shm), and in it one per run.
+"""Private directories on a node: in /tmp or /dev/shm, each user has one of their own, and in it one for each run.
 
-A run's directory lies in /dev/shm, so it outlives the processes that write into it and is lost with the node. The node
-agent makes it, holds its lock, and removes it; the ranks write into it. Runs on compute nodes.
+A run's directory lies in /dev/shm if possible, and else in /tmp. It outlives the processes that write into it; in
+/dev/shm it is lost with the node. The node agent makes it, holds its lock, and removes it; the ranks write into it.
+Runs on compute nodes.
 """
 
 import contextlib

@@ -259,7 +259,7 @@ def start_local(run: RunDir) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Start the controller, and record it even if the user's process was killed."""
+    """Start the controller and record its id. A process of its own runs this: the user's command may be killed."""
     run = RunDir(Path(argv[0]))
     spec = RunSpec.load(run)
     job_id = LocalExecutor(run, spec).start()

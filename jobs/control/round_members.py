@@ -89,7 +89,7 @@ def _choose(directive: Directive, view: MembershipView) -> tuple[int, ...]:
 
 
 def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision:
-    """Decide, if all members are able, whether the round has ended, and whether other nodes should join."""
+    """Decide whether the round has ended, or other nodes should join it. All its members must be able to take part."""
     members = [view.statuses[node_rank] for node_rank in directive.members]
     if any(status.phase is Phase.READY and status.round == directive.round for status in members):
         return RoundDecision(members=_choose(directive, view))  # it lost its link for a moment, and ended its ranks

@@ -128,7 +128,7 @@ class LocalRanks:
         return found
 
     def _vanished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yield the file and the failure of each rank that died because its wrapper, which records it, was killed."""
+        """Yield the file and the failure of each rank whose wrapper was killed, and so could not record the failure."""
         for path in self.running():
             fields = _read(path)
             # A wrapper that ends by itself removes its file first.

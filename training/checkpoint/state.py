@@ -210,6 +210,6 @@ class _OptimizerState:
 
 
 def identity(config: TrainConfig, data: Data) -> dict[str, Any]:
-    """Return the settings that a state depends on, and what identifies its data, whatever path that has."""
+    """Return the settings that a state depends on, and the counts and the fingerprint that identify its data."""
     counts = {"train_samples": len(data.train), "classes": len(data.classes), "fingerprint": data.fingerprint}
     return {name: getattr(config, name) for name in IDENTIFYING} | counts

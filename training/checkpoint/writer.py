@@ -283,7 +283,7 @@ class StateWriter:
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
-        """Restart the interval as if this step were saved. If `due`, it is not, and an interval in seconds is over."""
+        """Restart the interval as if this step were saved. If `due`, treat the step as unsaved, and save soon."""
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
 
