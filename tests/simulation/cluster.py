@@ -34,6 +34,7 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import Program
+from hpc.slurm.client import SlurmRefusalError
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
@@ -97,8 +98,13 @@ class Cluster(World):
         return run
 
     def submit(self, run: RunDir) -> int:
-        """Submit the first job of a run."""
-        job_id = self.slurm.run("sbatch", str(run.script)).strip()
+        """Submit the first job of a run; if Slurm refuses it, a person types `hpc submit` again."""
+        try:
+            job_id = self.slurm.run("sbatch", str(run.script)).strip()
+        except SlurmRefusalError as error:
+            self.tell(f"hpc submit: {error}")
+            self.wait(5.0)
+            return self.submit(run)
         grace = int(self.slurm.configuration.grace_seconds) or None
         submitted = Submitted(job_id=job_id, cluster="slurm", stop_lead_seconds=30, grace_seconds=grace)
         try:

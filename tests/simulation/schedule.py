@@ -106,6 +106,7 @@ _KINDS = {
 def plan_of(seed: int) -> Plan:
     """Return the plan of a seed."""
     random = Random(f"plan {seed}")
+    limit = Random(f"limit {seed}").choice(("600m", "600m", "600m", "2m"))
     nodes = random.choice(("1", "2", "2", "3", "2:3", "1:3"))
     least = int(nodes[0])
     elastic = ":" not in nodes and least > 1 and random.random() < 0.3
@@ -122,7 +123,7 @@ def plan_of(seed: int) -> Plan:
     )  # fmt: skip
     return Plan(
         seed=seed, configuration=configuration, training=training,
-        resources=Resources(nodes=nodes, gpus_per_node="1", partition="gpu", time="600m"),
+        resources=Resources(nodes=nodes, gpus_per_node="1", partition="gpu", time=limit),
         recovery=Recovery(elastic=elastic, spares=spares, hang_timeout=random.choice(("10s", "30s"))),
         is_script=random.random() < 0.4, has_supervisor=random.random() < 0.5,
         faults=_faults(random, hosts),

@@ -18,6 +18,9 @@ _MIN_JOB_AGE_SECONDS = 300.0
 _TIMEOUT_SECONDS = 30.0
 _MEAN_ANSWER_SECONDS = 0.03
 
+_NOTICED_SECONDS = 6.0
+"""The agents of a job know of a dead node after this time."""
+
 
 class State(StrEnum):
     """The states of a job, in Slurm's words."""
@@ -55,6 +58,8 @@ class Job:
     nodes: tuple[int, int]
     """The fewest and the most nodes."""
     limit: float
+    lead: float
+    """When the signal comes (`--signal`), in seconds before the time limit."""
     excluded: tuple[str, ...] = ()
     dependency: tuple[str, ...] = ()
     state: State = State.PENDING
@@ -72,6 +77,8 @@ class Job:
     held: bool = False
     processes: list[Process] = field(default_factory=list)
     warned: bool = False
+    early: float = 0.0
+    """How much earlier than that the signal comes, as sbatch's manual allows: up to a minute."""
 
     @property
     def alive(self) -> bool:
@@ -137,9 +144,8 @@ class Slurm:
 
     def _watch_limit(self, job: Job) -> None:
         assert job.started is not None
-        lead = self._shape(job.script)[2]
         left = job.started + job.limit - self.world.now
-        if left <= lead and not job.warned:
+        if left <= job.lead + job.early and not job.warned:
             job.warned = True
             self._signal(job, signal.SIGUSR2)
         if left <= 0:
@@ -167,7 +173,7 @@ class Slurm:
         job.hosts = free[:most]
         job.batch_host = job.hosts[0]
         job.state, job.reason, job.started, job.ended = State.RUNNING, "None", self.world.now, None
-        job.processes, job.warned = [], False
+        job.processes, job.warned, job.early = [], False, self.world.random.uniform(0.0, 60.0)
         self.world.tell(f"job {job.id} starts on {','.join(job.hosts)} (restart {job.restarts})")
         script = self._launch(job)
         job.processes.append(script)
@@ -346,14 +352,14 @@ class Slurm:
     def _submit(self, *words: str) -> str:
         *options, script = words
         given = dict(option.split("=", 1) for option in options if "=" in option)
-        nodes, limit, _ = self._shape(script)
+        nodes, limit, lead = self._shape(script)
         excluded = tuple(filter(None, given.get("--exclude", "").split(",")))
         if len(set(self.configuration.nodes) - set(excluded)) < nodes[0]:
             raise TorchrelayError("Requested node configuration is not available")
         depends = tuple(one for one in given.get("--dependency", "").split(":")[1:] if one)
         job = Job(
-            id=str(self._next), script=script, nodes=nodes, limit=limit, excluded=excluded, dependency=depends,
-            eligible=self.world.now,
+            id=str(self._next), script=script, nodes=nodes, limit=limit, lead=lead, excluded=excluded,
+            dependency=depends, eligible=self.world.now,
         )  # fmt: skip
         self._next += 1
         self.jobs[job.id] = job
@@ -375,7 +381,9 @@ class Slurm:
         if job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING):
             raise TorchrelayError("Job is pending execution")
         typed = self.world.process.name.startswith("scontrol")
-        if not typed and any(host in self.dead and host not in self.down for host in job.hosts):
+        # Nobody can know yet of a node that died a moment ago.
+        known = {host for host, died in self.dead.items() if self.world.now - died > _NOTICED_SECONDS}
+        if not typed and known.difference(self.down).intersection(job.hosts):
             self.world.defects.append(
                 f"job {job.id} was requeued while {job.hosts} had a dead node: Slurm 22.05 leaks GPUs"
             )
