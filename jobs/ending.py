@@ -41,7 +41,7 @@ from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER
-from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, log, send_heartbeats
+from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, await_storage, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.senders import start_notifying
 from training.checkpoint.snapshot import save_newest_as_checkpoint
@@ -67,7 +67,9 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     """Record how the attempt ended, and continue the run if it should go on. Returns the exit code."""
     # Nodes lost earlier are left out: Slurm has noticed it, or they have come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
-    lost = recent | coordinator.stuck | _wait_for_others(node, server, monitor)
+    # A node that has not joined may have died before.
+    absent = set(range(node.allocation.num_nodes)) - server.statuses().keys() - {node.allocation.node_rank}
+    lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, Any]()
     ending = _inspect_ending(
         node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
@@ -319,10 +321,12 @@ def _is_running(node: NodeAttempt) -> bool:
 def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
     """Record the end of the attempt. Returns False if another agent has recorded one.
 
-    A full disk must not keep the run from continuing: if the record cannot be written, nodes 0 and 1 get True.
+    A full disk must not keep the run from continuing: if the record cannot be written, nodes 0 and 1 get True. But
+    without the record of its completion, a script would train again, so that one waits for space.
     """
+    record = functools.partial(handover.record_end, node.run, ended)
     try:
-        return handover.record_end(node.run, ended)
+        return await_storage(node.run, lambda: False, record) if ended.cause is Cause.COMPLETED else record()
     except OSError as error:
         log(f"the end of the attempt could not be recorded: {error}")
         return node.allocation.node_rank <= 1

@@ -198,7 +198,7 @@ def await_storage(run: RunDir, stopped: Callable[[], bool], act: Callable[[], _A
         except OSError as error:
             if error.errno not in TEMPORARY or stopped() or time.monotonic() > deadline:
                 raise
-            log(f"the run cannot start yet, trying again: {run.path}: {error}")
+            log(f"the storage of the run does not work yet, trying again: {run.path}: {error}")
         with contextlib.suppress(OSError):
             run.alive.touch()
         time.sleep(_RETRY_SECONDS)

@@ -192,7 +192,7 @@ def test_end_that_others_have_recorded_stays(ended: EndedAttemptMaker, slurm: An
     assert slurm.asked == []
 
 
-@pytest.mark.parametrize("how", ["lost", "stuck", "silent"])
+@pytest.mark.parametrize("how", ["lost", "stuck", "silent", "absent"])
 def test_job_with_a_node_that_does_not_answer_is_replaced(
     ended: EndedAttemptMaker, slurm: AnsweringSlurm, how: str
 ) -> None:
@@ -202,6 +202,8 @@ def test_job_with_a_node_that_does_not_answer_is_replaced(
         lost.coordinator.lost = {1: time.time() - 890}
     elif how == "stuck":
         lost.coordinator.stuck = {1}
+    elif how == "absent":
+        lost.nodes.forget(1)
     else:
         lost.nodes.report(1, phase=Phase.RUNNING)
         lost.nodes.silent[1] = 6.0

@@ -179,12 +179,16 @@ class Schedule:
         while cluster.now < end and not self._is_over():
             cluster.run(_POLL_SECONDS)
             self._check()
-            is_late = cluster.now - last > _PATIENCE_SECONDS and len(plan.faults) > 1
+            is_late = cluster.now - last > _PATIENCE_SECONDS and (len(plan.faults) > 1 or self._ended_too_early())
             if not plan.has_supervisor and (is_late or self._needs_a_person()):
                 # As the documentation says, a person continues such a run.
                 cluster.tell("*** nobody continues the run: hpc supervise --once")
                 self._start_supervisor()
                 plan = replace(plan, has_supervisor=True)
+            elif is_late and not self._history().attempts and not any(job.alive for job in cluster.slurm.jobs.values()):
+                # The supervisor does not replace a job that failed before its agents started.
+                self._resume()
+                last = cluster.now
         self._check_end()
         return Outcome(
             plan=self.plan, violations=(*self.violations, *cluster.defects), timeline=tuple(cluster.timeline),
@@ -209,6 +213,12 @@ class Schedule:
         stuck = all((job.held and job.state is State.PENDING) or self._is_empty(job) for job in jobs)
         busy = any(process.alive and process.name.startswith(_OF_RUN) for process in self.cluster.processes)
         return stuck and not busy and self._history().outcome is None and len(self.plan.faults) > 1
+
+    def _ended_too_early(self) -> bool:
+        """Return whether Slurm ended the job before its agents had started, or while its only agents were dead."""
+        return not self._history().attempts or any(
+            job.state is State.TIMEOUT for job in self.cluster.slurm.jobs.values()
+        )
 
     def _lacks_nodes(self) -> bool:
         """Return whether too few nodes are left for the run."""
