@@ -27,6 +27,7 @@ from hpc.run.events.kinds import (
     NotContinued,
     Requeued,
     Resubmitted,
+    Resubmitting,
     SnapshotSaved,
 )
 from hpc.run.events.ledger import check_is_newest
@@ -40,7 +41,7 @@ from hpc.slurm.predecessors import redirect_waiting_jobs
 from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import OVER
+from jobs.control.messages import OVER, Phase
 from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, await_storage, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.senders import start_notifying
@@ -182,11 +183,15 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         fields = slurm.show_job(node.allocation.job_id) if node.on_slurm else fields
     except TorchrelayError as error:
         log(f"Slurm does not report the state of this job: {error}")
+    state = slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING
+    this = node.history().during(node.attempt.attempt).events
+    if state is JobState.CANCELLED and any(isinstance(event, Resubmitting | Resubmitted) for event in this):
+        state = JobState.PENDING  # a process that submits the run's next job has ended this one
     return Ending(
         finished=node.run.final_result.exists() if node.spec.program.writes_result else done and not signal,
         cancelled=is_cancelled_now(node.run),
         signal=signal,
-        job_state=slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING,
+        job_state=state,
         preempted=slurm.is_preempted(fields)
         or handover.was_preempted(node.run, node.allocation.job_id, node.attempt.started),
         failure=failure,
@@ -208,7 +213,10 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     if node.allocation.node_rank not in channel.directive.members:
         time.sleep(_SPARE_SECONDS)
     if not _confirm_head_is_lost(node):
-        return 0
+        # The head's agent goes on without this node. It may be cut off from Slurm, and end with its node.
+        channel.report(phase=Phase.LEFT)
+        if not _is_left_undone(node):
+            return 0
     if not _is_running(node):
         # Slurm ends the job, and starts the next one without the snapshots of these nodes.
         save_snapshot(node, monitor.node_dir)
@@ -290,13 +298,15 @@ def await_loss_of_head(node: NodeAttempt) -> bool:
 
 
 def _is_left_undone(node: NodeAttempt) -> bool:
-    """Return whether nobody starts the next attempt: the agent that ended this one sends no more heartbeats."""
+    """Return whether nobody goes on with the run: its agents send no more heartbeats, or have given up."""
     heartbeat, deadline = None, time.monotonic() + handover.HANDOVER_SECONDS
     while time.monotonic() < deadline:
         history = node.history()
         this = history.during(node.attempt.attempt).events
         if any(isinstance(event, Resubmitted | Requeued) for event in this) or not history.may_restart:
             return False
+        if any(isinstance(event, NotContinued) for event in this):
+            break
         if (newest := modified(node.run.alive)) != heartbeat:
             heartbeat, deadline = newest, time.monotonic() + handover.HANDOVER_SECONDS
         time.sleep(handover.HANDOVER_SECONDS / 20)
@@ -409,10 +419,12 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
 
 def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     """Submit a new job that avoids the bad and lost nodes, and end this job."""
-    job_id, history = node.allocation.job_id, node.history()
+    job_id, history, this = node.allocation.job_id, node.history(), node.attempt.attempt
     excluded = handover.nodes_to_exclude(node.spec, history, avoid)
-    old = {attempt.job_id for attempt in history.attempts}
-    new = handover.submit_next_job(node.run, node.spec, excluded, old)
+    old = {attempt.job_id for attempt in history.attempts if attempt.attempt <= this}
+    # A job that an earlier sbatch queued, although its reply was lost, may have begun the next attempt.
+    begun = (attempt.job_id for attempt in history.attempts if attempt.attempt > this)
+    new = next(begun, None) or handover.submit_next_job(node.run, node.spec, excluded, old)
     node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded)))
     try:
         redirect_waiting_jobs(node.run)

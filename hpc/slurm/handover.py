@@ -158,17 +158,17 @@ def has_own_script(run: RunDir) -> bool:
 
 
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
-    """Submit the run's next job, unless one is pending: the reply of an earlier sbatch may have been lost.
+    """Submit the run's next job, unless it is in the queue: the reply of an earlier sbatch may have been lost.
 
-    `excluded` comes from `nodes_to_exclude`, and `old` are the ids of the run's jobs so far. Returns the id of the new
-    or pending job.
+    `excluded` comes from `nodes_to_exclude`, and `old` are the ids of the run's jobs so far. Returns the id of the next
+    job.
 
     Raises:
         TorchrelayError: sbatch refused it; or a run to wait for was to complete and did not, or has no job.
     """
     jobs = slurm.jobs()
     for job in jobs_by_script(jobs.values()).get(os.path.realpath(run.script), []):
-        if job.state is JobState.PENDING and job.job_id not in old:
+        if job.state in {JobState.PENDING, JobState.RUNNING} and job.job_id not in old:
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
     waits_for = dependency(run, spec, jobs)

@@ -3,13 +3,14 @@
 import time
 from dataclasses import replace
 from datetime import datetime
+from errno import ENOSPC
 from typing import Any
 
 import pytest
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 from support.cluster import Command
 from support.ended_attempts import HOSTS, RUNNING, TRAINING, AnsweringSlurm, EndedAttemptMaker
-from support.events import attempt_ended, cancelled, claimed, joined, recorded, records_in, write_events
+from support.events import attempt_ended, cancelled, claimed, event, joined, recorded, records_in, write_events
 
 from hpc.base.files import append_json_line
 from hpc.run.causes import Cause
@@ -17,7 +18,9 @@ from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
 from hpc.run.events.kinds import AttemptEnded, NodeLost
 from hpc.run.nodedir import HeldNodeDir
-from jobs import ending
+from hpc.run.rundir import RunDir
+from hpc.slurm import handover
+from jobs import ending, node_attempt
 from jobs.control.messages import Phase
 from jobs.stop_request import STOP_SIGNALS
 
@@ -190,6 +193,31 @@ def test_end_that_others_have_recorded_stays(ended: EndedAttemptMaker, slurm: An
     assert late.conclude() == 1
     assert late.end["cause"] == "node_failure"
     assert slurm.asked == []
+
+
+def test_job_that_a_successor_has_ended_is_not_cancelled(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
+    late = ended(event("resubmitted", attempt=1, job_id="8", old_job_id="7", excluded=[]))
+    slurm.says_of_job("JobState=COMPLETING Restarts=0 Reason=None")
+    assert late.conclude() == 0
+    assert late.end["cause"] == "requeued"
+    assert slurm.asked == []
+
+
+@pytest.mark.usefixtures("slurm")
+def test_completion_waits_for_space(ended: EndedAttemptMaker, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, failures = ended(), [OSError(ENOSPC, "No space left on device")]
+    done.coordinator.done = True
+    record_end = handover.record_end
+
+    def full_once(run: RunDir, end: AttemptEnded) -> bool:
+        if failures:
+            raise failures.pop()
+        return record_end(run, end)
+
+    monkeypatch.setattr(handover, "record_end", full_once)
+    monkeypatch.setattr(node_attempt, "_RETRY_SECONDS", 0.1)
+    assert done.conclude() == 0
+    assert done.end["cause"] == "completed"
 
 
 @pytest.mark.parametrize("how", ["lost", "stuck", "silent", "absent"])

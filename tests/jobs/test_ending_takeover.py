@@ -30,7 +30,9 @@ from jobs import ending
 
 def take_over(survivor: EndedAttempt, *, is_member: bool = True) -> int:
     channel: Any = SimpleNamespace(
-        silent_seconds=6.0, directive=SimpleNamespace(members=(0, 1, 2) if is_member else (0, 2))
+        silent_seconds=6.0,
+        directive=SimpleNamespace(members=(0, 1, 2) if is_member else (0, 2)),
+        report=lambda **_: None,
     )
     return ending.take_over(survivor.node, channel, survivor.monitor)
 
@@ -69,12 +71,18 @@ def test_job_that_slurm_ends_is_left_to_it(
     assert slurm.asked == []
 
 
-def test_agent_that_is_cut_off_itself_leaves_the_run_alone(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
+@pytest.mark.parametrize("ending_of_head", ["requeued", "not_continued"])
+def test_agent_that_is_cut_off_itself_acts_only_if_the_head_gives_up(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, ending_of_head: str
+) -> None:
     survivor = ended(node_rank=1)
+    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
     survivor.node.record(NodeLost(node="gpu02", last_heard=1.0, detail="lost contact with gpu02"))
+    ending.record_end(survivor.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
+    fields = {"job_id": "7"} if ending_of_head == "requeued" else {"detail": "Slurm does not answer"}
+    write_events(survivor.run, event(ending_of_head, attempt=1, **fields), file="attempt-001-node-02.jsonl")
     assert take_over(survivor) == 0
-    assert not recorded(survivor.node, "attempt_ended")
-    assert slurm.asked == []
+    assert slurm.asked == ([] if ending_of_head == "requeued" else ["sbatch --parsable", "scancel 7"])
 
 
 def test_agent_that_nobody_confirms_goes_on_after_a_while(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from simulation import cluster, commands, known, schedule
+from simulation import cluster, commands, fixes, known, schedule
 
 _ORDER = "PYTHONHASHSEED"
 
@@ -19,8 +19,11 @@ _ORDER = "PYTHONHASHSEED"
 def violations_of(what: tuple[str | None, int]) -> tuple[str, tuple[str, ...]]:
     """Return what the schedule of a seed, or a known one with this seed, violates."""
     name, seed = what
-    plan = replace(known.KNOWN[name], seed=seed) if name else schedule.plan_of(seed)
-    return f"{name or ''} seed {seed}".strip(), schedule.run(plan).violations
+    return f"{name or ''} seed {seed}".strip(), schedule.run(_plan(name, seed)).violations
+
+
+def _plan(name: str | None, seed: int) -> schedule.Plan:
+    return replace(known.KNOWN[name], seed=seed) if name else schedule.plan_of(seed)
 
 
 def main() -> int:
@@ -29,8 +32,22 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="print the timeline of one schedule, and shrink it if it fails")
     parser.add_argument("--seeds", type=int, default=1000, help="how many schedules to run")
     parser.add_argument("--first", type=int, default=1, help="the first seed")
-    parser.add_argument("--known", action="store_true", help="run the schedules of known defects with these seeds")
+    parser.add_argument(
+        "--known",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+        help="run the schedules of known defects (those with TEXT in their name) with these seeds",
+    )
     parser.add_argument("--commands", action="store_true", help="print what Slurm's commands lead to, as JSON")
+    parser.add_argument("--until-first", action="store_true", help="stop at the first schedule that fails")
+    parser.add_argument(
+        "--without-fixes",
+        nargs="?",
+        const="",
+        metavar="TEXT",
+        help="take one fix after the other out of the product (those with TEXT in their name), and show what is found",
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     options = parser.parse_args()
     if os.environ.get(_ORDER) != "0":
@@ -38,29 +55,33 @@ def main() -> int:
         os.execve(
             sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], {**os.environ, _ORDER: "0"}
         )
+    if options.without_fixes is not None:
+        chosen = (f"--seeds={options.seeds}", f"--first={options.first}", f"--processes={options.processes}")
+        return int(bool(fixes.table(*chosen, only=options.without_fixes)))
     cluster.install()
     if options.commands:
         print(json.dumps(commands.simulated()))
         return 0
+    names = [None] if options.known is None else [name for name in known.KNOWN if options.known in name]
     if options.seed is not None:
-        return _show(options.seed)
+        return max(_show(name, options.seed) for name in names)
     seeds = range(options.first, options.first + options.seeds)
-    work = (
-        [(name, seed) for name in known.KNOWN for seed in seeds] if options.known else [(None, seed) for seed in seeds]
-    )
+    work = [(name, seed) for name in names for seed in seeds]
     began, failed = time.perf_counter(), 0
     with Pool(options.processes) as pool:
         for what, violations in pool.imap_unordered(violations_of, work, 8):
             if violations:
                 failed += 1
                 print(f"{what}: {violations[0]}", flush=True)
+                if options.until_first:
+                    return 1
     print(f"{len(work)} schedules in {time.perf_counter() - began:.0f} s, {failed} failed; seeds from {options.first}")
     return int(bool(failed))
 
 
-def _show(seed: int) -> int:
-    outcome = schedule.run(schedule.plan_of(seed))
-    if outcome.violations:
+def _show(name: str | None, seed: int) -> int:
+    outcome = schedule.run(_plan(name, seed))
+    if outcome.violations and name is None:
         outcome = schedule.shrunk(outcome)
     print(outcome.plan)
     print("\n".join(outcome.timeline))

@@ -34,7 +34,6 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import Program
-from hpc.slurm.client import SlurmRefusalError
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
@@ -45,6 +44,8 @@ from simulation.world import EPOCH, Event, Process, StandIn, Thread, World
 
 _AGENT_START_SECONDS = (0.1, 0.6)
 _LOOK_SECONDS = 0.2
+_FENCED_SECONDS = 1.0
+"""A save that begins this long after the first step of a later attempt must not be published."""
 # Programs, not libraries.
 _NOT_IMPORTED = ("__main__", "process_wrapper", "forked_script")
 
@@ -57,19 +58,23 @@ class Cluster(World):
         self.root, self.training = root, training
         self.network = Network(self)
         self.storage = Storage(self, str(root / "shared"))
-        self.slurm = Slurm(self, configuration, self._launch, self._shape)
+        self.slurm = Slurm(self, self.network, configuration, self._launch, self._shape)
         self.local = dict[int, Torchrun]()
         self.failed = dict[int, list[dict[str, Any]]]()
         """What the ranks of an agent's node have left of their failures, by the agent's process id."""
         self.groups = dict[tuple[str, int, int], Group]()
         self.allocations = dict[int, NodeAllocation]()
         self.injected = list[Injected]()
+        self.broken = set[str]()
+        """Hosts whose GPU is dead, until they are rebooted."""
         self.steps = list[tuple[float, int, int]]()
         """When an attempt did which step."""
         self.began = dict[int, float]()
         """When an attempt did its first step."""
         self.set_back = list[tuple[int, int]]()
         """From which step ranks have begun, and the newest step of which a live host had the state."""
+        self.late_writes = list[tuple[int, int]]()
+        """Attempts that have written a checkpoint, and the later attempt that had long begun."""
         self.saved = dict[str, int]()
         """The newest step of which each live host has, or had, the state."""
 
@@ -98,13 +103,15 @@ class Cluster(World):
         return run
 
     def submit(self, run: RunDir) -> int:
-        """Submit the first job of a run; if Slurm refuses it, a person types `hpc submit` again."""
+        """Submit the first job of a run; if Slurm does not accept it, a person types `hpc submit` again."""
         try:
             job_id = self.slurm.run("sbatch", str(run.script)).strip()
-        except SlurmRefusalError as error:
+        except TorchrelayError as error:
             self.tell(f"hpc submit: {error}")
             self.wait(5.0)
-            return self.submit(run)
+            if not self.slurm.jobs:
+                return self.submit(run)
+            [job_id] = self.slurm.jobs
         grace = int(self.slurm.configuration.grace_seconds) or None
         submitted = Submitted(job_id=job_id, cluster="slurm", stop_lead_seconds=30, grace_seconds=grace)
         try:
@@ -239,6 +246,11 @@ class Cluster(World):
         self.steps.append((self.now, group.attempt, step))
         self.began.setdefault(group.attempt, self.now)
 
+    def has_written(self, attempt: int, since: float) -> None:
+        """Note a checkpoint, which an attempt began to write at a time."""
+        later = [one for one, began in self.began.items() if one > attempt and began < since - _FENCED_SECONDS]
+        self.late_writes += [(attempt, one) for one in later]
+
     def has_restored(self, group: Group, step: int) -> None:
         """Note from which step the ranks begin."""
         newest = max(self.saved.values(), default=0)
@@ -261,6 +273,7 @@ class Cluster(World):
         """Give it back."""
         self.tell(f"{host} is back")
         self.network.dead.discard(host)
+        self.broken.discard(host)
         self.slurm.revive_host(host)
 
     def processes_on(self, host: str) -> list[Process]:

@@ -67,6 +67,7 @@ def observe(script: Path, sleep: Callable[[float], None], now: Callable[[], floa
 def simulated() -> list[Observation]:
     """Return the observations of the simulated Slurm."""
     from simulation.cluster import install
+    from simulation.network import Network
     from simulation.slurm import Configuration, Job, Slurm
     from simulation.world import Process, World
 
@@ -83,7 +84,9 @@ def simulated() -> list[Observation]:
         process.handle = lambda number: process.end(128 + number)
         return process
 
-    cluster = Slurm(world, Configuration(nodes=("gpu01", "gpu02")), launch, lambda _: ((1, 1), 3600.0, 30.0))
+    cluster = Slurm(
+        world, Network(world), Configuration(nodes=("gpu01", "gpu02")), launch, lambda _: ((1, 1), 3600.0, 30.0)
+    )
     slurm.run = lambda *words, **_: cluster.run(*words)
     found = list[Observation]()
 

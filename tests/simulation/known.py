@@ -1,4 +1,7 @@
-"""Defects that the simulation has found, each as the smallest schedule that showed it."""
+"""Defects of the recovery, each as the smallest schedule that showed it, or shows it when its fix is taken out."""
+
+from dataclasses import replace
+from typing import Any
 
 from hpc.run.spec import Recovery, Resources
 from simulation.ranks import Training
@@ -7,36 +10,126 @@ from simulation.slurm import Configuration
 
 _CLUSTER = Configuration(nodes=("gpu01", "gpu02", "gpu03", "gpu04"), slurmd_timeout=60.0, requeue_delay=30.0)
 _TRAINING = Training(total_steps=30, step_seconds=1.0, snapshot_steps=1, checkpoint_steps=10)
+_STARTS, _TRAINS, _DONE = "job 1 starts", "the ranks of attempt 1, round 1, begin", "has done all steps"
 
 
-def _plan(*faults: Fault, nodes: str = "2") -> Plan:
-    return Plan(
-        seed=1, configuration=_CLUSTER, resources=Resources(nodes=nodes, partition="gpu", time="600m"),
-        recovery=Recovery(hang_timeout="10s"), training=_TRAINING, is_script=True, has_supervisor=False,
-        faults=faults,
+def _plan(*faults: Fault, nodes: str = "2", time: str = "600m", configuration: Any = None, **plan: Any) -> Plan:
+    usual = Plan(
+        seed=1, configuration=replace(_CLUSTER, **(configuration or {})), training=_TRAINING,
+        resources=Resources(nodes=nodes, partition="gpu", time=time), recovery=Recovery(hang_timeout="10s"),
+        is_script=True, has_supervisor=False, faults=faults, is_helped=False,
     )  # fmt: skip
+    return replace(usual, **plan)
+
+
+def _kill_host(at: float, after: str = "", host: str = "gpu01") -> Fault:
+    return Fault(at=at, after=after, kind="kill-host", host=host)
 
 
 KNOWN = {
+    # --- found by the simulation ---
     # The agents took the end of the job for a cancellation, and nothing continued the run.
     "the batch script is killed": _plan(Fault(at=20.0, kind="kill-script")),
     # Its job went on without a single process until its time limit.
-    "the head node dies between the last step and the record of the end": _plan(
-        Fault(at=36.2, kind="kill-host", host="gpu01")
-    ),
+    "the head node dies between the last step and the record of the end": _plan(_kill_host(0.9, _DONE)),
     # The same: the other agents only said that they could not reach the head node's.
-    "the head node dies before the others have reached it": _plan(Fault(at=1.0, kind="kill-host", host="gpu01")),
+    "the head node dies before the others have reached it": _plan(_kill_host(1.0)),
     # The other agents deleted their snapshots, because the job was ending.
-    "the job is requeued while its head node is dead": _plan(
-        Fault(at=20.0, kind="kill-host", host="gpu01"), Fault(at=22.0, kind="requeue")
-    ),
+    "the job is requeued while its head node is dead": _plan(_kill_host(20.0), Fault(at=22.0, kind="requeue")),
     # A job that started while its storage failed was over at once, and the run with it.
     "the storage fails while the agents start": _plan(
-        Fault(at=0.8, kind="storage-fails", host="gpu01", seconds=40.0), nodes="1"
+        Fault(at=0.4, kind="storage-fails", host="gpu01", seconds=40.0), nodes="1"
     ),
     # The ranks that agents kill for a pause counted as a further failure, and used up the budget.
     "two failures without progress": _plan(
-        Fault(at=18.0, kind="killed", host="gpu02"), Fault(at=19.0, kind="crash", host="gpu01")
+        Fault(at=18.0, kind="killed", host="gpu02"), Fault(at=19.0, kind="crash", host="gpu01"), interruptions=2
     ),
-}
+    # The agents waited for 15 minutes for Slurm to mark a node down that had come back.
+    "the head node is rebooted before it counts as down": _plan(
+        Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"), _kill_host(10.0, _TRAINS),
+        Fault(at=25.0, after=_TRAINS, kind="revive", host="gpu01"), configuration={"slurmd_timeout": 300.0},
+    ),
+    # The job was requeued, though it had a dead node.
+    "a node dies before it joins, and the time limit comes": _plan(
+        _kill_host(0.0, _STARTS, "gpu02"), time="2m", configuration={"slurmd_timeout": 300.0}
+    ),
+    # The end of a script could not be recorded, so that it trained again.
+    "the storage is full when the script ends": _plan(Fault(at=0.1, after=_DONE, kind="full", seconds=8.0), nodes="1"),
+    # --- found before ---
+    "all agents are killed": _plan(Fault(at=20.0, kind="kill-agent", host="gpu01"), nodes="1"),
+    "the head node dies before its agent starts": _plan(_kill_host(0.0, _STARTS)),
+    "Slurm refuses the requeue": _plan(
+        Fault(at=0.0, after=_TRAINS, kind="refuse-requeue"), Fault(at=10.0, after=_TRAINS, kind="signal", host="gpu01"),
+    ),
+    "a GPU is dead": _plan(Fault(at=10.0, after=_TRAINS, kind="device", host="gpu02")),
+    "the storage is full when the agents start": _plan(Fault(at=0.4, kind="full", seconds=40.0), nodes="1"),
+    "a job is requeued by hand": _plan(Fault(at=10.0, after=_TRAINS, kind="requeue"), attempts=2),
+    "the answer to sbatch is lost": _plan(
+        Fault(at=0.0, after=_TRAINS, kind="lost-submission"), _kill_host(10.0, _TRAINS), attempts=2,
+        configuration={"slurmd_timeout": 300.0},
+    ),
+    "the head node is cut off": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=150.0), nodes="2:3",
+        training=replace(_TRAINING, total_steps=200), recovery=Recovery(hang_timeout="10s", elastic=True),
+    ),
+    "a head node that is cut off trains alone": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=150.0), nodes="1:3",
+        training=replace(_TRAINING, total_steps=200),
+    ),
+    "the head node is suspended and cut off": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=80.0),
+        Fault(at=0.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=240.0), nodes="1:3",
+        training=replace(_TRAINING, total_steps=300, checkpoint_steps=5), configuration={"slurmd_timeout": 300.0},
+    ),
+    "another node is cut off": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="cut", host="gpu03", seconds=80.0), nodes="2:3",
+        training=replace(_TRAINING, total_steps=200), attempts=1,
+    ),
+    "the head node is suspended": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=20.0), nodes="3",
+        attempts=1, interruptions=0,
+    ),
+    "the agent that has recorded the end dies": _plan(
+        _kill_host(10.0, _TRAINS), _kill_host(0.2, "lost contact with gpu01", "gpu02"),
+        nodes="3", configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05", "gpu06")},
+    ),
+    "Slurm is away while the head node is lost and the supervisor runs": _plan(
+        _kill_host(10.0, _TRAINS), Fault(at=2.0, after="gpu01 dies", kind="controller-away", seconds=60.0),
+        has_supervisor=True, attempts=2,
+    ),
+    "the agent that has submitted the next job dies": _plan(
+        _kill_host(10.0, _TRAINS), Fault(at=0.0, after="job 2 is submitted", kind="kill-agent", host="gpu02"),
+        has_supervisor=True, attempts=2, training=replace(_TRAINING, total_steps=300),
+    ),
+    "ranks fail on both nodes": _plan(
+        Fault(at=20.0, kind="killed", host="gpu01"), nodes="3", attempts=1, interruptions=1
+    ),
+    "a clock is set back": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="crash", host="gpu01"),
+        Fault(at=0.5, after="fails: crash", kind="clock", host="gpu01", seconds=90.0, number=1),
+        Fault(at=0.5, after="fails: crash", kind="clock", host="gpu02", seconds=90.0, number=1),
+        Fault(at=9.0, after="fails: crash", kind="killed", host="gpu01"), attempts=1, interruptions=2,
+    ),
+    "a run is cancelled while its job waits": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="preempt"), Fault(at=15.0, after="is preempted", kind="cancel"),
+        has_supervisor=True, attempts=1,
+    ),
+    "a run is cancelled while Slurm is away": _plan(
+        Fault(at=9.0, after=_TRAINS, kind="controller-away", seconds=60.0),
+        Fault(at=10.0, after=_TRAINS, kind="cancel"), has_supervisor=True,
+    ),
+    "a run is cancelled while its nodes are cut off": _plan(
+        Fault(at=9.0, after=_TRAINS, kind="isolate", host="gpu01", seconds=150.0),
+        Fault(at=10.0, after=_TRAINS, kind="cancel"), nodes="1", training=replace(_TRAINING, total_steps=200),
+    ),
+    "all agents are killed twice": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="kill-agent", host="gpu01"),
+        Fault(at=10.0, after="the ranks of attempt 2, round 1, begin", kind="kill-agent", host="gpu02"),
+        nodes="1", attempts=3,
+    ),
+    "four failures without progress": _plan(
+        *(Fault(at=20.0, kind="killed", host=f"gpu0{1 + number % 2}") for number in range(4)),
+        training=replace(_TRAINING, snapshot_steps=1000, checkpoint_steps=1000), attempts=1, interruptions=4,
+    ),
+}  # fmt: skip
 """What goes wrong, and the schedule."""

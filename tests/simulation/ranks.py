@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hpc.base.files import append_json_line, write_json
+from hpc.base.kernel import steady_time
 from hpc.run.causes import Cause, cause_of_exit
 from hpc.run.events.kinds import (
     CheckpointFailed,
@@ -21,7 +22,7 @@ from hpc.run.events.ledger import EventWriter, SucceededError, attempt_prefix, c
 from hpc.run.nodedir import NodeDir
 from jobs.control.messages import Directive, RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
-from simulation.world import EPOCH, Process
+from simulation.world import Process
 from training.relay.checkpoint_files import list_checkpoints, save_checkpoint, save_snapshot, step_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ STATE_FILE = "state.pt"
 _START_SECONDS, _RESTART_SECONDS = (1.0, 4.0), (0.5, 4.0)
 _LOOK_SECONDS = 0.2
 _KEPT_CHECKPOINTS = 2
-_PEER_DIED = "Connection closed by peer"
+PEER_DIED = "Connection closed by peer"
+_DEAD_GPU = "CUDA error: uncorrectable ECC error encountered"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +236,9 @@ class Group:
         except (OSError, SucceededError) as error:
             self.fail(first.node_rank, 1, None, str(error))
             return False
+        if broken := [rank for rank, each in self.members.items() if each.host in cluster.broken]:
+            self.fail(broken[0], 1, None, _DEAD_GPU)
+            return False
         self.training, self._is_first = True, True
         self.moved = dict.fromkeys(self.members, cluster.now)
         self.steps = dict.fromkeys(self.members, self.step)
@@ -268,7 +273,7 @@ class Group:
         silent = [rank for rank in gone if self.members[rank].host in self.cluster.network.dead]
         for rank in self.members if gone and not silent else ():
             if rank not in gone:
-                self.fail(rank, 1, None, _PEER_DIED)
+                self.fail(rank, 1, None, PEER_DIED)
         if silent:
             self.cluster.wait(_LOOK_SECONDS)
             return not self._is_over()
@@ -294,7 +299,8 @@ class Group:
             case "oom":
                 self.fail(rank, 1, None, "torch.OutOfMemoryError: CUDA out of memory")
             case "device":
-                self.fail(rank, 1, None, "CUDA error: uncorrectable ECC error encountered")
+                self.cluster.broken.add(injected.host)
+                self.fail(rank, 1, None, _DEAD_GPU)
             case "hang":
                 self._hung = injected.host
 
@@ -311,10 +317,12 @@ class Group:
             if self.reports:
                 append_json_line(self.run.train_metrics, {"step": self.step, "epoch": 1, "attempt": self.attempt})
             if durable:
+                began = self.cluster.now
                 save_checkpoint(
                     self.run.checkpoints, self.step, self._write_state, _KEPT_CHECKPOINTS,
                     check=lambda: check_is_newest(self.run, self.attempt),
                 )  # fmt: skip
+                self.cluster.has_written(self.attempt, began)
                 self._record(CheckpointSaved(step=self.step, seconds=0.1, copy_seconds=0.0))
         except SucceededError as error:
             self.fail(first.node_rank, 1, None, str(error))
@@ -360,7 +368,7 @@ class Group:
             if not torchrun.present:
                 continue
             own = self._failures.get(torchrun.node_rank)
-            exit_code, signal_name, detail = own or (1, "", _PEER_DIED)
+            exit_code, signal_name, detail = own or (1, "", PEER_DIED)
             fields = {
                 "rank": self.rank_of(torchrun.node_rank), "started_at": self._started_at,
                 "failed_at": now + (0.0 if own else 0.2), "exit_code": exit_code, "signal": signal_name or None,
@@ -369,7 +377,7 @@ class Group:
             self.cluster.failed.setdefault(torchrun.process.pid, []).append(fields)
 
     def _now(self) -> float:
-        return EPOCH + self.cluster.now
+        return steady_time()
 
     def _record(self, event: Event) -> None:
         writer = EventWriter(self.run.events / f"{attempt_prefix(self.attempt)}trainer.jsonl", self.attempt)

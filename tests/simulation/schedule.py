@@ -13,8 +13,8 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, Interrupted
 from hpc.run.spec import Recovery, Resources
 from simulation.cluster import Cluster
-from simulation.ranks import KINDS, Injected, Training
-from simulation.slurm import Configuration, Job, State
+from simulation.ranks import KINDS, PEER_DIED, Injected, Training
+from simulation.slurm import LOGIN, Configuration, Job, State
 from simulation.world import World
 
 HOSTS = ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05")
@@ -25,10 +25,12 @@ _CALM_SECONDS = 3600.0
 _PATIENCE_SECONDS = 900.0
 """After several failures, a person without a supervisor starts one when the run has not ended after this time."""
 _OF_RUN = ("hpc", "agent", "script")
-_POLL_SECONDS = 1.0
+_POLL_SECONDS, _SHORT_SECONDS = 1.0, 0.05
 _TWO_JOBS_SECONDS = 150.0
 """A run may have two jobs while one process submits the next job and ends the old one."""
-_CANCELLED_SECONDS = 180.0
+_AFTERWARDS_POLLS = 25
+"""A supervisor must leave a run alone that has ended."""
+_CANCELLED_SECONDS, _RECORD_SECONDS = 180.0, 10.0
 _LOSE_STATES = (
     "full",
     "storage-fails",
@@ -37,12 +39,13 @@ _LOSE_STATES = (
     "doom-agent",
     "cut",
     "cut-one-way",
+    "isolate",
     "suspend",
     "kill-script",
 )
 """After these, nobody may be able to save the newest state of a node."""
-_OVERLAP_SECONDS = 3.0
-"""Ranks of an attempt that has ended may go on for this long: their agents must hear of it."""
+_OVERLAP_SECONDS, _CUT_OFF_OVERLAP_SECONDS = 3.0, 20.0
+"""Ranks of an attempt that has ended may go on for this long: their agents must hear of it, or read it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +53,9 @@ class Fault:
     """Something that goes wrong, or that a user types."""
 
     at: float
+    """When, in seconds from the beginning, or from the line of the timeline that `after` names."""
     kind: str
+    after: str = ""
     host: str = ""
     other: str = ""
     seconds: float = 0.0
@@ -60,7 +65,8 @@ class Fault:
         words = [self.kind, self.host, self.other]
         words += [f"for {self.seconds:.1f} s"] if self.seconds else []
         words += [f"({self.number})"] if self.number else []
-        return f"{self.at:6.1f} s: {' '.join(filter(None, words))}"
+        since = f" after {self.after!r}" if self.after else ""
+        return f"{self.at:6.1f} s{since}: {' '.join(filter(None, words))}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +81,12 @@ class Plan:
     is_script: bool
     has_supervisor: bool
     faults: tuple[Fault, ...]
+    is_helped: bool = True
+    """Whether a person helps after several failures."""
+    attempts: int | None = None
+    """How many attempts the run must need."""
+    interruptions: int | None = None
+    """How many interruptions must be recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +107,11 @@ class Outcome:
 _KINDS = {
     "crash": 4, "killed": 4, "hang": 2, "oom": 1, "device": 1,
     "kill-host": 4, "kill-agent": 3, "kill-script": 1, "doom-agent": 3,
-    "suspend": 2, "cut": 3, "cut-one-way": 2, "clock": 1,
+    "suspend": 2, "cut": 3, "cut-one-way": 2, "isolate": 2, "clock": 1,
     "preempt": 4, "requeue": 1, "signal": 1,
     "full": 1, "storage-fails": 1, "storage-hangs": 2, "lost-link": 2,
-    "controller-away": 2, "lost-reply": 2, "refuse-requeue": 1, "refuse-sbatch": 1,
-    "kill-supervisor": 1, "cancel": 1, "cancel-and-resume": 1, "resume": 1,
+    "controller-away": 2, "lost-reply": 1, "lost-submission": 1, "refuse-requeue": 1, "refuse-sbatch": 1,
+    "refuse-update": 1, "kill-supervisor": 1, "cancel": 1, "cancel-and-resume": 1, "resume": 1,
 }  # fmt: skip
 
 
@@ -163,6 +175,7 @@ class Schedule:
         self._cancelled_at: float | None = None
         self._seen = 0
         self._two_since: float | None = None
+        self._injected = list[tuple[float, Fault]]()
 
     def run(self) -> Outcome:
         """Let everything happen, then wait for the end of the run."""
@@ -171,15 +184,18 @@ class Schedule:
         if plan.has_supervisor:
             self._start_supervisor()
         for fault in plan.faults:
-            cluster.run(fault.at - cluster.now)
+            self._wait_for(fault)
             self._check()
             cluster.tell(f"*** {fault}")
+            self._injected.append((cluster.now, fault))
             self._inject(fault)
         last, end = cluster.now, cluster.now + _CALM_SECONDS
         while cluster.now < end and not self._is_over():
             cluster.run(_POLL_SECONDS)
             self._check()
             is_late = cluster.now - last > _PATIENCE_SECONDS and (len(plan.faults) > 1 or self._ended_too_early())
+            if not plan.is_helped:
+                continue
             if not plan.has_supervisor and (is_late or self._needs_a_person()):
                 # As the documentation says, a person continues such a run.
                 cluster.tell("*** nobody continues the run: hpc supervise --once")
@@ -189,11 +205,20 @@ class Schedule:
                 # The supervisor does not replace a job that failed before its agents started.
                 self._resume()
                 last = cluster.now
+        for _ in range(_AFTERWARDS_POLLS if plan.has_supervisor else 0):
+            cluster.run(_POLL_SECONDS)
+            self._check()
         self._check_end()
         return Outcome(
             plan=self.plan, violations=(*self.violations, *cluster.defects), timeline=tuple(cluster.timeline),
             state=str(self._history().outcome), seconds=cluster.now,
         )  # fmt: skip
+
+    def _wait_for(self, fault: Fault) -> None:
+        cluster, deadline = self.cluster, self.cluster.now + _CALM_SECONDS
+        while fault.after and cluster.now < deadline and not any(fault.after in line for line in cluster.timeline):
+            cluster.run(_SHORT_SECONDS)
+        cluster.run(fault.at - (0.0 if fault.after else cluster.now))
 
     def _start_supervisor(self) -> None:
         cluster = self.cluster
@@ -215,18 +240,21 @@ class Schedule:
         return stuck and not busy and self._history().outcome is None and len(self.plan.faults) > 1
 
     def _ended_too_early(self) -> bool:
-        """Return whether Slurm ended the job before its agents had started, or while its only agents were dead."""
-        return not self._history().attempts or any(
-            job.state is State.TIMEOUT for job in self.cluster.slurm.jobs.values()
-        )
+        """Return whether the batch script was killed before its agents started, or a job timed out on dead nodes."""
+        timed_out = any(job.state is State.TIMEOUT for job in self.cluster.slurm.jobs.values())
+        # The agents need some seconds to record the end.
+        too_early = not self._history().attempts or self.plan.configuration.kill_wait < _RECORD_SECONDS
+        return (timed_out and self._had("kill-host")) or (self._had("kill-script") and too_early)
 
     def _lacks_nodes(self) -> bool:
         """Return whether too few nodes are left for the run."""
-        alive = set(self.plan.configuration.nodes) - set(self.cluster.slurm.dead)
+        alive = set(self.plan.configuration.nodes) - set(self.cluster.slurm.dead) - self.cluster.broken
         return len(alive) < self.plan.resources.min_nodes + self.plan.recovery.spares
 
     def _is_over(self) -> bool:
         jobs = self.cluster.slurm.jobs.values()
+        if any(process.alive for process in self.cluster.slurm.strays):
+            return False
         if self._lacks_nodes() and all(job.state is State.PENDING for job in jobs if job.alive):
             return True
         without = not self.plan.has_supervisor and self._history().outcome == "completed"
@@ -256,19 +284,22 @@ class Schedule:
             "doom-agent": lambda: [setattr(each, "doomed_in", fault.number) for each in agents],
             "suspend": lambda: [setattr(each, "suspended_until", until) for each in cluster.processes_on(fault.host)],
             "cut": lambda: [self._cut(fault.host, host, until) for host in HOSTS],
+            "isolate": lambda: [self._cut(fault.host, host, until) for host in (*HOSTS, LOGIN)],
             "cut-one-way": lambda: [cluster.network.cut(fault.host, host, until) for host in HOSTS],
             "clock": lambda: cluster.clock_offsets.update({fault.host: fault.seconds * (-1) ** fault.number}),
             "preempt": lambda: [slurm.preempt(job) for job in running],
             "requeue": lambda: [self._type("scontrol", "requeue", job.id) for job in running],
-            "signal": lambda: [each.handle(signal.SIGUSR2) for each in agents if each.handle],
+            "signal": lambda: slurm.signal(running, signal.SIGUSR2),
             "full": lambda: setattr(cluster.storage, "full_until", until),
             "storage-fails": lambda: cluster.storage.failing_until.update({fault.host: until}),
             "storage-hangs": lambda: cluster.storage.slow_until.update({fault.host: until}),
             "lost-link": lambda: setattr(cluster.storage, "lost_replies", 1),
             "controller-away": lambda: setattr(slurm, "away_until", until),
             "lost-reply": lambda: setattr(slurm, "lose_replies", 1),
-            "refuse-requeue": lambda: slurm.refuse.update({"scontrol requeue": 1}),
-            "refuse-sbatch": lambda: slurm.refuse.update({"sbatch": 1}),
+            "lost-submission": lambda: setattr(slurm, "lose_reply_of", "sbatch"),
+            "refuse-requeue": lambda: slurm.refuse.update(["scontrol requeue"]),
+            "refuse-sbatch": lambda: slurm.refuse.update(["sbatch"]),
+            "refuse-update": lambda: slurm.refuse.update(["scontrol update"]),
             "kill-supervisor": self._restart_supervisor,
             "cancel": self._cancel,
             "resume": self._resume,
@@ -330,6 +361,8 @@ class Schedule:
                 self._violate(
                     f"the ranks begin after step {restored}, though a live node has the state of step {newest}"
                 )
+        for attempt, later in self.cluster.late_writes:
+            self._violate(f"attempt {attempt} writes a checkpoint long after attempt {later} has begun")
         steps = self.cluster.steps[self._seen :]
         for at, attempt, _ in steps:
             self._check_step(at, attempt)
@@ -355,17 +388,24 @@ class Schedule:
         return any(fault.kind in kinds for fault in self.plan.faults)
 
     def _check_step(self, at: float, attempt: int) -> None:
-        newer = [one for one, began in self.cluster.began.items() if one > attempt and began < at - _OVERLAP_SECONDS]
-        if newer and not self._was_cut_off(at):
+        overlap = _CUT_OFF_OVERLAP_SECONDS if self._was_cut_off(at) else _OVERLAP_SECONDS
+        newer = [one for one, began in self.cluster.began.items() if one > attempt and began < at - overlap]
+        if newer and not self._lacked_storage(at):
             self._violate(f"attempt {attempt} trains while attempt {newer[0]} does")
-        if self._cancelled_at is not None and at > self._cancelled_at + 60.0 and not self._was_cut_off(at):
+        if self._cancelled_at is not None and at > self._cancelled_at + 60.0 and not self._lacked_storage(at):
             self._violate("the run trains a minute after hpc cancel")
 
     def _was_cut_off(self, at: float) -> bool:
         """Return whether hosts could not hear of each other shortly before a time."""
-        kinds = {"cut", "cut-one-way", "suspend", "storage-hangs", "storage-fails", "controller-away"}
+        return self._lacked_storage(at) or self._were("cut", "cut-one-way", "isolate", "controller-away", at=at)
+
+    def _lacked_storage(self, at: float) -> bool:
+        """Return whether a process could not read the run's events shortly before a time."""
+        return self._were("suspend", "storage-hangs", "storage-fails", "full", at=at)
+
+    def _were(self, *kinds: str, at: float) -> bool:
         return any(
-            fault.at <= at <= fault.at + fault.seconds + 60.0 for fault in self.plan.faults if fault.kind in kinds
+            began <= at <= began + fault.seconds + 60.0 for began, fault in self._injected if fault.kind in kinds
         )
 
     def _check_end(self) -> None:
@@ -386,6 +426,16 @@ class Schedule:
         elif outcome == "failed" and not self._may_fail(history):
             self._violate(f"the run has failed: {self._why(history)}")
         self._check_budgets(history)
+        self._check_expected(history)
+
+    def _check_expected(self, history: History) -> None:
+        plan, interruptions = self.plan, len(history.of(Interrupted))
+        if plan.attempts not in {None, len(history.attempts)}:
+            self._violate(f"the run had {len(history.attempts)} attempts instead of {plan.attempts}")
+        if plan.interruptions not in {None, interruptions}:
+            self._violate(f"{interruptions} interruptions were recorded instead of {plan.interruptions}")
+        if any(end.cause == "cancelled" for end in history.of(AttemptEnded)) and not self._had("cancel"):
+            self._violate("an attempt counts as cancelled, and nobody has cancelled it")
 
     @staticmethod
     def _why(history: History) -> str:
@@ -394,16 +444,22 @@ class Schedule:
 
     def _may_fail(self, history: History) -> bool:
         """Return whether a failed run is right: the same failure twice, too many failures, or no storage."""
-        kinds = ("full", "refuse-sbatch", "refuse-requeue", "storage-fails")
-        return len(self.plan.faults) > 1 or self._had(*kinds) or history.not_continued is not None
+        if history.not_continued is not None:
+            no_requeue = self._had("refuse-requeue") or not self.plan.configuration.may_requeue
+            return self._had("refuse-sbatch") and no_requeue
+        return len(self.plan.faults) > 1 or self._had("full", "storage-fails")
 
     def _check_budgets(self, history: History) -> None:
-        """Each failure of a rank is charged once."""
+        """Each failure of a rank is charged once; a dead GPU fails whenever ranks start there."""
+        if self._had("device"):
+            return
         injected = sum(fault.kind in KINDS for fault in self.plan.faults)
         charged = [
             event for event in history.events if isinstance(event, Interrupted | AttemptEnded)
             if event.cause in {"crashed", "out_of_memory", "hang", "bad_node"} and event.rank is not None
         ]  # fmt: skip
+        if any(PEER_DIED in (event.detail or "") for event in charged) and not self._had(*_LOSE_STATES, "kill-host"):
+            self._violate("a failure is charged to a rank that has only lost its peer")
         charged = list({event.failed_at: event for event in charged}.values())  # the last one may also end the attempt
         if len(charged) > injected and not self._had(*_LOSE_STATES, "kill-host"):
             causes = ", ".join(event.cause for event in charged)

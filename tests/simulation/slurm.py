@@ -4,6 +4,7 @@ tests/simulation/test_simulation.py compares it with the testbed's.
 """
 
 import signal
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -11,6 +12,7 @@ from enum import StrEnum
 
 from hpc.base.errors import TorchrelayError
 from hpc.slurm.client import SlurmRefusalError
+from simulation.network import Network
 from simulation.world import EPOCH, Process, World
 
 _SCHEDULE_SECONDS = 0.5
@@ -18,6 +20,8 @@ _MIN_JOB_AGE_SECONDS = 300.0
 _TIMEOUT_SECONDS = 30.0
 _MEAN_ANSWER_SECONDS = 0.03
 
+LOGIN = "login"
+"""The host of the controller, on which users type commands."""
 _NOTICED_SECONDS = 6.0
 """The agents of a job know of a dead node after this time."""
 
@@ -74,6 +78,8 @@ class Job:
     becomes: State = State.COMPLETED
     """The state after COMPLETING."""
     delay: float = 0.0
+    killed_at: float = 0.0
+    """When the processes of a job that is COMPLETING are killed."""
     held: bool = False
     processes: list[Process] = field(default_factory=list)
     warned: bool = False
@@ -90,10 +96,10 @@ class Slurm:
     """The controller and the daemons of the nodes."""
 
     def __init__(
-        self, world: World, configuration: Configuration, launch: Callable[[Job], Process],
+        self, world: World, network: Network, configuration: Configuration, launch: Callable[[Job], Process],
         shape: Callable[[str], tuple[tuple[int, int], float, float]],
     ) -> None:  # fmt: skip
-        self.world, self.configuration = world, configuration
+        self.world, self._network, self.configuration = world, network, configuration
         self._launch = launch
         """Starts the batch script of a job."""
         self._shape = shape
@@ -101,12 +107,17 @@ class Slurm:
         self.jobs = dict[str, Job]()
         self.dead = dict[str, float]()
         """When a host died."""
+        self.unreachable = dict[str, float]()
+        """Since when the controller does not reach a host that runs."""
         self.down = set[str]()
+        self.strays = list[Process]()
+        """Processes of jobs that have ended without the controller reaching their host."""
         self.away_until = 0.0
         """The controller does not answer before this time."""
         self.lose_replies = 0
         """This number of commands are carried out, and time out."""
-        self.refuse = dict[str, int]()
+        self.lose_reply_of = ""
+        self.refuse = Counter[str]()
         """Commands that are refused, and how often."""
         self._next = 1
         process = Process(world, "controller", "slurmctld", 1)
@@ -117,6 +128,7 @@ class Slurm:
     def _keep_scheduling(self) -> None:
         while True:
             self.world.wait(_SCHEDULE_SECONDS)
+            self._notice_unreachable_nodes()
             self._notice_dead_nodes()
             for job in list(self.jobs.values()):
                 if job.state is State.RUNNING:
@@ -128,8 +140,17 @@ class Slurm:
                     if job.state is State.PENDING:
                         self._try_to_start(job)
 
+    def _notice_unreachable_nodes(self) -> None:
+        for host in self.configuration.nodes:
+            if self._network.is_cut(LOGIN, host):
+                self.unreachable.setdefault(host, self.world.now)
+            elif self.unreachable.pop(host, None) is not None:
+                self.down.discard(host)
+                for process in [each for each in self.strays if each.host == host]:
+                    process.end(137)
+
     def _notice_dead_nodes(self) -> None:
-        for host, died in self.dead.items():
+        for host, died in {**self.unreachable, **self.dead}.items():
             if host in self.down or self.world.now - died < self.configuration.slurmd_timeout:
                 continue
             self.down.add(host)
@@ -139,6 +160,8 @@ class Slurm:
                     continue
                 if job.nodes[1] > 1:
                     job.hosts.remove(host)  # --no-kill
+                    self.strays += [each for each in job.processes if each.host == host]
+                    job.processes = [each for each in job.processes if each.host != host]
                 if job.nodes[1] == 1 or not job.hosts:
                     self._end(job, State.PENDING, restart=True)
 
@@ -147,7 +170,7 @@ class Slurm:
         left = job.started + job.limit - self.world.now
         if left <= job.lead + job.early and not job.warned:
             job.warned = True
-            self._signal(job, signal.SIGUSR2)
+            self.signal([job], signal.SIGUSR2)
         if left <= 0:
             self.world.tell(f"job {job.id} reaches its time limit")
             self._end(job, State.TIMEOUT, reason="TimeLimit")
@@ -160,7 +183,9 @@ class Slurm:
     def free_hosts(self) -> list[str]:
         """Return the hosts on which a job may start."""
         taken = self._taken_hosts()
-        return [host for host in self.configuration.nodes if host not in taken | self.down | set(self.dead)]
+        return [
+            host for host in self.configuration.nodes if host not in taken | self.down | {*self.dead, *self.unreachable}
+        ]
 
     def _try_to_start(self, job: Job) -> None:
         if job.held or job.eligible > self.world.now or self._waits(job):
@@ -180,7 +205,7 @@ class Slurm:
         start = job.restarts
 
         def has_ended() -> None:
-            if job.state is State.RUNNING and job.restarts == start and script.host not in self.dead:
+            if job.state is State.RUNNING and job.restarts == start and script.host in {*job.hosts} - {*self.dead}:
                 code = script.exit_code or 0
                 reason = {0: "None", 137: "JobLaunchFailure"}.get(code, "NonZeroExitCode")
                 self._end(job, State.COMPLETED if code == 0 else State.FAILED, reason=reason)
@@ -204,28 +229,26 @@ class Slurm:
         job.state, job.becomes, job.reason = State.COMPLETING, state, reason
         job.restarts += restart
         job.delay = self.configuration.requeue_delay if restart else 0.0
-        self._signal(job, signal.SIGTERM)
-        killed_at, start = self.world.now + wait, job.started
+        self.signal([job], signal.SIGTERM)
+        job.killed_at = self.world.now + wait
 
-        def kill() -> None:
-            self.world.wait(killed_at - self.world.now)
-            if job.state is State.COMPLETING and job.started == start:
-                for process in list(job.processes):
-                    process.end(137)
-
-        self.world.spawn(Process(self.world, "controller", "kill", 2), kill)
-
-    def _signal(self, job: Job, number: int) -> None:
-        for process in list(job.processes):
-            if process.alive and process.handle:
+    def signal(self, jobs: Sequence[Job], number: int) -> None:
+        """Send a signal to all processes of jobs that the controller reaches."""
+        for process in [process for job in jobs for process in job.processes]:
+            if process.alive and process.handle and process.host not in self.unreachable:
                 process.handle(number)
 
     def _complete(self, job: Job) -> None:
         """Let a job end whose processes have ended; a dead node keeps it COMPLETING until it is marked down."""
-        if any(process.alive for process in job.processes) or any(
+        for process in list(job.processes) if self.world.now >= job.killed_at else ():
+            if process.host not in self.unreachable:
+                process.end(137)
+        left = [process for process in job.processes if process.alive]
+        if any(each.host not in self.down for each in left) or any(
             host in self.dead and host not in self.down for host in job.hosts
         ):
             return
+        self.strays += left
         job.state, job.hosts, job.processes = job.becomes, [], []
         job.ended = self.world.now
         if job.state is State.PENDING:
@@ -271,18 +294,21 @@ class Slurm:
         world = self.world
         command = (command[0].rpartition("/")[2], *command[1:])
         world.effect()
+        if self._network.is_cut(world.process.host, LOGIN):
+            world.wait(_TIMEOUT_SECONDS)
+            raise TorchrelayError(f"{command[0]} did not answer within 30 s: is slurmctld down?")
         if self.away_until > world.now:
             world.wait(min(_TIMEOUT_SECONDS, self.away_until - world.now))
             if self.away_until > world.now:
                 raise TorchrelayError(f"{command[0]} did not answer within 30 s: is slurmctld down?")
         world.wait(world.random.expovariate(1 / _MEAN_ANSWER_SECONDS))
         key = " ".join(command[:2]) if command[0] == "scontrol" else command[0]
-        if self.refuse.get(key, 0) > 0:
+        if self.refuse[key] > 0:
             self.refuse[key] -= 1
             raise SlurmRefusalError(f"{key}: Requested operation is presently disabled")
         answer = self._answer(command)
-        if self.lose_replies and command[0] in {"sbatch", "scancel", "scontrol"}:
-            self.lose_replies -= 1
+        if (self.lose_replies and command[0] in {"sbatch", "scancel", "scontrol"}) or self.lose_reply_of == command[0]:
+            self.lose_replies, self.lose_reply_of = max(0, self.lose_replies - 1), ""
             world.tell(f"{' '.join(command[:3])} is carried out, and its reply is lost")
             world.wait(_TIMEOUT_SECONDS)
             raise TorchrelayError(f"{command[0]} did not answer within 30 s: is slurmctld down?")

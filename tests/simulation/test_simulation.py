@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.cluster import ROOT, Site
 
+from simulation import fixes, known
 from simulation.commands import observe
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,6 +29,19 @@ def test_all_schedules_hold() -> None:
 def test_known_defects_stay_away() -> None:
     done = simulation("--known", "--seeds=10")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("defect", fixes.fixes())
+def test_fix_can_be_taken_out(defect: str) -> None:
+    fix = fixes.fixes()[defect]
+    assert fixes.without(fix["changes"])
+    assert fix.get("schedule") in {None, *known.KNOWN}
+
+
+def test_defect_is_noticed() -> None:
+    done = simulation("--without-fixes", "All agents were killed", "--seeds=0")
+    assert "the run has not ended: None, no job" in done.stdout
+    assert done.returncode == 0
 
 
 def test_seed_decides_everything() -> None:
