@@ -9,7 +9,8 @@ Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the 
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
@@ -61,6 +62,18 @@ _SPARE_SECONDS = 5.0
 _CONFIRM_SECONDS = 15.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class LostNodes:
+    """The nodes that the next attempt avoids."""
+
+    lost: Sequence[str] = ()
+    """The agents of these have fallen silent."""
+    alive: Sequence[str] = ()
+    """Those of them that are not dead: their kernel has said that the agent has ended."""
+    bad: Sequence[str] = ()
+    """These have failed the preflight, or their storage or device hangs."""
+
+
 # --- the head node's agent ---
 
 
@@ -91,7 +104,9 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
     names = node.allocation.names
-    return _continue_run(node, cause, ending.job_state, lost=names(lost), bad_nodes=names(coordinator.bad_nodes))
+    alive = {rank for rank in lost if server.has_ended(rank)}  # only the agent has ended
+    nodes = LostNodes(lost=names(lost), alive=names(alive), bad=names(coordinator.bad_nodes))
+    return _continue_run(node, cause, ending.job_state, nodes)
 
 
 def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal: str | None = None) -> int:
@@ -124,8 +139,8 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
         # srun also fails if a node has died that Slurm still believes alive; then the job must not be requeued.
         joined = {event.node for event in node.history().during(number).of(Joined)}
         lost = [*lost, *(name for name in node.allocation.hostnames if name not in {*joined, *lost, node.host})]
-    bad_nodes = [blamed] if blamed and cause in {Cause.BAD_NODE, Cause.LOST} else []
-    return _continue_run(node, cause, ending.job_state, lost=lost, bad_nodes=bad_nodes)
+    bad = [blamed] if blamed and cause in {Cause.BAD_NODE, Cause.LOST} else []
+    return _continue_run(node, cause, ending.job_state, LostNodes(lost=lost, bad=bad))
 
 
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
@@ -139,26 +154,24 @@ def _follows_a_dead_start(node: NodeAttempt) -> bool:
     return was_silent and [attempt.job_id for attempt in before.attempts] == [node.allocation.job_id]
 
 
-def _continue_run(
-    node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], bad_nodes: list[str]
-) -> int:
+def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
     """Continue the run after a recorded end, if it should go on, and notify its user.
 
     Returns the exit code of the head node's agent.
     """
-    exit_code = _start_next(node, cause, job_state, lost=lost, bad_nodes=bad_nodes)
+    exit_code = _start_next(node, cause, job_state, nodes)
     start_notifying(node).join()
     return exit_code
 
 
-def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, *, lost: list[str], bad_nodes: list[str]) -> int:
+def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
     may_restart = node.history().may_restart
     if not must_requeue(cause, job_state, may_restart=may_restart):
         return 0 if cause is Cause.COMPLETED or may_restart else 1
     if not node.on_slurm:
         node.record(Requeued(job_id=node.allocation.job_id))
         return LOCAL_REQUEUE_RETURN_CODE
-    return 0 if start_next_attempt(node, lost, bad_nodes) else 1
+    return 0 if start_next_attempt(node, nodes) else 1
 
 
 def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
@@ -233,7 +246,8 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     # A large snapshot takes minutes to save; without a heartbeat the supervisor would end this job meanwhile.
     send_heartbeats(node.run)
     save_snapshot(node, monitor.node_dir)
-    if not node.history().may_restart or not start_next_attempt(node, [head], []):
+    nodes = LostNodes(lost=[head], alive=[head] if channel.head_has_ended else [])
+    if not node.history().may_restart or not start_next_attempt(node, nodes):
         end_job(node)
     start_notifying(node).join()
     return 0
@@ -253,7 +267,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
     number = attempt.attempt
     ended = AttemptEnded(attempt=number, cause=Cause.NODE_FAILURE, step=step, detail=detail, node=allocation.head)
     if record_end(node, ended):
-        if not start_next_attempt(node, [allocation.head], []):
+        if not start_next_attempt(node, LostNodes(lost=[allocation.head])):
             end_job(node)
         start_notifying(node).join()
     return 0
@@ -356,14 +370,15 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
         node.record(SnapshotSaved(step=step, seconds=round(time.monotonic() - began, 3)))
 
 
-def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str]) -> bool:
+def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
     """Ask Slurm to start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
 
-    If nodes are lost, try a new job first: a requeue is possible only once Slurm has marked them down, and Slurm holds
-    a requeued job for two minutes. If Slurm refuses one of the two for good, try the other: some clusters allow no
-    requeues, others no jobs from their compute nodes, or no second job. If it refuses both, end this job and then
-    replace it. Returns whether one of the three was possible.
+    If nodes are lost, try a new job first: Slurm holds a requeued job for two minutes, and a job with a dead node must
+    not be requeued before Slurm has marked the node down. If Slurm refuses one of the two for good, try the other: some
+    clusters allow no requeues, others no jobs from their compute nodes, or no second job. If it refuses both, end this
+    job and then replace it. Returns whether one of the three was possible.
     """
+    lost, dead, avoid = nodes.lost, set(nodes.lost) - set(nodes.alive), [*nodes.lost, *nodes.bad]
     claim = functools.cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
     ways = {"accept a new job": _resubmit, **ways} if lost else {**ways, "accept a new job": _resubmit}
@@ -371,18 +386,18 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
 
     def ask() -> None:
         for what, way in list(ways.items()):
-            if (way is _requeue and lost and _holds(node, lost)) or (way is _end_and_resubmit and len(ways) > 1):
+            if (way is _requeue and dead and _holds(node, dead)) or (way is _end_and_resubmit and len(ways) > 1):
                 continue
             if (lost or way is not _requeue) and not claim():
                 return None  # another process continues the run
             try:
-                return way(node, [*lost, *bad_nodes])
+                return way(node, avoid)
             except slurm.SlurmRefusalError as error:
                 del ways[what]
                 log(f"Slurm refuses to {what}: {error}")
         if not ways:
             raise slurm.SlurmRefusalError("Slurm refused both the requeue and a new job")
-        raise TorchrelayError(f"Slurm has not yet marked {', '.join(lost)} down")
+        raise TorchrelayError(f"Slurm has not yet marked {', '.join(sorted(dead))} down")
 
     try:
         ask_slurm(ask, _SLURM_SECONDS)
@@ -393,9 +408,9 @@ def start_next_attempt(node: NodeAttempt, lost: list[str], bad_nodes: list[str])
     return True
 
 
-def _holds(node: NodeAttempt, lost: list[str]) -> bool:
-    """Return whether Slurm still counts a lost node to the job, because it has not marked the node down."""
-    held = set(lost) - set(slurm.dead_nodes(lost))
+def _holds(node: NodeAttempt, dead: set[str]) -> bool:
+    """Return whether Slurm still counts a dead node to the job, because it has not marked the node down."""
+    held = dead - set(slurm.dead_nodes(sorted(dead)))
     job = slurm.jobs().get(node.allocation.job_id) if held else None
     # A node that has been rebooted is not down any more, and no longer the job's.
     return job is not None and not held.isdisjoint(slurm.hostnames(job.nodes))

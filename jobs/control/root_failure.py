@@ -13,8 +13,8 @@ reported in any order. This module finds the one that failed:
 
 - It waits until every node has reported what ended together.
 - Ranks that were started before the last interruption ended because of it: they are no failures of their own.
-- A rank that dies of SIGABRT soon after the coordinator had all ranks aborted has no failure of its own, either: the
-  directive may arrive late, when torchrun has already restarted the ranks.
+- A rank that dies of SIGABRT soon after the coordinator had all ranks aborted has no failure of its own, either, nor
+  have those that lose it as a peer: the directive may arrive late, when torchrun has already restarted the ranks.
 - Ranks whose last log line reports a lost peer come after those that failed by themselves.
 """
 
@@ -51,7 +51,11 @@ class RootFailure:
         `all_heard`: all members have just reported. A silent one may be the dead node that made the others fail.
         """
         unhandled = reported - self._handled
-        roots = {each for each in unhandled if each.started_at > self.explained_until and not self._is_aborted(each)}
+        aborted = [each.started_at for each in reported if self._is_aborted(each)]
+        roots = {
+            each for each in unhandled
+            if each.started_at > self.explained_until and not self._is_aborted(each) and not _has_lost(aborted, each)
+        }  # fmt: skip
         self._handled |= unhandled - roots
         if not roots:
             self._settling_since = None
@@ -70,3 +74,9 @@ class RootFailure:
 
     def _is_aborted(self, failure: RankFailure) -> bool:
         return failure.signal == "SIGABRT" and 0.0 <= failure.failed_at - self.aborted_at < _ABORT_SECONDS
+
+
+def _has_lost(aborted: list[float], failure: RankFailure) -> bool:
+    """Return whether a rank failed because it lost a peer that was started with it, and aborted."""
+    together = any(abs(failure.started_at - started_at) < _TOGETHER_SECONDS for started_at in aborted)
+    return together and is_consequence(failure.detail)

@@ -21,7 +21,7 @@ from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
 from jobs.claim import claim_next, event_file
-from jobs.ending import head_is_lost, start_next_attempt
+from jobs.ending import LostNodes, head_is_lost, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 
 
@@ -73,7 +73,8 @@ def test_survivors_read_only_what_the_agents_of_their_attempt_wrote(survivor: No
 
 def take_over(node: NodeAttempt) -> int:
     """What an agent does that has lost contact with its head node, and has no snapshot."""
-    channel: Any = SimpleNamespace(silent_seconds=6.0, directive=SimpleNamespace(members=(0, 1)))
+    directive = SimpleNamespace(members=(0, 1))
+    channel: Any = SimpleNamespace(silent_seconds=6.0, directive=directive, head_has_ended=False)
     monitor: Any = SimpleNamespace(last_step=5, node_dir=NodeDir(node.run.path / "memory"))
     return ending.take_over(node, channel, monitor)
 
@@ -145,7 +146,7 @@ def test_job_is_requeued_once_though_its_events_cannot_be_read_then(node: NodeAt
     """They would name the nodes that it avoids."""
     log, events = node.run.path / "scontrol", node.run.events
     slurm_command("scontrol", f'echo "$@" >> {log}; mv {events} {events}-gone; touch {events}')
-    assert start_next_attempt(node, [], ["gpu02"])
+    assert start_next_attempt(node, LostNodes(bad=["gpu02"]))
     assert log.read_text() == "requeue 7\n"
 
 
@@ -154,7 +155,7 @@ def test_requeue_that_is_refused_for_good_is_replaced_by_a_new_job(
 ) -> None:
     slurm_command("scontrol", DISABLED)
     slurm_command("scancel", f"echo $1 >> {tmp_path}/ended; test $(wc -l < {tmp_path}/ended) = 3 || {{ {AWAY}; }}")
-    start_next_attempt(node, [], [])
+    start_next_attempt(node, LostNodes())
     [resubmitted] = recorded(node, "resubmitted")
     assert (resubmitted["job_id"], resubmitted["old_job_id"]) == ("8", "7")
     assert (tmp_path / "ended").read_text().split() == ["7"] * 3, "until Slurm has heard it"
@@ -166,7 +167,7 @@ def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
     slurm_command("sbatch", f"touch {tmp_path}/asked; {TOO_MANY}")
     states = f"test -e {tmp_path}/asked && echo 'gpu02|down' || echo 'gpu02|idle*'"
     slurm_command("sinfo", f"case $* in *%P*) echo 'gpu01|gpu*|idle';; *) {states};; esac")
-    start_next_attempt(node, ["gpu02"], [])
+    start_next_attempt(node, LostNodes(lost=["gpu02"]))
     assert recorded(node, "requeued")
     assert not recorded(node, "resubmitted")
 
@@ -174,7 +175,7 @@ def test_job_with_a_lost_node_and_no_second_job_waits_until_slurm_has_noticed(
 def test_job_with_a_dead_node_is_replaced_by_a_new_one(node: NodeAttempt, slurm_command: Command) -> None:
     """Though it might be requeued by now: Slurm would hold it for two minutes."""
     slurm_command("sinfo", "case $* in *%P*) echo 'gpu01|gpu*|idle';; *) echo 'gpu02|down';; esac")
-    start_next_attempt(node, ["gpu02"], [])
+    start_next_attempt(node, LostNodes(lost=["gpu02"]))
     assert recorded(node, "resubmitted")
     assert not recorded(node, "requeued")
 
@@ -185,7 +186,7 @@ def test_job_that_a_limit_counts_ends_before_it_is_replaced(
     slurm_command("scontrol", DISABLED)
     slurm_command("scancel", f"echo $1 > {tmp_path}/ended")
     slurm_command("sbatch", f"test -e {tmp_path}/ended || {{ {TOO_MANY} }}; echo 8")
-    assert start_next_attempt(node, [], [])
+    assert start_next_attempt(node, LostNodes())
     assert (tmp_path / "ended").read_text() == "7\n"
     [resubmitted] = recorded(node, "resubmitted")
     assert (resubmitted["job_id"], resubmitted["old_job_id"]) == ("8", "7")
@@ -197,7 +198,7 @@ def test_refusals_of_all_are_final(
     slurm_command("scontrol", DISABLED)
     slurm_command("sbatch", TOO_MANY)
     slurm_command("scancel", f"touch {tmp_path}/ended")
-    assert not start_next_attempt(node, [], [])
+    assert not start_next_attempt(node, LostNodes())
     assert (tmp_path / "ended").exists()
     assert recorded(node, "not_continued")
     assert f"type hpc resume {node.run.path}" in capsys.readouterr().out
@@ -205,7 +206,7 @@ def test_refusals_of_all_are_final(
 
 def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> None:
     slurm_command("scontrol", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
-    start_next_attempt(node, [], [])
+    start_next_attempt(node, LostNodes())
     assert recorded(node, "requeued")
 
 
@@ -275,7 +276,7 @@ def test_run_that_lost_a_node_goes_on_once_there_is_space(
         there = replace(node, run=run, writer=event_file(run, 1, 0))
         space = threading.Timer(0.5, fill(volume).unlink)
         space.start()
-        assert start_next_attempt(there, ["gpu02"], [])
+        assert start_next_attempt(there, LostNodes(lost=["gpu02"]))
         space.join()
         assert [event["job_id"] for event in recorded(there, "resubmitted")] == ["8"]
 

@@ -33,6 +33,7 @@ def take_over(survivor: EndedAttempt, *, is_member: bool = True) -> int:
         silent_seconds=6.0,
         directive=SimpleNamespace(members=(0, 1, 2) if is_member else (0, 2)),
         report=lambda **_: None,
+        head_has_ended=False,
     )
     return ending.take_over(survivor.node, channel, survivor.monitor)
 

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from support.cluster import SLOW_STEPS, TWO_NODES, VERY_FEW_EPOCHS, Site, add_script, assert_loses_a_node
+from support.cluster import TWO_NODES, Site, add_script
 
 pytestmark = [pytest.mark.slurm, pytest.mark.profile("ranges"), pytest.mark.timeout(400)]
 # A job on all 32, with as many torchruns, takes 13 GB: benchmarks/nodes.py has one.
@@ -30,27 +30,6 @@ def test_run_on_a_range_of_nodes(site: Site) -> None:
         r"rank (\d+) of 6 on (gpu\d+)$", site.hpc("logs", str(run.directory.path)).stdout, re.MULTILINE
     )
     assert sorted(printed) == sorted((str(rank), name) for rank, name in enumerate(NODES))
-
-
-def test_run_that_is_preempted_and_loses_a_node_avoids_it_and_those_that_its_user_excludes(site: Site) -> None:
-    with site.supervised():
-        excluded, left = "gpu[001,003-015,017-030,032]", {"gpu002", "gpu016", "gpu031"}
-        run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, f"--exclude={excluded}", **SLOW_STEPS)
-        run.wait_for_more_steps()
-        first, second = run.nodes()
-        assert run.queue("%N") == f"gpu[{first[3:]},{second[3:]}]"
-        everything = ("--nodes=32", "--exclusive", "--output=/dev/null", "--wrap=sleep 1")
-        site.slurm("sbatch", "--partition=urgent", *everything)
-        run.wait_for_more_steps(2)
-        assert run.events("released")
-    attempts = assert_loses_a_node(site, run, 2)
-    assert attempts[0]["cause"] == "preempted"
-    assert left.issuperset(attempts[0]["nodes"] + attempts[1]["nodes"])
-    lost = attempts[1]["nodes"][1]
-    assert set(attempts[2]["nodes"]) == left - {lost}
-    [resubmitted] = run.events("resubmitted")
-    # Without the lost node, if Slurm has marked it down by then.
-    assert resubmitted["excluded"] in ([excluded, lost], [excluded])
 
 
 def test_doctor_looks_at_a_range_of_nodes(site: Site) -> None:

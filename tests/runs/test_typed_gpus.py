@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from support.cluster import WAITS_AT_FIRST, Run, Site, add_script, dead, preempt
+from support.cluster import Run, Site, add_script
 
 SCRIPT = """
 import os
@@ -37,25 +37,6 @@ def test_gpus_of_a_type_none_and_what_sbatch_is_told_to_request(site: Site) -> N
     assert re.search("TresPerNode=gres[:/]gpu:h100:2", assert_ran(typed, "gpu03", ranks=2, gpus=2))
     assert_ran(own, "gpu03", ranks=1, gpus=1)
     assert "NumCPUs=8 " in assert_ran(whole, "gpu01", ranks=1, gpus=0), "but no GPU that it did not ask for"
-
-
-def test_preempted_run_gets_gpus_of_its_type_again_and_one_that_lost_a_node_those_of_another(site: Site) -> None:
-    add_script(site, "waits.py", WAITS_AT_FIRST)
-    typed = site.submit("--nodes=2", "--gpus-per-node=a100:1", "--cpus-per-gpu=1", "--name=typed", "--", "waits.py")
-    typed.wait("its start", lambda: typed.events("rendezvous"))
-    preempt(typed)
-    typed.wait_for_release()
-    attempts = typed.wait_for_state("completed")["attempts"]
-    assert [(attempt["cause"], attempt["nodes"]) for attempt in attempts] == [
-        ("preempted", ["gpu01", "gpu02"]),
-        ("completed", ["gpu01", "gpu02"]),
-    ]
-    run = site.submit("--nodes=2", "--gpus-per-node=1", "--cpus-per-gpu=1", "--name=any", "--", "waits.py")
-    run.wait("its start", lambda: run.events("rendezvous"))
-    with dead(site, run.nodes()[1]):
-        attempts = run.wait_for_state("completed")["attempts"]
-    assert [attempt["cause"] for attempt in attempts] == ["node_failure", "completed"]
-    assert "gpu03" in attempts[1]["nodes"], "of the others one is dead, and one has no GPUs"
 
 
 def test_doctor_runs_on_nodes_of_several_types(site: Site) -> None:

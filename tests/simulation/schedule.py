@@ -29,7 +29,6 @@ _POLL_SECONDS, _SHORT_SECONDS = 1.0, 0.05
 _TWO_JOBS_SECONDS = 150.0
 """A run may have two jobs while one process submits the next job and ends the old one."""
 _AFTERWARDS_POLLS = 25
-"""A supervisor must leave a run alone that has ended."""
 _CANCELLED_SECONDS, _RECORD_SECONDS = 180.0, 10.0
 _LOSE_STATES = (
     "full",
@@ -175,6 +174,7 @@ class Schedule:
         self._cancelled_at: float | None = None
         self._seen = 0
         self._two_since: float | None = None
+        self._calm_since, self._has_supervisor = 0.0, False
         self._injected = list[tuple[float, Fault]]()
 
     def run(self) -> Outcome:
@@ -189,30 +189,33 @@ class Schedule:
             cluster.tell(f"*** {fault}")
             self._injected.append((cluster.now, fault))
             self._inject(fault)
-        last, end = cluster.now, cluster.now + _CALM_SECONDS
-        while cluster.now < end and not self._is_over():
+        end, self._calm_since = cluster.now + _CALM_SECONDS, cluster.now
+        over_for = 0
+        # A supervisor must leave a run alone that has ended.
+        while cluster.now < end and over_for <= _AFTERWARDS_POLLS * self._has_supervisor:
             cluster.run(_POLL_SECONDS)
             self._check()
-            is_late = cluster.now - last > _PATIENCE_SECONDS and (len(plan.faults) > 1 or self._ended_too_early())
-            if not plan.is_helped:
-                continue
-            if not plan.has_supervisor and (is_late or self._needs_a_person()):
-                # As the documentation says, a person continues such a run.
-                cluster.tell("*** nobody continues the run: hpc supervise --once")
-                self._start_supervisor()
-                plan = replace(plan, has_supervisor=True)
-            elif is_late and not self._history().attempts and not any(job.alive for job in cluster.slurm.jobs.values()):
-                # The supervisor does not replace a job that failed before its agents started.
-                self._resume()
-                last = cluster.now
-        for _ in range(_AFTERWARDS_POLLS if plan.has_supervisor else 0):
-            cluster.run(_POLL_SECONDS)
-            self._check()
+            over_for = over_for + 1 if self._is_over() else 0
+            if over_for == 0 and plan.is_helped:
+                self._help()
         self._check_end()
         return Outcome(
             plan=self.plan, violations=(*self.violations, *cluster.defects), timeline=tuple(cluster.timeline),
             state=str(self._history().outcome), seconds=cluster.now,
         )  # fmt: skip
+
+    def _help(self) -> None:
+        """Do what a person does, as the documentation says, for a run that nobody continues."""
+        cluster = self.cluster
+        several = len(self.plan.faults) > 1
+        is_late = cluster.now - self._calm_since > _PATIENCE_SECONDS and (several or self._ended_too_early())
+        if not self._has_supervisor and (is_late or self._needs_a_person()):
+            cluster.tell("*** nobody continues the run: hpc supervise --once")
+            self._start_supervisor()
+        elif is_late and not self._history().attempts and not any(job.alive for job in cluster.slurm.jobs.values()):
+            # The supervisor does not replace a job that failed before its agents started.
+            self._resume()
+            self._calm_since = cluster.now
 
     def _wait_for(self, fault: Fault) -> None:
         cluster, deadline = self.cluster, self.cluster.now + _CALM_SECONDS
@@ -221,7 +224,7 @@ class Schedule:
         cluster.run(fault.at - (0.0 if fault.after else cluster.now))
 
     def _start_supervisor(self) -> None:
-        cluster = self.cluster
+        cluster, self._has_supervisor = self.cluster, True
         self._supervisor = cluster.start(
             "login", "hpc supervise", lambda: cluster.supervise(self.run_dir.path.parent, 10.0)
         )
@@ -341,8 +344,8 @@ class Schedule:
         def resume() -> int:
             before, self._cancelled_at = self._cancelled_at, None
             code = cluster.resume(self.run_dir)
-            if code and self._cancelled_at is None:
-                self._cancelled_at = before
+            if code and self._cancelled_at is None and before is not None:
+                self._cancelled_at = cluster.now  # a job that it has queued nevertheless stops by itself
             return code
 
         cluster.start("login", "hpc resume", resume)

@@ -15,13 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import ROOT, TINY_BATCH, Run, Site, agent_pids, commands, dead, tiny_data
+from support.cluster import ROOT, TINY_BATCH, Run, Site, tiny_data
 from support.events import attempt_ended, claimed, typed, write_events
 from support.fake_slurm import queueing_site, replace, write_programs
-
-from hpc.cluster.testbed.daemons import USABLE_STATES, node_states, start_slurmctld
-from hpc.cluster.testbed.lifecycle import PATHS
-from hpc.slurm.client import running_slurm_conf
 
 pytestmark = pytest.mark.timeout(400)
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
@@ -72,14 +68,6 @@ def queue(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 def live_jobs(run: Run) -> list[str]:
     lines = run.site.slurm("squeue", "--me", "--noheader", "--states=PENDING,RUNNING", "--format=%A|%o|").splitlines()
     return [line.partition("|")[0] for line in lines if line.endswith(f"|{run.directory.script}|")]
-
-
-def test_job_that_loses_its_first_node_before_its_agents_start_is_replaced(site: Site) -> None:
-    run = site.submit(*RANK_PER_NODE, "--epochs=1", "--nodes=2", "--setup=mkdir started && sleep 100 || true")
-    run.wait("the start", lambda: run.queue("%T") == "RUNNING")
-    with dead(site, run.queue("%B")), site.supervised():
-        status = run.wait_for_state("completed")
-    assert status["job_id"] != run.job_id
 
 
 def assert_one_new_job(run: Run) -> None:
@@ -213,42 +201,6 @@ def test_on_end_is_called_once(queue: Site) -> None:
     assert (queue.path / "notified").read_text() == "Ada failed: given up: bad_input\n"
 
 
-def test_runs_of_one_node_go_on_when_nobody_inside_is_left_to_report(site: Site, ordinary_user: Site) -> None:
-    """One's node dies, and Slurm requeues it; the other's processes stand still, and Slurm sees a job that runs."""
-    # Slow ranks are soon told from those that stand still, and leave the machine to others.
-    run, zombie = (
-        ordinary_user.submit(*RANK_PER_NODE, f"--name={name}", "--nodes=1", *more, TORCHRELAY_FAULT="slow@60:0!")
-        for name, more in RUNS.items()
-    )
-    zombie.wait_for_steps(20)
-    [agent] = agent_pids(zombie, zombie.status()["attempts"][0]["nodes"][0])
-    os.kill(agent, signal.SIGSTOP)
-    # As if it had been silent for most of the minute that it is given.
-    os.utime(zombie.directory.alive, (time.time() - 50,) * 2)
-    with ordinary_user.supervised() as watching:
-        run.wait_for_steps(50)
-        [node] = run.status()["attempts"][0]["nodes"]
-        with dead(site, node):
-            # What Slurm finds out by itself, in its own time (test_testbed).
-            site.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=dead")
-            status = run.wait_for_state("completed")
-            zombie.wait("the next attempt's steps", lambda: zombie.attempts_logged()[-1] == 2)
-        watching.terminate()
-        output, _ = watching.communicate()
-    assert "one: start_now" in output
-    run.assert_no_gap()
-    assert [attempt["cause"] for attempt in status["attempts"]] == ["node_failure", "completed"]
-    assert node not in status["attempts"][1]["nodes"]
-    zombie.assert_no_gap()
-    [resubmitted] = zombie.events("resubmitted")
-    assert resubmitted["old_job_id"] == zombie.job_id
-    assert zombie.events("attempt_ended")[0]["cause"] == "lost"
-    zombie.wait("the end of the zombie's job", lambda: zombie.job_id not in live_jobs(zombie))
-
-
-RUNS = {"one": ("--epochs=1", "--exclude=gpu03,gpu04"), "zombie": ("--epochs=100000", "--exclude=gpu01,gpu02")}
-
-
 def test_job_that_slurm_could_not_start_is_released(site: Site, ordinary_user: Site) -> None:
     write_programs(site.path, prolog="exit 1")
     configuration = Path(site.slurm_conf)
@@ -269,24 +221,3 @@ def test_job_that_slurm_could_not_start_is_released(site: Site, ordinary_user: S
     assert actions(ordinary_user) == {"held": "release"}
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
-
-
-def test_slurmctld_that_is_away_for_a_while(site: Site) -> None:
-    run = crippled(site, "run", holds_nodes=False)
-    [pid] = [int(at.name) for at, words in commands() if words[0].endswith(b"slurmctld")]
-    # Not SIGKILL: what it had not saved yet, up to 5 s, would be undone, and jobs that have ended would run again.
-    os.kill(pid, signal.SIGTERM)
-    run.wait("the end of slurmctld", lambda: running_slurm_conf() is None)
-    try:
-        with site.supervised() as watching:
-            assert watching.stdout is not None
-            line = watching.stdout.readline()
-            start_slurmctld(PATHS)
-            run.wait("the new job", lambda: len(live_jobs(run)) == 1)
-    finally:
-        if running_slurm_conf() is None:
-            start_slurmctld(PATHS)
-        # It has forgotten which nodes answer.
-        run.wait("all nodes", lambda: set(node_states(PATHS).values()) <= USABLE_STATES)
-    assert "next check in 2 s: slurm_load_jobs error: Unable to contact" in line
-    assert_one_new_job(run)

@@ -50,6 +50,8 @@ def test_victims_of_a_known_interruption_are_no_failures(root: RootFailure) -> N
     root.aborted_at = 7.0
     aborted = failure(1, 9.0, started_at=8.0, signal="SIGABRT")
     assert root.find({aborted}, all_heard=True) is None, "the directive to abort came late"
+    peer = failure(0, 9.1, started_at=8.1, detail="Connection closed by peer")
+    assert root.find({aborted, peer}, all_heard=True) is None, "it lost the one that was aborted"
     restarted = failure(1, 9.5, started_at=8.0)
     assert root.find({aborted, restarted}, all_heard=True) == restarted
 
