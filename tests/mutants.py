@@ -2,6 +2,7 @@
 
     make mutants ROOM=hpc/run/causes.py            or a folder; without ROOM, all that tests/mutants.toml names
     make mutants ROOM=training/checkpoint EVERY=10  each tenth mutant: there, each takes half a minute
+    make mutants ROOM=simulated EVERY=10            what decides about recovery, in the simulation instead of the tests
 
 The changes are mutmut's. Its own runner leaves out properties and the tables of a module, which decide here: hence this
 one, which also drops entries of tables, calls and conditions. Text for people is not changed. Each mutant is a file in
@@ -32,6 +33,13 @@ from mutmut.mutation.pragma_handling import IgnoredCode
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARE = 0.9
+# tests/simulation runs these on schedules of known defects and on this number of others.
+SIMULATED = (
+    "hpc/run/budget.py", "hpc/run/causes.py", "hpc/slurm/handover.py", "hpc/supervise/decide.py",
+    "hpc/supervise/perform.py", "jobs/claim.py", "jobs/control/coordinator.py", "jobs/control/patience.py",
+    "jobs/control/root_failure.py", "jobs/control/round_members.py", "jobs/ending.py", "jobs/last_resort.py",
+)  # fmt: skip
+SCHEDULES = 150
 # A mutant that cannot be imported does not count: any test would notice it.
 NO_MUTANT = 99
 Table = cst.Set | cst.Tuple | cst.List | cst.Dict
@@ -123,22 +131,39 @@ def run_tests(path: str, tests: list[str], seconds: float) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
+def simulate(path: str) -> int:
+    """Return 0 if no schedule notices the mutant."""
+    module = path.removesuffix(".py").replace("/", ".")
+    if subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False).returncode:
+        return NO_MUTANT
+    for schedules in (("--known", "--seeds=2"), (f"--seeds={SCHEDULES}",)):
+        command = [sys.executable, "-m", "tests.simulation", "--until-first", "--processes=1", *schedules]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False, timeout=600)
+        except subprocess.TimeoutExpired:
+            return 1
+        if done.returncode:
+            return 1
+    return 0
+
+
 def change_of(source: str, text: str) -> list[str]:
     """Return the removed and the added lines, after the line number."""
     return list(difflib.unified_diff(source.splitlines(), text.splitlines(), lineterm="", n=0))[2:]
 
 
 def examine(path: str, tests: list[str], same: dict[str, str], every: int) -> bool:
-    """Whether the tests notice enough mutants of a file; prints the others."""
+    """Whether the tests, or the simulation if there are none, notice enough mutants of a file; prints the others."""
     source, started = Path(path).read_text(), time.monotonic()
     sys.dont_write_bytecode = False
-    if (status := run_tests(path, tests, 600)) != 0:
-        sys.exit(f"the tests fail without a change ({status}):\n{Path('log').read_text()}")
+    if (status := run_tests(path, tests, 600) if tests else simulate(path)) != 0:
+        sys.exit(f"the tests fail without a change ({status}):\n{Path('log').read_text() if tests else ''}")
     seconds = 10 + 5 * (time.monotonic() - started)
     # A mutant of the same second and size would be taken for its original, by the byte code.
     sys.dont_write_bytecode = True
-    Path(importlib.util.cache_from_source(path)).unlink()
-    import_libraries(tests)
+    if tests:
+        Path(importlib.util.cache_from_source(path)).unlink()
+        import_libraries(tests)
     counts, unused = Counter[str](), set(same)
     for text in mutants_of(path, every):
         change = change_of(source, text)
@@ -148,7 +173,7 @@ def examine(path: str, tests: list[str], same: dict[str, str], every: int) -> bo
             counts["same"] += 1
             continue
         Path(path).write_text(text)
-        status = run_tests(path, tests, seconds)
+        status = run_tests(path, tests, seconds) if tests else simulate(path)
         counts["broken" if status == NO_MUTANT else "noticed" if status else "missed"] += 1
         if status == 0:
             print(path, *change, sep="\n", flush=True)
@@ -163,7 +188,8 @@ def examine(path: str, tests: list[str], same: dict[str, str], every: int) -> bo
 def main(room: str = "", every: str = "1") -> int:
     os.chdir(ROOT)
     rooms = tomllib.loads((ROOT / "tests/mutants.toml").read_text())
-    chosen = [path for path in rooms if path.startswith(room)]
+    simulated = room == "simulated"
+    chosen = list(SIMULATED) if simulated else [path for path in rooms if path.startswith(room)]
     if not chosen:
         sys.exit(f"tests/mutants.toml names no module that starts with {room!r}")
     files = subprocess.run(
@@ -177,8 +203,12 @@ def main(room: str = "", every: str = "1") -> int:
         os.chdir(copy)
         os.environ |= {"PYTHONPATH": copy, "PYTHONDONTWRITEBYTECODE": "1"}
         sys.path[0] = copy
-        enough = [examine(path, rooms[path]["tests"], rooms[path].get("same", {}), int(every)) for path in chosen]
-    return 0 if all(enough) else 1
+        entries = [(path, rooms.get(path, {})) for path in chosen]
+        enough = [
+            examine(path, [] if simulated else entry["tests"], entry.get("same", {}), int(every))
+            for path, entry in entries
+        ]
+    return 0 if all(enough) or simulated else 1
 
 
 if __name__ == "__main__":
