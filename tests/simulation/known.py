@@ -55,6 +55,11 @@ KNOWN = {
     ),
     # The end of a script could not be recorded, so that it trained again.
     "the storage is full when the script ends": _plan(Fault(at=0.1, after=_DONE, kind="full", seconds=8.0), nodes="1"),
+    # The agents waited for 15 minutes for Slurm to mark a node down on which only the agent had ended.
+    "Slurm refuses the new job after an agent was killed": _plan(
+        Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"),
+        Fault(at=10.0, after=_TRAINS, kind="kill-agent", host="gpu02"), attempts=2,
+    ),
     # --- found before ---
     "all agents are killed": _plan(Fault(at=20.0, kind="kill-agent", host="gpu01"), nodes="1"),
     "the head node dies before its agent starts": _plan(_kill_host(0.0, _STARTS)),

@@ -434,9 +434,9 @@ class Schedule:
     def _check_expected(self, history: History) -> None:
         plan, interruptions = self.plan, len(history.of(Interrupted))
         if plan.attempts not in {None, len(history.attempts)}:
-            self._violate(f"the run had {len(history.attempts)} attempts instead of {plan.attempts}")
+            self._violate(f"number of attempts: {len(history.attempts)} instead of {plan.attempts}")
         if plan.interruptions not in {None, interruptions}:
-            self._violate(f"{interruptions} interruptions were recorded instead of {plan.interruptions}")
+            self._violate(f"number of interruptions: {interruptions} instead of {plan.interruptions}")
         if any(end.cause == "cancelled" for end in history.of(AttemptEnded)) and not self._had("cancel"):
             self._violate("an attempt counts as cancelled, and nobody has cancelled it")
 
