@@ -321,6 +321,8 @@ def _is_left_undone(node: NodeAttempt) -> bool:
             return False
         if any(isinstance(event, NotContinued) for event in this):
             break
+        if any(isinstance(event, AttemptEnded) for event in this) and not _is_running(node):
+            return False  # Slurm ends the job, and kills agents that stay
         if (newest := modified(node.run.alive)) != heartbeat:
             heartbeat, deadline = newest, time.monotonic() + handover.HANDOVER_SECONDS
         time.sleep(handover.HANDOVER_SECONDS / 20)
