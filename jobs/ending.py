@@ -103,7 +103,10 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     if not record_end(node, AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, **fields)):
         return 1  # other agents, which have lost contact with this one, have ended it
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
-    names = node.allocation.names
+    names, own = node.allocation.names, node.allocation.node_rank
+    # Slurm may have taken half a minute to answer: a node may have died meanwhile.
+    since = server.statuses().keys() - coordinator.lost.keys() - {own}
+    lost |= {rank for rank in since if server.is_silent(rank) and not server.has_ended(rank)}
     alive = {rank for rank in lost if server.has_ended(rank)}  # only the agent has ended
     nodes = LostNodes(lost=names(lost), alive=names(alive), bad=names(coordinator.bad_nodes))
     return _continue_run(node, cause, ending.job_state, nodes)

@@ -44,6 +44,8 @@ from simulation.world import EPOCH, Event, Process, StandIn, Thread, World
 
 _AGENT_START_SECONDS = (0.1, 0.6)
 _LOOK_SECONDS = 0.2
+NEXT = "next"
+"""The name of the run that waits for the first one."""
 _FENCED_SECONDS = 1.0
 """A save that begins this long after the first step of a later attempt must not be published."""
 # Programs, not libraries.
@@ -69,6 +71,8 @@ class Cluster(World):
         """Hosts whose GPU is dead, until they are rebooted."""
         self.steps = list[tuple[float, int, int]]()
         """When an attempt did which step."""
+        self.next_steps = list[float]()
+        """When the run that waits for the first one did a step."""
         self.began = dict[int, float]()
         """When an attempt did its first step."""
         self.set_back = list[tuple[int, int]]()
@@ -86,18 +90,17 @@ class Cluster(World):
 
     # --- runs ---
 
-    def make_run(self, name: str, resources: Resources, recovery: Recovery, *, script: bool) -> RunDir:
-        """Make a run directory, and the process on the login node that submits it."""
+    def make_run(self, name: str, resources: Resources, recovery: Recovery, *, script: bool, **spec: Any) -> RunDir:
+        """Make a run directory."""
         run = RunDir(SimulatedPath(self.root / "shared" / name))
         for directory in (run.events, run.logs, run.checkpoints, run.train_metrics.parent):
             directory.mkdir(parents=True, mode=0o700)
         run.path.chmod(0o700)
         program = Program(argv=("train.py",), reports_steps=not script, writes_result=not script)
-        spec = RunSpec(
+        RunSpec(
             name=name, cluster="slurm", resources=resources, data=None, program=program, stage_dir="/tmp",
-            python=sys.executable, recovery=recovery, id=name,
-        )  # fmt: skip
-        spec.save(run)
+            python=sys.executable, recovery=recovery, id=name, **spec,
+        ).save(run)  # fmt: skip
         run.script.write_text(f"srun {run.path}\n")
         run.environment.write_text("{}")
         return run
@@ -118,6 +121,20 @@ class Cluster(World):
             EventWriter(run.events / "submit.jsonl").append(submitted)
         except OSError as error:
             self.tell(f"hpc submit: {error}")
+        return 0
+
+    def submit_next(self, run: RunDir) -> int:
+        """Type `hpc submit --after`, until it succeeds."""
+        from hpc.slurm import client
+        from hpc.slurm.predecessors import dependency
+
+        while not any(job.script == str(run.script) for job in self.slurm.jobs.values()):
+            try:
+                job_id = client.submit(run.script, (), {}, dependency(run, RunSpec.load(run), client.jobs()))
+                EventWriter(run.events / "submit.jsonl").append(Submitted(job_id=job_id, cluster="slurm"))
+            except (TorchrelayError, OSError) as error:
+                self.tell(f"hpc submit --after: {error}")
+                self.wait(5.0)
         return 0
 
     def cancel(self, run: RunDir) -> int:
@@ -237,22 +254,31 @@ class Cluster(World):
             found.host = min(hosts)
         return found
 
-    def has_saved(self, host: str, step: int) -> None:
+    def has_saved(self, group: Group, host: str, step: int) -> None:
         """Note a snapshot."""
+        if group.run.name == NEXT:
+            return
         self.saved[host] = step
 
     def has_stepped(self, group: Group, step: int) -> None:
         """Note a step."""
+        if group.run.name == NEXT:
+            self.next_steps.append(self.now)
+            return
         self.steps.append((self.now, group.attempt, step))
         self.began.setdefault(group.attempt, self.now)
 
-    def has_written(self, attempt: int, since: float) -> None:
+    def has_written(self, group: Group, since: float) -> None:
         """Note a checkpoint, which an attempt began to write at a time."""
-        later = [one for one, began in self.began.items() if one > attempt and began < since - _FENCED_SECONDS]
-        self.late_writes += [(attempt, one) for one in later]
+        this, first = group.attempt, since - _FENCED_SECONDS
+        if group.run.name != NEXT:
+            self.late_writes += [(this, one) for one, began in self.began.items() if one > this and began < first]
 
     def has_restored(self, group: Group, step: int) -> None:
         """Note from which step the ranks begin."""
+        if group.run.name == NEXT:
+            self.tell(f"the ranks of the next run begin after step {step}")
+            return
         newest = max(self.saved.values(), default=0)
         if newest > step:
             self.set_back.append((step, newest))
@@ -263,7 +289,8 @@ class Cluster(World):
         """Cut a host's power."""
         self.tell(f"{host} dies")
         self.network.dead.add(host)
-        self.slurm.kill_host(host)
+        agents = [each for each in self.processes_on(host) if each.name.startswith("agent")]
+        self.slurm.kill_host(host, has_agent=bool(agents))
         for process in self.processes_on(host):
             process.end(137)
         shutil.rmtree(self.root / "memory" / host, ignore_errors=True)

@@ -136,5 +136,14 @@ KNOWN = {
         *(Fault(at=20.0, kind="killed", host=f"gpu0{1 + number % 2}") for number in range(4)),
         training=replace(_TRAINING, snapshot_steps=1000, checkpoint_steps=1000), attempts=1, interruptions=4,
     ),
+    "the head node is lost while another run waits": _plan(_kill_host(10.0, _TRAINS), next_run="after", attempts=2),
+    "a job that waits cannot be told of the next one": _plan(
+        Fault(at=0.0, after=_TRAINS, kind="refuse-update"), _kill_host(10.0, _TRAINS),
+        next_run="after_ok", attempts=2, configuration={"slurmd_timeout": 20.0},
+    ),
+    "a run loses its job while another one waits, and is cancelled": _plan(
+        Fault(at=0.1, after=_STARTS, kind="kill-script"), Fault(at=20.0, after=_STARTS, kind="cancel"),
+        next_run="after",
+    ),
 }  # fmt: skip
 """What goes wrong, and the schedule."""

@@ -310,7 +310,7 @@ class Group:
             for torchrun in self.members.values():
                 memory = self.cluster.memory(self.run, torchrun.host)
                 save_snapshot(memory.snapshots, self.step, self._write_state)
-                self.cluster.has_saved(torchrun.host, self.step)
+                self.cluster.has_saved(self, torchrun.host, self.step)
         first = self.members[self.directive.members[0]]
         try:
             check_is_newest(self.run, self.attempt)
@@ -322,7 +322,7 @@ class Group:
                     self.run.checkpoints, self.step, self._write_state, _KEPT_CHECKPOINTS,
                     check=lambda: check_is_newest(self.run, self.attempt),
                 )  # fmt: skip
-                self.cluster.has_written(self.attempt, began)
+                self.cluster.has_written(self, began)
                 self._record(CheckpointSaved(step=self.step, seconds=0.1, copy_seconds=0.0))
         except SucceededError as error:
             self.fail(first.node_rank, 1, None, str(error))

@@ -11,8 +11,9 @@ from hpc.base.errors import TorchrelayError
 from hpc.base.files import DEV_SHM
 from hpc.run.events.history import History
 from hpc.run.events.kinds import AttemptEnded, Interrupted
+from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources
-from simulation.cluster import Cluster
+from simulation.cluster import NEXT, Cluster
 from simulation.ranks import KINDS, PEER_DIED, Injected, Training
 from simulation.slurm import LOGIN, Configuration, Job, State
 from simulation.world import World
@@ -80,6 +81,8 @@ class Plan:
     is_script: bool
     has_supervisor: bool
     faults: tuple[Fault, ...]
+    next_run: str = ""
+    """`after` or `after_ok` if another run waits for this one, of one node."""
     is_helped: bool = True
     """Whether a person helps after several failures."""
     attempts: int | None = None
@@ -134,6 +137,7 @@ def plan_of(seed: int) -> Plan:
     )  # fmt: skip
     return Plan(
         seed=seed, configuration=configuration, training=training,
+        next_run=Random(f"next {seed}").choice(("", "", "", "", "", "", "", "", "after", "after_ok")),
         resources=Resources(nodes=nodes, gpus_per_node="1", partition="gpu", time=limit),
         recovery=Recovery(elastic=elastic, spares=spares, hang_timeout=random.choice(("10s", "30s"))),
         is_script=random.random() < 0.4, has_supervisor=random.random() < 0.5,
@@ -171,9 +175,16 @@ class Schedule:
         self.violations = list[str]()
         World.current = self.cluster
         self.run_dir = self.cluster.make_run("run", plan.resources, plan.recovery, script=plan.is_script)
+        self.next_dir: RunDir | None = None
+        if plan.next_run:
+            waits = {plan.next_run: (str(self.run_dir.path),)}
+            self.next_dir = self.cluster.make_run(
+                NEXT, replace(plan.resources, nodes="1"), Recovery(hang_timeout="10s"), script=True, **waits
+            )
         self._cancelled_at: float | None = None
         self._seen = 0
         self._two_since: float | None = None
+        self._next_has_begun = False
         self._calm_since, self._has_supervisor = 0.0, False
         self._injected = list[tuple[float, Fault]]()
 
@@ -181,6 +192,8 @@ class Schedule:
         """Let everything happen, then wait for the end of the run."""
         cluster, plan = self.cluster, self.plan
         cluster.start("login", "hpc submit", lambda: cluster.submit(self.run_dir))
+        if (waiting := self.next_dir) is not None:
+            cluster.start("login", "hpc submit --after", lambda: cluster.submit_next(waiting))
         if plan.has_supervisor:
             self._start_supervisor()
         for fault in plan.faults:
@@ -210,12 +223,14 @@ class Schedule:
         several = len(self.plan.faults) > 1
         is_late = cluster.now - self._calm_since > _PATIENCE_SECONDS and (several or self._ended_too_early())
         if not self._has_supervisor and (is_late or self._needs_a_person()):
-            cluster.tell("*** nobody continues the run: hpc supervise --once")
+            cluster.tell("*** nobody continues the run: hpc supervise")
             self._start_supervisor()
-        elif is_late and not self._history().attempts and not any(job.alive for job in cluster.slurm.jobs.values()):
-            # The supervisor does not replace a job that failed before its agents started.
+        elif is_late and not any(job.alive for job in self._jobs()):
+            # The supervisor does not replace a job that ended before its agents had started.
             self._resume()
-            self._calm_since = cluster.now
+        else:
+            return
+        self._calm_since = cluster.now
 
     def _wait_for(self, fault: Fault) -> None:
         cluster, deadline = self.cluster, self.cluster.now + _CALM_SECONDS
@@ -229,6 +244,10 @@ class Schedule:
             "login", "hpc supervise", lambda: cluster.supervise(self.run_dir.path.parent, 10.0)
         )
 
+    def _jobs(self, run: RunDir | None = None) -> list[Job]:
+        script = str((run or self.run_dir).script)
+        return [job for job in self.cluster.slurm.jobs.values() if job.script == script]
+
     def _history(self) -> History:
         return History.load(self.run_dir)
 
@@ -237,14 +256,14 @@ class Schedule:
 
         One failure must not lead to that.
         """
-        jobs = [job for job in self.cluster.slurm.jobs.values() if job.alive]
+        jobs = [job for job in self._jobs() if job.alive]
         stuck = all((job.held and job.state is State.PENDING) or self._is_empty(job) for job in jobs)
         busy = any(process.alive and process.name.startswith(_OF_RUN) for process in self.cluster.processes)
         return stuck and not busy and self._history().outcome is None and len(self.plan.faults) > 1
 
     def _ended_too_early(self) -> bool:
         """Return whether the batch script was killed before its agents started, or a job timed out on dead nodes."""
-        timed_out = any(job.state is State.TIMEOUT for job in self.cluster.slurm.jobs.values())
+        timed_out = any(job.state is State.TIMEOUT for job in self._jobs())
         # The agents need some seconds to record the end.
         too_early = not self._history().attempts or self.plan.configuration.kill_wait < _RECORD_SECONDS
         return (timed_out and self._had("kill-host")) or (self._had("kill-script") and too_early)
@@ -255,7 +274,7 @@ class Schedule:
         return len(alive) < self.plan.resources.min_nodes + self.plan.recovery.spares
 
     def _is_over(self) -> bool:
-        jobs = self.cluster.slurm.jobs.values()
+        jobs = self._jobs()
         if any(process.alive for process in self.cluster.slurm.strays):
             return False
         if self._lacks_nodes() and all(job.state is State.PENDING for job in jobs if job.alive):
@@ -265,7 +284,16 @@ class Schedule:
             return False
         typing = ("hpc cancel", "hpc resume", "hpc submit")
         busy = any(process.alive and process.name in typing for process in self.cluster.processes)
-        return not busy and self._history().outcome is not None
+        return not busy and self._history().outcome is not None and self._next_is_over()
+
+    def _next_is_over(self) -> bool:
+        """Return whether the run that waits for this one has ended as well, or must not begin."""
+        if self.next_dir is None:
+            return True
+        outcome, jobs = History.load(self.next_dir).outcome, self._jobs(self.next_dir)
+        if self.plan.next_run == "after_ok" and self._history().outcome != "completed" and not self.cluster.next_steps:
+            return not any(job.state in {State.RUNNING, State.COMPLETING} for job in jobs)
+        return outcome is not None and not any(job.alive for job in jobs)
 
     def _is_empty(self, job: Job) -> bool:
         """Return whether a running job has lost its head node, and all its processes: only a supervisor ends it."""
@@ -359,6 +387,7 @@ class Schedule:
 
     def _check(self) -> None:
         self._check_jobs()
+        self._check_next()
         for restored, newest in self.cluster.set_back:
             if not self._had(*_LOSE_STATES):
                 self._violate(
@@ -371,10 +400,19 @@ class Schedule:
             self._check_step(at, attempt)
         self._seen = len(self.cluster.steps)
 
+    def _check_next(self) -> None:
+        """The run that waits for this one begins after its end."""
+        if self._next_has_begun or not self.cluster.next_steps:
+            return
+        self._next_has_begun, outcome = True, self._history().outcome
+        wanted = {"completed"} if self.plan.next_run == "after_ok" else {"completed", "failed", "cancelled"}
+        if outcome not in wanted and not self._had("resume"):
+            self._violate(f"the next run has begun, and this one is {outcome or 'not over'}")
+
     def _check_jobs(self) -> None:
         """One job of the run at a time; none after a cancellation."""
         cluster = self.cluster
-        alive = [job for job in cluster.slurm.jobs.values() if job.state in {State.PENDING, State.RUNNING}]
+        alive = [job for job in self._jobs() if job.state in {State.PENDING, State.RUNNING}]
         self._two_since = (self._two_since or cluster.now) if len(alive) > 1 else None
         if self._two_since and cluster.now - self._two_since > _TWO_JOBS_SECONDS and not self._was_cut_off(cluster.now):
             self._violate(f"{len(alive)} jobs of the run are in the queue")

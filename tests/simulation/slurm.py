@@ -107,6 +107,8 @@ class Slurm:
         self.jobs = dict[str, Job]()
         self.dead = dict[str, float]()
         """When a host died."""
+        self.missed = set[str]()
+        """Those of them on which an agent ran: others miss it."""
         self.unreachable = dict[str, float]()
         """Since when the controller does not reach a host that runs."""
         self.down = set[str]()
@@ -259,9 +261,11 @@ class Slurm:
 
     # --- failures ---
 
-    def kill_host(self, host: str) -> None:
-        """Cut the power of a host."""
+    def kill_host(self, host: str, *, has_agent: bool) -> None:
+        """Cut the power of a host, on which an agent may run."""
         self.dead[host] = self.world.now
+        if has_agent:
+            self.missed.add(host)
 
     def revive_host(self, host: str) -> None:
         """Bring a host back: its daemon registers with the controller."""
@@ -269,6 +273,7 @@ class Slurm:
             # A daemon that restarts before its node was marked down fails the node's jobs.
             self._notice(host)
             del self.dead[host]
+            self.missed.discard(host)
             self.down.discard(host)
 
     def _notice(self, host: str) -> None:
@@ -407,8 +412,8 @@ class Slurm:
         if job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING):
             raise TorchrelayError("Job is pending execution")
         typed = self.world.process.name.startswith("scontrol")
-        # Nobody can know yet of a node that died a moment ago.
-        known = {host for host, died in self.dead.items() if self.world.now - died > _NOTICED_SECONDS}
+        # Nobody can know yet of a node that died a moment ago, or after its agent had left.
+        known = {host for host in self.missed if self.world.now - self.dead[host] > _NOTICED_SECONDS}
         if not typed and known.difference(self.down).intersection(job.hosts):
             self.world.defects.append(
                 f"job {job.id} was requeued while {job.hosts} had a dead node: Slurm 22.05 leaks GPUs"
