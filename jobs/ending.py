@@ -16,7 +16,7 @@ from typing import Any
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.base.errors import TorchrelayError
-from hpc.base.files import modified, refresh_nfs_cache
+from hpc.base.files import modified
 from hpc.base.kernel import steady_time
 from hpc.run.budget import must_requeue, signature_of
 from hpc.run.causes import Cause, Ending, JobState, cause_of
@@ -193,7 +193,7 @@ def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMoni
 
 def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, done: bool = False) -> Ending:
     """Collect what the agents, the run directory and Slurm know of the ending."""
-    refresh_nfs_cache(node.run.path)
+    node.run.refresh_result()
     fields = dict[str, str]()
     try:
         fields = slurm.show_job(node.allocation.job_id) if node.on_slurm else fields

@@ -24,6 +24,7 @@ from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from jobs import claim
+from jobs.deferral import must_wait
 from jobs.ending import conclude_failed_agent
 from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats
 from jobs.stop_request import STOP_SIGNALS
@@ -78,7 +79,8 @@ def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
     for attempt in history.attempts:
         if (attempt.job_id, attempt.restart) == allocation.job_start:
             return attempt if attempt.ended is None else None
-    return claim.claim_next(run, allocation, port=0, secret="")
+    # The first attempt ends the wait for other runs, so it must not be made before their end.
+    return None if must_wait(run, RunSpec.load(run), allocation) else claim.claim_next(run, allocation, 0, "")
 
 
 if __name__ == "__main__":

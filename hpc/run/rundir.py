@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc.base.errors import UserError
+from hpc.base.files import refresh_nfs_cache
 
 # Files in `final/`.
 CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes.csv", "history.csv"
@@ -100,6 +101,12 @@ class RunDir:
     def rank_log(self, attempt: int, rank: int) -> Path:
         """Return the file of the output of one rank of one attempt."""
         return self.attempt_logs(attempt) / f"rank-{rank:02d}.log"
+
+    def refresh_result(self) -> None:
+        """Make a result visible that another host has just written (`refresh_nfs_cache`)."""
+        for directory in (self.path, self.final):
+            if directory.exists():
+                refresh_nfs_cache(directory)
 
 
 def check_run_name(name: str) -> None:

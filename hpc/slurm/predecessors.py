@@ -74,6 +74,7 @@ def recorded_outcome(run: RunDir) -> Outcome | Literal["removed"] | None:
     """Return how a run has ended, according to its directory; None if it goes on."""
     if not run.spec.exists():
         return "removed"
+    run.refresh_result()
     return History.load(run).outcome
 
 

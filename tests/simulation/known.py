@@ -145,5 +145,9 @@ KNOWN = {
         Fault(at=0.1, after=_STARTS, kind="kill-script"), Fault(at=20.0, after=_STARTS, kind="cancel"),
         next_run="after",
     ),
+    "a run must be complete before another one, whose agents are killed": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="cancel"), Fault(at=0.1, after="job 2 starts", kind="preempt"),
+        next_run="after_ok",
+    ),
 }  # fmt: skip
 """What goes wrong, and the schedule."""

@@ -137,7 +137,8 @@ def plan_of(seed: int) -> Plan:
     )  # fmt: skip
     return Plan(
         seed=seed, configuration=configuration, training=training,
-        next_run=Random(f"next {seed}").choice(("", "", "", "", "", "", "", "", "after", "after_ok")),
+        # A job that has started too early must be requeued.
+        next_run=Random(f"next {seed}").choice((*[""] * 8, "after", "after_ok")) if configuration.may_requeue else "",
         resources=Resources(nodes=nodes, gpus_per_node="1", partition="gpu", time=limit),
         recovery=Recovery(elastic=elastic, spares=spares, hang_timeout=random.choice(("10s", "30s"))),
         is_script=random.random() < 0.4, has_supervisor=random.random() < 0.5,
@@ -292,7 +293,7 @@ class Schedule:
             return True
         outcome, jobs = History.load(self.next_dir).outcome, self._jobs(self.next_dir)
         if self.plan.next_run == "after_ok" and self._history().outcome != "completed" and not self.cluster.next_steps:
-            return not any(job.state in {State.RUNNING, State.COMPLETING} for job in jobs)
+            return all(job.state is State.PENDING and job.held for job in jobs if job.alive)
         return outcome is not None and not any(job.alive for job in jobs)
 
     def _is_empty(self, job: Job) -> bool:

@@ -22,6 +22,7 @@ _MEAN_ANSWER_SECONDS = 0.03
 
 LOGIN = "login"
 """The host of the controller, on which users type commands."""
+_HELD = "job requeued in held state"
 _NOTICED_SECONDS = 6.0
 """The agents of a job know of a dead node after this time."""
 
@@ -228,7 +229,8 @@ class Slurm:
             job.state, job.ended = state, self.world.now
             return
         wait = self.configuration.kill_wait if wait is None else wait
-        job.state, job.becomes, job.reason = State.COMPLETING, state, reason
+        job.state, job.becomes = State.COMPLETING, state
+        job.reason = _HELD if job.held else reason
         job.restarts += restart
         job.delay = self.configuration.requeue_delay if restart else 0.0
         self.signal([job], signal.SIGTERM)
@@ -256,7 +258,7 @@ class Slurm:
         if job.state is State.PENDING:
             job.eligible, job.reason = self.world.now + job.delay, "BeginTime"
             if job.held:
-                job.reason = "job requeued in held state"
+                job.reason = _HELD
         self.world.tell(f"job {job.id} is {job.state}")
 
     # --- failures ---
