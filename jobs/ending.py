@@ -200,9 +200,10 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
     except TorchrelayError as error:
         log(f"Slurm does not report the state of this job: {error}")
     state = slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING
-    this = node.history().during(node.attempt.attempt).events
-    if state is JobState.CANCELLED and any(isinstance(event, Resubmitting | Resubmitted) for event in this):
-        state = JobState.PENDING  # a process that submits the run's next job has ended this one
+    if state is JobState.CANCELLED:
+        this = node.history().during(node.attempt.attempt).events
+        if any(isinstance(event, Resubmitting | Resubmitted) for event in this):
+            state = JobState.PENDING  # a process that submits the run's next job has ended this one
     return Ending(
         finished=node.run.final_result.exists() if node.spec.program.writes_result else done and not signal,
         cancelled=is_cancelled_now(node.run),
@@ -228,7 +229,8 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     node.record(NodeLost(node=head, last_heard=failed_at, detail=detail))
     if node.allocation.node_rank not in channel.directive.members:
         time.sleep(_SPARE_SECONDS)
-    if not _confirm_head_is_lost(node):
+    has_yielded = not _confirm_head_is_lost(node)
+    if has_yielded:
         # The head's agent goes on without this node. It may be cut off from Slurm, and end with its node.
         channel.report(phase=Phase.LEFT)
         if not _is_left_undone(node):
@@ -244,7 +246,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     first = record_end(node, ended)
     if not node.on_slurm:
         return LOCAL_REQUEUE_RETURN_CODE if first and cause is Cause.NODE_FAILURE else 0
-    if not first and not _is_left_undone(node):
+    if not first and not has_yielded and not _is_left_undone(node):
         return 0
     # A large snapshot takes minutes to save; without a heartbeat the supervisor would end this job meanwhile.
     send_heartbeats(node.run)

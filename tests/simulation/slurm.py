@@ -256,9 +256,7 @@ class Slurm:
         job.state, job.hosts, job.processes = job.becomes, [], []
         job.ended = self.world.now
         if job.state is State.PENDING:
-            job.eligible, job.reason = self.world.now + job.delay, "BeginTime"
-            if job.held:
-                job.reason = _HELD
+            job.eligible, job.reason = self.world.now + job.delay, _HELD if job.held else "BeginTime"
         self.world.tell(f"job {job.id} is {job.state}")
 
     # --- failures ---
