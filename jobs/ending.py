@@ -1,16 +1,11 @@
-"""Ends an attempt, and continues the run by a requeue or in a new job. Runs on compute nodes.
+"""Ends an attempt, and has the run continued if it should go on. Runs on compute nodes.
 
 The head node's agent concludes the attempt (`conclude`). If the head node is lost, exactly one other agent takes over
-(`take_over`), and hands the run to another job.
-
-A job with a dead node must not be requeued before Slurm has marked the node down: until then it stays COMPLETING, and
-Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the same run can start at once, elsewhere.
+(`take_over`).
 """
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
@@ -22,7 +17,6 @@ from hpc.run.budget import must_requeue, signature_of
 from hpc.run.causes import Cause, Ending, JobState, cause_of
 from hpc.run.events.kinds import (
     AttemptEnded,
-    Excluded,
     Joined,
     NodeLost,
     NotContinued,
@@ -38,12 +32,12 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
-from hpc.slurm.predecessors import redirect_waiting_jobs
 from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Phase
-from jobs.node_attempt import NodeAllocation, NodeAttempt, ask_slurm, await_storage, log, send_heartbeats
+from jobs.next_attempt import SLURM_SECONDS, LostNodes, end_job, start_next_attempt
+from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.senders import start_notifying
 from training.checkpoint.snapshot import save_newest_as_checkpoint
@@ -53,25 +47,10 @@ _POLL_SECONDS, _LOOK_SECONDS = 0.2, 15.0
 _CONFIRM_POLL_SECONDS = 0.5
 # The other nodes kill their ranks within seconds; a node that does not report it is stuck.
 _OTHERS_SECONDS = 60.0
-# Slurm notices a dead node (SlurmdTimeout, 300 s unless the administrators have changed it), and fails over its
-# controller (SlurmctldTimeout, 120 s), sooner than this. A job that can do nothing more must not keep its nodes.
-_SLURM_SECONDS = 900.0
 # A spare waits this long, so that a node with a snapshot takes over first.
 _SPARE_SECONDS = 5.0
 # An agent that has lost contact may be cut off itself: if there are others, it waits until one confirms the loss.
 _CONFIRM_SECONDS = 15.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class LostNodes:
-    """The nodes that the next attempt avoids."""
-
-    lost: Sequence[str] = ()
-    """The agents of these have fallen silent."""
-    alive: Sequence[str] = ()
-    """Those of them that are not dead: their kernel has said that the agent has ended."""
-    bad: Sequence[str] = ()
-    """These have failed the preflight, or their storage or device hangs."""
 
 
 # --- the head node's agent ---
@@ -80,7 +59,7 @@ class LostNodes:
 def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
     """Record how the attempt ended, and continue the run if it should go on. Returns the exit code."""
     # Nodes lost earlier are left out: Slurm has noticed it, or they have come back.
-    recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < _SLURM_SECONDS}
+    recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < SLURM_SECONDS}
     # A node that has not joined may have died before.
     absent = set(range(node.allocation.num_nodes)) - server.statuses().keys() - {node.allocation.node_rank}
     lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
@@ -308,7 +287,7 @@ def await_loss_of_head(node: NodeAttempt) -> bool:
 
     Returns False if the head node's agent has ended the attempt, or Slurm notices nothing.
     """
-    deadline = time.monotonic() + _SLURM_SECONDS
+    deadline = time.monotonic() + SLURM_SECONDS
     while node.on_slurm and time.monotonic() < deadline and not handover.has_ended(node.run, node.attempt.attempt):
         if claim.has_lost_head(node.allocation):
             return True
@@ -375,101 +354,3 @@ def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
         return
     if step is not None:
         node.record(SnapshotSaved(step=step, seconds=round(time.monotonic() - began, 3)))
-
-
-def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
-    """Ask Slurm to start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
-
-    If nodes are lost, try a new job first: Slurm holds a requeued job for two minutes, and a job with a dead node must
-    not be requeued before Slurm has marked the node down. If Slurm refuses one of the two for good, try the other: some
-    clusters allow no requeues, others no jobs from their compute nodes, or no second job. If it refuses both, end this
-    job and then replace it. Returns whether one of the three was possible.
-    """
-    lost, dead, avoid = nodes.lost, set(nodes.lost) - set(nodes.alive), [*nodes.lost, *nodes.bad]
-    claim = functools.cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
-    ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
-    ways = {"accept a new job": _resubmit, **ways} if lost else {**ways, "accept a new job": _resubmit}
-    ways["accept a new job after the end of this one"] = _end_and_resubmit
-
-    def ask() -> None:
-        for what, way in list(ways.items()):
-            if (way is _requeue and dead and _holds(node, dead)) or (way is _end_and_resubmit and len(ways) > 1):
-                continue
-            if (lost or way is not _requeue) and not claim():
-                return None  # another process continues the run
-            try:
-                return way(node, avoid)
-            except slurm.SlurmRefusalError as error:
-                del ways[what]
-                log(f"Slurm refuses to {what}: {error}")
-        if not ways:
-            raise slurm.SlurmRefusalError("Slurm refused both the requeue and a new job")
-        raise TorchrelayError(f"Slurm has not yet marked {', '.join(sorted(dead))} down")
-
-    try:
-        ask_slurm(ask, _SLURM_SECONDS)
-    except (TorchrelayError, OSError) as error:
-        log(f"the run stops here ({error}): on the login node, start hpc supervise, or type hpc resume {node.run.path}")
-        node.record(NotContinued(detail=str(error)))
-        return False
-    return True
-
-
-def _holds(node: NodeAttempt, dead: set[str]) -> bool:
-    """Return whether Slurm still counts a dead node to the job, because it has not marked the node down."""
-    held = dead - set(slurm.dead_nodes(sorted(dead)))
-    job = slurm.jobs().get(node.allocation.job_id) if held else None
-    # A node that has been rebooted is not down any more, and no longer the job's.
-    return job is not None and not held.isdisjoint(slurm.hostnames(job.nodes))
-
-
-def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
-    job_id = node.allocation.job_id
-    slurm.requeue(job_id)
-    node.record(Requeued(job_id=job_id))
-    if not avoid:
-        return
-    try:
-        excluded = handover.nodes_to_exclude(node.spec, node.history(), avoid)
-        # Slurm changes the excluded nodes only after the requeue.
-        ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), _SLURM_SECONDS)
-    except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
-        log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
-    else:
-        node.record(Excluded(job_id=job_id, excluded=tuple(excluded)))
-
-
-def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
-    """Submit a new job that avoids the bad and lost nodes, and end this job."""
-    job_id, history, this = node.allocation.job_id, node.history(), node.attempt.attempt
-    excluded = handover.nodes_to_exclude(node.spec, history, avoid)
-    old = {attempt.job_id for attempt in history.attempts if attempt.attempt <= this}
-    # A job that an earlier sbatch queued, although its reply was lost, may have begun the next attempt.
-    begun = (attempt.job_id for attempt in history.attempts if attempt.attempt > this)
-    new = next(begun, None) or handover.submit_next_job(node.run, node.spec, excluded, old)
-    node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded)))
-    try:
-        redirect_waiting_jobs(node.run)
-    except (OSError, TorchrelayError) as error:
-        log(f"jobs that wait for this run may start too early, and then wait again: {error}")
-    log(f"the run continues in job {new}; this one ends")
-    end_job(node)
-
-
-def _end_and_resubmit(node: NodeAttempt, avoid: list[str]) -> None:
-    """End this job, and submit a new one in the seconds (KillWait) that Slurm leaves its processes.
-
-    Limits such as MaxSubmitJobs=1 count a job until it is cancelled.
-    """
-    log("this job ends so that Slurm accepts a new one")
-    slurm.cancel(node.allocation.job_id)
-    _resubmit(node, avoid)
-
-
-def end_job(node: NodeAttempt) -> None:
-    """End this job, which can do nothing more, and must not keep its nodes."""
-    job_id = node.allocation.job_id
-    try:
-        ask_slurm(lambda: slurm.cancel(job_id), _SLURM_SECONDS)
-    except TorchrelayError as error:
-        log(f"this job has nothing left to do but could not be cancelled: type scancel {job_id} ({error})")

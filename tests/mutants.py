@@ -38,6 +38,7 @@ SIMULATED = (
     "hpc/run/budget.py", "hpc/run/causes.py", "hpc/slurm/handover.py", "hpc/supervise/decide.py",
     "hpc/supervise/perform.py", "jobs/claim.py", "jobs/control/coordinator.py", "jobs/control/patience.py",
     "jobs/control/root_failure.py", "jobs/control/round_members.py", "jobs/ending.py", "jobs/last_resort.py",
+    "jobs/next_attempt.py",
 )  # fmt: skip
 SCHEDULES = 150
 # A mutant that cannot be imported does not count: any test would notice it.

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.base import container
 from hpc.base.environment import ATTEMPT, DATA, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
 from hpc.base.errors import TorchrelayError
 from hpc.run.events import ledger
@@ -22,7 +23,6 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.spec import RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.tracking.tracker import rank_variables
-from jobs import container
 from jobs.control.addresses import interface_of
 from jobs.control.channel import ControlChannel
 from jobs.control.messages import Directive

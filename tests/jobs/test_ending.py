@@ -21,7 +21,8 @@ from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
 from jobs.claim import claim_next, event_file
-from jobs.ending import LostNodes, head_is_lost, start_next_attempt
+from jobs.ending import head_is_lost
+from jobs.next_attempt import LostNodes, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 
 

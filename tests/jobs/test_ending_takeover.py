@@ -25,7 +25,7 @@ from support.events import (
 from hpc.base.files import append_json_line
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import AttemptEnded, NodeLost
-from jobs import ending
+from jobs import ending, next_attempt
 
 
 def take_over(survivor: EndedAttempt, *, is_member: bool = True) -> int:
@@ -179,5 +179,5 @@ def test_job_that_cannot_be_ended_is_named(
 ) -> None:
     stuck = ended()
     slurm_command("scancel", "echo 'Access/permission denied' >&2; exit 1")
-    ending.end_job(stuck.node)
+    next_attempt.end_job(stuck.node)
     assert "this job has nothing left to do but could not be cancelled: type scancel 7" in capsys.readouterr().out

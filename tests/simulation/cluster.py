@@ -503,6 +503,7 @@ _REPLACED: dict[str, Any] = {
     "jobs.ending.start_notifying": lambda _node: _Nothing(),
     "jobs.last_resort.find_allocation": _allocation,
     "jobs.last_resort.log": _log,
+    "jobs.next_attempt.log": _log,
     "jobs.node_attempt.log": _log,
     "jobs.ranks.monitor.LocalRanks": LocalRanks,
     "jobs.ranks.monitor.log": _log,

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc.base import container
 from hpc.base.errors import UserError
 from hpc.submit.checks import check_is_shared
-from jobs import container
 
 # The versions in pyproject.toml.
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
