@@ -36,7 +36,7 @@ from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Phase
-from jobs.next_attempt import SLURM_SECONDS, LostNodes, end_job, start_next_attempt
+from jobs.next_attempt import SLURM_SECONDS, LostNodes, end_job, redirect, replace_requeued_job, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, log, send_heartbeats
 from jobs.ranks.monitor import NodeMonitor
 from jobs.senders import start_notifying
@@ -149,6 +149,10 @@ def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: L
 def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
     may_restart = node.history().may_restart
     if not must_requeue(cause, job_state, may_restart=may_restart):
+        if may_restart and cause is Cause.PREEMPTED and node.on_slurm:
+            replace_requeued_job(node, nodes)
+        if not may_restart and node.on_slurm:
+            redirect(node)
         return 0 if cause is Cause.COMPLETED or may_restart else 1
     if not node.on_slurm:
         node.record(Requeued(job_id=node.allocation.job_id))

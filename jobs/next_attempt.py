@@ -1,12 +1,15 @@
 """Starts the next attempt of a run: requeues this job, or submits a new one. Runs on compute nodes.
 
+Slurm holds a requeued job, by default for two minutes; a new job may start at once.
+
 A job with a dead node must not be requeued before Slurm has marked the node down: until then it stays COMPLETING, and
 Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the same run can start at once, elsewhere.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
@@ -35,22 +38,22 @@ class LostNodes:
 def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
     """Ask Slurm to start the next attempt, away from the lost and bad nodes: requeue this job, or submit a new one.
 
-    If nodes are lost, try a new job first: Slurm holds a requeued job for two minutes, and a job with a dead node must
-    not be requeued before Slurm has marked the node down. If Slurm refuses one of the two for good, try the other: some
-    clusters allow no requeues, others no jobs from their compute nodes, or no second job. If it refuses both, end this
-    job and then replace it. Returns whether one of the three was possible.
+    If nodes are lost, or Slurm would hold a requeued job, try a new job first. If Slurm refuses one of the two for
+    good, try the other: some clusters allow no requeues, others no jobs from their compute nodes, or no second job. If
+    it refuses both, end this job and then replace it. Returns whether one of the three was possible.
     """
-    lost, dead, avoid = nodes.lost, set(nodes.lost) - set(nodes.alive), [*nodes.lost, *nodes.bad]
+    dead, avoid = set(nodes.lost) - set(nodes.alive), [*nodes.lost, *nodes.bad]
+    new_first = bool(nodes.lost) or _is_new_job_sooner(node)
     claim = functools.cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
     ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
-    ways = {"accept a new job": _resubmit, **ways} if lost else {**ways, "accept a new job": _resubmit}
+    ways = {"accept a new job": _resubmit, **ways} if new_first else {**ways, "accept a new job": _resubmit}
     ways["accept a new job after the end of this one"] = _end_and_resubmit
 
     def ask() -> None:
         for what, way in list(ways.items()):
             if (way is _requeue and dead and _holds(node, dead)) or (way is _end_and_resubmit and len(ways) > 1):
                 continue
-            if (lost or way is not _requeue) and not claim():
+            if (new_first or way is not _requeue) and not claim():
                 return None  # another process continues the run
             try:
                 return way(node, avoid)
@@ -68,6 +71,29 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
         node.record(NotContinued(detail=str(error)))
         return False
     return True
+
+
+def replace_requeued_job(node: NodeAttempt, nodes: LostNodes) -> None:
+    """Replace this job, which Slurm itself requeues once it has ended, by a new job that may start sooner."""
+    if not _is_new_job_sooner(node):
+        return
+    try:
+        if handover.claim_next_job(node.run, node.attempt.attempt, node.history()):
+            _resubmit(node, [*nodes.lost, *nodes.bad])
+    except (TorchrelayError, OSError) as error:
+        log(f"the run continues when Slurm starts this job again, because Slurm accepts no new job: {error}")
+        node.record(Requeued(job_id=node.allocation.job_id))
+
+
+def _is_new_job_sooner(node: NodeAttempt) -> bool:
+    """Return whether a new job may start earlier than this one, requeued; `--continue-with` has the last word."""
+    if node.spec.recovery.continue_with != "auto":
+        return node.spec.recovery.continue_with == "job"
+    try:
+        return slurm.requeue_delay_seconds(slurm.show_config()) > slurm.LONG_REQUEUE_DELAY_SECONDS
+    except TorchrelayError as error:
+        log(f"Slurm does not report for how long it holds a requeued job: {error}")
+        return True
 
 
 def _holds(node: NodeAttempt, dead: set[str]) -> bool:
@@ -103,12 +129,17 @@ def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     begun = (attempt.job_id for attempt in history.attempts if attempt.attempt > this)
     new = next(begun, None) or handover.submit_next_job(node.run, node.spec, excluded, old)
     node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded)))
-    try:
-        redirect_waiting_jobs(node.run)
-    except (OSError, TorchrelayError) as error:
-        log(f"jobs that wait for this run may start too early, and then wait again: {error}")
+    redirect(node, {job_id: new})
     log(f"the run continues in job {new}; this one ends")
     end_job(node)
+
+
+def redirect(node: NodeAttempt, replaced: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Let jobs that wait for this run wait for its new job, or start if the run has ended."""
+    try:
+        redirect_waiting_jobs(node.run, replaced)
+    except (OSError, TorchrelayError) as error:
+        log(f"jobs that wait for this run may start too early, or stay held: {error}")
 
 
 def _end_and_resubmit(node: NodeAttempt, avoid: list[str]) -> None:

@@ -35,6 +35,9 @@ _ENDING_REASONS = {
     "TimeLimit": JobState.TIMEOUT, "JobLaunchFailure": JobState.FAILED, "NonZeroExitCode": JobState.FAILED,
 }  # fmt: skip
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
+_CRED_EXPIRE_SECONDS = 120
+LONG_REQUEUE_DELAY_SECONDS = 15
+"""If Slurm holds requeued jobs for longer than this, a run continues in a new job."""
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
 Fields = Mapping[str, str]
 
@@ -221,6 +224,14 @@ def jobs() -> dict[str, SlurmJob]:
     """Return all the user's jobs, by id, with one squeue. Slurm remembers ended jobs for a while (MinJobAge)."""
     # --all shows jobs in partitions that are hidden, or that have been closed to the user since.
     return parse_jobs(run("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={QUEUE_FORMAT}"))
+
+
+def dependencies() -> dict[str, str]:
+    """Return what the user's pending jobs wait for, by id, as `set_dependency` takes it: afterok:12,afterany:13."""
+    text = run("squeue", "--me", "--all", "--states=pending", "--noheader", "--format=%i|%E")
+    rows = (line.partition("|") for line in text.splitlines())
+    # squeue adds a state to each: afterok:12(unfulfilled).
+    return {job_id: re.sub(r"\(\w+\)", "", waits_for) for job_id, _, waits_for in rows if ":" in waits_for}
 
 
 def show_job(job_id: str) -> dict[str, str]:
@@ -420,7 +431,7 @@ def query_cluster(name: str | None) -> ClusterConfig:
         run("sacct", "--noheader", "--allocations", "--starttime=now-1minute")
     except TorchrelayError as error:
         sacct_error = str(error)
-    config = parse_config(run("scontrol", "show", "config"))
+    config = show_config()
     return ClusterConfig(
         config=config,
         partition=partition,
@@ -450,6 +461,17 @@ def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
     raise UserError(f"{problem}: use --partition with one of {names}")
 
 
+def requeue_delay_seconds(config: Fields) -> int:
+    """Return the seconds for which Slurm holds a requeued job, from `show_config`.
+
+    They are `requeue_delay` since Slurm 25.11, if it is set; if not, the time for which credentials are valid.
+    """
+    known = re.search(r"\brequeue_delay=(\d+)", config.get("SchedulerParameters", "")) or re.search(
+        r"\bcred_expire=(\d+)", config.get("AuthInfo", "")
+    )
+    return int(known[1]) if known else _CRED_EXPIRE_SECONDS
+
+
 @functools.cache
 def makes_job_directories() -> bool:
     """Return whether jobs have directories of their own, by job_container/tmpfs.
@@ -458,7 +480,12 @@ def makes_job_directories() -> bool:
     on nodes that still remember the job's last start, and the job fails (seen on 22.05.8). 26.05.5 makes them, and
     calls the setting NamespaceType.
     """
-    return parse_config(run("scontrol", "show", "config")).get("JobContainerType") == "job_container/tmpfs"
+    return show_config().get("JobContainerType") == "job_container/tmpfs"
+
+
+def show_config() -> dict[str, str]:
+    """Return the fields of `scontrol show config`."""
+    return parse_config(run("scontrol", "show", "config"))
 
 
 def parse_config(text: str) -> dict[str, str]:

@@ -129,9 +129,12 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
 
 
 def check_recovery(spec: RunSpec) -> None:
-    """Refuse --spares and --interface with --cluster local, and a --signal-before not below the time limit."""
+    """Refuse flags that --cluster local lacks, and a --signal-before not below the time limit."""
     if spec.recovery.spares and spec.cluster == "local":
         raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
+    if spec.recovery.continue_with != "auto" and spec.cluster == "local":
+        way = spec.recovery.continue_with
+        raise UserError(f"--continue-with is {way}, but --cluster local always requeues: leave it out")
     if spec.network.interface and spec.cluster == "local":
         raise UserError(
             f"--interface is {spec.network.interface}, but --cluster local has no network between nodes: leave it out"

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hpc.base.errors import TorchrelayError
@@ -51,7 +51,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
                 _record_missing_end(observed, decision)
             else:
                 _record(observed, Scancelled(job_id=observed.history.last_job_id))
-            _redirect_waiting_jobs(observed)
+            _redirect_waiting_jobs(observed, {})
 
 
 def _requeue(observed: ObservedRun, decision: Decision) -> None:
@@ -125,13 +125,13 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
                 slurm.cancel(old)
             raise
         _record(observed, Resubmitted(job_id=new, old_job_id=old, excluded=tuple(excluded)))
-        _redirect_waiting_jobs(observed)
+        _redirect_waiting_jobs(observed, {old: new} if old else {})
     if old:
         slurm.cancel(old)
 
 
-def _redirect_waiting_jobs(observed: ObservedRun) -> None:
+def _redirect_waiting_jobs(observed: ObservedRun, replaced: Mapping[str, str]) -> None:
     try:
-        redirect_waiting_jobs(observed.run)
+        redirect_waiting_jobs(observed.run, replaced)
     except TorchrelayError as error:
         print(f"hpc supervise: jobs that wait for {observed.run.name} stay as they are: {error}", file=sys.stderr)

@@ -17,13 +17,19 @@ from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
 from hpc.run.events.kinds import AttemptEnded, Joined, NodeLost, Resubmitted
 from hpc.run.nodedir import NodeDir
-from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm import handover
 from jobs import ending, last_resort, node_attempt
 from jobs.claim import claim_next, event_file
 from jobs.ending import head_is_lost
 from jobs.next_attempt import LostNodes, start_next_attempt
 from jobs.node_attempt import NodeAllocation, NodeAttempt
+
+SHORT_DELAY = "AuthInfo = cred_expire=5"
+
+
+def to_requeue(node: NodeAttempt) -> NodeAttempt:
+    return replace(node, spec=replace(node.spec, recovery=Recovery(continue_with="requeue")))
 
 
 def allocation(node_rank: int, nodes: int) -> NodeAllocation:
@@ -147,7 +153,7 @@ def test_job_is_requeued_once_though_its_events_cannot_be_read_then(node: NodeAt
     """They would name the nodes that it avoids."""
     log, events = node.run.path / "scontrol", node.run.events
     slurm_command("scontrol", f'echo "$@" >> {log}; mv {events} {events}-gone; touch {events}')
-    assert start_next_attempt(node, LostNodes(bad=["gpu02"]))
+    assert start_next_attempt(to_requeue(node), LostNodes(bad=["gpu02"]))
     assert log.read_text() == "requeue 7\n"
 
 
@@ -207,7 +213,7 @@ def test_refusals_of_all_are_final(
 
 def test_controller_that_is_away_is_asked_again(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> None:
     slurm_command("scontrol", f"test -e {tmp_path}/back && exit 0; touch {tmp_path}/back; {AWAY}")
-    start_next_attempt(node, LostNodes())
+    start_next_attempt(to_requeue(node), LostNodes())
     assert recorded(node, "requeued")
 
 
@@ -240,7 +246,9 @@ def test_last_resort_sends_heartbeats(batch_script: NodeAttempt, tmp_path: Path,
     alive, asked = survivor.run.alive, tmp_path / "asked"
     requeue = f"touch {asked}; until [ {alive} -nt {asked} ]; do sleep 0.1; done"
     show = "echo JobId=7 JobState=RUNNING Restarts=0 Reason=None"
-    slurm_command("scontrol", f'case "$*" in *requeue*) {requeue};; *show*) {show};; esac')
+    slurm_command(
+        "scontrol", f'case "$*" in *requeue*) {requeue};; *config*) echo "{SHORT_DELAY}";; *show*) {show};; esac'
+    )
     assert last_resort.main([str(survivor.run.path), "137"]) == 0
     assert [event["job_id"] for event in recorded(survivor, "requeued")] == ["7"]
     [ended] = recorded(survivor, "attempt_ended")
@@ -253,7 +261,7 @@ def test_node_is_not_blamed_for_what_the_thawed_srun_of_an_earlier_start_did(
     """The first start's srun was suspended with its node, then ended the second start's step, which has its name."""
     run = batch_script.run
     show = "echo JobId=7 JobState=RUNNING Restarts=1 Reason=None"
-    slurm_command("scontrol", f'case "$*" in *show*job*) {show};; esac')
+    slurm_command("scontrol", f'case "$*" in *show*job*) {show};; *config*) echo "{SHORT_DELAY}";; esac')
     slurm_command("sinfo", "case $* in *%P*) printf 'gpu0%s|gpu*|idle\\n' 1 2 3 4;; esac")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     second = replace(allocation(0, 2), restart=1)

@@ -226,12 +226,18 @@ class Schedule:
         if not self._has_supervisor and (is_late or self._needs_a_person()):
             cluster.tell("*** nobody continues the run: hpc supervise")
             self._start_supervisor()
-        elif is_late and not any(job.alive for job in self._jobs()):
+        elif is_late and (stopped := self._stopped_run()):
             # The supervisor does not replace a job that ended before its agents had started.
-            self._resume()
+            self._resume(stopped)
         else:
             return
         self._calm_since = cluster.now
+
+    def _stopped_run(self) -> RunDir | None:
+        """Return a run that has not ended and has no job."""
+        runs = [self.run_dir, *([self.next_dir] if self.next_dir else [])]
+        stopped = (run for run in runs if not any(job.alive for job in self._jobs(run)))
+        return next((run for run in stopped if History.load(run).outcome is None), None)
 
     def _wait_for(self, fault: Fault) -> None:
         cluster, deadline = self.cluster, self.cluster.now + _CALM_SECONDS
@@ -264,7 +270,7 @@ class Schedule:
 
     def _ended_too_early(self) -> bool:
         """Return whether the batch script was killed before its agents started, or a job timed out on dead nodes."""
-        timed_out = any(job.state is State.TIMEOUT for job in self._jobs())
+        timed_out = any(job.state is State.TIMEOUT for job in self.cluster.slurm.jobs.values())
         # The agents need some seconds to record the end.
         too_early = not self._history().attempts or self.plan.configuration.kill_wait < _RECORD_SECONDS
         return (timed_out and self._had("kill-host")) or (self._had("kill-script") and too_early)
@@ -367,12 +373,12 @@ class Schedule:
 
         cluster.start("login", "hpc cancel", cancel)
 
-    def _resume(self) -> None:
+    def _resume(self, run: RunDir | None = None) -> None:
         cluster = self.cluster
 
         def resume() -> int:
             before, self._cancelled_at = self._cancelled_at, None
-            code = cluster.resume(self.run_dir)
+            code = cluster.resume(run or self.run_dir)
             if code and self._cancelled_at is None and before is not None:
                 self._cancelled_at = cluster.now  # a job that it has queued nevertheless stops by itself
             return code

@@ -322,12 +322,14 @@ class Slurm:
 
     def _answer(self, command: Sequence[str]) -> str:
         verbs: dict[tuple[str, ...], Callable[..., str | None]] = {
-            ("squeue",): lambda *_: "".join(map(self._queue_line, self._listed())),
+            ("squeue",): self._queue,
             ("sinfo",): self._nodes,
             ("sbatch",): self._submit,
             ("scancel",): lambda job_id: self._cancel(self._job(job_id)),
             ("scontrol", "show", "hostnames"): lambda nodes: "\n".join(nodes.split(",")),
-            ("scontrol", "show", "config"): lambda: "JobContainerType = (null)\n",
+            ("scontrol", "show", "config"): lambda: (
+                f"AuthInfo = cred_expire={self.configuration.requeue_delay:.0f}\nJobContainerType = (null)\n"
+            ),
             ("scontrol", "--oneliner", "show", "job"): lambda job_id: self._show(self._job(job_id)),
             ("scontrol", "--oneliner", "show", "partition"): self._partition,
             ("scontrol", "requeue"): lambda job_id: self._requeue(self._job(job_id), hold=False),
@@ -365,6 +367,13 @@ class Slurm:
         if job_id not in self.jobs or self.jobs[job_id] not in self._listed():
             raise TorchrelayError("Invalid job id specified")
         return self.jobs[job_id]
+
+    def _queue(self, *options: str) -> str:
+        listed = self._listed()
+        if options[-1] == "--format=%i|%E":
+            pending = (job for job in listed if job.state is State.PENDING and job.dependency)
+            return "".join(f"{job.id}|{':'.join(['afterany', *job.dependency])}(unfulfilled)\n" for job in pending)
+        return "".join(map(self._queue_line, listed))
 
     def _queue_line(self, job: Job) -> str:
         words = (

@@ -40,10 +40,11 @@ class AnsweringSlurm:
         self.says_of_job(RUNNING)
         self.says_of_nodes(*("idle" for _ in range(5)))
 
-    def says_of_job(self, fields: str) -> None:
-        """Set the answer to `scontrol show job`."""
-        show = f'case "$*" in *show*job*) echo \'JobId=7 {fields}\';; *) echo "scontrol $*" >> {self._log};; esac'
-        self._command("scontrol", show)
+    def says_of_job(self, fields: str, requeue_delay: int = 10) -> None:
+        """Set the answers to `scontrol show job` and `scontrol show config`."""
+        job = f"*show*job*) echo 'JobId=7 {fields}';;"
+        config = f"*show*config*) echo 'SchedulerParameters = requeue_delay={requeue_delay}';;"
+        self._command("scontrol", f'case "$*" in {job} {config} *) echo "scontrol $*" >> {self._log};; esac')
 
     def says_of_nodes(self, *states: str) -> None:
         """Set the states of gpu01, gpu02 and so on."""

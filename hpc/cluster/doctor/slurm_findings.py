@@ -1,18 +1,16 @@
 """Judges Slurm's configuration for `hpc doctor`, by a table of checks. Pure; runs on the login node."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
 from hpc.cluster.doctor.findings import Check, Finding, RunMeasurements, costs, note, ok
 from hpc.run.stop_times import KILL_WAIT_SECONDS, save_timeout_seconds
-from hpc.slurm.client import ClusterConfig, leading_number
+from hpc.slurm.client import LONG_REQUEUE_DELAY_SECONDS, ClusterConfig, leading_number, requeue_delay_seconds
 from hpc.status.warnings import MAX_SHARE
 
 _MIN_SAVE_SECONDS = 10.0
 _LONG_TIMEOUT_SECONDS = 60
-_CRED_EXPIRE_SECONDS, _SHORT_EXPIRE_SECONDS, _LONG_EXPIRE_SECONDS = 120, 30, 300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,21 +149,19 @@ def _slurmd_timeout(site: ClusterFacts) -> Finding | None:
     )
 
 
-def _cred_expire(site: ClusterFacts) -> Finding | None:
-    given = site.cluster.config.get("AuthInfo")
-    if given is None:
+def _requeue_delay(site: ClusterFacts) -> Finding | None:
+    if "AuthInfo" not in site.cluster.config:
         return None
-    match = re.search(r"cred_expire=(\d+)", given)
-    seconds = int(match[1]) if match else _CRED_EXPIRE_SECONDS
-    value = f"cred_expire={seconds} s" + ("" if match else ", Slurm's default")
-    if seconds <= _SHORT_EXPIRE_SECONDS:
+    seconds = requeue_delay_seconds(site.cluster.config)
+    value = f"{seconds} s"
+    if seconds <= LONG_REQUEUE_DELAY_SECONDS:
         return ok(value)
-    verdict = costs if seconds > _LONG_EXPIRE_SECONDS else note
-    return verdict(
+    return note(
         value,
-        f"a requeued run (time limit, preemption) waits {seconds} s before Slurm may start it",
-        "start hpc supervise, which ends the delay; or ask the administrators for cred_expire=30 in AuthInfo= of "
-        "slurm.conf, if their prolog takes less",
+        "Slurm holds a requeued job that long, so after a preemption or its time limit a run continues in a new job, "
+        "which has another id and no age in the queue",
+        "use --continue-with requeue and hpc supervise to keep the job; or ask the administrators for "
+        "SchedulerParameters=requeue_delay=5 (before Slurm 25.11: AuthInfo=cred_expire=15) in slurm.conf",
     )
 
 
@@ -245,7 +241,7 @@ OF_SLURM: Mapping[str, Check[ClusterFacts]] = {
     "preempt_send_user_signal": _user_signal,
     "KillWait": _kill_wait,
     "SlurmdTimeout": _slurmd_timeout,
-    "cred_expire": _cred_expire,
+    "requeue delay": _requeue_delay,
     "accounting": _accounting,
     "AllocNodes": _submits_from_nodes,
     "MaxSubmitJobs": _max_submit_jobs,
