@@ -6,9 +6,9 @@ A job with a dead node must not be requeued before Slurm has marked the node dow
 Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the same run can start at once, elsewhere.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from types import MappingProxyType
 
 from hpc.base.errors import TorchrelayError
@@ -43,24 +43,28 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
     it refuses both, end this job and then replace it. Returns whether one of the three was possible.
     """
     dead, avoid = set(nodes.lost) - set(nodes.alive), [*nodes.lost, *nodes.bad]
-    new_first = bool(nodes.lost) or _is_new_job_sooner(node)
-    claim = functools.cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
-    ways: dict[str, Callable[[NodeAttempt, list[str]], None]] = {"requeue this job": _requeue}
-    ways = {"accept a new job": _resubmit, **ways} if new_first else {**ways, "accept a new job": _resubmit}
-    ways["accept a new job after the end of this one"] = _end_and_resubmit
+    why_new = f"{', '.join(nodes.lost)} lost" if nodes.lost else _why_new_job(node)
+    claim = cache(lambda: handover.claim_next_job(node.run, node.attempt.attempt, node.history()))
+    requeue, submit, end_first = "requeue this job", "accept a new job", "accept a new job after the end of this one"
+    ways = {
+        requeue: partial(_requeue, node, avoid),
+        submit: partial(_resubmit, node, avoid, why_new),
+        end_first: partial(_end_and_resubmit, node, avoid, why_new),
+    }
+    left = [submit, requeue, end_first] if why_new else [requeue, submit, end_first]
 
     def ask() -> None:
-        for what, way in list(ways.items()):
-            if (way is _requeue and dead and _holds(node, dead)) or (way is _end_and_resubmit and len(ways) > 1):
+        for what in list(left):
+            if (what == requeue and dead and _holds(node, dead)) or (what == end_first and len(left) > 1):
                 continue
-            if (new_first or way is not _requeue) and not claim():
+            if (why_new or what != requeue) and not claim():
                 return None  # another process continues the run
             try:
-                return way(node, avoid)
+                return ways[what]()
             except slurm.SlurmRefusalError as error:
-                del ways[what]
+                left.remove(what)
                 log(f"Slurm refuses to {what}: {error}")
-        if not ways:
+        if not left:
             raise slurm.SlurmRefusalError("Slurm refused both the requeue and a new job")
         raise TorchrelayError(f"Slurm has not yet marked {', '.join(sorted(dead))} down")
 
@@ -74,26 +78,25 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
 
 
 def replace_requeued_job(node: NodeAttempt, nodes: LostNodes) -> None:
-    """Replace this job, which Slurm itself requeues once it has ended, by a new job that may start sooner."""
-    if not _is_new_job_sooner(node):
-        return
+    """Replace this job, which Slurm itself requeues once it has ended, by a new job if that may start sooner."""
+    why = _why_new_job(node)
     try:
-        if handover.claim_next_job(node.run, node.attempt.attempt, node.history()):
-            _resubmit(node, [*nodes.lost, *nodes.bad])
+        if why and handover.claim_next_job(node.run, node.attempt.attempt, node.history()):
+            _resubmit(node, [*nodes.lost, *nodes.bad], why)
     except (TorchrelayError, OSError) as error:
         log(f"the run continues when Slurm starts this job again, because Slurm accepts no new job: {error}")
         node.record(Requeued(job_id=node.allocation.job_id))
 
 
-def _is_new_job_sooner(node: NodeAttempt) -> bool:
-    """Return whether a new job may start earlier than this one, requeued; `--continue-with` has the last word."""
+def _why_new_job(node: NodeAttempt) -> str | None:
+    """Return why the run should continue in a new job although it has lost no node; None if it should not."""
     if node.spec.recovery.continue_with != "auto":
-        return node.spec.recovery.continue_with == "job"
+        return "--continue-with job" if node.spec.recovery.continue_with == "job" else None
     try:
-        return slurm.requeue_delay_seconds(slurm.show_config()) > slurm.LONG_REQUEUE_DELAY_SECONDS
+        delay = slurm.requeue_delay_seconds(slurm.show_config())
     except TorchrelayError as error:
-        log(f"Slurm does not report for how long it holds a requeued job: {error}")
-        return True
+        return f"Slurm does not report for how long it holds a requeued job: {error}"
+    return f"Slurm holds a requeued job for {delay} s" if delay > slurm.LONG_REQUEUE_DELAY_SECONDS else None
 
 
 def _holds(node: NodeAttempt, dead: set[str]) -> bool:
@@ -120,7 +123,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
         node.record(Excluded(job_id=job_id, excluded=tuple(excluded)))
 
 
-def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
+def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
     """Submit a new job that avoids the bad and lost nodes, and end this job."""
     job_id, history, this = node.allocation.job_id, node.history(), node.attempt.attempt
     excluded = handover.nodes_to_exclude(node.spec, history, avoid)
@@ -128,9 +131,9 @@ def _resubmit(node: NodeAttempt, avoid: list[str]) -> None:
     # A job that an earlier sbatch queued, although its reply was lost, may have begun the next attempt.
     begun = (attempt.job_id for attempt in history.attempts if attempt.attempt > this)
     new = next(begun, None) or handover.submit_next_job(node.run, node.spec, excluded, old)
-    node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded)))
+    node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded), detail=why))
     redirect(node, {job_id: new})
-    log(f"the run continues in job {new}; this one ends")
+    log(f"the run continues in job {new}; this one ends" + (f" ({why})" if why else ""))
     end_job(node)
 
 
@@ -142,14 +145,14 @@ def redirect(node: NodeAttempt, replaced: Mapping[str, str] = MappingProxyType({
         log(f"jobs that wait for this run may start too early, or stay held: {error}")
 
 
-def _end_and_resubmit(node: NodeAttempt, avoid: list[str]) -> None:
+def _end_and_resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
     """End this job, and submit a new one in the seconds (KillWait) that Slurm leaves its processes.
 
     Limits such as MaxSubmitJobs=1 count a job until it is cancelled.
     """
     log("this job ends so that Slurm accepts a new one")
     slurm.cancel(node.allocation.job_id)
-    _resubmit(node, avoid)
+    _resubmit(node, avoid, why)
 
 
 def end_job(node: NodeAttempt) -> None:

@@ -40,6 +40,7 @@ def _facts(row: Summary) -> dict[str, str]:
         "directory": row.run_dir,
         "state": ": ".join(filter(None, [row.state, cells.wait_reason(row)])),
         "job": _joined(row.job_id, _named("partition ", row.partition), _named("attempt ", row.attempt)),
+        "new job": row.why_new_job or "",
         "nodes": few(cells.members(row)),
         "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row.gpus is None else cells.gpus(row),
         "device": row.device or "",

@@ -29,6 +29,7 @@ from hpc.run.events.kinds import (
     Event,
     NodeFailed,
     Preflight,
+    Resubmitted,
     Staging,
     Submitted,
     Submitting,
@@ -137,11 +138,12 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     started, checked, budget = history.last(TrainStarted), history.last(Preflight), history.budget
     own_script = records.spec is not None and records.spec.train is None
     warnings = unknown_restarts(history, len(interruptions)) if own_script else []
+    resubmitted, job_id = history.last(Resubmitted), job.job_id if job else history.last_job_id
     reports_nothing = own_script and bool(attempts) and "step" not in train
     return Summary(
         run=run.name,
         run_dir=str(run.path),
-        job_id=job.job_id if job else history.last_job_id,
+        job_id=job_id,
         state=state,
         attempt=attempts[-1].attempt if attempts else None,
         attempts=tuple(convert(attempt, AttemptSummary, from_attributes=True) for attempt in attempts),
@@ -171,6 +173,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         trackers=_trackers(history, records.spec),
         reason=reason,
         starts_at=(pending.eligible if pending.reason == "BeginTime" else pending.started) if pending else None,
+        why_new_job=_why_new_job(resubmitted) if resubmitted and resubmitted.job_id == job_id else None,
         detail=attempts[-1].detail if attempts else None,
         traceback=last_traceback(run, history) if state == "failed" else None,
         last_output=last_output(run, attempts[-1].attempt) if reports_nothing else None,
@@ -236,6 +239,12 @@ def _time_spent(
         "goodput": goodput(None if trained is None else trained - inherited, began, until),
         "gpu_hours": hours,
     }
+
+
+def _why_new_job(resubmitted: Resubmitted) -> str | None:
+    if resubmitted.detail is None or resubmitted.old_job_id is None:
+        return None
+    return f"job {resubmitted.old_job_id} was not requeued: {resubmitted.detail}"
 
 
 def _reason(decision: Decision) -> str | None:

@@ -147,6 +147,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     reason: str | None
     """Why the run has no job, or waits."""
     starts_at: float | None
+    why_new_job: str | None
+    """Why the run continues in this job instead of the one before, which was not requeued."""
     detail: str | None
     """How the last attempt ended."""
     traceback: Sequence[str] | None

@@ -4,7 +4,8 @@ import time
 from dataclasses import replace
 from datetime import datetime
 from errno import ENOSPC
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
@@ -16,9 +17,10 @@ from hpc.base.files import append_json_line
 from hpc.run.causes import Cause
 from hpc.run.events import ledger
 from hpc.run.events.attempts import attempts_of
-from hpc.run.events.kinds import AttemptEnded, NodeLost
+from hpc.run.events.kinds import AttemptEnded, NodeLost, Resubmitted
 from hpc.run.nodedir import HeldNodeDir
 from hpc.run.rundir import RunDir
+from hpc.run.spec import Recovery
 from hpc.slurm import handover
 from jobs import ending, node_attempt
 from jobs.control.messages import Phase
@@ -40,6 +42,64 @@ def test_script_that_ended_with_0_after_a_signal_goes_on(ended: EndedAttemptMake
     assert stopped.conclude() == 0
     assert stopped.end == {"cause": "requeued", "step": None}
     assert slurm.asked == ["scontrol requeue"]
+
+
+def test_run_continues_in_a_new_job_if_slurm_would_hold_the_old_one(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm
+) -> None:
+    stopped = ended()
+    slurm.says_of_job(RUNNING, requeue_delay=120)
+    stopped.stop.handle(STOP_SIGNALS[0], None)
+    assert stopped.conclude() == 0
+    assert (stopped.end["cause"], slurm.asked) == ("time_limit", ["sbatch --parsable", "scancel 7"])
+    [resubmitted] = stopped.node.history().of(Resubmitted)
+    assert (resubmitted.job_id, resubmitted.old_job_id) == ("8", "7")
+    assert resubmitted.detail == "Slurm holds a requeued job for 120 s"
+
+
+@pytest.mark.parametrize(("way", "asked"), [("requeue", "scontrol requeue"), ("job", "sbatch --parsable")])
+def test_user_may_choose_how_the_run_continues(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, way: Literal["requeue", "job"], asked: str
+) -> None:
+    stopped = ended(recovery=Recovery(continue_with=way))
+    slurm.says_of_job(RUNNING, requeue_delay=120 if way == "requeue" else 5)
+    stopped.stop.handle(STOP_SIGNALS[0], None)
+    assert stopped.conclude() == 0
+    assert slurm.asked[0] == asked
+
+
+PREEMPTED = "JobState=COMPLETING Restarts=1 PreemptTime=2026-01-02T00:00:00 StartTime=2026-01-01T00:00:00"
+
+
+def test_job_that_slurm_requeues_itself_is_replaced(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
+    stopped = ended()
+    slurm.says_of_job(PREEMPTED, requeue_delay=120)
+    assert stopped.conclude() == 0
+    assert (stopped.end["cause"], slurm.asked) == ("preempted", ["sbatch --parsable", "scancel 7"])
+
+
+def test_job_that_slurm_requeues_itself_stays_if_slurm_accepts_no_new_one(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command
+) -> None:
+    stopped = ended()
+    slurm.says_of_job(PREEMPTED, requeue_delay=120)
+    refusal = "sbatch: error: AssocMaxSubmitJobLimit: Job violates accounting/QOS policy (job submit limit)"
+    slurm_command("sbatch", f"echo '{refusal}' >&2; exit 1")
+    assert stopped.conclude() == 0
+    assert (stopped.continued(), slurm.asked) == (["requeued"], [])
+
+
+def test_jobs_that_wait_for_the_old_job_wait_for_the_new_one(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command, tmp_path: Path
+) -> None:
+    stopped = ended()
+    slurm.says_of_job(RUNNING, requeue_delay=120)
+    stopped.stop.handle(STOP_SIGNALS[0], None)
+    waiting = r"21|afterok:7(unfulfilled),afterany:17(unfulfilled)\n22|(null)\n23|afterany:70(unfulfilled)\n"
+    slurm_command("squeue", f"case \"$*\" in *%E*) printf '{waiting}';; esac")
+    assert stopped.conclude() == 0
+    changed = [line for line in (tmp_path / "asked").read_text().splitlines() if "update" in line]
+    assert changed == ["scontrol update JobId=21 Dependency=afterok:8,afterany:17"]
 
 
 def test_training_is_done_when_its_result_is_there(ended: EndedAttemptMaker, saved: list[Any]) -> None:

@@ -102,6 +102,8 @@ class Resubmitted(Event, frozen=True, kw_only=True):
     excluded: tuple[str, ...]
     """The nodes that the job excludes."""
     old_job_id: str | None = None
+    detail: str | None = None
+    """Why the old job was not requeued."""
 
 
 class Excluded(Event, frozen=True, kw_only=True):

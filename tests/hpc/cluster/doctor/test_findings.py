@@ -110,7 +110,8 @@ TEXTS = {
     "signal": {"SlurmctldParameters": "idle_on_node_suspend,preempt_send_user_signal"},
     "wait 60": {"KillWait": "60 sec"},
     "expire": {"AuthInfo": "socket=/x,cred_expire=600"},
-    "short": {"AuthInfo": "cred_expire=30"},
+    "short": {"AuthInfo": "cred_expire=15"},
+    "own delay": {"AuthInfo": "cred_expire=600", "SchedulerParameters": "bf_interval=5,requeue_delay=5"},
 }
 
 
@@ -145,9 +146,10 @@ TEXTS = {
         ("SlurmdTimeout", {}, {}, None, "note", ["after 300 s", "after 5 s", "one node", "SlurmdTimeout=60"]),
         ("SlurmdTimeout", {"SlurmdTimeout": "60 sec"}, {}, None, "ok", []),
         ("SlurmdTimeout", {"SlurmdTimeout": "0 sec"}, {}, None, "cost", ["never"]),
-        ("cred_expire", {}, {}, None, "note", ["120 s, Slurm's default", "hpc supervise"]),
-        ("cred_expire", TEXTS["expire"], {}, None, "cost", ["waits 600 s"]),
-        ("cred_expire", TEXTS["short"], {}, None, "ok", []),
+        ("requeue delay", {}, {}, None, "note", ["120 s", "in a new job", "--continue-with requeue"]),
+        ("requeue delay", TEXTS["expire"], {}, None, "note", ["600 s", "requeue_delay=5"]),
+        ("requeue delay", TEXTS["short"], {}, None, "ok", []),
+        ("requeue delay", TEXTS["own delay"], {}, None, "ok", []),
         ("AllocNodes", {}, {}, None, "ok", []),
         ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, None, "note", ["login[1-2]", "PartitionName=gpu"]),
         ("private /tmp", {}, {}, None, "ok", []),
