@@ -48,9 +48,9 @@ def test_preemption_killed_rank_and_hang_leave_the_bits_as_they_are(site: Site) 
     run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, "--hang-timeout=8s", **SLOW_STEPS)
     run.wait_for_more_steps()
     preempt(run)
-    run.wait("the preemption", lambda: run.queue("%T") == "PENDING")
+    run.wait("the preemption", lambda: run.events("attempt_ended"))
     stopped = run.steps()[-1]
-    run.wait_for_release()
+    run.wait_for_next_job()
     undisturbed = site.submit("--data=data", "--name=undisturbed", *VERY_FEW_EPOCHS, *TWO_RANKS_HERE)
     run.wait_for_more_steps(2)
     strike(run, signal.SIGKILL, 1)
@@ -66,7 +66,7 @@ def test_preemption_killed_rank_and_hang_leave_the_bits_as_they_are(site: Site) 
     first, second = status["attempts"]
     assert (first["cause"], second["cause"]) == ("preempted", "completed")
     assert first["last_step"] == second["first_step"] == stopped, "it continued at the very next step"
-    assert len(run.events("requeued")) == 1
+    assert [len(run.events(kind)) for kind in ("requeued", "resubmitted")] == [0, 1]
     preempted, killed, hung = status["interruptions"]
     assert (preempted["cause"], preempted["steps_lost"]) == ("preempted", 0)
     assert (killed["cause"], killed["node"]) == ("crashed", second["nodes"][1])

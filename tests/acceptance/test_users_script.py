@@ -36,12 +36,8 @@ def test_script_loses_no_step_to_a_preemption_and_few_to_a_killed_rank(ordinary_
     whole = submit(ordinary_user, "whole", *TWO_RANKS_HERE, FAST="1")
     run = submit(ordinary_user, "broken")
     run.wait_for_more_steps()
-    with ordinary_user.supervised() as supervisor:
-        preempt(run, site)
-        run.wait_for_more_steps(2)
-        supervisor.terminate()
-        output, _ = supervisor.communicate()
-    assert "broken: start_now" in output, "the supervisor ended the wait of two minutes"
+    preempt(run, site)
+    run.wait_for_more_steps(2)
     drill = ordinary_user.hpc("drill", "broken", "worker-kill", "--yes", "--json")
     assert drill.returncode == 0, drill.stdout + drill.stderr
     status = run.wait_for_state("completed")

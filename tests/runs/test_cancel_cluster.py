@@ -12,7 +12,7 @@ def test_run_that_is_preempted_and_loses_a_node_completes(site: Site) -> None:
     run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
     run.wait_for_more_steps()
     preempt(run)
-    run.wait_for_release()
+    run.wait_for_next_job()
     assert assert_loses_a_node(site, run, 2)[0]["cause"] == "preempted"
 
 

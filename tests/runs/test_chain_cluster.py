@@ -65,7 +65,7 @@ def test_runs_begin_when_others_are_complete_though_these_are_requeued(ordinary_
     assert "pending: waits until run first has completed" in site.hpc("status", "second").stdout
     first.wait("the comment of its job", lambda: first.queue("%k").startswith("first, attempt 1"))
     site.slurm("scontrol", "requeue", first.job_id)
-    first.wait_for_release()
+    first.wait_for_next_job()
     first.wait("its second attempt", lambda: len(first.events("claimed")) == 2)
     assert second.queue("%T %r") == "PENDING Dependency"
     site.slurm("scontrol", "update", f"JobId={early.job_id}", "Dependency=")

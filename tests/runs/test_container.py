@@ -77,7 +77,7 @@ def test_ranks_in_a_container_fail_stop_and_continue(ordinary_user: Site, image:
         lines = printed(run, 1, rank)
         assert (lines.count(found), lines.count("data ['one.txt']")) == (2, 2), "torchrun has restarted both"
     site.slurm("scontrol", "requeue", run.job_id)
-    run.wait_for_release()
+    run.wait_for_next_job()
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["requeued", "completed"]
     for rank in (0, 1):

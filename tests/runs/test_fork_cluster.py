@@ -50,7 +50,7 @@ def assert_counts_every_image_once(source: Run, site: Site) -> None:
     stop_ranks(run)
     assert not run.directory.final_result.exists()
     preempt(run, site)
-    run.wait_for_release()
+    run.wait_for_next_job()
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
     result = json.loads(run.directory.final_result.read_text())

@@ -10,12 +10,12 @@ NODES = ("gpu01", "gpu02", "gpu03", "gpu04")
 def test_run_goes_on_as_soon_as_there_is_space(site: Site) -> None:
     add_script(site, "waits.py", WAITS_AT_FIRST)
     with mounted_volume(site.path / "volume", "size=200m,mode=755") as volume:
-        run = site.submit(*TWO_NODES, "--name=full", "--runs-dir=volume", "--", "waits.py")
+        run = site.submit(*TWO_NODES, "--name=full", "--runs-dir=volume", "--continue-with=requeue", "--", "waits.py")
         run.wait("its start", lambda: run.events("rendezvous"))
         site.slurm("scancel", "--signal=TERM", f"{run.job_id}.0")
         run.wait("the requeue", lambda: run.queue("%T %r") == "PENDING BeginTime")
         filler = fill(volume)
-        run.wait_for_release()
+        run.wait_for_next_job()
         run.wait("the agents of the second start", lambda: sum(len(agent_pids(run, node)) for node in NODES) == 2)
         status = run.status()
         assert status["state"] == "running"

@@ -84,29 +84,28 @@ def test_run_goes_on_after_every_end_of_its_job_but_a_cancellation(site: Site) -
     assert run.status()["attempt"] == 1
 
     site.slurm("scontrol", "requeue", run.job_id)
-    run.wait_for_release()
+    run.wait_for_next_job()
     assert continued(run, 1) == "requeued"
 
     # Slurm looks at time limits every half a minute.
     site.slurm("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1")
-    run.wait_for_release()
-    site.slurm("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=20")
+    run.wait_for_next_job()
     assert continued(run, 2) == "time_limit"
     assert run.status()["steps_lost"] == 0
     requeued = len(run.events("requeued"))
 
     # Slurm requeues the job itself then, and `scontrol show job` has no PreemptTime.
+    preempted = run.job_id
     site.slurm("scontrol", "update", "PartitionName=gpu", "GraceTime=0")
     try:
         preempt(run)
-        run.wait("the preemption", lambda: run.queue("%T") == "PENDING")
         run.wait("the end of the attempt", lambda: len(run.events("attempt_ended")) == 3)
     finally:
         site.slurm("scontrol", "update", "PartitionName=gpu", "GraceTime=20")
     # Now and then slurmstepd says JOB REQUEUE, and nothing else that its user may see tells of the preemption.
-    log = (run.directory.logs / f"{run.job_id}_0_log.out").read_text()
+    log = (run.directory.logs / f"{preempted}_0_log.out").read_text()
     cause = "preempted" if "DUE TO PREEMPTION" in log else "requeued"
-    run.wait_for_release()
+    run.wait_for_next_job()
     assert continued(run, 3) == cause
     assert len(run.events("requeued")) == requeued
 

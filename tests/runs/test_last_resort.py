@@ -34,18 +34,20 @@ def test_agents_that_handle_no_signal_yet_and_one_that_is_killed(site: Site) -> 
     slow.mkdir()
     (slow / "sitecustomize.py").write_text(SLOW_START.format(str(quick)))
     path = os.pathsep.join(filter(None, [str(slow), os.environ.get("PYTHONPATH")]))
-    run = site.submit("--data=data", *ENDLESS, *ONE_NODE, "--name=slow", PYTHONPATH=path, **SLOW_STEPS)
+    run = site.submit(
+        "--data=data", *ENDLESS, *ONE_NODE, "--name=slow", "--continue-with=requeue", PYTHONPATH=path, **SLOW_STEPS
+    )
 
     wait_for_agent(run, run.job_id)
     site.slurm("scancel", "--signal=TERM", f"{run.job_id}.0")
-    run.wait_for_release()
+    run.wait_for_next_job()
     assert [attempt["cause"] for attempt in run.status()["attempts"]] == ["requeued"]
     assert len(run.events("requeued")) == 1
 
     # A requeue by somebody else is not repeated.
     wait_for_agent(run, run.job_id)
     site.slurm("scontrol", "requeue", run.job_id)
-    run.wait_for_release()
+    run.wait_for_next_job()
     wait_for_agent(run, run.job_id)
     assert "Restarts=2 " in site.slurm("scontrol", "--oneliner", "show", "job", run.job_id)
     assert len(run.events("requeued")) == 1
@@ -66,7 +68,7 @@ def test_agents_that_handle_no_signal_yet_and_one_that_is_killed(site: Site) -> 
     third = Run(site, run.directory, json.loads(site.hpc("resume", "slow", "--json").stdout)["job_id"])
     third.wait_for_steps(5)
     os.kill(wait_for_agent(third, third.job_id), signal.SIGKILL)
-    third.wait_for_release()
+    third.wait_for_next_job()
     killed = third.status()["attempts"][-1]
     assert killed["cause"] == "lost"
     assert "SIGKILL" in killed["detail"]

@@ -43,7 +43,7 @@ def test_run_that_is_interrupted_and_complete_sends_both_messages_once(site: Sit
         site.slurm("scontrol", "requeue", run.job_id)
         # The requeue ends all that the job has left, but not this.
         run.wait("the first message", lambda: outcomes(run, "hook"))
-        run.wait_for_release()
+        run.wait_for_next_job()
         run.wait("the second message", lambda: len(outcomes(run, "hook")) == 2)
     assert found.titles == ["Run r was interrupted", "Run r is complete"]
     assert "requeued" in found.texts[0]

@@ -22,13 +22,13 @@ def test_run_that_slurm_would_not_requeue_by_itself(site: Site) -> None:
     run = training(site)
     assert run.queue("%l") == "5:00"
     preempt(run)
-    run.wait_for_release()
+    run.wait_for_next_job()
     assert assert_loses_a_node(site, run, 2)[0]["cause"] == "preempted"
 
 
 @pytest.mark.profile("private")
 def test_run_whose_jobs_have_a_tmp_of_their_own_that_is_deleted_with_them(site: Site) -> None:
-    run = training(site)
+    run = training(site, "--continue-with=requeue")
     preempt(run)
     with site.supervised():
         run.wait_for_more_steps(2)

@@ -37,7 +37,7 @@ def test_setup_reaches_the_ranks_of_all_nodes_at_every_start(site: Site) -> None
 
     run.wait("the ranks", lambda: both_found(1))
     site.slurm("scontrol", "requeue", run.job_id)
-    run.wait_for_release()
+    run.wait_for_next_job()
     status = run.wait_for_state("completed")
     assert both_found(2)
     assert len(status["attempts"][-1]["nodes"]) == 2
@@ -50,7 +50,7 @@ def test_setup_reaches_the_ranks_of_all_nodes_at_every_start(site: Site) -> None
 def test_setup_that_fails_on_two_nodes_ends_the_run(site: Site, line: str, ended: str) -> None:
     add_script(site, "prints.py", PRINTS)
     run = site.submit(*TWO_NODES, f"--setup={line}", "--setup=touch went-on", "--", "prints.py")
-    run.wait_for_release()
+    run.wait_for_next_job()
     status = run.wait_for_state("failed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["bad_node", "bad_node"]
     assert f"--setup '{line}' ended with {ended}" in status["detail"]
@@ -114,7 +114,7 @@ def test_nodes_without_apptainer_cannot_train_in_a_container(site: Site) -> None
             (programs / program.name).symlink_to(program)
     flags = ("--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", f"--container={image}")
     run = site.submit(*flags, "--setup=true", "--", "prints.py", PATH=str(programs))
-    run.wait_for_release()
+    run.wait_for_next_job()
     status = run.wait_for_state("failed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["crashed", "crashed"]
     assert f"has neither apptainer nor singularity, for --container {image}" in status["detail"]

@@ -98,7 +98,7 @@ def test_snapshot_restores_a_hung_script_and_becomes_a_checkpoint_when_it_cannot
     for rank in (0, 1):
         os.kill(rank_pid(run, rank), signal.SIGSTOP)  # it cannot save any more
     ordinary_user.slurm("scancel", "--signal=TERM", f"{run.job_id}.0")
-    run.wait_for_release()
+    run.wait_for_next_job()
     [saved] = run.events("snapshot_saved")
     assert saved["step"] > restored["step"]
     run.wait("the second attempt", lambda: len(run.events("train_started")) == 3)

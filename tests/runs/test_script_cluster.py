@@ -53,7 +53,7 @@ def test_scripts_are_stopped_by_the_signal_that_they_handle(ordinary_user: Site)
         run.wait("steps", lambda run=run: min(len(counted(run, 0)), len(counted(run, 1))) >= 5)
         ordinary_user.slurm("scancel", "--signal=TERM", f"{run.job_id}.0")
     for run in runs:
-        run.wait_for_release()
+        run.wait_for_next_job()
         status = run.wait_for_state("completed")
         assert [attempt["cause"] for attempt in status["attempts"]] == ["requeued", "completed"]
         for rank in (0, 1):
@@ -67,7 +67,7 @@ def test_script_that_ignores_every_signal_is_killed_after_the_grace_and_requeued
     run = ordinary_user.submit(*ONE_NODE, "--grace-period=3s", "--", "counts.py", "none", "0")
     run.wait("steps", lambda: len(counted(run, 0)) >= 5)
     ordinary_user.slurm("scancel", "--signal=USR2", f"{run.job_id}.0")
-    run.wait_for_release()
+    run.wait_for_next_job()
     first = len(counted(run, 0))
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["time_limit", "completed"]

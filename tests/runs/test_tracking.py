@@ -26,7 +26,7 @@ mlflow.end_run()
 
 def requeue(run: Run) -> None:
     run.site.slurm("scontrol", "requeue", run.job_id)
-    run.wait_for_release()
+    run.wait_for_next_job()
     run.wait_for_state("completed")
 
 

@@ -210,13 +210,14 @@ class Site:
         return Run(self, RunDir(Path(answer["run_dir"])), answer["job_id"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """A submitted run."""
 
     site: Site
     directory: RunDir
     job_id: str
+    """The job that the test has seen last (`wait_for_next_job`)."""
 
     def status(self) -> dict[str, Any]:
         """Its entry of `hpc status --json`."""
@@ -288,9 +289,19 @@ class Run:
         self.wait(f"state {state}", reached)
         return self.status()
 
-    def wait_for_release(self) -> None:
-        """Wait until the job has been requeued, and end Slurm's requeue delay, as its owner may."""
-        self.wait("the requeue", lambda: self.queue("%T %r") == "PENDING BeginTime")
+    def wait_for_next_job(self) -> None:
+        """Wait until the run has its next job. If that is a requeue, end Slurm's delay, as the owner of the job may."""
+
+        def requeued() -> bool:
+            return self.queue("%T %r") == "PENDING BeginTime"
+
+        def replaced() -> list[str]:
+            return [event["job_id"] for event in self.events("resubmitted") if event["old_job_id"] == self.job_id]
+
+        self.wait("the next job", lambda: replaced() or requeued())
+        if found := replaced():
+            self.job_id = found[0]
+            return
         # In the second of the requeue, slurmd would refuse the new start's credential, and the job would fail.
         self.site.slurm("scontrol", "update", f"JobId={self.job_id}", "StartTime=now+2")
 

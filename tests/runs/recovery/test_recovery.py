@@ -52,21 +52,23 @@ def test_signals_at_any_moment_and_cancellation_lose_no_step(site: Site) -> None
     large = site.path / "data" / "large"
     with large.open("wb") as file:
         file.truncate(2 * 2**30)  # seconds of copying, no space
-    run = site.submit("--data=data", "--name=paused", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
+    run = site.submit(
+        "--data=data", "--name=paused", "--nodes=2", *VERY_FEW_EPOCHS, "--continue-with=requeue", **SLOW_STEPS
+    )
     run.wait("the staging", lambda: len(run.events("joined")) == 2)
     assert not run.events("staged"), "the copy was too quick for this test"
     large.unlink()
     send(run, run.job_id, "TERM")
-    run.wait_for_release()
+    run.wait_for_next_job()
 
     run.wait("the rendezvous", lambda: run.events("rendezvous"))
     send(run, run.job_id, "TERM")
-    run.wait_for_release()
+    run.wait_for_next_job()
 
     undisturbed = submit_undisturbed(site)
     run.wait_for_more_steps(3)
     send(run, run.job_id, "USR2", "TERM", "TERM", "USR2")
-    run.wait_for_release()
+    run.wait_for_next_job()
     assert len(run.events("requeued")) == 3, "one for each attempt, whatever the number of signals"
 
     # A requeue that Slurm refuses is replaced by a new job.
@@ -170,5 +172,5 @@ def test_own_script_is_checked_watched_and_stopped(site: Site) -> None:
     # A signal that only one node gets, and not the head: the script ends with 0, and is not complete.
     [agent] = agent_pids(run, attempt["nodes"][1])
     os.kill(agent, signal.SIGUSR2)
-    run.wait("the requeue", lambda: run.events("requeued"))
+    run.wait("the next job", lambda: run.events("resubmitted"))
     assert run.status()["attempts"][0]["cause"] == "time_limit"
