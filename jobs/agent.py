@@ -18,14 +18,13 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError, UserError
+from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError
 from hpc.base.files import DEV_SHM, DISK_FULL, TEMPORARY
 from hpc.base.kernel import interface_addresses, raise_open_files_limit
 from hpc.base.transport import pick_port
 from hpc.run.causes import Cause
 from hpc.run.events.kinds import Joined, NodeFailed
 from hpc.run.nodedir import HeldNodeDir
-from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from jobs import claim
@@ -42,7 +41,15 @@ from jobs.ending import (
     save_snapshot,
     take_over,
 )
-from jobs.node_attempt import NodeAllocation, NodeAttempt, await_storage, find_allocation, log, send_heartbeats
+from jobs.node_attempt import (
+    NodeAllocation,
+    NodeAttempt,
+    await_storage,
+    find_allocation,
+    load_own_spec,
+    log,
+    send_heartbeats,
+)
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, run_round
 from jobs.senders import commenting, sending
@@ -68,7 +75,7 @@ def main(argv: list[str]) -> int:
     raise_open_files_limit()
     allocation = find_allocation(os.environ)
     try:
-        spec = await_storage(run, stop.__bool__, partial(_load, run))
+        spec = await_storage(run, stop.__bool__, partial(load_own_spec, run))
         exit_code = _run_attempt(run, spec, allocation, stop)
     except Exception as error:  # noqa: BLE001 - the last resort
         log(_describe(error))
@@ -76,17 +83,6 @@ def main(argv: list[str]) -> int:
     # On Slurm, only the head's exit code may fail the job, because srun exits with the highest exit code of its tasks.
     # With --cluster local, submitit requeues if any task exits with LOCAL_REQUEUE_RETURN_CODE.
     return exit_code if allocation.is_head or exit_code == LOCAL_REQUEUE_RETURN_CODE else 0
-
-
-def _load(run: RunDir) -> RunSpec:
-    """Check that the run is this user's, and load its spec. Raises OSError, not UserError, if the storage fails."""
-    check_is_own(run)
-    try:
-        return RunSpec.load(run)
-    except UserError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in TEMPORARY:
-            raise error.__cause__ from error
-        raise
 
 
 def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: StopRequest) -> int:

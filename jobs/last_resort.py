@@ -13,6 +13,7 @@ before srun if a line of --setup fails: the next attempt avoids this node, and i
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError
@@ -20,13 +21,20 @@ from hpc.base.files import refresh_nfs_cache
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
-from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from jobs import claim
 from jobs.deferral import must_wait
 from jobs.ending import conclude_failed_agent
-from jobs.node_attempt import NodeAllocation, NodeAttempt, find_allocation, log, send_heartbeats
+from jobs.node_attempt import (
+    NodeAllocation,
+    NodeAttempt,
+    await_storage,
+    find_allocation,
+    load_own_spec,
+    log,
+    send_heartbeats,
+)
 from jobs.stop_request import STOP_SIGNALS
 
 # A shell adds this to the number of the signal that killed a program.
@@ -37,9 +45,8 @@ def main(argv: list[str]) -> int:
     """End the attempt that no agent has ended, and continue the run. Returns the exit code of the script."""
     run, exit_code = RunDir(Path(argv[0])), int(argv[1])
     try:
-        check_is_own(run)
         allocation = find_allocation(os.environ)
-        attempt = _unended_attempt(run, allocation)
+        spec, attempt = await_storage(run, lambda: False, partial(_load, run, allocation))
     except (TorchrelayError, OSError) as error:
         log(str(error))
         return exit_code
@@ -49,7 +56,7 @@ def main(argv: list[str]) -> int:
     number = exit_code - _BY_SIGNAL
     killed_by = next((each.name for each in signal.Signals if each == number), None)
     node = NodeAttempt(
-        run=run, spec=RunSpec.load(run), allocation=allocation, attempt=attempt,
+        run=run, spec=spec, allocation=allocation, attempt=attempt,
         writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
     )  # fmt: skip
     ended_with = f"ended with {killed_by or f'exit code {exit_code}'}"
@@ -66,7 +73,12 @@ def main(argv: list[str]) -> int:
     return conclude_failed_agent(node, cause, detail, stopped_by)
 
 
-def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
+def _load(run: RunDir, allocation: NodeAllocation) -> tuple[RunSpec, Attempt | None]:
+    spec = load_own_spec(run)
+    return spec, _unended_attempt(run, spec, allocation)
+
+
+def _unended_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> Attempt | None:
     """Return the attempt of this job start, or a new one if no agent claimed one; None if there is nothing left to end.
 
     Raises:
@@ -80,7 +92,7 @@ def _unended_attempt(run: RunDir, allocation: NodeAllocation) -> Attempt | None:
         if (attempt.job_id, attempt.restart) == allocation.job_start:
             return attempt if attempt.ended is None else None
     # The first attempt ends the wait for other runs, so it must not be made before their end.
-    return None if must_wait(run, RunSpec.load(run), allocation) else claim.claim_next(run, allocation, 0, "")
+    return None if must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
 
 
 if __name__ == "__main__":

@@ -100,8 +100,11 @@ def _why_new_job(node: NodeAttempt) -> str | None:
 
 
 def _holds(node: NodeAttempt, dead: set[str]) -> bool:
-    """Return whether Slurm still counts a dead node to the job, because it has not marked the node down."""
-    held = dead - set(slurm.dead_nodes(sorted(dead)))
+    """Return whether Slurm still counts a dead node to the job, because it has not marked the node down.
+
+    Another node may have died since the agents noticed the `dead` ones.
+    """
+    held = dead - set(slurm.dead_nodes(sorted(dead))) | slurm.silent_nodes(node.allocation.hostnames)
     job = slurm.jobs().get(node.allocation.job_id) if held else None
     # A node that has been rebooted is not down any more, and no longer the job's.
     return job is not None and not held.isdisjoint(slurm.hostnames(job.nodes))

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import submitit
 
-from hpc.base.errors import TorchrelayError
+from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import TEMPORARY
 from hpc.base.kernel import mounted_directory
 from hpc.base.text import visible
@@ -26,6 +26,7 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Event
 from hpc.run.events.ledger import EventWriter
 from hpc.run.nodedir import stage_dir_on_node
+from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm.client import SlurmRefusalError
@@ -181,6 +182,17 @@ def send_heartbeats(run: RunDir) -> None:
             time.sleep(_ALIVE_SECONDS)
 
     threading.Thread(target=touch, daemon=True, name="alive").start()
+
+
+def load_own_spec(run: RunDir) -> RunSpec:
+    """Check that the run is this user's, and load its spec. Raises OSError, not UserError, if the storage fails."""
+    check_is_own(run)
+    try:
+        return RunSpec.load(run)
+    except UserError as error:
+        if isinstance(error.__cause__, OSError) and error.__cause__.errno in TEMPORARY:
+            raise error.__cause__ from error
+        raise
 
 
 def await_storage(run: RunDir, stopped: Callable[[], bool], act: Callable[[], _Answer]) -> _Answer:

@@ -323,6 +323,13 @@ def _node_states(partition: str | None) -> dict[str, str]:
     return {node: state for node, name, state in lines if name.rstrip("*") in wanted}
 
 
+def silent_nodes(nodes: Sequence[str]) -> set[str]:
+    """Return those `nodes` that do not answer Slurm, and that it has not marked down yet."""
+    text = run("sinfo", "--noheader", "--Node", "--format=%N|%T")
+    states = dict(line.split("|") for line in text.splitlines())
+    return {name for name in nodes if states.get(name, "").endswith("*") and not states[name].startswith("down")}
+
+
 def dead_nodes(nodes: list[str]) -> list[str]:
     """Return those `nodes` that Slurm has marked down. A node that merely does not respond keeps its jobs."""
     # The query is for all nodes: with --nodes the answer may be minutes old.

@@ -169,6 +169,10 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
     jobs = slurm.jobs()
     for job in jobs_by_script(jobs.values()).get(os.path.realpath(run.script), []):
         if job.state in {JobState.PENDING, JobState.RUNNING} and job.job_id not in old:
+            if job.state is JobState.PENDING:
+                # Its sbatch may have excluded other nodes. If the change is refused, it keeps those.
+                with contextlib.suppress(TorchrelayError):
+                    slurm.set_excluded_nodes(job.job_id, excluded)
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
     waits_for = dependency(run, spec, jobs)

@@ -55,6 +55,15 @@ KNOWN = {
     ),
     # The end of a script could not be recorded, so that it trained again.
     "the storage is full when the script ends": _plan(Fault(at=0.1, after=_DONE, kind="full", seconds=8.0), nodes="1"),
+    # Its agents and the batch script failed at once, and nothing continued the run.
+    "the storage fails when the script ends": _plan(
+        Fault(at=0.5, after=_DONE, kind="storage-fails", host="gpu01", seconds=3.0), nodes="1"
+    ),
+    # The job was requeued when Slurm had marked one of two dead nodes down.
+    "a second node dies while the agents wait for Slurm": _plan(
+        Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"), _kill_host(10.0, _TRAINS),
+        _kill_host(80.0, _TRAINS, "gpu03"), nodes="3", configuration={"slurmd_timeout": 300.0},
+    ),
     # The agents waited for 15 minutes for Slurm to mark a node down on which only the agent had ended.
     "Slurm refuses the new job after an agent was killed": _plan(
         Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"),
@@ -117,7 +126,7 @@ KNOWN = {
     ),
     "a run is cancelled while its job waits": _plan(
         Fault(at=10.0, after=_TRAINS, kind="preempt"), Fault(at=15.0, after="is preempted", kind="cancel"),
-        has_supervisor=True, attempts=1,
+        has_supervisor=True, recovery=Recovery(hang_timeout="10s", continue_with="requeue"), attempts=1,
     ),
     "a run is cancelled while Slurm is away": _plan(
         Fault(at=9.0, after=_TRAINS, kind="controller-away", seconds=60.0),

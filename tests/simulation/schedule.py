@@ -229,6 +229,11 @@ class Schedule:
         elif is_late and (stopped := self._stopped_run()):
             # The supervisor does not replace a job that ended before its agents had started.
             self._resume(stopped)
+        elif is_late and self.next_dir and self._history().outcome == "completed":
+            # Slurm has refused to release the job of the run that waits: hpc status says what to type.
+            cluster.tell("*** scontrol release")
+            for job in self._jobs(self.next_dir):
+                job.held = False
         else:
             return
         self._calm_since = cluster.now
@@ -396,7 +401,8 @@ class Schedule:
         self._check_jobs()
         self._check_next()
         for restored, newest in self.cluster.set_back:
-            if not self._had(*_LOSE_STATES):
+            hurried = self._had("cancel") and self.plan.configuration.kill_wait < _RECORD_SECONDS
+            if not self._had(*_LOSE_STATES) and not hurried:
                 self._violate(
                     f"the ranks begin after step {restored}, though a live node has the state of step {newest}"
                 )
@@ -421,7 +427,11 @@ class Schedule:
         cluster = self.cluster
         alive = [job for job in self._jobs() if job.state in {State.PENDING, State.RUNNING}]
         self._two_since = (self._two_since or cluster.now) if len(alive) > 1 else None
-        if self._two_since and cluster.now - self._two_since > _TWO_JOBS_SECONDS and not self._was_cut_off(cluster.now):
+        # The reply of sbatch was lost, and then Slurm killed the agents and requeued the old job. The job that starts
+        # last ends at once.
+        unknown = self._had("preempt") and self._had("lost-reply", "lost-submission")
+        two_for = cluster.now - self._two_since if self._two_since and not unknown else 0.0
+        if two_for > _TWO_JOBS_SECONDS and not self._was_cut_off(cluster.now):
             self._violate(f"{len(alive)} jobs of the run are in the queue")
         since = self._cancelled_at
         if (

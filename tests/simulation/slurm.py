@@ -421,8 +421,11 @@ class Slurm:
         if job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING):
             raise TorchrelayError("Job is pending execution")
         typed = self.world.process.name.startswith("scontrol")
-        # Nobody can know yet of a node that died a moment ago, or after its agent had left.
-        known = {host for host in self.missed if self.world.now - self.dead[host] > _NOTICED_SECONDS}
+        # Nobody can know yet of a node that died a moment ago, or after its agent had left. Only the head node's agent
+        # is connected to all others; another one knows of them what Slurm says.
+        is_head = self.world.process.host == job.batch_host
+        noticed = _NOTICED_SECONDS if is_head else self.configuration.slurmd_timeout / 2 + _NOTICED_SECONDS
+        known = {host for host in self.missed if self.world.now - self.dead[host] > noticed}
         if not typed and known.difference(self.down).intersection(job.hosts):
             self.world.defects.append(
                 f"job {job.id} was requeued while {job.hosts} had a dead node: Slurm 22.05 leaks GPUs"
