@@ -8,32 +8,34 @@ that rank 0 logs (`step_log.py`): the seconds from the failure to the first step
 and the steps that the restored state does not have. The cost of a failure is these seconds and those in which the lost
 steps are made again.
 
-Our own trainer, which computes without a wait, is measured before all others, by `hpc drill`, and supervised. Then
-workers are killed, in turns. Everything else happens to several contenders at once, each on nodes of its own, so that
-the minutes for which Slurm lets the rivals wait overlap. A step is mostly a wait (`rivals/common.py`), so the cores are
-idle but for starts. Rivals get no help of our supervisor; ours has it in the rows that say so.
+Our own trainer, which computes without a wait, is measured before all others, by `hpc drill`. Then workers are
+killed, in turns. Everything else happens to several contenders at once, each on nodes of its own, so that the minutes
+for which Slurm lets the rivals wait overlap. A step is mostly a wait (`rivals/common.py`), so the cores are idle but
+for starts. No supervisor runs.
 
 Slurm's defaults hold: SlurmdTimeout is 300 s, and a requeued job may start after 120 s. The partition has a GraceTime
 of 20 s. On preemption a job gets the signal that it has asked for (`preempt_send_user_signal`), as the documentation of
 submitit and Lightning wants it.
 """
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 from benchmarks import drill
-from benchmarks.harness import Findings, RivalFlags, Row, benchmark
-from benchmarks.hpc_commands import hpc, supervised
+from benchmarks.harness import RESULTS, Findings, RivalFlags, Row, benchmark
+from benchmarks.hpc_commands import hpc
 from benchmarks.recovery import failures
 from benchmarks.recovery.comparison import Lane, Outcome, Setting, play
 from benchmarks.recovery.contenders import CONTENDERS, NODES, Contender, Workload, versions_of
 from benchmarks.recovery.rivals.step_log import Recovery
 
 WORKER_KILLED = "worker killed"
-TRAINER, TRAINER_TITLE = "trainer", "ours, our own trainer, supervised"
+TRAINER, TRAINER_TITLE = "trainer", "ours, our own trainer"
 # What `hpc drill` calls the failures.
 _DRILLS = {
     WORKER_KILLED: "worker-kill", "node killed": "node-kill", "head node killed": "node-kill", "preempted": "preempt",
@@ -80,9 +82,8 @@ def _lanes(contender: Contender, repeats: int) -> Iterator[Lane]:
     if contender.restarts_in_place:
         yield Lane(contender=contender, plan={WORKER_KILLED: repeats}, in_turns=True)
     if contender.is_ours:
-        others = dict.fromkeys(("hung", "node killed", "head node killed"), repeats)
-        yield Lane(contender=contender, plan={**others, "preempted": 1})
-        yield Lane(contender=contender, plan={"preempted": repeats}, supervised=True)
+        yield Lane(contender=contender, plan=dict.fromkeys(("hung", "node killed", "head node killed"), repeats))
+        yield Lane(contender=contender, plan={"preempted": repeats})
         return
     # Each of the two takes as long as the other: a dead node, and Slurm's waits.
     slow = {} if contender.restarts_in_place else {WORKER_KILLED: 1}
@@ -91,7 +92,7 @@ def _lanes(contender: Contender, repeats: int) -> Iterator[Lane]:
 
 
 def drill_trainer(options: Options, directory: Path) -> list[Outcome]:
-    """Return what became of our own trainer, on a run of its own, with a supervisor."""
+    """Return what became of our own trainer, on a run of its own."""
     run, found = drill.submit(directory), []
     for kind in options.kinds:
         for _ in range(options.repeats if kind == WORKER_KILLED else 1):
@@ -115,7 +116,8 @@ def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
         for title in dict.fromkeys(outcome.title for outcome in outcomes if outcome.kind == kind):
             same = [outcome for outcome in outcomes if (outcome.kind, outcome.title) == (kind, title)]
             back = [(outcome.recovery, outcome.work_lost) for outcome in same if outcome.recovery]
-            row: dict[str, object] = {"failure": kind, "contender": title, "times": len(same)}
+            date = datetime.now(UTC).date().isoformat()
+            row: dict[str, object] = {"failure": kind, "contender": title, "date": date, "times": len(same)}
             row |= dict.fromkeys(("seconds", "from", "to", "steps_lost", "work_lost_s", "cost_s"))
             if back:
                 seconds = [recovery.seconds for recovery, _ in back]
@@ -140,14 +142,20 @@ def measure(options: Options) -> Findings:
     with (
         tempfile.TemporaryDirectory(dir="/var/tmp", prefix="torchrelay-recovery-") as made,
         failures.usual_slurm(nodes),
-        supervised(Path(made) / "supervised"),
     ):
         setting = Setting(workload=workload, directory=Path(made), caps=caps)
-        outcomes = drill_trainer(options, Path(made) / "supervised") if TRAINER in options.contenders else []
+        outcomes = drill_trainer(options, Path(made)) if TRAINER in options.contenders else []
         outcomes += play(in_turns, setting)
         outcomes += play(others, setting)
     more = {"rivals": rivals, "epoch_steps": workload.epoch_steps, "slurmd_timeout": failures.SLURMD_TIMEOUT}
-    return Findings(tables={"rows": rows_of(outcomes)}, more=more)
+    return Findings(tables={"rows": [*rows_of(outcomes), *_kept(options)]}, more=more)
+
+
+def _kept(options: Options) -> list[Row]:
+    """Return the recorded rows of the failures that `--kinds` leaves out."""
+    record = RESULTS / "recovery.json"
+    rows = json.loads(record.read_text(encoding="utf-8"))["rows"] if record.exists() else []
+    return [row for row in rows if row["failure"] not in options.kinds]
 
 
 if __name__ == "__main__":

@@ -41,14 +41,8 @@ class Lane:
     contender: Contender
     plan: Mapping[str, int]
     """How often each kind of failure happens."""
-    supervised: bool = False
     in_turns: bool = False
     """No other training recovers while this one does."""
-
-    @property
-    def title(self) -> str:
-        """The name of the row."""
-        return self.contender.title + (", supervised" if self.supervised else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +51,6 @@ class Setting:
 
     workload: Workload
     directory: Path
-    """Runs in its `supervised` have a supervisor."""
     caps: Mapping[str, float]
     """Seconds after which a training that has not come back from a kind of failure counts as lost."""
 
@@ -79,12 +72,11 @@ def play(lanes: Sequence[Lane], setting: Setting) -> list[Outcome]:
 def _play(lane: Lane, setting: Setting, turn: threading.Lock) -> list[Outcome]:
     found: list[Outcome] = []
     training: Training | None = None
-    parent = setting.directory / ("supervised" if lane.supervised else "runs")
     for kind, repeats in lane.plan.items():
         for number in range(repeats):
             if training is None:
-                name = f"{parent.name}-{lane.contender.key}-{kind}-{number}".replace(" ", "-")
-                training = lane.contender.start(parent / name, setting.workload)
+                name = f"{lane.contender.key}-{kind}-{number}".replace(" ", "-")
+                training = lane.contender.start(setting.directory / name, setting.workload)
             with turn if lane.in_turns else nullcontext():
                 found.append(_fail(lane, kind, training, setting.caps[kind]))
             if found[-1].recovery is None:
@@ -105,8 +97,8 @@ def _fail(lane: Lane, kind: str, training: Training, cap: float) -> Outcome:
     lost = recovery.steps_lost * step_log.step_seconds(training.log(), failure.at) if recovery else 0.0
     if failure.killed_node:
         revive_node(failure.killed_node)
-    say(f"{lane.title}: {kind}: {recovery or 'not back'}")
-    return Outcome(title=lane.title, kind=kind, recovery=recovery, work_lost=round(lost, 1))
+    say(f"{lane.contender.title}: {kind}: {recovery or 'not back'}")
+    return Outcome(title=lane.contender.title, kind=kind, recovery=recovery, work_lost=round(lost, 1))
 
 
 def _wait_for_recovery(training: Training, failed_at: float, cap: float) -> step_log.Recovery | None:
