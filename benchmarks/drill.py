@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import table
-from benchmarks.hpc_commands import hpc, supervised, testbed
+from benchmarks.hpc_commands import hpc, testbed
 from hpc.run.events.downtime import PARTS
 
 BATCH = 512
@@ -64,11 +64,10 @@ def row(name: str, interruption: dict[str, Any]) -> dict[str, Any]:
 
 def drills(run: Path) -> dict[str, list[dict[str, Any]]]:
     """Play all drills, and return what each cost, by its name."""
-    with supervised(run.parent):
-        found = {name: play(run, kind) for name, kind in (
-            ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("disk full", "disk-full"),
-            ("bare SIGTERM", "term"), ("preempted", "preempt"),
-        )}  # fmt: skip
+    found = {name: play(run, kind) for name, kind in (
+        ("worker killed", "worker-kill"), ("worker hung (--hang-timeout 10s)", "hang"), ("disk full", "disk-full"),
+        ("bare SIGTERM", "term"), ("preempted", "preempt"),
+    )}  # fmt: skip
     attempts = len(status(run)["attempts"])
     found["node killed, a spare takes over"] = play(run, "node-kill")
     if len(status(run)["attempts"]) != attempts:

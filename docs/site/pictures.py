@@ -62,13 +62,11 @@ def draw_chart() -> None:
             panel.barh(range(len(CONTENDERS)), [value or 0 for value in seconds], color=COLORS)
             for position, name in enumerate(CONTENDERS):
                 row = found[failure, name]
-                text = row["not_back"] or in_words(row["seconds"])
-                if (failure, f"{name}, supervised") in found:
-                    text += f" ({in_words(found[failure, f'{name}, supervised']['seconds'])} with hpc supervise)"
+                text = row.get("not_back", "not back") if row["seconds"] is None else in_words(row["seconds"])
                 panel.text(row["seconds"] or 0, position, f" {text}", va="center", color=ink, fontsize=9)
             panel.set_title(title, color=ink, fontsize=10, loc="left")
             panel.set_yticks(range(len(CONTENDERS)), CONTENDERS.values(), color=ink)
-            panel.set_xlim(0, (2.6 if failure == "preempted" else 1.5) * max(value or 0 for value in seconds))
+            panel.set_xlim(0, 1.5 * max(value or 0 for value in seconds))
             panel.set_xticks([])
             panel.set_facecolor(background)
             panel.spines[:].set_visible(False)
@@ -125,9 +123,7 @@ def record_terminal(directory: Path) -> None:
     submit = ("hpc", "submit", "--nodes", "2", "--gpus-per-node", "4", "--recipe", "digits", "--epochs", "100")
     show(*submit, "--name", "first")
     wait_for(directory, "step", 300)
-    with subprocess.Popen(["hpc", "supervise"], cwd=directory, stdout=subprocess.DEVNULL) as supervisor:
-        show("hpc", "drill", "first", "preempt", "--yes")
-        supervisor.terminate()
+    show("hpc", "drill", "first", "preempt", "--yes")
     show("hpc", "status")
     wait_for(directory, "state", "completed")
     show("hpc", "status")
