@@ -4,7 +4,7 @@
 
 Plays each drill of `hpc drill` on one small run (Fashion-MNIST, 2 of 6 nodes and a spare, 1 rank each) and prints what
 it cost, as a table in Markdown. Slurm notices a dead node after 300 s here, its default.
-`hpc supervise` ends what a requeued job would wait; nothing supervises the run when its nodes are killed.
+No supervisor runs.
 """
 
 import sys
