@@ -156,7 +156,7 @@ class Recovery:
     """Restart all ranks after this time without progress: 90s, 5m. auto: chosen from the measured time of a step.
     Your own script must report its progress (docs/explanation/recovery.md)."""
     signal_before: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
-    """Save and requeue this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
+    """Save and stop this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
     continue_with: Literal["auto", "requeue", "job"] = "auto"
     """How the run continues after a preemption or its time limit: requeue the same job, or submit a new job.
     auto: submit a new job if Slurm holds requeued jobs for more than 15 s (its default is 120 s)."""

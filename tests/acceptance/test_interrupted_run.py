@@ -29,7 +29,7 @@ def check_report(run: Run, stopped: int) -> None:
     page = Path(answer["report"]).read_text()
     facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", page))
     assert facts["torch"] == importlib.metadata.version("torch")
-    assert facts["Jobs"] == run.job_id
+    assert facts["Jobs"] == ", ".join(claim["job_id"] for claim in run.events("claimed"))
     assert set(facts["Nodes"].split(", ")) >= set(run.nodes())
     assert float(facts["rank-hours"]) > 0
     assert re.search(r"<b>productive [\d.e-]+</b>", page)

@@ -23,7 +23,7 @@ time.sleep(600 if (run.name, attempt) == ("pets-000", 1) else 0)
 """
 
 
-def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
+def test_interrupted_trial_goes_on(ordinary_user: Site) -> None:
     add_script(ordinary_user, "before.py", "")
     add_script(ordinary_user, "trial.py", TRIAL)
     before = ordinary_user.submit(*ONE, "--name=before", "--", "before.py")
@@ -34,7 +34,7 @@ def test_requeued_trial_goes_on(ordinary_user: Site) -> None:
             assert controller.poll() is None
             time.sleep(0.3)
         [job] = [event["job_id"] for event in records_in(first.events) if event["event"] == "submitted"]
-        ordinary_user.slurm("scontrol", "requeue", job)
+        ordinary_user.slurm("scancel", "--signal=TERM", f"{job}.0")
         found = json.loads(controller.communicate()[0])
     assert [one["state"] for one in found["trials"]] == ["completed", "completed"]
     assert (found["best"], [one["value"] for one in found["trials"]]) == ("pets-000", [0.5, 2.0])
