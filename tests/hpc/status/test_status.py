@@ -115,6 +115,15 @@ def test_run_that_is_named_shows_all_that_is_known_of_it(run: RunDir, capsys: py
 ALL_TITLES = "run state job step accuracy ETA loss elapsed GPUs attempt img/s partition interruptions epoch nodes"
 
 
+def test_run_whose_job_was_replaced_says_why(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    why = "Slurm holds a requeued job for 120 s"
+    write_events(run, event("resubmitted", 90.0, attempt=1, job_id="8", old_job_id="7", excluded=[], detail=why))
+    lines = [" ".join(line.split()) for line in printed(capsys, str(run.path)).splitlines()]
+    assert f"new job job 7 was not requeued: {why}" in lines
+    (row,) = json.loads(printed(capsys, str(run.path), "--json"))
+    assert row["why_new_job"] == f"job 7 was not requeued: {why}"
+
+
 @pytest.mark.parametrize(
     ("width", "titles"), [(160, ALL_TITLES), (80, " ".join(ALL_TITLES.split()[:11])), (1, "run state")]
 )

@@ -131,6 +131,8 @@ def spec(recovery: Recovery, cluster: Cluster = "slurm") -> RunSpec:
 def test_impossible_recovery_is_refused() -> None:
     with pytest.raises(UserError, match="--spares is 1, but --cluster local has no spare nodes"):
         check_recovery(spec(Recovery(spares=1), "local"))
+    with pytest.raises(UserError, match="--continue-with is job, but --cluster local always requeues"):
+        check_recovery(spec(Recovery(continue_with="job"), "local"))
     with pytest.raises(UserError, match="--signal-before is 10m, but the time limit is 00:10:00"):
         check_recovery(spec(Recovery(signal_before="10m")))
     check_recovery(spec(Recovery(spares=1, signal_before="9m")))
