@@ -51,7 +51,7 @@ KNOWN = {
     ),
     # The job was requeued, though it had a dead node.
     "a node dies before it joins, and the time limit comes": _plan(
-        _kill_host(0.0, _STARTS, "gpu02"), time="2m", configuration={"slurmd_timeout": 300.0}
+        _kill_host(0.0, _STARTS, "gpu02"), time="2m", configuration={"slurmd_timeout": 300.0, "requeue_delay": 5.0}
     ),
     # The end of a script could not be recorded, so that it trained again.
     "the storage is full when the script ends": _plan(Fault(at=0.1, after=_DONE, kind="full", seconds=8.0), nodes="1"),

@@ -421,11 +421,7 @@ class Slurm:
         if job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING):
             raise TorchrelayError("Job is pending execution")
         typed = self.world.process.name.startswith("scontrol")
-        # Nobody can know yet of a node that died a moment ago, or after its agent had left. Only the head node's agent
-        # is connected to all others; another one knows of them what Slurm says.
-        is_head = self.world.process.host == job.batch_host
-        noticed = _NOTICED_SECONDS if is_head else self.configuration.slurmd_timeout / 2 + _NOTICED_SECONDS
-        known = {host for host in self.missed if self.world.now - self.dead[host] > noticed}
+        known = {host for host in self.missed if self.world.now - self.dead[host] > self._noticed_after(job, host)}
         if not typed and known.difference(self.down).intersection(job.hosts):
             self.world.defects.append(
                 f"job {job.id} was requeued while {job.hosts} had a dead node: Slurm 22.05 leaks GPUs"
@@ -441,6 +437,14 @@ class Slurm:
             "BeginTime",
             self.world.now + self.configuration.requeue_delay,
         )
+
+    def _noticed_after(self, job: Job, host: str) -> float:
+        """Seconds after which the agent that asks can know of a dead node, unless its agent had left before.
+
+        Only the head node's agent is connected to all others; another one knows of these what Slurm says.
+        """
+        connected = job.batch_host in {self.world.process.host, host}
+        return _NOTICED_SECONDS if connected else self.configuration.slurmd_timeout / 2 + _NOTICED_SECONDS
 
     def _update(self, which: str, change: str) -> None:
         job, (name, value) = self._job(which.partition("=")[2]), change.split("=", 1)
