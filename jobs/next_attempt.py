@@ -6,10 +6,9 @@ A job with a dead node must not be requeued before Slurm has marked the node dow
 Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the same run can start at once, elsewhere.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from types import MappingProxyType
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
@@ -135,12 +134,12 @@ def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
     begun = (attempt.job_id for attempt in history.attempts if attempt.attempt > this)
     new = next(begun, None) or handover.submit_next_job(node.run, node.spec, excluded, old)
     node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded), detail=why))
-    redirect(node, {job_id: new})
+    redirect(node, (job_id, new))
     log(f"the run continues in job {new}; this one ends" + (f" ({why})" if why else ""))
     end_job(node)
 
 
-def redirect(node: NodeAttempt, replaced: Mapping[str, str] = MappingProxyType({})) -> None:
+def redirect(node: NodeAttempt, replaced: tuple[str, str] | None = None) -> None:
     """Let jobs that wait for this run wait for its new job, or start if the run has ended."""
     try:
         redirect_waiting_jobs(node.run, replaced)

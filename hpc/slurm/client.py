@@ -325,17 +325,20 @@ def _node_states(partition: str | None) -> dict[str, str]:
 
 def silent_nodes(nodes: Sequence[str]) -> set[str]:
     """Return those `nodes` that do not answer Slurm, and that it has not marked down yet."""
-    text = run("sinfo", "--noheader", "--Node", "--format=%N|%T")
-    states = dict(line.split("|") for line in text.splitlines())
+    states = _states_of_all_nodes()
     return {name for name in nodes if states.get(name, "").endswith("*") and not states[name].startswith("down")}
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:
     """Return those `nodes` that Slurm has marked down. A node that merely does not respond keeps its jobs."""
-    # The query is for all nodes: with --nodes the answer may be minutes old.
-    text = run("sinfo", "--noheader", "--Node", "--format=%N|%T")
-    states = dict(line.split("|") for line in text.splitlines())
+    states = _states_of_all_nodes()
     return [name for name in nodes if states.get(name, "").startswith("down")]
+
+
+def _states_of_all_nodes() -> dict[str, str]:
+    # With --nodes the answer may be minutes old.
+    text = run("sinfo", "--noheader", "--Node", "--format=%N|%T")
+    return dict(line.split("|") for line in text.splitlines())
 
 
 def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None = None, dependency: str = "") -> str:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from hpc.base.errors import TorchrelayError, UserError
@@ -93,21 +92,21 @@ def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
     return ":".join(["afterany", *ids]) if (ids := [one.job_id for one in found if one.job_id]) else ""
 
 
-def redirect_waiting_jobs(run: RunDir, replaced: Mapping[str, str] = MappingProxyType({})) -> None:
+def redirect_waiting_jobs(run: RunDir, replaced: tuple[str, str] | None = None) -> None:
     """Let the user's jobs that wait for a run wait for its present job, or start if the run has ended.
 
-    Jobs of other runs wait for the run (`--after`). Other jobs of the user may wait for one of its jobs: `replaced` is
-    the id of the new job by that of the job that it replaces.
+    Jobs of other runs wait for the run (`--after`). Other jobs of the user may wait for one of its jobs: `replaced` has
+    the ids of a job that has been replaced, and of the new one.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses the change.
     """
-    for job_id, waits_for in slurm.dependencies().items() if replaced else ():
-        changed = waits_for
-        for old, new in replaced.items():
-            changed = re.sub(rf"(?<=:){old}(?!\d)", new, changed)
-        if changed != waits_for:
-            slurm.set_dependency(job_id, changed)
+    if replaced:
+        old, new = replaced
+        for job_id, waits_for in slurm.dependencies().items():
+            changed = re.sub(rf"(?<=:){old}(?!\d)", new, waits_for)
+            if changed != waits_for:
+                slurm.set_dependency(job_id, changed)
     jobs = slurm.jobs()
     for script, own in jobs_by_script(jobs.values()).items():
         waiting = RunDir(Path(script).parent)

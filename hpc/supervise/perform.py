@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc.base.errors import TorchrelayError
@@ -51,7 +51,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
                 _record_missing_end(observed, decision)
             else:
                 _record(observed, Scancelled(job_id=observed.history.last_job_id))
-            _redirect_waiting_jobs(observed, {})
+            _redirect_waiting_jobs(observed)
 
 
 def _requeue(observed: ObservedRun, decision: Decision) -> None:
@@ -125,12 +125,12 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
                 slurm.cancel(old)
             raise
         _record(observed, Resubmitted(job_id=new, old_job_id=old, excluded=tuple(excluded)))
-        _redirect_waiting_jobs(observed, {old: new} if old else {})
+        _redirect_waiting_jobs(observed, (old, new) if old else None)
     if old:
         slurm.cancel(old)
 
 
-def _redirect_waiting_jobs(observed: ObservedRun, replaced: Mapping[str, str]) -> None:
+def _redirect_waiting_jobs(observed: ObservedRun, replaced: tuple[str, str] | None = None) -> None:
     try:
         redirect_waiting_jobs(observed.run, replaced)
     except TorchrelayError as error:
