@@ -1,7 +1,7 @@
 """Runs that wait for others (`--after`, `--after-ok`) on Slurm, by an ordinary user; the comment of a run's job."""
 
 import pytest
-from support.cluster import Run, Site, add_script, dead, refused
+from support.cluster import Run, Site, add_script, refused
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(500)]
 ONE = ("--gpus-per-node=1", "--cpus-per-gpu=1")
@@ -68,6 +68,8 @@ def test_runs_begin_when_others_are_complete_though_these_are_requeued(ordinary_
     first.wait_for_next_job()
     first.wait("its second attempt", lambda: len(first.events("claimed")) == 2)
     assert second.queue("%T %r") == "PENDING Dependency"
+    unfulfilled = f"afterany:{first.job_id}(unfulfilled)"
+    assert waits_for(second) == unfulfilled, "its job was replaced"
     site.slurm("scontrol", "update", f"JobId={early.job_id}", "Dependency=")
     early.wait("its start", lambda: early.events("deferred"))
     early.wait("the dependency", lambda: waits_for(early) == unfulfilled)
@@ -81,19 +83,6 @@ def test_runs_begin_when_others_are_complete_though_these_are_requeued(ordinary_
         assert_began_after(early, first)
     assert not [*second.events("deferred"), *third.events("deferred")]
     assert [run.status()["waits_for"] for run in (second, third)] == [[], []]
-
-
-def test_run_waits_on_when_the_job_of_another_one_is_replaced(site: Site, ordinary_user: Site) -> None:
-    first = endless(ordinary_user, "first", "--nodes=2")
-    second = waiting(ordinary_user, "second", "--after-ok=first")
-    with dead(site, first.nodes()[0]):
-        first.wait("its next job", lambda: first.events("resubmitted"))
-        job_id = first.events("resubmitted")[0]["job_id"]
-        assert job_id != first.job_id
-        first.wait("the dependency on it", lambda: waits_for(second) == f"afterany:{job_id}(unfulfilled)")
-        end(ordinary_user)
-        first.wait_for_state("completed")
-        assert_began_after(second, first)
 
 
 def test_run_is_held_while_one_that_must_be_complete_has_failed(ordinary_user: Site) -> None:

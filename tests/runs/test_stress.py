@@ -29,7 +29,7 @@ from support.cluster import (
 
 from hpc.run.events.history import History
 
-FAILURES = int(os.environ.get("TORCHRELAY_STRESS", "3"))
+FAILURES = int(os.environ.get("TORCHRELAY_STRESS", "2"))
 SEED = int(os.environ.get("TORCHRELAY_STRESS_SEED", "4"))
 PAUSE_SECONDS = 2.0, 20.0
 # The share of failures that come within a second of the one before.

@@ -1,7 +1,7 @@
 """Judges runs, the login node and compute nodes for `hpc doctor`, by tables of checks. Pure; runs on the login node."""
 
 import resource
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -46,6 +46,8 @@ class Finding:
     check: str = ""
     where: str = ""
     """`cluster`, `login`, a run, or the names of nodes."""
+    free_bytes: int | None = None
+    """The free space, at the place with the least of it. None if the finding is not about space."""
 
     def at(self, check: str, where: str) -> "Finding":
         """Return the finding with the name of its check and its place."""
@@ -67,11 +69,23 @@ def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Join findings that differ only in their place."""
-    places = dict[Finding, list[str]]()
+    """Join findings that differ only in their places and in the space that is free there."""
+    alike = dict[Finding, list[Finding]]()
     for finding in findings:
-        places.setdefault(replace(finding, where=""), []).append(finding.where)
-    return [replace(finding, where=" ".join(where)) for finding, where in places.items()]
+        alike.setdefault(replace(finding, where="", free_bytes=None), []).append(finding)
+    return [
+        _with_least_space(replace(group[0], where=" ".join(one.where for one in group)), group)
+        for group in alike.values()
+    ]
+
+
+def _with_least_space(joined: Finding, group: Sequence[Finding]) -> Finding:
+    """Name the least free space of the findings in the value, in place of {free}."""
+    free = [one.free_bytes for one in group if one.free_bytes is not None]
+    if not free:
+        return joined
+    several = "at least " if len(set(map(_gigabytes, free))) > 1 else ""
+    return replace(joined, value=joined.value.replace("{free}", several + _gigabytes(min(free))), free_bytes=min(free))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,38 +212,41 @@ def _stage(node: NodeInfo) -> Finding:
     directory, free = node.stage_dir, node.stage_free_bytes
     if free is None:
         return costs(f"{directory} does not exist", "no run can stage its data or start", "use another --stage-dir")
-    value = f"{directory} has {_gigabytes(free)} free on {node.stage_type or 'an unknown file system'}"
+    value = f"{directory} has {{free}} free on {node.stage_type or 'an unknown file system'}"
     if node.stage_type in RAM_BACKED:
-        return note(
+        found = note(
             f"{value}, which is memory",
             "the staged data count as memory of the job and may exceed its limit",
             "add the size of the data set to --mem, or use --stage-dir with a directory on the nodes' disks",
         )
-    if node.stage_type in NETWORK_BACKED:
-        return note(
+    elif node.stage_type in NETWORK_BACKED:
+        found = note(
             f"{value}, which is on other machines",
             "every node copies the data to it, but still reads the copy over the network",
             "use --stage-dir with a directory on the nodes' own disks; '$NAME' is a variable of the job on the node",
         )
-    if free >= _MIN_STAGE_BYTES:
-        return ok(value)
-    return note(
-        value,
-        "larger data sets are not staged: every epoch reads them from shared storage",
-        "use --stage-dir with a directory on a larger disk of the nodes",
-    )
+    elif free >= _MIN_STAGE_BYTES:
+        found = ok(value)
+    else:
+        found = note(
+            value,
+            "larger data sets are not staged: every epoch reads them from shared storage",
+            "use --stage-dir with a directory on a larger disk of the nodes",
+        )
+    return replace(found, free_bytes=free)
 
 
 def _memory(node: NodeInfo) -> Finding:
     free = node.shm_free_bytes
-    value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {_gigabytes(free)} free"
+    value = f"{DEV_SHM} does not exist" if free is None else f"{DEV_SHM} has {{free}} free"
     if free is not None and free >= _MIN_MEMORY_BYTES:
-        return ok(value)
+        return ok(value, free_bytes=free)
     return costs(
         value,
         "loader workers crash with a bus error when it is full; without space for snapshots (three times a checkpoint) "
         "a crash costs all steps since the last checkpoint",
         f"ask the administrators for `mount -o remount,size=50% {DEV_SHM}` on the nodes (containers: --shm-size)",
+        free_bytes=free,
     )
 
 

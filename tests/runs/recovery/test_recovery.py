@@ -48,7 +48,7 @@ def send(run: Run, job_id: str, *names: str) -> None:
         run.site.slurm("scancel", f"--signal={name}", f"{job_id}.0")
 
 
-def test_signals_at_any_moment_and_cancellation_lose_no_step(site: Site) -> None:
+def test_signals_and_cancellation_lose_no_step(site: Site) -> None:
     large = site.path / "data" / "large"
     with large.open("wb") as file:
         file.truncate(2 * 2**30)  # seconds of copying, no space
@@ -61,15 +61,11 @@ def test_signals_at_any_moment_and_cancellation_lose_no_step(site: Site) -> None
     send(run, run.job_id, "TERM")
     run.wait_for_next_job()
 
-    run.wait("the rendezvous", lambda: run.events("rendezvous"))
-    send(run, run.job_id, "TERM")
-    run.wait_for_next_job()
-
     undisturbed = submit_undisturbed(site)
     run.wait_for_more_steps(3)
     send(run, run.job_id, "USR2", "TERM", "TERM", "USR2")
     run.wait_for_next_job()
-    assert len(run.events("requeued")) == 3, "one for each attempt, whatever the number of signals"
+    assert len(run.events("requeued")) == 2, "one for each attempt, whatever the number of signals"
 
     # A requeue that Slurm refuses is replaced by a new job.
     run.wait_for_more_steps(4)
@@ -95,13 +91,13 @@ def test_signals_at_any_moment_and_cancellation_lose_no_step(site: Site) -> None
 
     status = run.wait_for_state("completed")
     assert_ended_as(run, undisturbed)
-    causes = ["requeued", "requeued", "time_limit", "requeued", "cancelled", "completed"]
+    causes = ["requeued", "time_limit", "requeued", "cancelled", "completed"]
     assert [attempt["cause"] for attempt in status["attempts"]] == causes
-    jobs = [*[run.job_id] * 4, resubmitted["job_id"], answer["job_id"]]
+    jobs = [*[run.job_id] * 3, resubmitted["job_id"], answer["job_id"]]
     assert [attempt["job_id"] for attempt in status["attempts"]] == jobs
     assert status["steps_lost"] == 0
     assert not any("starts nothing" in warning for warning in status["warnings"])
-    assert [len(run.events(kind)) for kind in ("requeued", "resubmitted", "resumed")] == [3, 2, 1]
+    assert [len(run.events(kind)) for kind in ("requeued", "resubmitted", "resumed")] == [2, 2, 1]
 
 
 @contextmanager
@@ -115,23 +111,22 @@ def without_link(node: str) -> Iterator[None]:
         subprocess.run([*link, "up"], check=True)
 
 
-def test_links_that_are_lost_for_seconds(site: Site) -> None:
+def test_head_node_whose_link_is_lost_for_seconds(site: Site) -> None:
     run = site.submit("--data=data", "--nodes=2", *VERY_FEW_EPOCHS, **SLOW_STEPS)
     undisturbed = submit_undisturbed(site)
     run.wait_for_more_steps()
-    nodes = run.nodes()
-    for number, node in enumerate(nodes, 1):
-        with without_link(node):
-            time.sleep(LOST_SECONDS + 3)
-        run.wait("the restored ranks", lambda: len(run.events("train_started")) == number + 1)  # noqa: B023
-        run.wait_for_more_steps()
-        assert [event["node"] for event in run.events("node_returned")] == [nodes[1]] * number
+    head, other = run.nodes()
+    with without_link(head):
+        time.sleep(LOST_SECONDS + 3)
+    run.wait("the restored ranks", lambda: len(run.events("train_started")) == 2)
+    assert [event["node"] for event in run.events("node_returned")] == [other]
     assert not run.events("resubmitted")
     status = run.wait_for_state("completed")
     assert_ended_as(run, undisturbed)
     assert [attempt["cause"] for attempt in status["attempts"]] == ["completed"]
-    assert [interruption["cause"] for interruption in status["interruptions"]] == ["node_failure"] * 2
-    assert max(interruption["steps_lost"] for interruption in status["interruptions"]) <= 6
+    [interruption] = status["interruptions"]
+    assert interruption["cause"] == "node_failure"
+    assert interruption["steps_lost"] <= 6
 
 
 STEPS = """

@@ -270,7 +270,7 @@ NODE = NodeInfo(
     ],
 )  # fmt: skip
 def test_finding_about_a_node(check: str, changes: dict[str, Any], severity: str, word: str) -> None:
-    finding = one(judge(OF_NODE, replace(NODE, **changes), "gpu01"), check)
+    finding = one(merge(judge(OF_NODE, replace(NODE, **changes), "gpu01")), check)
     assert finding.severity == severity
     assert word in f"{finding.value} {finding.cost} {finding.what_to_do}"
 
@@ -281,6 +281,10 @@ def test_healthy_node_passes_every_check() -> None:
 
 def test_same_finding_of_several_nodes_is_one() -> None:
     slow = replace(NODE, stage_type="tmpfs")
-    found = merge([*judge(OF_NODE, slow, "gpu01"), *judge(OF_NODE, slow, "gpu02"), *judge(OF_NODE, NODE, "gpu03")])
-    assert [finding.where for finding in found if finding.check == "stage directory"] == ["gpu01 gpu02", "gpu03"]
+    fuller = replace(slow, stage_free_bytes=9 * 10**11)
+    found = merge([*judge(OF_NODE, slow, "gpu01"), *judge(OF_NODE, fuller, "gpu02"), *judge(OF_NODE, NODE, "gpu03")])
+    two, other = (finding for finding in found if finding.check == "stage directory")
+    assert (two.where, two.value) == ("gpu01 gpu02", "/tmp has at least 900.0 GB free on tmpfs, which is memory")
+    assert (other.where, other.value) == ("gpu03", "/tmp has 1000.0 GB free on xfs")
+    assert two.free_bytes == 9 * 10**11
     assert one(found, "preflight").where == "gpu01 gpu02 gpu03"
