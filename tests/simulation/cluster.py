@@ -12,6 +12,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -34,16 +35,17 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import Program
+from hpc.services.notification import delivery
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
 from simulation.ranks import Group, Injected, LocalRanks, Torchrun, Training
-from simulation.slurm import Configuration, Job, Slurm
+from simulation.slurm import LOGIN, Configuration, Job, Slurm
 from simulation.storage import SimulatedOs, SimulatedPath, Storage, storage
 from simulation.world import EPOCH, Event, Process, StandIn, Thread, World
 
 _AGENT_START_SECONDS = (0.1, 0.6)
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _DELIVERY_SECONDS = 0.2, 25.0
 NEXT = "next"
 """The name of the run that waits for the first one."""
 _FENCED_SECONDS = 1.0
@@ -79,6 +81,10 @@ class Cluster(World):
         """From which step ranks have begun, and the newest step of which a live host had the state."""
         self.late_writes = list[tuple[int, int]]()
         """Attempts that have written a checkpoint, and the later attempt that had long begun."""
+        self.has_internet = True
+        """Whether messages can be sent from compute nodes; they always can from the login node."""
+        self.messages = list[str]()
+        """The titles of the messages about the first run that its user has received."""
         self.saved = dict[str, int]()
         """The newest step of which each live host has, or had, the state."""
 
@@ -394,16 +400,20 @@ class _NodeStaging:
         world.wait(world.random.uniform(0.1, 1.0))
 
 
+class _Signal(StandIn):
+    """Stands for the module signal where the product blocks signals: nothing sends any to the simulation."""
+
+    def pthread_sigmask(self, *_: Any) -> None:
+        return None
+
+
 class _Nothing:
-    """Stands for what has no effect on the recovery: comments, metrics, messages."""
+    """Stands for what has no effect on the recovery: comments, metrics."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, *_: object) -> None:
-        return None
-
-    def join(self) -> None:
         return None
 
 
@@ -466,6 +476,29 @@ def _node_dirs(run: Path) -> list[NodeDir]:
     return [cluster.memory(RunDir(run), cluster.process.host)]
 
 
+def _deliver(run: RunDir, *, retry: bool = False, failure: str | None = None) -> None:
+    """Stand for run_delivery."""
+    cluster = Cluster.present()
+    words = [str(run.path), *(["--retry"] if retry else []), *([] if failure is None else [f"--failure={failure}"])]
+    process = cluster.start(cluster.process.host, "delivery", lambda: delivery.main(words))
+    deadline = cluster.now + _DELIVERY_SECONDS
+    while process.alive and cluster.now < deadline:
+        cluster.wait(_LOOK_SECONDS)
+    if process.exit_code != 0:
+        process.end(137)
+        raise subprocess.CalledProcessError(process.exit_code or 1, "delivery")
+
+
+def _try_to_send(_recipient: str, title: str, _body: str, _seconds: float) -> str | None:
+    cluster = Cluster.present()
+    cluster.wait(cluster.random.uniform(0.1, 2.0))
+    if cluster.process.host != LOGIN and not cluster.has_internet:
+        return "no route to host"
+    cluster.tell(f"message: {title}")
+    cluster.messages.append(title)
+    return None
+
+
 def _allocation(_environment: Any) -> NodeAllocation:
     cluster = Cluster.present()
     return cluster.allocations[cluster.process.pid]
@@ -478,12 +511,13 @@ _REPLACED: dict[str, Any] = {
     "hpc.slurm.client.makes_job_directories": lambda: False,
     "hpc.slurm.handover.is_alive": _is_alive,
     "hpc.slurm.handover.start_time": lambda _pid: 1,
-    "hpc.supervise.check.is_due": lambda *_args, **_kwargs: False,
+    "hpc.services.notification.delivery.print": lambda *_args, **_kwargs: None,
+    "hpc.services.notification.delivery.try_to_send": _try_to_send,
+    "hpc.supervise.check.run_delivery": _deliver,
     "jobs.control.channel.Server": _serve,
     "jobs.control.channel.connect": _connect,
     "jobs.control.channel.log": _log,
     "jobs.control.coordinator.log": _log,
-    "jobs.control.coordinator.start_notifying": lambda _node: _Nothing(),
     "jobs.control.patience.log": _log,
     "jobs.control.agent_clock._TICK_SECONDS": 1.0,
     "jobs.agent.HeldNodeDir": _HeldNodeDir,
@@ -500,11 +534,13 @@ _REPLACED: dict[str, Any] = {
     "jobs.deferral.log": _log,
     "jobs.ending.log": _log,
     "jobs.ending.node_dirs": _node_dirs,
-    "jobs.ending.start_notifying": lambda _node: _Nothing(),
     "jobs.last_resort.find_allocation": _allocation,
     "jobs.last_resort.log": _log,
     "jobs.next_attempt.log": _log,
     "jobs.node_attempt.log": _log,
+    "jobs.senders.log": _log,
+    "jobs.senders.run_delivery": _deliver,
+    "jobs.senders.signal": _Signal(signal),
     "jobs.ranks.monitor.LocalRanks": LocalRanks,
     "jobs.ranks.monitor.log": _log,
     "jobs.ranks.round.log": _log,

@@ -2,6 +2,7 @@
 
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,9 +11,9 @@ from random import Random
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import DEV_SHM
 from hpc.run.events.history import History
-from hpc.run.events.kinds import AttemptEnded, Interrupted
+from hpc.run.events.kinds import AttemptEnded, Interrupted, Notifying
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Recovery, Resources
+from hpc.run.spec import Notification, Recovery, Resources
 from simulation.cluster import NEXT, Cluster
 from simulation.ranks import KINDS, PEER_DIED, Injected, Training
 from simulation.slurm import LOGIN, Configuration, Job, State
@@ -29,7 +30,7 @@ _OF_RUN = ("hpc", "agent", "script")
 _POLL_SECONDS, _SHORT_SECONDS = 1.0, 0.05
 _TWO_JOBS_SECONDS = 150.0
 """A run may have two jobs while one process submits the next job and ends the old one."""
-_AFTERWARDS_POLLS = 25
+_AFTERWARDS_POLLS, _MOST_TRIES = 25, 5
 _CANCELLED_SECONDS, _RECORD_SECONDS = 180.0, 10.0
 _LOSE_STATES = (
     "full",
@@ -83,6 +84,9 @@ class Plan:
     faults: tuple[Fault, ...]
     next_run: str = ""
     """`after` or `after_ok` if another run waits for this one, of one node."""
+    notifies: bool = False
+    """Whether the user wants messages about the run."""
+    nodes_have_internet: bool = True
     is_helped: bool = True
     """Whether a person helps after several failures."""
     attempts: int | None = None
@@ -121,6 +125,7 @@ def plan_of(seed: int) -> Plan:
     """Return the plan of a seed."""
     random = Random(f"plan {seed}")
     limit = Random(f"limit {seed}").choice(("600m", "600m", "600m", "2m"))
+    messages = Random(f"messages {seed}")
     nodes = random.choice(("1", "2", "2", "3", "2:3", "1:3"))
     least = int(nodes[0])
     elastic = ":" not in nodes and least > 1 and random.random() < 0.3
@@ -143,6 +148,7 @@ def plan_of(seed: int) -> Plan:
         recovery=Recovery(elastic=elastic, spares=spares, hang_timeout=random.choice(("10s", "30s"))),
         is_script=random.random() < 0.4, has_supervisor=random.random() < 0.5,
         faults=_faults(random, hosts),
+        notifies=messages.random() < 0.3, nodes_have_internet=messages.random() < 0.5,
     )  # fmt: skip
 
 
@@ -175,7 +181,11 @@ class Schedule:
         self.cluster = Cluster(plan.seed, directory, plan.configuration, plan.training)
         self.violations = list[str]()
         World.current = self.cluster
-        self.run_dir = self.cluster.make_run("run", plan.resources, plan.recovery, script=plan.is_script)
+        self.cluster.has_internet = plan.nodes_have_internet
+        self.run_dir = self.cluster.make_run(
+            "run", plan.resources, plan.recovery, script=plan.is_script,
+            notification=Notification(notify=("me",) if plan.notifies else ()),
+        )  # fmt: skip
         self.next_dir: RunDir | None = None
         if plan.next_run:
             waits = {plan.next_run: (str(self.run_dir.path),)}
@@ -296,7 +306,13 @@ class Schedule:
             return False
         typing = ("hpc cancel", "hpc resume", "hpc submit")
         busy = any(process.alive and process.name in typing for process in self.cluster.processes)
-        return not busy and self._history().outcome is not None and self._next_is_over()
+        return not busy and self._history().outcome is not None and self._next_is_over() and not self._lacks_message()
+
+    def _lacks_message(self) -> bool:
+        """Return whether the supervisor must still send the message about the end."""
+        wanted = {"completed": "complete", "failed": "has failed"}.get(self._history().outcome or "")
+        sends = self.plan.notifies and self._has_supervisor and wanted is not None
+        return sends and not any(wanted in title for title in self.cluster.messages)
 
     def _next_is_over(self) -> bool:
         """Return whether the run that waits for this one has ended as well, or must not begin."""
@@ -485,6 +501,20 @@ class Schedule:
             self._violate(f"the run has failed: {self._why(history)}")
         self._check_budgets(history)
         self._check_expected(history)
+        self._check_messages(history)
+
+    def _check_messages(self, history: History) -> None:
+        """What the messages say about the end is right; each is sent once, or again if its sender was killed."""
+        about_end = [title for title in self.cluster.messages if "interrupted" not in title]
+        says_failed = any("failed" in title for title in about_end)
+        if says_failed and history.outcome == "completed" and not self._had("resume"):
+            self._violate("a message says that the run has failed, and it is complete")
+        tries = Counter(event.notice for event in history.of(Notifying))
+        if any(number > _MOST_TRIES for number in tries.values()):
+            self._violate(f"a message was tried too often: {tries.most_common(1)}")
+        # A sender may be killed, or lose its storage, between the message and its record.
+        if len(self.cluster.messages) > len(tries) and not self._had(*_LOSE_STATES, "kill-host"):
+            self._violate(f"{len(tries)} messages were sent {len(self.cluster.messages)} times")
 
     def _check_expected(self, history: History) -> None:
         plan, interruptions = self.plan, len(history.of(Interrupted))
