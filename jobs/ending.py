@@ -125,6 +125,17 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     return _continue_run(node, cause, ending.job_state, LostNodes(lost=lost, bad=bad))
 
 
+def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
+    """Continue a run whose agents recorded the end of the attempt, and were killed before they did it themselves.
+
+    Returns the exit code.
+    """
+    log(f"attempt {node.attempt.attempt} ended: {cause}, and its agents were killed before the run went on")
+    return _continue_run(
+        node, cause, _inspect_ending(node, None, cause).job_state, LostNodes(lost=node.reported_lost())
+    )
+
+
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
     """Return whether the previous attempt was an earlier start of this job, and its agents went silent.
 

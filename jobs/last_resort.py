@@ -1,4 +1,4 @@
-"""The batch script's last resort if no agent has recorded the end of the attempt, or none could start.
+"""The batch script's last resort if no agent has ended the attempt and continued the run, or none could start.
 
 A signal in the first second of their step kills agents before they can handle it; lack of memory, or a defect, kills
 them at any time. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
@@ -21,11 +21,13 @@ from hpc.base.files import refresh_nfs_cache
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
+from hpc.run.events.kinds import NotContinued, Requeued, Resubmitted
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
+from hpc.slurm import client as slurm
 from jobs import claim
 from jobs.deferral import must_wait
-from jobs.ending import conclude_failed_agent
+from jobs.ending import conclude_failed_agent, continue_ended_run
 from jobs.node_attempt import (
     NodeAllocation,
     NodeAttempt,
@@ -42,7 +44,24 @@ _BY_SIGNAL = 128
 
 
 def main(argv: list[str]) -> int:
-    """End the attempt that no agent has ended, and continue the run. Returns the exit code of the script."""
+    """Do what the agents have not done: end the attempt, continue the run. Returns the exit code of the script."""
+    exit_code = _do_the_rest(argv)
+    if exit_code != 0:
+        _let_job_fail()
+    return exit_code
+
+
+def _let_job_fail() -> None:
+    """Keep Slurm from holding this job, which fails: it requeues and holds an expedited job that does."""
+    try:
+        job_id = find_allocation(os.environ).job_id
+        if slurm.is_expedited(slurm.show_job(job_id)):
+            slurm.forbid_requeue(job_id)
+    except TorchrelayError as error:
+        log(f"Slurm may requeue and hold this job, which has failed: then cancel it with scancel ({error})")
+
+
+def _do_the_rest(argv: list[str]) -> int:
     run, exit_code = RunDir(Path(argv[0])), int(argv[1])
     try:
         allocation = find_allocation(os.environ)
@@ -59,6 +78,8 @@ def main(argv: list[str]) -> int:
         run=run, spec=spec, allocation=allocation, attempt=attempt,
         writer=claim.event_file(run, attempt.attempt, allocation.node_rank),
     )  # fmt: skip
+    if attempt.cause is not None:
+        return continue_ended_run(node, Cause(attempt.cause))
     ended_with = f"ended with {killed_by or f'exit code {exit_code}'}"
     look = "see the end of hpc logs --all"
     detail = f"srun ended with exit code {exit_code}, and the agents of the job recorded no reason: {look}"
@@ -75,22 +96,27 @@ def main(argv: list[str]) -> int:
 
 def _load(run: RunDir, allocation: NodeAllocation) -> tuple[RunSpec, Attempt | None]:
     spec = load_own_spec(run)
-    return spec, _unended_attempt(run, spec, allocation)
+    return spec, _unfinished_attempt(run, spec, allocation)
 
 
-def _unended_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> Attempt | None:
-    """Return the attempt of this job start, or a new one if no agent claimed one; None if there is nothing left to end.
+def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> Attempt | None:
+    """Return the attempt of this job start, or a new one if no agent claimed one; None if nothing is left to do.
 
     Raises:
         TorchrelayError: the run was cancelled, or another job works on it.
     """
     refresh_nfs_cache(run.events)
     history = History.load(run)
-    if history.complete or claim.why_nothing_started(history, allocation) is not None:
+    if claim.why_nothing_started(history, allocation) is not None:
         return None
     for attempt in history.attempts:
         if (attempt.job_id, attempt.restart) == allocation.job_start:
-            return attempt if attempt.ended is None else None
+            decided = Requeued | Resubmitted | NotContinued
+            has_gone_on = any(isinstance(event, decided) for event in history.during(attempt.attempt).events)
+            is_over = attempt.ended is not None and (has_gone_on or not history.may_restart)
+            return None if is_over else attempt
+    if history.complete:
+        return None
     # The first attempt ends the wait for other runs, so it must not be made before their end.
     return None if must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
 

@@ -92,6 +92,8 @@ def _why_new_job(node: NodeAttempt) -> str | None:
     if node.spec.recovery.continue_with != "auto":
         return "--continue-with job" if node.spec.recovery.continue_with == "job" else None
     try:
+        if slurm.is_expedited(slurm.show_job(node.allocation.job_id)):
+            return None
         delay = slurm.requeue_delay_seconds(slurm.show_config())
     except TorchrelayError as error:
         return f"Slurm does not report for how long it holds a requeued job: {error}"

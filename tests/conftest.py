@@ -123,6 +123,7 @@ def slurm_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         write_programs(programs, **{name: script})
 
     write("sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    write("scontrol", "exit 1")  # the real one would wait for its slurmctld
     return write
 
 

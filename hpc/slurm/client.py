@@ -30,9 +30,11 @@ _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
-# The reasons of COMPLETING jobs. Slurm 22.05.8 gives the second one to a job whose batch script was killed.
+# The reasons of COMPLETING jobs. A job whose batch script was killed has the second one in Slurm 22.05.8, and the last
+# one in 26.05.5.
 _ENDING_REASONS = {
     "TimeLimit": JobState.TIMEOUT, "JobLaunchFailure": JobState.FAILED, "NonZeroExitCode": JobState.FAILED,
+    "RaisedSignal": JobState.FAILED,
 }  # fmt: skip
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 _CRED_EXPIRE_SECONDS = 120
@@ -97,7 +99,8 @@ def running_slurm_conf() -> Path | None:
     except (OSError, ValueError):
         return None
     slurm_conf = TESTBED_DIRECTORY / "slurm.conf"
-    return slurm_conf if name == "(slurmctld)" and state != "Z" and slurm_conf.exists() else None
+    # After `scontrol reconfigure`, the slurmctld of 26.05 is a new process of Debian's name, (slurmctld-wlm).
+    return slurm_conf if name.startswith("(slurmctld") and state != "Z" and slurm_conf.exists() else None
 
 
 def is_testbed() -> bool:
@@ -272,7 +275,8 @@ def ending_state(fields: Fields, restart: int) -> JobState:
         return state
     if int(fields.get("Restarts", "0")) > restart:
         return JobState.PENDING
-    return _ENDING_REASONS.get(fields.get("Reason", ""), JobState.CANCELLED)
+    reason = fields.get("Reason", "").partition(":")[0]  # RaisedSignal:9(Killed)
+    return _ENDING_REASONS.get(reason, JobState.CANCELLED)
 
 
 def is_preempted(fields: Fields) -> bool:
@@ -359,6 +363,7 @@ def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None
         "--parsable",
         "--begin=now",
         f"--dependency={dependency}",
+        *requeue_options(),
         *([f"--exclude={','.join(exclude)}"] if exclude else []),
     ]
     # The PATH of the given environment, which subprocess would search, may lack sbatch.
@@ -384,6 +389,11 @@ def set_excluded_nodes(job_id: str, nodes: Sequence[str]) -> None:
 def requeue(job_id: str) -> None:
     """Requeue a job: Slurm ends its processes, and the job keeps its id."""
     run("scontrol", "requeue", job_id)
+
+
+def forbid_requeue(job_id: str) -> None:
+    """Let a job that fails end, although it was submitted with --requeue."""
+    run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
 
 def requeue_held(job_id: str) -> None:
@@ -469,6 +479,28 @@ def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
     problem = "the cluster has no default partition" if name is None else f"--partition {name!r} does not exist"
     names = ", ".join(fields["PartitionName"] for fields in partitions if "PartitionName" in fields)
     raise UserError(f"{problem}: use --partition with one of {names}")
+
+
+def requeue_options() -> list[str]:
+    """Return sbatch's option for a requeue without a delay, where the cluster's Slurm (since 25.11) allows it."""
+    try:
+        # Elsewhere, Slurm refuses a job with this option.
+        return ["--requeue=expedite"] if expedites_requeues(show_config()) else []
+    except TorchrelayError:
+        return []  # sbatch will say what is wrong
+
+
+def expedites_requeues(config: Fields) -> bool:
+    """Return whether Slurm requeues jobs without a delay if they ask for it, from `show_config`."""
+    return "enable_expedited_requeue" in config.get("SlurmctldParameters", "")
+
+
+def is_expedited(fields: Fields) -> bool:
+    """Return whether Slurm requeues the job without a delay, from `show_job`.
+
+    If its script fails, Slurm does not end such a job, but requeues and holds it (26.05.5).
+    """
+    return fields.get("ExpeditedRequeue") == "Yes" and fields.get("Requeue") != "0"
 
 
 def requeue_delay_seconds(config: Fields) -> int:

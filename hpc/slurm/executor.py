@@ -117,7 +117,8 @@ class SlurmExecutor(SubmititSlurm):
         # submitit has written the script under another name.
         written.replace(self.run.script)
         written.symlink_to(self.run.script)
-        return ["sbatch", *([f"--dependency={self.waits_for}"] if self.waits_for else []), str(self.run.script)]
+        waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
+        return ["sbatch", *waits, *slurm.requeue_options(), str(self.run.script)]
 
     def prepare(self, directory: RunDir) -> None:
         """Find the jobs to wait for, and write the job's files into a directory that does not have the run's name yet.

@@ -17,6 +17,7 @@ QUEUE_FORMAT = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
 _SCRIPT = RunDir(Path()).script.name
 _STATES = {
     "PENDING": JobState.PENDING, "CONFIGURING": JobState.PENDING, "REQUEUED": JobState.PENDING,
+    "EXPEDITING": JobState.PENDING,  # since 25.11: its node has failed, and its other nodes are kept for it
     "REQUEUE_FED": JobState.PENDING, "REQUEUE_HOLD": JobState.PENDING, "SPECIAL_EXIT": JobState.PENDING,
     "RESV_DEL_HOLD": JobState.PENDING, "LAUNCH_FAILED": JobState.PENDING, "RECONFIG_FAIL": JobState.PENDING,
     "POWER_UP_NODE": JobState.PENDING, "RUNNING": JobState.RUNNING, "SUSPENDED": JobState.SUSPENDED,

@@ -57,6 +57,14 @@ def test_run_continues_in_a_new_job_if_slurm_would_hold_the_old_one(
     assert resubmitted.detail == "Slurm holds a requeued job for 120 s"
 
 
+def test_job_that_slurm_requeues_without_a_delay_is_requeued(ended: EndedAttemptMaker, slurm: AnsweringSlurm) -> None:
+    stopped = ended()
+    slurm.says_of_job(f"{RUNNING} Requeue=1 ExpeditedRequeue=Yes", requeue_delay=120)
+    stopped.stop.handle(STOP_SIGNALS[0], None)
+    assert stopped.conclude() == 0
+    assert slurm.asked == ["scontrol requeue"]
+
+
 @pytest.mark.parametrize(("way", "asked"), [("requeue", "scontrol requeue"), ("job", "sbatch --parsable")])
 def test_user_may_choose_how_the_run_continues(
     ended: EndedAttemptMaker, slurm: AnsweringSlurm, way: Literal["requeue", "job"], asked: str

@@ -36,6 +36,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.notification import delivery
+from hpc.slurm import client
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
@@ -114,13 +115,14 @@ class Cluster(World):
     def submit(self, run: RunDir) -> int:
         """Submit the first job of a run; if Slurm does not accept it, a person types `hpc submit` again."""
         try:
-            job_id = self.slurm.run("sbatch", str(run.script)).strip()
+            job_id = self.slurm.run("sbatch", *client.requeue_options(), str(run.script)).strip()
         except TorchrelayError as error:
             self.tell(f"hpc submit: {error}")
             self.wait(5.0)
-            if not self.slurm.jobs:
+            queued = [job.id for job in self.slurm.jobs.values() if job.script == str(run.script)]
+            if not queued:
                 return self.submit(run)
-            [job_id] = self.slurm.jobs
+            [job_id] = queued
         grace = int(self.slurm.configuration.grace_seconds) or None
         submitted = Submitted(job_id=job_id, cluster="slurm", stop_lead_seconds=30, grace_seconds=grace)
         try:
@@ -131,7 +133,6 @@ class Cluster(World):
 
     def submit_next(self, run: RunDir) -> int:
         """Type `hpc submit --after`, until it succeeds."""
-        from hpc.slurm import client
         from hpc.slurm.predecessors import dependency
 
         while not any(job.script == str(run.script) for job in self.slurm.jobs.values()):

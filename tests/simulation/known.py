@@ -10,6 +10,7 @@ from simulation.slurm import Configuration
 
 _CLUSTER = Configuration(nodes=("gpu01", "gpu02", "gpu03", "gpu04"), slurmd_timeout=60.0, requeue_delay=30.0)
 _TRAINING = Training(total_steps=30, step_seconds=1.0, snapshot_steps=1, checkpoint_steps=10)
+_NEWER = {"has_delay_setting": True}
 _STARTS, _TRAINS, _DONE = "job 1 starts", "the ranks of attempt 1, round 1, begin", "has done all steps"
 
 
@@ -28,8 +29,30 @@ def _kill_host(at: float, after: str = "", host: str = "gpu01") -> Fault:
 
 KNOWN = {
     # --- found by the simulation ---
+    # The last resort took a recorded end for the proof that the run goes on.
+    "the agent that has recorded the end of a job of one node is killed": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="signal"),
+        Fault(at=0.0, after="attempt 1 ended: time_limit", kind="kill-agent", host="gpu01"), nodes="1", attempts=2,
+    ),
     # The agents took the end of the job for a cancellation, and nothing continued the run.
     "the batch script is killed": _plan(Fault(at=20.0, kind="kill-script")),
+    # Nobody recorded the end, so that no message told of it.
+    "the agents are killed when the trainer has finished": _plan(
+        Fault(at=1.0, after=_DONE, kind="doom-agent", host="gpu01", number=1), is_script=False, notifies=True,
+        nodes="1", has_supervisor=True,
+    ),
+    # They took it for a cancellation again: Slurm 26.05 has another word for it.
+    "the batch script is killed, on Slurm 26.05": _plan(Fault(at=20.0, kind="kill-script"), configuration=_NEWER),
+    # Its job stayed in the queue, held.
+    "a run fails whose job is expedited": _plan(
+        *(Fault(at=20.0, kind="killed", host=f"gpu0{1 + number % 2}") for number in range(7)),
+        training=replace(_TRAINING, snapshot_steps=1000, checkpoint_steps=1000), attempts=1,
+        configuration={**_NEWER, "expedites": True},
+    ),
+    # Its user got no message: of its end, or that it was cancelled.
+    "a run is cancelled in the moment of its completion": _plan(
+        Fault(at=0.0, after=_DONE, kind="cancel"), is_script=False, notifies=True, has_supervisor=True,
+    ),
     # Its job went on without a single process until its time limit.
     "the head node dies between the last step and the record of the end": _plan(_kill_host(0.9, _DONE)),
     # The same: the other agents only said that they could not reach the head node's.

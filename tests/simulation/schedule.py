@@ -125,7 +125,7 @@ def plan_of(seed: int) -> Plan:
     """Return the plan of a seed."""
     random = Random(f"plan {seed}")
     limit = Random(f"limit {seed}").choice(("600m", "600m", "600m", "2m"))
-    messages = Random(f"messages {seed}")
+    messages, newer = Random(f"messages {seed}"), Random(f"release {seed}")
     nodes = random.choice(("1", "2", "2", "3", "2:3", "1:3"))
     least = int(nodes[0])
     elastic = ":" not in nodes and least > 1 and random.random() < 0.3
@@ -135,6 +135,7 @@ def plan_of(seed: int) -> Plan:
         nodes=hosts, slurmd_timeout=random.choice((20.0, 60.0, 300.0)), kill_wait=random.choice((5.0, 30.0)),
         requeue_delay=random.choice((2.0, 30.0, 120.0)), preempt_mode=random.choice(("REQUEUE", "REQUEUE", "CANCEL")),
         grace_seconds=random.choice((0.0, 20.0)), may_requeue=random.random() < 0.9,
+        has_delay_setting=(is_newer := newer.random() < 0.3), expedites=is_newer and newer.random() < 0.5,
     )  # fmt: skip
     training = Training(
         total_steps=random.randint(20, 60), step_seconds=random.choice((0.5, 1.0, 2.0)),
@@ -279,7 +280,7 @@ class Schedule:
         One failure must not lead to that.
         """
         jobs = [job for job in self._jobs() if job.alive]
-        stuck = all((job.held and job.state is State.PENDING) or self._is_empty(job) for job in jobs)
+        stuck = all((job.held and job.waits) or self._is_empty(job) for job in jobs)
         busy = any(process.alive and process.name.startswith(_OF_RUN) for process in self.cluster.processes)
         return stuck and not busy and self._history().outcome is None and len(self.plan.faults) > 1
 
@@ -299,7 +300,7 @@ class Schedule:
         jobs = self._jobs()
         if any(process.alive for process in self.cluster.slurm.strays):
             return False
-        if self._lacks_nodes() and all(job.state is State.PENDING for job in jobs if job.alive):
+        if self._lacks_nodes() and all(job.waits for job in jobs if job.alive):
             return True
         without = not self.plan.has_supervisor and self._history().outcome == "completed"
         if any(job.alive and not (without and self._is_empty(job)) for job in jobs) or not jobs:
@@ -320,7 +321,7 @@ class Schedule:
             return True
         outcome, jobs = History.load(self.next_dir).outcome, self._jobs(self.next_dir)
         if self.plan.next_run == "after_ok" and self._history().outcome != "completed" and not self.cluster.next_steps:
-            return all(job.state is State.PENDING and job.held for job in jobs if job.alive)
+            return all(job.waits and job.held for job in jobs if job.alive)
         return outcome is not None and not any(job.alive for job in jobs)
 
     def _is_empty(self, job: Job) -> bool:
@@ -441,7 +442,7 @@ class Schedule:
     def _check_jobs(self) -> None:
         """One job of the run at a time; none after a cancellation."""
         cluster = self.cluster
-        alive = [job for job in self._jobs() if job.state in {State.PENDING, State.RUNNING}]
+        alive = [job for job in self._jobs() if job.waits or job.state is State.RUNNING]
         self._two_since = (self._two_since or cluster.now) if len(alive) > 1 else None
         # The reply of sbatch was lost, and then Slurm killed the agents and requeued the old job. The job that starts
         # last ends at once.

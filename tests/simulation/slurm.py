@@ -31,6 +31,7 @@ class State(StrEnum):
     """The states of a job, in Slurm's words."""
 
     PENDING = "PENDING"
+    EXPEDITING = "EXPEDITING"
     RUNNING = "RUNNING"
     COMPLETING = "COMPLETING"
     COMPLETED = "COMPLETED"
@@ -52,6 +53,10 @@ class Configuration:
     preempt_mode: str = "REQUEUE"
     grace_seconds: float = 0.0
     may_requeue: bool = True
+    expedites: bool = False
+    """Whether it is a Slurm since 25.11 that requeues jobs of `sbatch --requeue=expedite` without a delay."""
+    has_delay_setting: bool = False
+    """Whether the delay is the setting of 25.11, `requeue_delay`; before, it was `cred_expire`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -82,6 +87,10 @@ class Job:
     killed_at: float = 0.0
     """When the processes of a job that is COMPLETING are killed."""
     held: bool = False
+    expedited: bool = False
+    """Whether it was submitted with --requeue=expedite."""
+    ends: bool = False
+    """Whether it ends if its script fails, though it is expedited (`scontrol update Requeue=0`)."""
     processes: list[Process] = field(default_factory=list)
     warned: bool = False
     early: float = 0.0
@@ -90,7 +99,12 @@ class Job:
     @property
     def alive(self) -> bool:
         """Whether Slurm still holds the job."""
-        return self.state in {State.PENDING, State.RUNNING, State.COMPLETING}
+        return self.waits or self.state in {State.RUNNING, State.COMPLETING}
+
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for its start."""
+        return self.state in {State.PENDING, State.EXPEDITING}
 
 
 class Slurm:
@@ -140,7 +154,7 @@ class Slurm:
                     self._complete(job)
             if self.away_until <= self.world.now:
                 for job in sorted(self.jobs.values(), key=lambda each: int(each.id)):
-                    if job.state is State.PENDING:
+                    if job.waits:
                         self._try_to_start(job)
 
     def _notice_unreachable_nodes(self) -> None:
@@ -166,7 +180,7 @@ class Slurm:
                     self.strays += [each for each in job.processes if each.host == host]
                     job.processes = [each for each in job.processes if each.host != host]
                 if job.nodes[1] == 1 or not job.hosts:
-                    self._end(job, State.PENDING, restart=True)
+                    self._end(job, State.EXPEDITING if job.expedited else State.PENDING, restart=True)
 
     def _watch_limit(self, job: Job) -> None:
         assert job.started is not None
@@ -210,7 +224,12 @@ class Slurm:
         def has_ended() -> None:
             if job.state is State.RUNNING and job.restarts == start and script.host in {*job.hosts} - {*self.dead}:
                 code = script.exit_code or 0
-                reason = {0: "None", 137: "JobLaunchFailure"}.get(code, "NonZeroExitCode")
+                by_signal = "RaisedSignal:9(Killed)" if self.configuration.has_delay_setting else "JobLaunchFailure"
+                reason = {0: "None", 137: by_signal}.get(code, "NonZeroExitCode")
+                if code not in {0, 137} and job.expedited and not job.ends:
+                    job.held = True
+                    self._end(job, State.PENDING, restart=True)
+                    return
                 self._end(job, State.COMPLETED if code == 0 else State.FAILED, reason=reason)
 
         script.on_end.append(has_ended)
@@ -225,14 +244,14 @@ class Slurm:
         self, job: Job, state: State, *, restart: bool = False, reason: str = "None", wait: float | None = None
     ) -> None:
         """End the processes of a job, which then gets the state."""
-        if job.state is State.PENDING:
+        if job.waits:
             job.state, job.ended = state, self.world.now
             return
         wait = self.configuration.kill_wait if wait is None else wait
         job.state, job.becomes = State.COMPLETING, state
         job.reason = _HELD if job.held else reason
         job.restarts += restart
-        job.delay = self.configuration.requeue_delay if restart else 0.0
+        job.delay = self.configuration.requeue_delay if restart and not job.expedited else 0.0
         self.signal([job], signal.SIGTERM)
         job.killed_at = self.world.now + wait
 
@@ -255,8 +274,9 @@ class Slurm:
         self.strays += left
         job.state, job.hosts, job.processes = job.becomes, [], []
         job.ended = self.world.now
-        if job.state is State.PENDING:
-            job.eligible, job.reason = self.world.now + job.delay, _HELD if job.held else "BeginTime"
+        if job.waits:
+            reason = "BeginTime" if job.delay else "None"
+            job.eligible, job.reason = self.world.now + job.delay, _HELD if job.held else reason
         self.world.tell(f"job {job.id} is {job.state}")
 
     # --- failures ---
@@ -327,9 +347,7 @@ class Slurm:
             ("sbatch",): self._submit,
             ("scancel",): lambda job_id: self._cancel(self._job(job_id)),
             ("scontrol", "show", "hostnames"): lambda nodes: "\n".join(nodes.split(",")),
-            ("scontrol", "show", "config"): lambda: (
-                f"AuthInfo = cred_expire={self.configuration.requeue_delay:.0f}\nJobContainerType = (null)\n"
-            ),
+            ("scontrol", "show", "config"): self._config,
             ("scontrol", "--oneliner", "show", "job"): lambda job_id: self._show(self._job(job_id)),
             ("scontrol", "--oneliner", "show", "partition"): self._partition,
             ("scontrol", "requeue"): lambda job_id: self._requeue(self._job(job_id), hold=False),
@@ -342,6 +360,13 @@ class Slurm:
             if tuple(command[: len(words)]) == words:
                 return answer(*command[len(words) :]) or ""
         raise AssertionError(f"the simulated Slurm does not know {' '.join(command)}")
+
+    def _config(self) -> str:
+        seconds, expedites = f"{self.configuration.requeue_delay:.0f}", self.configuration.expedites
+        delay = f"AuthInfo = cred_expire={seconds}\nJobContainerType = (null)\n"
+        if self.configuration.has_delay_setting:
+            delay = f"AuthInfo = (null)\nSchedulerParameters = requeue_delay={seconds}\nNamespaceType = (null)\n"
+        return f"{delay}SlurmctldParameters = {'enable_expedited_requeue' if expedites else '(null)'}\n"
 
     def _nodes(self, *options: str) -> str:
         partition = "gpu*|" if options[-1] == "--format=%N|%P|%T" else ""
@@ -371,7 +396,7 @@ class Slurm:
     def _queue(self, *options: str) -> str:
         listed = self._listed()
         if options[-1] == "--format=%i|%E":
-            pending = (job for job in listed if job.state is State.PENDING and job.dependency)
+            pending = (job for job in listed if job.waits and job.dependency)
             return "".join(f"{job.id}|{':'.join(['afterany', *job.dependency])}(unfulfilled)\n" for job in pending)
         return "".join(map(self._queue_line, listed))
 
@@ -396,10 +421,13 @@ class Slurm:
         excluded = tuple(filter(None, given.get("--exclude", "").split(",")))
         if len(set(self.configuration.nodes) - set(excluded)) < nodes[0]:
             raise TorchrelayError("Requested node configuration is not available")
+        expedited = given.get("--requeue") == "expedite"
+        if expedited and not self.configuration.expedites:
+            raise TorchrelayError("Requested operation not supported on this system")
         depends = tuple(one for one in given.get("--dependency", "").split(":")[1:] if one)
         job = Job(
             id=str(self._next), script=script, nodes=nodes, limit=limit, lead=lead, excluded=excluded,
-            dependency=depends, eligible=self.world.now,
+            dependency=depends, eligible=self.world.now, expedited=expedited,
         )  # fmt: skip
         self._next += 1
         self.jobs[job.id] = job
@@ -418,11 +446,15 @@ class Slurm:
     def _requeue(self, job: Job, *, hold: bool) -> None:
         if not self.configuration.may_requeue:
             raise SlurmRefusalError("Requested operation is presently disabled")
-        if job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING):
+        if job.waits or (job.state is State.COMPLETING and job.becomes in {State.PENDING, State.EXPEDITING}):
             raise TorchrelayError("Job is pending execution")
         typed = self.world.process.name.startswith("scontrol")
         known = {host for host in self.missed if self.world.now - self.dead[host] > self._noticed_after(job, host)}
-        if not typed and known.difference(self.down).intersection(job.hosts):
+        if (
+            not typed
+            and not self.configuration.has_delay_setting
+            and known.difference(self.down).intersection(job.hosts)
+        ):
             self.world.defects.append(
                 f"job {job.id} was requeued while {job.hosts} had a dead node: Slurm 22.05 leaks GPUs"
             )
@@ -432,11 +464,9 @@ class Slurm:
             self._end(job, State.PENDING, restart=True)
             return
         job.restarts += 1
-        job.state, job.reason, job.eligible = (
-            State.PENDING,
-            "BeginTime",
-            self.world.now + self.configuration.requeue_delay,
-        )
+        job.state, job.reason, job.eligible = State.PENDING, "None", self.world.now
+        if not job.expedited:
+            job.reason, job.eligible = "BeginTime", self.world.now + self.configuration.requeue_delay
 
     def _noticed_after(self, job: Job, host: str) -> float:
         """Seconds after which the agent that asks can know of a dead node, unless its agent had left before.
@@ -449,12 +479,16 @@ class Slurm:
     def _update(self, which: str, change: str) -> None:
         job, (name, value) = self._job(which.partition("=")[2]), change.split("=", 1)
         pending = job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING)
+        if job.state is State.EXPEDITING:
+            raise TorchrelayError("Requested operation not supported on this system")
         if name in {"StartTime", "Dependency", "ExcNodeList"} and not pending:
             raise TorchrelayError("Job is no longer pending execution")
         if name == "StartTime":
             job.eligible = self.world.now + float(value.removeprefix("now+"))
         elif name == "Dependency":
             job.dependency = tuple(one for one in value.split(":")[1:] if one)
+        elif name == "Requeue":
+            job.ends = value == "0"
         elif name == "ExcNodeList":
             job.excluded = tuple(filter(None, value.split(",")))
 
@@ -462,7 +496,7 @@ class Slurm:
         preempted = "None" if job.preempted_at is None else _at(job.preempted_at)
         return (
             f"JobId={job.id} JobState={job.state} Reason={job.reason} Restarts={job.restarts} "
-            f"PreemptTime={preempted} StartTime={_at(job.started)}"
+            f"PreemptTime={preempted} StartTime={_at(job.started)} ExpeditedRequeue={'Yes' if job.expedited else 'No'}"
         )
 
 

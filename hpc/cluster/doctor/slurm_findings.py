@@ -6,7 +6,13 @@ from math import ceil
 
 from hpc.cluster.doctor.findings import Check, Finding, RunMeasurements, costs, note, ok
 from hpc.run.stop_times import KILL_WAIT_SECONDS, save_timeout_seconds
-from hpc.slurm.client import LONG_REQUEUE_DELAY_SECONDS, ClusterConfig, leading_number, requeue_delay_seconds
+from hpc.slurm.client import (
+    LONG_REQUEUE_DELAY_SECONDS,
+    ClusterConfig,
+    expedites_requeues,
+    leading_number,
+    requeue_delay_seconds,
+)
 from hpc.status.warnings import MAX_SHARE
 
 _MIN_SAVE_SECONDS = 10.0
@@ -152,6 +158,8 @@ def _slurmd_timeout(site: ClusterFacts) -> Finding | None:
 def _requeue_delay(site: ClusterFacts) -> Finding | None:
     if "AuthInfo" not in site.cluster.config:
         return None
+    if expedites_requeues(site.cluster.config):
+        return ok("none for the jobs of runs (enable_expedited_requeue)")
     seconds = requeue_delay_seconds(site.cluster.config)
     value = f"{seconds} s"
     if seconds <= LONG_REQUEUE_DELAY_SECONDS:
@@ -161,7 +169,8 @@ def _requeue_delay(site: ClusterFacts) -> Finding | None:
         "Slurm holds a requeued job that long, so after a preemption or its time limit a run continues in a new job, "
         "which has another id and no age in the queue",
         "use --continue-with requeue and hpc supervise to keep the job; or ask the administrators for "
-        "SchedulerParameters=requeue_delay=5 (before Slurm 25.11: AuthInfo=cred_expire=15) in slurm.conf",
+        "SlurmctldParameters=enable_expedited_requeue, or for SchedulerParameters=requeue_delay=5 (before Slurm 25.11: "
+        "AuthInfo=cred_expire=15), in slurm.conf",
     )
 
 

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-ProfileName = Literal["usual", "typed", "bare", "cancel", "suspend", "strict", "addresses", "ranges", "private"]
+ProfileName = Literal[
+    "usual", "typed", "bare", "cancel", "suspend", "strict", "addresses", "ranges", "private", "expedited"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,4 +117,6 @@ PROFILES: dict[ProfileName, Profile] = {
         job_container="AutoBasePath=true\nBasePath=/mnt\n",
         boot=_PRIVATE_DIRECTORIES,
     ),
+    # It differs from the usual one since Slurm 25.11.
+    "expedited": Profile(slurm_conf={"SlurmctldParameters": "enable_expedited_requeue"}),
 }

@@ -20,7 +20,6 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from hpc.base.errors import UserError
-from hpc.run.events import ledger
 from hpc.run.events.history import History
 from hpc.run.events.kinds import NotificationFailed, NotificationSent, Notifying, OfMessage
 from hpc.run.events.ledger import EventWriter, record_once
@@ -104,18 +103,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     notification = RunSpec.load(run).notification
     senders = list[threading.Thread]()
     deadline = time.monotonic() + _SEND_SECONDS
+    problem: OSError | None = None
     for message in _due(run, notification, retry=options.retry, failure=options.failure):
-        if writer := _claim(run, message):
+        try:
+            writer = _claim(run, message)
+        except OSError as error:
+            problem = error
+            break
+        if writer:
             thread = threading.Thread(target=_send_and_record, args=(message, writer, deadline))
             thread.start()
             senders.append(thread)
     for thread in senders:
         thread.join()
-    return 0
+    if problem:
+        _tell(f"a message cannot be sent yet, because its file could not be written: {problem}")
+    return int(problem is not None)
 
 
 def _due(run: RunDir, notification: Notification, *, retry: bool, failure: str | None) -> list[Message]:
-    history, now = History(ledger.read(run.events)), time.time()
+    history, now = History.load(run), time.time()
     notices = notices_of(run.path, history, notification.notify_interruptions)
     if failure is not None:
         attempt = history.last_attempt.attempt if history.last_attempt else 0
@@ -136,11 +143,17 @@ def _claim(run: RunDir, message: Message) -> EventWriter | None:
 def _send_and_record(message: Message, writer: EventWriter, deadline: float) -> None:
     key, name = message.notice.key, message.recipient
     problem = try_to_send(message.recipient, message.notice.title, message.notice.body, deadline - time.monotonic())
-    if problem is None:
-        writer.append(NotificationSent(notice=key, recipient=name))
-    else:
-        writer.append(NotificationFailed(notice=key, recipient=name, reason=problem))
-        print(f"torchrelay: {message.recipient} could not be notified: {problem}", file=sys.stderr, flush=True)
+    if problem is not None:
+        _tell(f"{name} could not be notified: {problem}")
+    sent = NotificationSent(notice=key, recipient=name)
+    try:
+        writer.append(sent if problem is None else NotificationFailed(notice=key, recipient=name, reason=problem))
+    except OSError as error:
+        _tell(f"{name} may get a message again, because this one could not be recorded: {error}")
+
+
+def _tell(text: str) -> None:
+    print(f"torchrelay: {text}", file=sys.stderr, flush=True)
 
 
 def try_to_send(recipient: str, title: str, body: str, seconds: float = _SEND_SECONDS) -> str | None:

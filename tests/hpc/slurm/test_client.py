@@ -5,6 +5,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+from support.cluster import Command
 from support.fake_slurm import write_programs
 
 from hpc.run.causes import JobState
@@ -79,6 +80,7 @@ def test_fields_of_scontrol() -> None:
         ({"JobState": "COMPLETING", "Restarts": "1", "Reason": "None"}, JobState.PENDING),
         ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "TimeLimit"}, JobState.TIMEOUT),
         ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "JobLaunchFailure"}, JobState.FAILED),
+        ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "RaisedSignal:9(Killed)"}, JobState.FAILED),
         ({"JobState": "COMPLETING", "Restarts": "0", "Reason": "None"}, JobState.CANCELLED),
         ({"JobState": "RUNNING", "Restarts": "0"}, JobState.RUNNING),
         ({}, JobState.UNKNOWN),
@@ -93,6 +95,20 @@ def test_state_of_a_completing_job(fields: dict[str, str], state: JobState) -> N
 )
 def test_preemption_of_an_earlier_start_does_not_count(since: str, preempted: bool) -> None:
     assert slurm.is_preempted({"PreemptTime": since, "StartTime": "2026-11-21T09:00:00"}) is preempted
+
+
+@pytest.mark.parametrize(
+    ("parameters", "options"),
+    [("idle_on_node_suspend,enable_expedited_requeue", "--requeue=expedite"), ("(null)", "")],
+)
+def test_requeues_are_expedited_where_the_cluster_allows_it(
+    slurm_command: Command, tmp_path: Path, parameters: str, options: str
+) -> None:
+    slurm_command("scontrol", f"echo 'SlurmctldParameters     = {parameters}'")
+    slurm_command("sbatch", f'echo "$@" > {tmp_path}/typed; echo 8')
+    assert slurm.submit(tmp_path / "submit.sbatch", []) == "8"
+    words = (tmp_path / "typed").read_text().split()
+    assert [word for word in words if "requeue" in word] == ([options] if options else [])
 
 
 # As scontrol prints it, shortened.

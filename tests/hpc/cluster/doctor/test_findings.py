@@ -150,6 +150,7 @@ TEXTS = {
         ("requeue delay", TEXTS["expire"], {}, None, "note", ["600 s", "requeue_delay=5"]),
         ("requeue delay", TEXTS["short"], {}, None, "ok", []),
         ("requeue delay", TEXTS["own delay"], {}, None, "ok", []),
+        ("requeue delay", {"SlurmctldParameters": "enable_expedited_requeue"}, {}, None, "ok", ["none"]),
         ("AllocNodes", {}, {}, None, "ok", []),
         ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, None, "note", ["login[1-2]", "PartitionName=gpu"]),
         ("private /tmp", {}, {}, None, "ok", []),
