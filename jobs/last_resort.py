@@ -18,7 +18,7 @@ from pathlib import Path
 
 from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError
 from hpc.base.files import refresh_nfs_cache
-from hpc.run.causes import Cause
+from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
 from hpc.run.events.kinds import NotContinued, Requeued, Resubmitted
@@ -55,7 +55,9 @@ def _let_job_fail() -> None:
     """Keep Slurm from holding this job, which fails: it requeues and holds an expedited job that does."""
     try:
         job_id = find_allocation(os.environ).job_id
-        if slurm.is_expedited(slurm.show_job(job_id)):
+        job = slurm.show_job(job_id)
+        # A job that agents have requeued is ending.
+        if slurm.is_expedited(job) and job["JobState"] == JobState.RUNNING:
             slurm.forbid_requeue(job_id)
     except TorchrelayError as error:
         log(f"Slurm may requeue and hold this job, which has failed: then cancel it with scancel ({error})")

@@ -217,6 +217,9 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
             # Since 22.05, srun does not inherit this from sbatch, and every rank would use the same core.
             f"--cpus-per-task={resources.cpus_per_node}",
             *survive,
+            # The agents take the number of their task for that of their node in the job. Since 26.05, other orders are
+            # possible where nodes have a topology.
+            "--distribution=block",
             # With WaitTime, Slurm would end the step that many seconds after its first task ends, as on a lost node.
             "--wait=0",
             "--mpi=none",

@@ -120,6 +120,7 @@ _REASONS = {
     "PartitionNodeLimit": "it asks for more nodes than its partition allows",
     "PartitionTimeLimit": "it asks for more time than its partition allows",
     "Reservation": "its reservation has not begun",
+    "ReservationDeleted": "held because its reservation was removed: type hpc cancel, then hpc resume",
     "Licenses": "no licences are free",
     "QOSGrp": "the jobs of its QOS have reached a limit",
     "QOSMax": "you have reached a limit of the QOS, or this job alone exceeds it",

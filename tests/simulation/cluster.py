@@ -41,12 +41,14 @@ from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
 from simulation.ranks import Group, Injected, LocalRanks, Torchrun, Training
-from simulation.slurm import LOGIN, Configuration, Job, Slurm
+from simulation.slurm import LOGIN, Configuration, Job, Slurm, State
 from simulation.storage import SimulatedOs, SimulatedPath, Storage, storage
 from simulation.world import EPOCH, Event, Process, StandIn, Thread, World
 
 _AGENT_START_SECONDS = (0.1, 0.6)
 _LOOK_SECONDS, _DELIVERY_SECONDS = 0.2, 25.0
+_ABORTED_SHARE = 0.5
+"""How often srun says that tasks were terminated, though they have ended by themselves while Slurm ended their job."""
 NEXT = "next"
 """The name of the run that waits for the first one."""
 _FENCED_SECONDS = 1.0
@@ -205,6 +207,8 @@ class Cluster(World):
         ):
             self.wait(_LOOK_SECONDS)
         exit_code = max((agent.exit_code or 0 for agent in agents), default=0)
+        if exit_code == 0 and job.state is State.COMPLETING and self.random.random() < _ABORTED_SHARE:
+            exit_code = 128 + signal.SIGTERM
         if exit_code == 0:
             return 0
         self.allocations[self.process.pid] = self._allocation(job, hosts, 0, restart)

@@ -49,6 +49,12 @@ KNOWN = {
         training=replace(_TRAINING, snapshot_steps=1000, checkpoint_steps=1000), attempts=1,
         configuration={**_NEWER, "expedites": True},
     ),
+    # Its job could not be requeued a second time.
+    "an expedited job is requeued and then loses its node": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="signal"),
+        Fault(at=10.0, after="the ranks of attempt 2, round 1, begin", kind="kill-host", host="gpu01"), nodes="1",
+        configuration={**_NEWER, "expedites": True, "nodes": ("gpu01", "gpu02")}, attempts=3,
+    ),
     # Its user got no message: of its end, or that it was cancelled.
     "a run is cancelled in the moment of its completion": _plan(
         Fault(at=0.0, after=_DONE, kind="cancel"), is_script=False, notifies=True, has_supervisor=True,

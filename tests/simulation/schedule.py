@@ -489,7 +489,9 @@ class Schedule:
         if outcome is None and self._lacks_nodes():
             return
         alive = [job for job in self.cluster.slurm.jobs.values() if job.alive]
-        if not self._is_over():
+        if self._lacks_message():
+            self._violate("no message tells of the end of the run")
+        elif not self._is_over():
             states = ", ".join(f"job {job.id} {job.state} ({job.reason})" for job in alive) or "no job"
             self._violate(f"the run has not ended: {outcome}, {states}")
         elif outcome == "completed":

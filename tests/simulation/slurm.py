@@ -39,6 +39,7 @@ class State(StrEnum):
     CANCELLED = "CANCELLED"
     TIMEOUT = "TIMEOUT"
     PREEMPTED = "PREEMPTED"
+    NODE_FAIL = "NODE_FAIL"
 
 
 @dataclass(kw_only=True)
@@ -179,7 +180,9 @@ class Slurm:
                     job.hosts.remove(host)  # --no-kill
                     self.strays += [each for each in job.processes if each.host == host]
                     job.processes = [each for each in job.processes if each.host != host]
-                if job.nodes[1] == 1 or not job.hosts:
+                if (job.nodes[1] == 1 or not job.hosts) and job.ends:
+                    self._end(job, State.NODE_FAIL, reason="NodeDown")
+                elif job.nodes[1] == 1 or not job.hosts:
                     self._end(job, State.EXPEDITING if job.expedited else State.PENDING, restart=True)
 
     def _watch_limit(self, job: Job) -> None:
@@ -444,7 +447,7 @@ class Slurm:
         self._end(job, State.CANCELLED)
 
     def _requeue(self, job: Job, *, hold: bool) -> None:
-        if not self.configuration.may_requeue:
+        if not self.configuration.may_requeue or job.ends:
             raise SlurmRefusalError("Requested operation is presently disabled")
         if job.waits or (job.state is State.COMPLETING and job.becomes in {State.PENDING, State.EXPEDITING}):
             raise TorchrelayError("Job is pending execution")

@@ -95,7 +95,7 @@ def _preempt_mode(site: ClusterFacts) -> Finding | None:
             "suspended",
             "nothing to do: the run then continues at the same step. Partitions without preemption avoid the wait",
         )
-    if mode == "CANCEL" and may_be_preempted(site.cluster) is not False:
+    if "CANCEL" in mode and may_be_preempted(site.cluster) is not False:
         return note(
             value,
             "Slurm ends a preempted job for good: the agents of the run must submit a new job before it is killed",
@@ -222,7 +222,8 @@ def _private_tmp(site: ClusterFacts) -> Finding | None:
     return note(
         kind,
         "each job has its own /tmp, removed at its end: every new job of a run copies the data again",
-        "use --stage-dir with a directory on the nodes' disks that Dirs= in job_container.conf does not list",
+        "use --stage-dir with a directory on the nodes' disks that job_container.conf (Dirs=) or namespace.yaml does not "
+        "list",
     )
 
 

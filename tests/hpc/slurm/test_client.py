@@ -108,7 +108,7 @@ def test_requeues_are_expedited_where_the_cluster_allows_it(
     slurm_command("sbatch", f'echo "$@" > {tmp_path}/typed; echo 8')
     assert slurm.submit(tmp_path / "submit.sbatch", []) == "8"
     words = (tmp_path / "typed").read_text().split()
-    assert [word for word in words if "requeue" in word] == ([options] if options else [])
+    assert [word for word in words if word.startswith("--requeue")] == ([options] if options else [])
 
 
 # As scontrol prints it, shortened.

@@ -69,7 +69,16 @@ def test_recorded_cluster(tmp_path: Path, recorded: Path) -> None:
     done = doctor(tmp_path, recorded, "--json")
     found = findings(done)
     assert done.returncode == 1, done.stderr
-    assert set(found["preemption"]) == {"schema", "check", "where", "severity", "value", "cost", "what_to_do"}
+    assert set(found["preemption"]) == {
+        "schema",
+        "check",
+        "where",
+        "severity",
+        "value",
+        "cost",
+        "what_to_do",
+        "free_bytes",
+    }
     assert found["preemption"]["severity"] == "cost"
     assert "save of run r took 12.0 s" in found["preemption"]["value"]
     assert found["accounting"]["value"] == "Slurm accounting storage is disabled"
