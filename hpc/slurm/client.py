@@ -254,8 +254,8 @@ def show_partition(name: str) -> dict[str, str]:
 
 def grace_seconds(fields: Fields) -> int | None:
     """Return the seconds from SIGTERM to SIGKILL on preemption, from `show_partition`; None if it defines none."""
-    # With 0, the default, KillWait applies as for every ending job. SUSPEND and OFF end no job. Since 25.05, the mode may
-    # be PRIORITY,REQUEUE.
+    # With 0, the default, KillWait applies as for every ending job. SUSPEND and OFF end no job. Since 25.05, the mode
+    # may be PRIORITY,REQUEUE.
     modes, grace = fields.get("PreemptMode", "").split(","), fields.get("GraceTime", "")
     return int(grace) or None if grace.isdigit() and not {"CANCEL", "REQUEUE"}.isdisjoint(modes) else None
 
