@@ -322,6 +322,14 @@ def idle_nodes(partition: str | None) -> set[str]:
     return {node for node, state in _node_states(partition).items() if state == "idle"}
 
 
+def has_queue(partition: str | None) -> bool:
+    """Return whether jobs wait for nodes of a partition; None: of any partition. Other users' jobs may be hidden."""
+    options = [f"--partition={partition}"] if partition else []
+    return not {"Resources", "Priority"}.isdisjoint(
+        run("squeue", *options, "--states=pending", "--noheader", "--format=%r").split()
+    )
+
+
 def _node_states(partition: str | None) -> dict[str, str]:
     lines = [line.split("|") for line in run("sinfo", "--noheader", "--Node", "--format=%N|%P|%T").splitlines()]
     wanted = partition.split(",") if partition else [name.rstrip("*") for _, name, _ in lines if name.endswith("*")]

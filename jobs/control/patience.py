@@ -17,7 +17,7 @@ from jobs.node_attempt import NodeAttempt, log
 LINK_SECONDS = 45.0
 """How long agents wait for a silent node whose link may come back."""
 IDLE_SECONDS = 15.0
-"""The same if enough other nodes are idle: a new job then starts at once, and costs only its start and staging."""
+"""The same if a new job can start at once on idle nodes and this job's others: it costs only its start and staging."""
 _ASK_SECONDS = 5.0
 
 
@@ -42,13 +42,15 @@ class Patience:
         return self._known.get(names, LINK_SECONDS)
 
     def _ask(self, names: tuple[str, ...]) -> None:
-        resources = self._node.spec.resources
+        resources, needed = self._node.spec.resources, self._node.spec.job_nodes[0]
         try:
             dead = slurm.dead_nodes(list(names))
             idle = slurm.idle_nodes(resources.partition)
             idle -= {*names, *(slurm.hostnames(resources.exclude) if resources.exclude else ())}
+            # The other nodes of this job become free when it ends, but then others may wait for them.
+            with_own = idle.union(self._node.allocation.hostnames).difference(names)
+            can_start = len(idle) >= needed or (len(with_own) >= needed and not slurm.has_queue(resources.partition))
         except TorchrelayError as error:
             log(f"Slurm does not report the state of {', '.join(names)}: {error}")
             return
-        elsewhere = len(idle) >= self._node.spec.job_nodes[0]
-        self._known[names] = 0.0 if set(dead) == set(names) else IDLE_SECONDS if elsewhere else LINK_SECONDS
+        self._known[names] = 0.0 if set(dead) == set(names) else IDLE_SECONDS if can_start else LINK_SECONDS

@@ -9,9 +9,9 @@ from support.cluster import SLOW_STEPS, VERY_FEW_EPOCHS, Site, add_script, dead,
 
 def slurm_version() -> list[int]:
     """As `[22, 5, 8]`; empty without Slurm."""
-    if not shutil.which("sinfo"):
+    if not shutil.which("slurmctld"):
         return []
-    said = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
     return [int(part) for part in said.split()[1].split(".")]
 
 

@@ -398,6 +398,8 @@ class Slurm:
 
     def _queue(self, *options: str) -> str:
         listed = self._listed()
+        if options[-1] == "--format=%r":
+            return "".join(f"{job.reason}\n" for job in listed if job.waits)
         if options[-1] == "--format=%i|%E":
             pending = (job for job in listed if job.waits and job.dependency)
             return "".join(f"{job.id}|{':'.join(['afterany', *job.dependency])}(unfulfilled)\n" for job in pending)

@@ -222,8 +222,8 @@ def _private_tmp(site: ClusterFacts) -> Finding | None:
     return note(
         kind,
         "each job has its own /tmp, removed at its end: every new job of a run copies the data again",
-        "use --stage-dir with a directory on the nodes' disks that Dirs= in job_container.conf, or namespace.yaml, does "
-        "not list",
+        "use --stage-dir with a directory on the nodes' disks that Dirs= in job_container.conf, or namespace.yaml, "
+        "does not list",
     )
 
 

@@ -23,6 +23,7 @@ case $* in
 esac
 """
 IDLE = "gpu03|gpu*|idle\\ngpu04|gpu*|idle\\n"
+QUEUE = "Dependency\\nResources\\n"
 BUSY = "gpu03|gpu*|allocated\\ngpu04|gpu*|idle\\n"
 
 
@@ -30,7 +31,8 @@ BUSY = "gpu03|gpu*|allocated\\ngpu04|gpu*|idle\\n"
 def seconds(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> Callable[[str], float]:
     """The patience with gpu02, a node of a run that needs two, once Slurm has answered as `script`."""
 
-    def seconds(script: str) -> float:
+    def seconds(script: str, queue: str = QUEUE) -> float:
+        slurm_command("squeue", f"printf '{queue}'")
         asked = tmp_path / "asked"
         slurm_command("sinfo", f"until [ -e {asked} ]; do sleep 0.02; done\n{script}")
         patience = Patience(replace(node, spec=replace(node.spec, resources=Resources(nodes="2"))))
@@ -43,12 +45,20 @@ def seconds(node: NodeAttempt, slurm_command: Command, tmp_path: Path) -> Callab
 
 
 @pytest.mark.parametrize(
-    ("silent", "others", "waits"),
-    [("down*", BUSY, 0.0), ("mixed*", BUSY, 45.0), ("mixed*", IDLE, 15.0)],
-    ids=["marked down: dead", "it may have lost its link", "idle nodes may replace it"],
-)
-def test_silent_node_is_waited_for(seconds: Callable[[str], float], silent: str, others: str, waits: float) -> None:
-    assert seconds(NODES.format(silent=silent, others=others)) == waits
+    ("silent", "others", "queue", "waits"),
+    [
+        ("down*", BUSY, QUEUE, 0.0), ("mixed*", BUSY, QUEUE, 45.0), ("mixed*", IDLE, QUEUE, 15.0),
+        ("mixed*", BUSY, "Dependency\\n", 15.0), ("mixed*", "", "", 45.0),
+    ],
+    ids=[
+        "marked down: dead", "it may have lost its link, and others wait", "idle nodes may replace it",
+        "an idle node may replace it, and nobody waits for this job's other node", "no node may replace it",
+    ],
+)  # fmt: skip
+def test_silent_node_is_waited_for(
+    seconds: Callable[[str, str], float], silent: str, others: str, queue: str, waits: float
+) -> None:
+    assert seconds(NODES.format(silent=silent, others=others), queue) == waits
 
 
 def test_nodes_that_the_job_cannot_use_shorten_nothing(node: NodeAttempt, slurm_command: Command) -> None:
