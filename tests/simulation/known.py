@@ -129,7 +129,7 @@ KNOWN = {
         training=replace(_TRAINING, total_steps=200), attempts=1,
     ),
     "the head node is suspended": _plan(
-        Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=20.0), nodes="3",
+        Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=12.0), nodes="3",
         attempts=1, interruptions=0,
     ),
     "the agent that has recorded the end dies": _plan(
