@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from hpc.base.errors import TorchrelayError
+from hpc.base.units import slurm_seconds, walltime_minutes
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
 from hpc.slurm.predecessors import redirect_waiting_jobs
+from hpc.slurm.reservations import shorter_limit
 from jobs.node_attempt import NodeAttempt, ask_slurm, log
 
 # Slurm notices a dead node (SlurmdTimeout, 300 s unless the administrators have changed it), and fails over its
@@ -92,7 +94,12 @@ def _why_new_job(node: NodeAttempt) -> str | None:
     if node.spec.recovery.continue_with != "auto":
         return "--continue-with job" if node.spec.recovery.continue_with == "job" else None
     try:
-        if slurm.is_expedited(slurm.show_job(node.allocation.job_id)):
+        job, usual = slurm.show_job(node.allocation.job_id), walltime_minutes(node.spec.resources.time or "1d")
+        if 0 < (slurm_seconds(job.get("TimeLimit", "none")) or 0) < 60 * usual:
+            return f"this job's time limit is {job['TimeLimit']} (--time-min), and a requeue would keep it"
+        if shorter := shorter_limit(node.spec):
+            return str(shorter)
+        if slurm.is_expedited(job):
             return None
         delay = slurm.requeue_delay_seconds(slurm.show_config())
     except TorchrelayError as error:

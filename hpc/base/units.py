@@ -48,8 +48,8 @@ def duration_seconds(flag: str, text: str) -> int:
     return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
-def walltime_minutes(text: str) -> int:
-    """Return the whole minutes of a `--time` value: Slurm's forms, or `90m`, `36h`, `2d`.
+def walltime_minutes(text: str, flag: str = "--time") -> int:
+    """Return the whole minutes of a flag's time limit: Slurm's forms, or `90m`, `36h`, `2d`.
 
     Raises:
         UserError: the value is neither.
@@ -60,7 +60,7 @@ def walltime_minutes(text: str) -> int:
     except ValueError:
         seconds = None
     if not seconds:
-        raise UserError(f"--time is {text!r}: use a duration such as 90m, 12h or 2d, or Slurm's HH:MM:SS or D-HH:MM:SS")
+        raise UserError(f"{flag} is {text!r}: use a duration such as 90m, 12h or 2d, or Slurm's HH:MM:SS or D-HH:MM:SS")
     return -(-seconds // 60)
 
 

@@ -31,6 +31,7 @@ MANAGED_SBATCH = {
     "gpus": "use --nodes and --gpus-per-node instead", "gpus-per-task": "use --gpus-per-node instead",
     "gpus-per-socket": "use --gpus-per-node instead", "cpus-per-gpu": "use --cpus-per-gpu instead",
     "cpus-per-task": "use --cpus-per-gpu instead", "mem": "use --mem instead", "time": "use --time instead",
+    "time-min": "use --time-min instead",
     "partition": "use --partition instead", "account": "use --account instead", "qos": "use --qos instead",
     "constraint": "use --constraint instead", "exclude": "use --exclude instead", "job-name": "use --name instead",
     "output": "logs are in the run directory, use --runs-dir", "error": "logs are in the run directory, use --runs-dir",
@@ -57,6 +58,7 @@ _UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is all the memory of a node
 # store) and those of other runs.
 _MIN_PORTS = 10
 # The requeue itself takes a part of the lead; sbatch holds the number in 16 bits.
+_SHORTEST_MINUTES = 10
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
 
@@ -75,6 +77,9 @@ class Resources:
     """Memory per node: 64G. Default: the partition's."""
     time: Annotated[str | None, tyro.conf.arg(aliases=("-t",), metavar="TIME")] = None
     """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: the partition's, or at most a day if it has none."""
+    time_min: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """Let Slurm shorten --time to this if an attempt can then start sooner, in a gap between other jobs.
+    auto: time to start and to save three times, at least 10m."""
     partition: Annotated[str | None, tyro.conf.arg(aliases=("-p",))] = None
     """Partition. Default: the cluster's."""
     account: Annotated[str | None, tyro.conf.arg(aliases=("-A",), metavar="NAME")] = None
@@ -103,6 +108,8 @@ class Resources:
         if self.cpus_per_gpu is not None and self.cpus_per_gpu < 1:
             raise UserError(f"--cpus-per-gpu is {self.cpus_per_gpu}: use 1 or more")
         _check_units(self.time, self.mem)
+        if self.time_min not in {None, "auto"}:
+            _check_time("--time-min", str(self.time_min))
         for option in self.sbatch:
             key, separator, given = option.partition("=")
             if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(given) or "\n" in given:
@@ -338,8 +345,16 @@ class RunSpec:
         """Seconds before the time limit at which the ranks get the signal to save and exit."""
         if self.recovery.signal_before is not None:
             return duration_seconds("--signal-before", self.recovery.signal_before)
-        usual = stop_lead_seconds(walltime_minutes(self.resources.time or "1d"))
+        given = self.resources.time_min
+        shortest = given if given not in {None, "auto"} else self.resources.time
+        usual = stop_lead_seconds(walltime_minutes(shortest or "1d"))
         return usual if self.grace_seconds is None else max(usual, self.grace_seconds + int(REQUEUE_SECONDS))
+
+    @property
+    def shortest_time(self) -> str:
+        """The shortest time limit with which an attempt is useful."""
+        given = self.resources.time_min
+        return given if given not in {None, "auto"} else f"{max(_SHORTEST_MINUTES, self.stop_lead_seconds // 20)}m"
 
     @property
     def grace_seconds(self) -> int | None:
@@ -424,14 +439,18 @@ def _flattened(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _check_units(time: str | None, mem: str | None) -> None:
     """Refuse a --time or --mem that is malformed, or that Slurm reads in another unit than most people mean."""
     if time is not None:
-        walltime_minutes(time)
-        for pattern, unit, advice in _UNCLEAR_TIMES:
-            if re.fullmatch(pattern, time):
-                raise UserError(f"--time is {time}, which Slurm takes for {unit}: use {advice.format(time)}")
+        _check_time("--time", time)
     if mem is not None and not _MEMORY.fullmatch(mem):
         raise UserError(f"--mem is {mem!r}: use a whole number with a unit, such as 64G")
     if mem is not None and re.fullmatch(_UNCLEAR_MEMORY, mem):
         raise UserError(f"--mem is {mem}, which Slurm takes for megabytes: use {mem}G or {mem}M")
+
+
+def _check_time(flag: str, time: str) -> None:
+    walltime_minutes(time, flag)
+    for pattern, unit, advice in _UNCLEAR_TIMES:
+        if re.fullmatch(pattern, time):
+            raise UserError(f"{flag} is {time}, which Slurm takes for {unit}: use {advice.format(time)}")
 
 
 def program_of(script: Sequence[str]) -> str:

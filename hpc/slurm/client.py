@@ -252,6 +252,11 @@ def show_partition(name: str) -> dict[str, str]:
     return parse_fields(run("scontrol", "--oneliner", "show", "partition", name))
 
 
+def show_reservations() -> tuple[dict[str, str], ...]:
+    """Return the fields of `scontrol show reservation`, for each reservation that has not ended."""
+    return parse_records(run("scontrol", "--oneliner", "show", "reservation"))
+
+
 def grace_seconds(fields: Fields) -> int | None:
     """Return the seconds from SIGTERM to SIGKILL on preemption, from `show_partition`; None if it defines none."""
     # With 0, the default, KillWait applies as for every ending job. SUSPEND and OFF end no job. Since 25.05, the mode
@@ -354,7 +359,10 @@ def _states_of_all_nodes() -> dict[str, str]:
     return dict(line.split("|") for line in text.splitlines())
 
 
-def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None = None, dependency: str = "") -> str:
+def submit(
+    script: Path, exclude: Sequence[str], given: Mapping[str, str] | None = None, dependency: str = "",
+    more: Sequence[str] = (),
+) -> str:  # fmt: skip
     """Submit a script without a start delay, and return the job's id.
 
     Args:
@@ -362,6 +370,7 @@ def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None
         exclude: names or lists (gpu[01-03]) of nodes.
         given: the job's environment; by default this process's.
         dependency: the jobs for which it waits (hpc.slurm.predecessors).
+        more: further options of sbatch.
 
     Raises:
         TorchrelayError: sbatch refused it.
@@ -373,6 +382,7 @@ def submit(script: Path, exclude: Sequence[str], given: Mapping[str, str] | None
         "--begin=now",
         f"--dependency={dependency}",
         *requeue_options(),
+        *more,
         *([f"--exclude={','.join(exclude)}"] if exclude else []),
     ]
     # The PATH of the given environment, which subprocess would search, may lack sbatch.

@@ -29,6 +29,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
+from hpc.slurm.reservations import shorter_limit
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.squeue import jobs_by_script
 from hpc.slurm.srun import own_pythonpath
@@ -118,7 +119,9 @@ class SlurmExecutor(SubmititSlurm):
         written.replace(self.run.script)
         written.symlink_to(self.run.script)
         waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
-        return ["sbatch", *waits, *slurm.requeue_options(), str(self.run.script)]
+        shorter = shorter_limit(self.spec)
+        options = [*waits, *slurm.requeue_options(), *(shorter.options if shorter else [])]
+        return ["sbatch", *options, str(self.run.script)]
 
     def prepare(self, directory: RunDir) -> None:
         """Find the jobs to wait for, and write the job's files into a directory that does not have the run's name yet.
@@ -189,6 +192,8 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
     # Slurm then requeues a job whose node died even if JobRequeue=0.
     extra["requeue"] = True
+    if resources.time_min is not None:
+        extra["time-min"] = walltime_minutes(spec.shortest_time)
     fewest, most = spec.job_nodes
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"

@@ -43,6 +43,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
+from hpc.slurm.reservations import shorter_limit
 from hpc.slurm.squeue import jobs_by_script
 
 # A failed node has probably been rebooted or repaired after this time.
@@ -175,16 +176,17 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
                     slurm.set_excluded_nodes(job.job_id, excluded)
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
-    waits_for = dependency(run, spec, jobs)
+    waits_for, shorter = dependency(run, spec, jobs), shorter_limit(spec)
+    more = shorter.options if shorter else []
     try:
-        return slurm.submit(run.script, excluded, environment, waits_for)
+        return slurm.submit(run.script, excluded, environment, waits_for, more)
     except TorchrelayError as error:
         given = _given(spec)
         # With a constraint or a kind of GPU, fewer nodes fit than `nodes_to_exclude` counted in the partition; and
         # --sbatch nodelist may name an excluded node.
         if excluded == given or not any(words in str(error) for words in _TOO_FEW_NODES):
             raise
-        return slurm.submit(run.script, given, environment, waits_for)
+        return slurm.submit(run.script, given, environment, waits_for, more)
 
 
 def _failed_node(event: Event) -> str | None:

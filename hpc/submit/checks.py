@@ -54,6 +54,11 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
             f"--gpus-per-node {asked.gpus_per_node}: use --cpus-per-gpu {most} or fewer"
         )
     minutes = _limit_minutes(asked, fitting)
+    if asked.time_min not in {None, "auto"} and walltime_minutes(str(asked.time_min)) > minutes:
+        raise UserError(
+            f"--time-min is {asked.time_min}, but the time limit is {format_minutes(minutes)}: use a shorter "
+            "--time-min or a longer --time"
+        )
     return dataclasses.replace(asked, partition=name, cpus_per_gpu=cpus_per_gpu, time=format_minutes(minutes))
 
 
@@ -142,13 +147,15 @@ def check_recovery(spec: RunSpec) -> None:
     if spec.stop_signal and spec.training:
         given = spec.recovery.stop_signal
         raise UserError(f"--stop-signal is {given}, but it applies only to your own script: leave it out")
-    limit = 60 * walltime_minutes(spec.resources.time or "1d")
+    least = spec.resources.time_min not in {None, "auto"}
+    time, longer = (spec.resources.time_min, "--time-min") if least else (spec.resources.time, "--time")
+    limit = 60 * walltime_minutes(time or "1d")
     flag, text = "--signal-before", spec.recovery.signal_before
     if text is None:
         flag, text = "--grace-period", spec.recovery.grace_period
     if text is not None and spec.stop_lead_seconds >= limit:
         raise UserError(
-            f"{flag} is {text}, but the time limit is {spec.resources.time}: use a shorter {flag} or a longer --time"
+            f"{flag} is {text}, but the time limit may be {time}: use a shorter {flag} or a longer {longer}"
         )
 
 

@@ -8,8 +8,8 @@ from hpc.run.spec import Cluster, Resources
 from hpc.slurm import client as slurm
 
 ClusterFlag = Literal["auto", "slurm", "local"]
-_SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclude", "mem", "sbatch")
-SLURM_FLAGS = frozenset((*_SLURM_ONLY, "setup"))
+_SLURM_ONLY = ("partition", "account", "qos", "constraint", "exclude", "mem", "time_min", "sbatch")
+SLURM_FLAGS = frozenset(name.replace("_", "-") for name in (*_SLURM_ONLY, "setup"))
 """Flags for which --cluster local ignores the user's defaults."""
 
 
@@ -47,7 +47,9 @@ def slurm_only(resources: Resources) -> list[str]:
     """Return the given flags that have a meaning only for Slurm."""
     typed = [f"--gpus-per-node {resources.gpus_per_node}"] if resources.gpu_type else []
     values = [(name, getattr(resources, name)) for name in _SLURM_ONLY]
-    return typed + [f"--{name} {value[0] if name == 'sbatch' else value}" for name, value in values if value]
+    return typed + [
+        f"--{name.replace('_', '-')} {value[0] if name == 'sbatch' else value}" for name, value in values if value
+    ]
 
 
 def this_machine() -> str:

@@ -1,0 +1,98 @@
+"""Reservations, such as those for maintenance, into which the time limit of a run's job would run.
+
+Slurm starts such a job only after the reservation. A run goes on in further jobs, so a shorter one may start before it.
+On login and compute nodes.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from hpc.base.errors import TorchrelayError
+from hpc.base.units import format_minutes, walltime_minutes
+from hpc.run.spec import RunSpec
+from hpc.slurm import client as slurm
+
+# The minutes in which a job must start that was shortened to fit. --time-min then lets Slurm shorten it further.
+_SPARE_MINUTES = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """A reservation that has not ended."""
+
+    name: str
+    begins: str
+    """The local time, in Slurm's words."""
+    nodes: frozenset[str]
+
+    @property
+    def start(self) -> float:
+        """The beginning in seconds since the epoch."""
+        return datetime.fromisoformat(self.begins).timestamp()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShorterLimit:
+    """A time limit with which the job of a run ends before a reservation begins."""
+
+    minutes: int
+    usual: str
+    """The time limit of the run."""
+    least: str
+    """The shortest one that is useful."""
+    reservation: Reservation
+
+    @property
+    def options(self) -> list[str]:
+        """The options of sbatch."""
+        return [f"--time={self.minutes}", f"--time-min={walltime_minutes(self.least)}"]
+
+    def __str__(self) -> str:
+        return (
+            f"reservation {self.reservation.name} begins at {self.reservation.begins}: the time limit of this job is "
+            f"{format_minutes(self.minutes)} instead of {self.usual}"
+        )
+
+
+def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
+    """Return the time limit for the next job of a run, if the usual one would run into a reservation.
+
+    None if it would not, if too little time is left for any job, or if Slurm does not answer.
+    """
+    resources, now = spec.resources, time.time()
+    usual, own = resources.time or "1d", [option.partition("=") for option in resources.sbatch]
+    end = now + 60 * walltime_minutes(usual)
+    try:
+        named = {value for key, _, value in own if key == "reservation"}
+        others = [_read(fields) for fields in slurm.show_reservations() if fields["ReservationName"] not in named]
+        ahead = [one for one in others if one.start <= end]
+        if not ahead:
+            return None
+        free = slurm.usable_nodes(resources.partition)
+        free -= {*slurm.hostnames(resources.exclude)} if resources.exclude else set()
+    except TorchrelayError:
+        return None  # sbatch will say what is wrong
+    found = first_obstacle(ahead, free, spec.job_nodes[0])
+    minutes = math.floor((found.start - now) / 60) - _SPARE_MINUTES if found else 0
+    if found is None or minutes < walltime_minutes(spec.shortest_time):
+        return None
+    return ShorterLimit(minutes=minutes, usual=usual, least=spec.shortest_time, reservation=found)
+
+
+def _read(fields: slurm.Fields) -> Reservation:
+    nodes = fields.get("Nodes", "(null)")
+    names = [] if nodes == "(null)" else slurm.hostnames(nodes)
+    return Reservation(name=fields["ReservationName"], begins=fields["StartTime"], nodes=frozenset(names))
+
+
+def first_obstacle(reservations: Sequence[Reservation], free: set[str], needed: int) -> Reservation | None:
+    """Return the first reservation that leaves too few nodes for a job; None if all leave enough. Pure."""
+    left = set(free)
+    for one in sorted(reservations, key=lambda each: each.start):
+        left -= one.nodes
+        if len(left) < needed <= len(free):
+            return one
+    return None

@@ -1,0 +1,91 @@
+"""Reservations that a run's time limit would run into: when its next job gets a shorter one."""
+
+import time
+from dataclasses import replace
+from datetime import datetime
+
+import pytest
+from support.cluster import Command
+from support.events import script_spec
+
+from hpc.base.errors import UserError
+from hpc.run.spec import Resources, RunSpec
+from hpc.slurm.reservations import Reservation, first_obstacle, shorter_limit
+
+NODES = {"gpu01", "gpu02", "gpu03", "gpu04"}
+
+
+def reservation(name: str, *nodes: str) -> Reservation:
+    return Reservation(name=name, begins=f"2026-11-27T0{name}:00:00", nodes=frozenset(nodes))
+
+
+@pytest.mark.parametrize(
+    ("reservations", "needed", "found"),
+    [
+        ([], 1, None),
+        ([reservation("2", *NODES)], 1, "2"),
+        ([reservation("2", "gpu01", "gpu02")], 2, None),
+        ([reservation("2", "gpu01", "gpu02")], 3, "2"),
+        ([reservation("4", "gpu03"), reservation("2", "gpu01", "gpu02")], 2, "4"),
+        ([reservation("2", *NODES)], 5, None),
+    ],
+    ids=["none", "all nodes", "enough are left", "too few are left", "two together", "too few nodes without it"],
+)
+def test_first_reservation_that_leaves_too_few_nodes(
+    reservations: list[Reservation], needed: int, found: str | None
+) -> None:
+    obstacle = first_obstacle(reservations, NODES, needed)
+    assert (obstacle and obstacle.name) == found
+
+
+@pytest.fixture
+def spec(slurm_command: Command) -> RunSpec:
+    """A run of one node that may take a day; all nodes are reserved in five hours and a half."""
+    at = datetime.fromtimestamp(time.time() + 5.5 * 3600).isoformat(timespec="seconds")  # noqa: DTZ006 - as Slurm prints it
+    shown = f"ReservationName=works StartTime={at} Nodes=gpu[01-02] Flags=MAINT"
+    names = '*hostnames*gpu01) echo gpu01;; *hostnames*) printf "gpu01\\ngpu02\\n";;'
+    slurm_command("scontrol", f"case \"$*\" in *reservation*) echo '{shown}';; {names} esac")
+    slurm_command("sinfo", "printf 'gpu01|gpu*|idle\\ngpu02|gpu*|idle\\n'")
+    return script_spec("a.py", cluster="slurm", resources=Resources(time="1d"))
+
+
+def test_limit_ends_before_the_reservation(spec: RunSpec) -> None:
+    shorter = shorter_limit(spec)
+    assert shorter
+    assert 327 <= shorter.minutes <= 329
+    assert shorter.options == [f"--time={shorter.minutes}", "--time-min=15"]
+    assert "reservation works begins at" in str(shorter)
+    assert str(shorter).endswith("instead of 1d")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"time": "5h"}, {"time_min": "6h"}, {"sbatch": ("reservation=works",)}, {"nodes": "3"}],
+    ids=["it ends before", "it would be too short", "it is the job's own", "the nodes never suffice"],
+)
+def test_limit_stays(spec: RunSpec, changes: dict[str, object]) -> None:
+    assert shorter_limit(replace(spec, resources=replace(spec.resources, **changes))) is None
+
+
+def test_slurm_that_does_not_answer_changes_nothing(spec: RunSpec, slurm_command: Command) -> None:
+    slurm_command("scontrol", "exit 1")
+    assert shorter_limit(spec) is None
+
+
+@pytest.mark.parametrize(
+    ("resources", "words"),
+    [
+        ({"time_min": "soon"}, "--time-min is 'soon': use a duration"),
+        ({"time_min": "30"}, "--time-min is 30, which Slurm takes for minutes: use 30h or 30m"),
+        ({"sbatch": ("time-min=30",)}, "--sbatch time-min: use --time-min instead"),
+    ],
+)
+def test_wrong_values_say_what_to_type(resources: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Resources(**resources)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("given", "minutes", "lead"), [("auto", "15m", 300), ("20m", "20m", 120)])
+def test_shortest_limit_leaves_time_to_save(spec: RunSpec, given: str, minutes: str, lead: int) -> None:
+    shortened = replace(spec, resources=replace(spec.resources, time_min=given))
+    assert (shortened.shortest_time, shortened.stop_lead_seconds) == (minutes, lead)
