@@ -133,7 +133,7 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
             assert break_it(chaos) > FAILURES / 2, "the training ended before: raise EPOCHS_PER_FAILURE"
         finally:
             chaos.revive()
-        run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=600)
+        run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=600 + 30 * FAILURES)
     status = run.status()
     assert status["state"] == "completed", run.evidence()
     assert status["interruptions"], "nothing was noticed"
