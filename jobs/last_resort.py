@@ -57,7 +57,7 @@ def _let_job_fail() -> None:
         job_id = find_allocation(os.environ).job_id
         job = slurm.show_job(job_id)
         # A job that agents have requeued is ending.
-        if slurm.is_expedited(job) and job["JobState"] == JobState.RUNNING:
+        if slurm.is_expedited(job) and job.get("JobState") == JobState.RUNNING:
             slurm.forbid_requeue(job_id)
     except TorchrelayError as error:
         log(f"Slurm may requeue and hold this job, which has failed: then cancel it with scancel ({error})")

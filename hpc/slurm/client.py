@@ -254,7 +254,8 @@ def show_partition(name: str) -> dict[str, str]:
 
 def show_reservations() -> tuple[dict[str, str], ...]:
     """Return the fields of `scontrol show reservation`, for each reservation that has not ended."""
-    return parse_records(run("scontrol", "--oneliner", "show", "reservation"))
+    records = parse_records(run("scontrol", "--oneliner", "show", "reservation"))
+    return tuple(fields for fields in records if {"ReservationName", "StartTime"} <= fields.keys())
 
 
 def grace_seconds(fields: Fields) -> int | None:

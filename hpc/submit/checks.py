@@ -149,13 +149,13 @@ def check_recovery(spec: RunSpec) -> None:
         raise UserError(f"--stop-signal is {given}, but it applies only to your own script: leave it out")
     least = spec.resources.time_min not in {None, "auto"}
     time, longer = (spec.resources.time_min, "--time-min") if least else (spec.resources.time, "--time")
-    limit = 60 * walltime_minutes(time or "1d")
+    limit, may_be = 60 * walltime_minutes(time or "1d"), "may be" if least else "is"
     flag, text = "--signal-before", spec.recovery.signal_before
     if text is None:
         flag, text = "--grace-period", spec.recovery.grace_period
     if text is not None and spec.stop_lead_seconds >= limit:
         raise UserError(
-            f"{flag} is {text}, but the time limit may be {time}: use a shorter {flag} or a longer {longer}"
+            f"{flag} is {text}, but the time limit {may_be} {time}: use a shorter {flag} or a longer {longer}"
         )
 
 
