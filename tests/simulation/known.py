@@ -129,8 +129,8 @@ KNOWN = {
         training=replace(_TRAINING, total_steps=200), attempts=1,
     ),
     "the head node is suspended": _plan(
-        Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=12.0), nodes="3",
-        attempts=1, interruptions=0,
+        Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=20.0), nodes="3",
+        attempts=1, interruptions=0, configuration={"nodes": ("gpu01", "gpu02", "gpu03")},
     ),
     "the agent that has recorded the end dies": _plan(
         _kill_host(10.0, _TRAINS), _kill_host(0.2, "lost contact with gpu01", "gpu02"),
