@@ -44,7 +44,8 @@ class AnsweringSlurm:
         """Set the answers to `scontrol show job` and `scontrol show config`."""
         job = f"*show*job*) echo 'JobId=7 {fields}';;"
         config = f"*show*config*) echo 'SchedulerParameters = requeue_delay={requeue_delay}';;"
-        self._command("scontrol", f'case "$*" in {job} {config} *show*reservation*) ;; *) echo "scontrol $*" >> {self._log};; esac')
+        shown = f"{job} {config} *show*reservation*) ;;"
+        self._command("scontrol", f'case "$*" in {shown} *) echo "scontrol $*" >> {self._log};; esac')
 
     def says_of_nodes(self, *states: str) -> None:
         """Set the states of gpu01, gpu02 and so on."""
