@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache, partial
 
 from hpc.base.errors import TorchrelayError
-from hpc.base.units import slurm_seconds, walltime_minutes
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
@@ -94,8 +93,8 @@ def _why_new_job(node: NodeAttempt) -> str | None:
     if node.spec.recovery.continue_with != "auto":
         return "--continue-with job" if node.spec.recovery.continue_with == "job" else None
     try:
-        job, usual = slurm.show_job(node.allocation.job_id), walltime_minutes(node.spec.resources.time or "1d")
-        if 0 < (slurm_seconds(job.get("TimeLimit", "none")) or 0) < 60 * usual:
+        job = slurm.show_job(node.allocation.job_id)
+        if slurm.is_shortened(job, node.spec.resources.limit_minutes):
             return f"this job's time limit is {job['TimeLimit']} (--time-min), and a requeue would keep it"
         if shorter := shorter_limit(node.spec):
             return str(shorter)

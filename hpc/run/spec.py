@@ -57,8 +57,8 @@ _UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is all the memory of a node
 # Enough for the ports of one run on a node (control channel, staging of data and environment, rendezvous, the ranks'
 # store) and those of other runs.
 _MIN_PORTS = 10
-# The requeue itself takes a part of the lead; sbatch holds the number in 16 bits.
 _SHORTEST_MINUTES = 10
+# The requeue itself takes a part of the lead; sbatch holds the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
 
@@ -108,8 +108,8 @@ class Resources:
         if self.cpus_per_gpu is not None and self.cpus_per_gpu < 1:
             raise UserError(f"--cpus-per-gpu is {self.cpus_per_gpu}: use 1 or more")
         _check_units(self.time, self.mem)
-        if self.time_min not in {None, "auto"}:
-            _check_time("--time-min", str(self.time_min))
+        if self.given_time_min is not None:
+            _check_time("--time-min", self.given_time_min)
         for option in self.sbatch:
             key, separator, given = option.partition("=")
             if not re.fullmatch(r"[a-z][a-z0-9-]*", key) or bool(separator) != bool(given) or "\n" in given:
@@ -119,6 +119,16 @@ class Resources:
             # sbatch would silently ignore --gres: both set the same field of the job.
             if key == "gres" and self.num_gpus and re.search(r"(^|,)(gres:)?gpu\b", given):
                 raise UserError(f"--sbatch {option}: use --gpus-per-node instead, for example --gpus-per-node a100:2")
+
+    @property
+    def limit_minutes(self) -> int:
+        """The time limit of an attempt."""
+        return walltime_minutes(self.time or "1d")
+
+    @property
+    def given_time_min(self) -> str | None:
+        """The value of --time-min; None without one, and for `auto`."""
+        return None if self.time_min == "auto" else self.time_min
 
     @property
     def min_nodes(self) -> int:
@@ -345,16 +355,16 @@ class RunSpec:
         """Seconds before the time limit at which the ranks get the signal to save and exit."""
         if self.recovery.signal_before is not None:
             return duration_seconds("--signal-before", self.recovery.signal_before)
-        given = self.resources.time_min
-        shortest = given if given not in {None, "auto"} else self.resources.time
-        usual = stop_lead_seconds(walltime_minutes(shortest or "1d"))
+        given = self.resources.given_time_min
+        usual = stop_lead_seconds(walltime_minutes(given) if given else self.resources.limit_minutes)
         return usual if self.grace_seconds is None else max(usual, self.grace_seconds + int(REQUEUE_SECONDS))
 
     @property
-    def shortest_time(self) -> str:
-        """The shortest time limit with which an attempt is useful."""
-        given = self.resources.time_min
-        return given if given not in {None, "auto"} else f"{max(_SHORTEST_MINUTES, self.stop_lead_seconds // 20)}m"
+    def shortest_minutes(self) -> int:
+        """The shortest time limit with which an attempt is useful: it can start, and save three times."""
+        if given := self.resources.given_time_min:
+            return walltime_minutes(given)
+        return min(self.resources.limit_minutes, max(_SHORTEST_MINUTES, 3 * self.stop_lead_seconds // 60))
 
     @property
     def grace_seconds(self) -> int | None:

@@ -523,6 +523,12 @@ def is_expedited(fields: Fields) -> bool:
     return fields.get("ExpeditedRequeue") == "Yes" and fields.get("Requeue") != "0"
 
 
+def is_shortened(fields: Fields, usual_minutes: int) -> bool:
+    """Return whether the job has a time limit below the usual one because of --time-min, from `show_job`."""
+    limit = slurm_seconds(fields.get("TimeLimit", "N/A"))
+    return fields.get("TimeMin", "N/A") != "N/A" and limit is not None and limit < 60 * usual_minutes
+
+
 def requeue_delay_seconds(config: Fields) -> int:
     """Return the seconds for which Slurm holds a requeued job, from `show_config`.
 

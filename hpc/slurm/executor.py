@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from hpc.base.environment import PYTHONPATH
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import write_atomic
 from hpc.base.kernel import start_time
-from hpc.base.units import walltime_minutes
 from hpc.run.causes import JobState
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
@@ -29,7 +29,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.reservations import shorter_limit
+from hpc.slurm.reservations import ShorterLimit, shorter_limit
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
 from hpc.slurm.squeue import jobs_by_script
 from hpc.slurm.srun import own_pythonpath
@@ -119,9 +119,15 @@ class SlurmExecutor(SubmititSlurm):
         written.replace(self.run.script)
         written.symlink_to(self.run.script)
         waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
-        shorter = shorter_limit(self.spec)
-        options = [*waits, *slurm.requeue_options(), *(shorter.options if shorter else [])]
-        return ["sbatch", *options, str(self.run.script)]
+        return ["sbatch", *waits, *slurm.requeue_options(), *self._limit_options(), str(self.run.script)]
+
+    @cached_property
+    def shorter(self) -> ShorterLimit | None:
+        """The time limit of this job, if it must end before a reservation."""
+        return shorter_limit(self.spec)
+
+    def _limit_options(self) -> list[str]:
+        return self.shorter.options if self.shorter else []
 
     def prepare(self, directory: RunDir) -> None:
         """Find the jobs to wait for, and write the job's files into a directory that does not have the run's name yet.
@@ -143,6 +149,8 @@ class SlurmExecutor(SubmititSlurm):
             UserError: sbatch refused it.
             TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
+        if self.shorter:
+            print(f"torchrelay: {self.shorter}", file=sys.stderr)
         try:
             # submitit also prints the error of sbatch that it raises.
             with contextlib.redirect_stderr(io.StringIO()):
@@ -162,7 +170,7 @@ class SlurmExecutor(SubmititSlurm):
         # The nodes are counted before sbatch is asked: if some return in between, its answer must not be taken for the
         # user's mistake.
         in_service = len(slurm.responding_nodes(self.spec.resources.partition))
-        done = slurm.complete("sbatch", "--test-only", text=self.script())
+        done = slurm.complete("sbatch", "--test-only", *self._limit_options(), text=self.script())
         # With --test-only, sbatch refuses a job that it would queue until enough nodes are back.
         if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
             raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
@@ -187,13 +195,13 @@ class SlurmExecutor(SubmititSlurm):
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     """Return the parameters for submitit. Pure."""
     resources = spec.resources
-    minutes = walltime_minutes(resources.time or "1d")
+    minutes = resources.limit_minutes
     given = (option.partition("=") for option in resources.sbatch)
     extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
     # Slurm then requeues a job whose node died even if JobRequeue=0.
     extra["requeue"] = True
     if resources.time_min is not None:
-        extra["time-min"] = walltime_minutes(spec.shortest_time)
+        extra["time-min"] = spec.shortest_minutes
     fewest, most = spec.job_nodes
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
@@ -238,7 +246,7 @@ class LocalExecutor(SubmititLocal):
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs, agent_command(run))
-        nodes, minutes = spec.resources.max_nodes, walltime_minutes(spec.resources.time or "1d")
+        nodes, minutes = spec.resources.max_nodes, spec.resources.limit_minutes
         self.update_parameters(
             tasks_per_node=nodes,
             gpus_per_node=nodes * spec.resources.num_gpus,

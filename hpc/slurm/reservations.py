@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from hpc.base.errors import TorchrelayError
-from hpc.base.units import format_minutes, walltime_minutes
+from hpc.base.units import format_minutes
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 
@@ -41,14 +41,14 @@ class ShorterLimit:
     minutes: int
     usual: str
     """The time limit of the run."""
-    least: str
+    least_minutes: int
     """The shortest one that is useful."""
     reservation: Reservation
 
     @property
     def options(self) -> list[str]:
         """The options of sbatch."""
-        return [f"--time={self.minutes}", f"--time-min={walltime_minutes(self.least)}"]
+        return [f"--time={self.minutes}", f"--time-min={self.least_minutes}"]
 
     def __str__(self) -> str:
         return (
@@ -63,8 +63,7 @@ def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
     None if it would not, if too little time is left for any job, or if Slurm does not answer.
     """
     resources, now = spec.resources, time.time()
-    usual, own = resources.time or "1d", [option.partition("=") for option in resources.sbatch]
-    end = now + 60 * walltime_minutes(usual)
+    own, end = [option.partition("=") for option in resources.sbatch], now + 60 * resources.limit_minutes
     try:
         named = {value for key, _, value in own if key == "reservation"}
         others = [_read(fields) for fields in slurm.show_reservations() if fields["ReservationName"] not in named]
@@ -77,9 +76,11 @@ def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
         return None  # sbatch will say what is wrong
     found = first_obstacle(ahead, free, spec.job_nodes[0])
     minutes = math.floor((found.start - now) / 60) - _SPARE_MINUTES if found else 0
-    if found is None or minutes < walltime_minutes(spec.shortest_time):
+    if found is None or minutes < spec.shortest_minutes:
         return None
-    return ShorterLimit(minutes=minutes, usual=usual, least=spec.shortest_time, reservation=found)
+    return ShorterLimit(
+        minutes=minutes, usual=resources.time or "1d", least_minutes=spec.shortest_minutes, reservation=found
+    )
 
 
 def _read(fields: slurm.Fields) -> Reservation:

@@ -54,7 +54,7 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
             f"--gpus-per-node {asked.gpus_per_node}: use --cpus-per-gpu {most} or fewer"
         )
     minutes = _limit_minutes(asked, fitting)
-    if asked.time_min not in {None, "auto"} and walltime_minutes(str(asked.time_min)) > minutes:
+    if asked.given_time_min and walltime_minutes(asked.given_time_min) > minutes:
         raise UserError(
             f"--time-min is {asked.time_min}, but the time limit is {format_minutes(minutes)}: use a shorter "
             "--time-min or a longer --time"
@@ -147,9 +147,9 @@ def check_recovery(spec: RunSpec) -> None:
     if spec.stop_signal and spec.training:
         given = spec.recovery.stop_signal
         raise UserError(f"--stop-signal is {given}, but it applies only to your own script: leave it out")
-    least = spec.resources.time_min not in {None, "auto"}
-    time, longer = (spec.resources.time_min, "--time-min") if least else (spec.resources.time, "--time")
-    limit, may_be = 60 * walltime_minutes(time or "1d"), "may be" if least else "is"
+    least = spec.resources.given_time_min
+    time, longer, may_be = (least, "--time-min", "may be") if least else (spec.resources.time, "--time", "is")
+    limit = 60 * walltime_minutes(time or "1d")
     flag, text = "--signal-before", spec.recovery.signal_before
     if text is None:
         flag, text = "--grace-period", spec.recovery.grace_period

@@ -20,7 +20,6 @@ from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.submission import check_ready
 from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
-from hpc.slurm.reservations import shorter_limit
 from hpc.submit import checks
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
 from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
@@ -167,7 +166,5 @@ def warn(options: SubmitOptions, spec: RunSpec) -> None:
     warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
-    elif shorter := shorter_limit(spec):
-        warnings.append(str(shorter))
     for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
         print(f"hpc submit: warning: {warning}", file=sys.stderr)

@@ -10,6 +10,7 @@ from support.events import script_spec
 
 from hpc.base.errors import UserError
 from hpc.run.spec import Resources, RunSpec
+from hpc.slurm import client as slurm
 from hpc.slurm.reservations import Reservation, first_obstacle, shorter_limit
 
 NODES = {"gpu01", "gpu02", "gpu03", "gpu04"}
@@ -85,7 +86,20 @@ def test_wrong_values_say_what_to_type(resources: dict[str, object], words: str)
         Resources(**resources)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("given", "minutes", "lead"), [("auto", "15m", 300), ("20m", "20m", 120)])
-def test_shortest_limit_leaves_time_to_save(spec: RunSpec, given: str, minutes: str, lead: int) -> None:
+@pytest.mark.parametrize(("given", "minutes", "lead"), [("auto", 15, 300), ("20m", 20, 120)])
+def test_shortest_limit_leaves_time_to_save(spec: RunSpec, given: str, minutes: int, lead: int) -> None:
     shortened = replace(spec, resources=replace(spec.resources, time_min=given))
-    assert (shortened.shortest_time, shortened.stop_lead_seconds) == (minutes, lead)
+    assert (shortened.shortest_minutes, shortened.stop_lead_seconds) == (minutes, lead)
+
+
+def test_automatic_shortest_limit_is_not_above_the_limit(spec: RunSpec) -> None:
+    assert replace(spec, resources=Resources(time="5m", time_min="auto")).shortest_minutes == 5
+
+
+@pytest.mark.parametrize(
+    ("limit", "least", "shortened"),
+    [("00:10:00", "00:05:00", True), ("01:00:00", "00:05:00", False), ("00:10:00", "N/A", False)],
+    ids=["by --time-min", "not shortened", "by scontrol update: a requeue keeps it"],
+)
+def test_job_whose_limit_was_shortened(limit: str, least: str, *, shortened: bool) -> None:
+    assert slurm.is_shortened({"TimeLimit": limit, "TimeMin": least}, 60) is shortened
