@@ -62,13 +62,13 @@ def test_signals_and_cancellation_lose_no_step(site: Site) -> None:
     run.wait_for_next_job()
 
     undisturbed = submit_undisturbed(site)
-    run.wait_for_more_steps(3)
+    run.wait_for_more_steps(2)
     send(run, run.job_id, "USR2", "TERM", "TERM", "USR2")
     run.wait_for_next_job()
     assert len(run.events("requeued")) == 2, "one for each attempt, whatever the number of signals"
 
     # A requeue that Slurm refuses is replaced by a new job.
-    run.wait_for_more_steps(4)
+    run.wait_for_more_steps(3)
     site.slurm("scontrol", "update", f"JobId={run.job_id}", "Requeue=0")
     send(run, run.job_id, "TERM")
     run.wait("the new job", lambda: run.events("resubmitted"))
@@ -76,7 +76,7 @@ def test_signals_and_cancellation_lose_no_step(site: Site) -> None:
     assert resubmitted["job_id"] != run.job_id
 
     # A cancelled run is resumed; not while its job is there, and a job that is submitted by hand says so.
-    run.wait_for_more_steps(5)
+    run.wait_for_more_steps(4)
     busy = refused(site, "resume", "paused", "--time=2h")
     assert f"has job {resubmitted['job_id']}, which is running" in busy
     run.cancel()
