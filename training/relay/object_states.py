@@ -31,7 +31,7 @@ def capture_states(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]
     writes = THIS_RANK.local_rank == 0
     shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
     own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
-    every = all_gather_bytes(serialized({"objects": own, "random": _random_states()}), ranks.group)
+    every = all_gather_bytes(serialized({"objects": own, "random": random_states()}), ranks.group)
     return {"step": step, "world_size": THIS_RANK.world_size, "shared": shared, "own": every}
 
 
@@ -57,7 +57,8 @@ def _copied(value: Any, *, keep: bool) -> Any:
     return value
 
 
-def _random_states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Return the states of this rank's random number generators: torch's and Python's."""
     import torch
 
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -66,7 +67,8 @@ def _random_states() -> dict[str, Any]:
     return found
 
 
-def _restore_random(states: Mapping[str, Any]) -> None:
+def restore_random(states: Mapping[str, Any]) -> None:
+    """Restore what `random_states` returned."""
     import torch
 
     torch.set_rng_state(states["torch"])
@@ -123,7 +125,7 @@ def load_states(objects: Mapping[str, Saveable], data: bytes) -> None:
         )
     for name, each in objects.items():
         each.load_state_dict(_in_shards(each, states[name]))
-    _restore_random(own["random"])
+    restore_random(own["random"])
 
 
 def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:

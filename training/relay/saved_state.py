@@ -4,19 +4,25 @@ The thread that trains copies the state to the host's memory; a background threa
 """
 
 import shutil
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from .background_writer import BackgroundWriter
 from .checkpoint_files import describe_bytes, missing_snapshot_bytes, save_checkpoint, save_snapshot
+from .loop_position import LoopPosition
 from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialized
 from .progress_files import progress_files
 from .rank_exchange import all_gather_bytes, ranks
 from .restoring import restore_objects
+from .stop_consensus import StepFlags, StopRequested
+from .stop_signals import signals
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
+
+Batch = TypeVar("Batch")
 
 # Snapshots may take a hundredth of the time.
 _SECONDS_PER_COST = 100.0
@@ -34,7 +40,9 @@ class SavedState:
         self, objects: dict[str, Saveable], checkpoint_seconds: float, snapshot_seconds: float, keep: int
     ) -> None:
         self.step = 0
-        self._objects = objects
+        self._position = LoopPosition()
+        self._ids = {id(each) for each in objects.values()}
+        self._objects = {**objects, "epochs and batches": self._position}
         self._intervals = checkpoint_seconds, snapshot_seconds
         self._keep = keep
         self._saved_at = [time.monotonic()] * 2
@@ -92,6 +100,26 @@ class SavedState:
                 seconds = round(time.monotonic() - requested_at, 3)
                 progress_files.event("train_stopped", step=self.step, signal=name, seconds=seconds)
 
+    def epochs(self, count: int) -> Iterator[int]:
+        """Yield the epochs from the saved one to the last of `count`, from 0. Ends the script if it has to stop.
+
+        The body of the loop runs for each epoch. It runs again for an epoch that was interrupted, where `batches` then
+        yields what is left of it, perhaps nothing.
+        """
+        for epoch in self._position.epochs(count):
+            yield epoch
+            _exit_if_asked()
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield the batches of an epoch from the saved one, and count `step`. Ends the script if it has to stop.
+
+        Batches before the saved one are loaded and left out, unless the loader is one of the saved objects.
+        """
+        for batch in self._position.batches(loader, skips=id(loader) not in self._ids):
+            self.step += 1
+            yield batch
+            _exit_if_asked()
+
     def due(self) -> tuple[int, int]:
         """Return whether a checkpoint is due, and whether a snapshot is, as 1 or 0; always 0 on ranks other than 0.
 
@@ -146,6 +174,35 @@ class SavedState:
         else:
             # Where the ranks compute on CPUs, this thread takes time from them.
             self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
+
+
+def should_stop() -> bool:
+    """Return whether to save and exit with 0: True on all ranks at the same call, one step after a rank got a signal.
+
+    All ranks call it equally often, after each step; `saved.batches(...)` calls it for you. In `with state(...)`, it
+    also takes the snapshots that are due.
+
+    Raises:
+        RuntimeError: there are several ranks, and torch.distributed is not initialized yet.
+    """
+    if THIS_RANK.run_dir is None or ranks.stopping:
+        return ranks.stopping is not None
+    consensus, saved = ranks.connect("should_stop()"), SavedState.active
+    progress_files.beat(saved.step if saved else None)
+    checkpoint, snapshot = saved.due() if saved else (0, 0)
+    try:
+        agreed = consensus.exchange(StepFlags(signal=signals.received(), save=checkpoint, snapshot=snapshot))
+    except StopRequested as request:
+        ranks.stopping = request.name, signals.received_at() or time.monotonic()
+        return True
+    if saved and (agreed.save or agreed.snapshot):
+        saved.save(durable=bool(agreed.save))
+    return False
+
+
+def _exit_if_asked() -> None:
+    if should_stop():
+        sys.exit(0)
 
 
 def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -> None:
