@@ -7,14 +7,13 @@ second of work.
 """
 
 import argparse
-import sys
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from training.relay import report, should_stop, state
+from training.relay import report, state
 
 
 def main() -> None:
@@ -23,7 +22,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     args = parser.parse_args()
 
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    # Without this, the order of an epoch depends on all epochs before it, and would be another one after a restart.
+    order = DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=order)
     torch.manual_seed(1)
     inputs = torch.randn(1600, 8)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
@@ -33,19 +34,15 @@ def main() -> None:
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=16, shuffle=True))
 
     with state(model=model, optimizer=optimizer, schedule=schedule) as saved:
-        while saved.step < args.epochs * len(loader):
-            epoch, skip = divmod(saved.step, len(loader))
-            torch.manual_seed(epoch)  # the order of an epoch, when it is continued, too
-            for inputs, targets in accelerator.skip_first_batches(loader, skip):
+        for epoch in saved.epochs(args.epochs):
+            loader.set_epoch(epoch)
+            for inputs, targets in saved.batches(loader):
                 optimizer.zero_grad()
                 loss = nn.functional.mse_loss(model(inputs), targets)
                 accelerator.backward(loss)
                 optimizer.step()
                 schedule.step()
-                saved.step += 1
                 report(step=saved.step, epoch=epoch, loss=loss)
-                if should_stop():
-                    sys.exit(0)
     accelerator.end_training()
 
 

@@ -8,8 +8,6 @@ second of work.
 
 import argparse
 import os
-import sys
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -17,7 +15,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from training.relay import report, should_stop, state
+from training.relay import report, state
 
 
 def read_idx(path: Path, skip: int) -> torch.Tensor:
@@ -46,18 +44,14 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     with state(model=model, optimizer=optimizer) as saved:
-        while saved.step < args.epochs * len(loader):
-            epoch, skip = divmod(saved.step, len(loader))
+        for epoch in saved.epochs(args.epochs):
             sampler.set_epoch(epoch)
-            for inputs, targets in islice(loader, skip, None):
+            for inputs, targets in saved.batches(loader):
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(inputs.to(device)), targets.to(device))
                 loss.backward()
                 optimizer.step()
-                saved.step += 1
                 report(step=saved.step, epoch=epoch, loss=loss)
-                if should_stop():
-                    sys.exit(0)
     distributed.destroy_process_group()
 
 

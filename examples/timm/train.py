@@ -8,8 +8,6 @@ second of work.
 """
 
 import argparse
-import sys
-from itertools import islice
 from pathlib import Path
 
 import timm
@@ -24,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import ImageFolder
 
-from training.relay import report, should_stop, state
+from training.relay import report, state
 
 
 def main() -> None:
@@ -54,20 +52,16 @@ def main() -> None:
     loss_of = LabelSmoothingCrossEntropy(0.1)
 
     with state(model=model, average=average, optimizer=optimizer, schedule=schedule) as saved:
-        while saved.step < epochs * len(loader):
-            epoch, skip = divmod(saved.step, len(loader))
+        for epoch in saved.epochs(epochs):
             sampler.set_epoch(epoch)
-            for images, labels in islice(loader, skip, None):
+            for images, labels in saved.batches(loader):
                 optimizer.zero_grad()
                 loss = loss_of(model(images.to(device)), labels.to(device))
                 loss.backward()
                 optimizer.step()
-                saved.step += 1
                 schedule.step_update(saved.step)
                 average.update(model, step=saved.step)
                 report(step=saved.step, epoch=epoch, loss=loss, lr=optimizer.param_groups[0]["lr"])
-                if should_stop():
-                    sys.exit(0)
     distributed.destroy_process_group()
 
 

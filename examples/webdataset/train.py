@@ -10,7 +10,6 @@ second of work.
 
 import argparse
 import os
-import sys
 from itertools import islice
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.transforms import v2
 
-from training.relay import report, should_stop, state
+from training.relay import report, state
 
 TO_TENSOR = v2.Compose(
     [v2.ToImage(), v2.Resize((32, 32)), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
@@ -46,23 +45,19 @@ def main() -> None:
     shards = sorted(str(path) for path in args.shards.glob("*.tar"))
 
     with state(model=model, optimizer=optimizer) as saved:
-        while saved.step < args.epochs * args.steps_per_epoch:
-            epoch, skip = divmod(saved.step, args.steps_per_epoch)
+        for epoch in saved.epochs(args.epochs):
             # A rank with fewer images than the others begins again, so that all have as many steps.
             samples = webdataset.WebDataset(
                 shards, nodesplitter=webdataset.split_by_node, shardshuffle=len(shards), detshuffle=True, seed=epoch
             )
             data = samples.shuffle(100, seed=epoch).decode("pil").to_tuple("jpg;png", "cls").map_tuple(TO_TENSOR)
             loader = webdataset.WebLoader(data.batched(16).repeat(), batch_size=None)
-            for images, labels in islice(loader, skip, args.steps_per_epoch):
+            for images, labels in saved.batches(islice(loader, args.steps_per_epoch)):
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
                 loss.backward()
                 optimizer.step()
-                saved.step += 1
                 report(step=saved.step, epoch=epoch, loss=loss)
-                if should_stop():
-                    sys.exit(0)
     distributed.destroy_process_group()
 
 

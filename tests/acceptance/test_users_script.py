@@ -1,4 +1,4 @@
-"""A user's script with the three calls is preempted under the supervisor, and loses a rank: it ends as undisturbed."""
+"""A user's script with the helper is preempted under the supervisor, and loses a rank: it ends as undisturbed."""
 
 import json
 

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # A tutorial's script: data, model, loop. An epoch is 50 steps, which are slow.
 TRAIN = """
 import os, sys, time
-from relay import report, should_stop, state
+from relay import report, state
 import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -29,20 +29,14 @@ torch.manual_seed(2)
 model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 with state(model=model, optimizer=optimizer) as saved:
-    while saved.step < epochs * len(loader):
-        epoch, skip = divmod(saved.step, len(loader))
+    for epoch in saved.epochs(epochs):
         sampler.set_epoch(epoch)
-        for number, (x, y) in enumerate(loader):
-            if number < skip:
-                continue
+        for x, y in saved.batches(loader):
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), y)
             loss.backward()
             optimizer.step()
-            saved.step += 1
             report(step=saved.step, epoch=epoch, loss=loss, images_per_second=16 * 2 / 0.05)
-            if should_stop():
-                sys.exit(0)
             time.sleep(0.05)
 if distributed.get_rank() == 0:
     torch.save(model.state_dict(), os.environ["TORCHRELAY_RUN_DIR"] + "/model.pt")

@@ -1,8 +1,6 @@
-"""The same training with our three calls of `docs/tutorials/own-script.md`: what `hpc submit -- script.py` runs."""
+"""The same training with the loops of `docs/tutorials/own-script.md`: what `hpc submit -- script.py` runs."""
 
-import sys
 import time
-from itertools import islice
 
 import torch
 from common import arguments, images_of, network, optimizer_of
@@ -11,7 +9,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from training.relay import report, should_stop, state
+from training.relay import report, state
 
 
 def main() -> None:
@@ -26,20 +24,16 @@ def main() -> None:
     optimizer, loss_of = optimizer_of(model), nn.CrossEntropyLoss()
     with state(model=model, optimizer=optimizer) as saved:
         log = StepLog(args.output / "steps.jsonl", rank, saved.step)
-        while saved.step < args.epochs * len(loader):
-            epoch, skip = divmod(saved.step, len(loader))
+        for epoch in saved.epochs(args.epochs):
             sampler.set_epoch(epoch)
-            for images, labels in islice(loader, skip, None):
+            for images, labels in saved.batches(loader):
                 optimizer.zero_grad()
                 loss = loss_of(model(images), labels)
                 loss.backward()
                 time.sleep(args.wait)
                 optimizer.step()
-                saved.step += 1
                 log.step(saved.step)
                 report(step=saved.step, epoch=epoch, loss=loss)
-                if should_stop():
-                    sys.exit(0)
     log.end()
     distributed.destroy_process_group()
 
