@@ -152,10 +152,11 @@ def measure(options: Options) -> Findings:
 
 
 def _kept(options: Options) -> list[Row]:
-    """Return the recorded rows of the failures that `--kinds` leaves out."""
+    """Return the recorded rows of the failures and contenders that `--kinds` and `--contenders` leave out."""
     record = RESULTS / "recovery.json"
     rows = json.loads(record.read_text(encoding="utf-8"))["rows"] if record.exists() else []
-    return [row for row in rows if row["failure"] not in options.kinds]
+    titles = {TRAINER_TITLE if key == TRAINER else CONTENDERS[key].title for key in options.contenders}
+    return [row for row in rows if row["failure"] not in options.kinds or row["contender"] not in titles]
 
 
 if __name__ == "__main__":

@@ -103,6 +103,8 @@ class Contender:
     """Submits, and returns the id of the job."""
     package: str = "torch"
     """The distribution whose version matters."""
+    script: str = "relay_ddp.py"
+    """What is run, of ours."""
     is_ours: bool = False
     restarts_in_place: bool = True
     """Whether a killed rank is replaced without a part of Slurm."""
@@ -122,7 +124,7 @@ class Contender:
 
 
 def _submit_ours(training: Training) -> str:
-    script = str((SCRIPTS / "relay_ddp.py").relative_to(ROOT))
+    script = str((SCRIPTS / training.contender.script).relative_to(ROOT))
     answer = hpc(
         "submit", f"--nodes={NODES}", "--gpus-per-node=1", "--cpus-per-gpu=1", "--mem=4G", "--time=4h",
         f"--data={FASHION_MNIST_DIRECTORY}", "--hang-timeout=10s", f"--runs-dir={training.directory.parent}",
@@ -208,6 +210,9 @@ CONTENDERS = {
     contender.key: contender
     for contender in (
         Contender(key="ours", title="ours", submit=_submit_ours, is_ours=True),
+        Contender(
+            key="unchanged", title="ours, unchanged script", submit=_submit_ours, script="torchrun_ddp.py", is_ours=True
+        ),
         Contender(key="spare", title="ours, with a spare node", submit=_submit_ours, is_ours=True, spares=1),
         Contender(key="submitit", title="submitit, torchrun", package="submitit", submit=_submit_submitit),
         Contender(

@@ -41,9 +41,6 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
     names = [Path(path).name for path in (*spec.after, *spec.after_ok)]
     if names:
         notes.append(f"it begins after {', '.join(f'run {visible(name)}' for name in names)}")
-    if spec.python:
-        of = f" of {visible(spec.container)}" if spec.container else ""
-        notes.append(f"torchrun and the ranks start in {visible(spec.python)}{of}")
     told = choose_recipients(spec.notification.notify)
     if told:
         notes.append(f"notifies {', '.join(f'{name} ({service})' for name, service in told.items())}")
@@ -58,8 +55,10 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
 
 
 def starting_place(run: RunDir, spec: RunSpec) -> str:
-    """Return a sentence that names the working directory of a user's script."""
-    return f"{visible(program_of(spec.script))} starts in {visible(str(spec.start_directory(run)))}"
+    """Return a sentence that names the working directory of a user's script, and its Python if it is not ours."""
+    python = f", with {visible(spec.python)}" if spec.python else ""
+    image = f" of {visible(spec.container)}" if spec.container else ""
+    return f"{visible(program_of(spec.script))} starts in {visible(str(spec.start_directory(run)))}{python}{image}"
 
 
 def show(new: NewRun, options: SubmitOptions) -> int:

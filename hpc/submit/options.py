@@ -64,7 +64,7 @@ class RunFlags:
     """Copy this Python environment to each node's own disk and start the ranks from there."""
     python: Path | None = None
     """Python of another environment for your own script, such as ENV/bin/python. It needs only torch.
-    Default: this Python, or python3 of --container."""
+    Default: python3 of --container, the active venv or conda environment, or this Python."""
     container: Annotated[str | None, tyro.conf.arg(metavar="SIF")] = None
     """Apptainer image in which your own script runs."""
 

@@ -61,8 +61,9 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=bool(train), stages=options.stage_env)
+    active = None if train or options.stage_env else user_environment.active_python()
     image, python = user_environment.resolve(
-        options.container, options.python, resources.setup, on_cluster=cluster == "slurm"
+        options.container, options.python, resources.setup, on_cluster=cluster == "slurm", active=active
     )
     # The torch of the user's own environment is unknown before it runs.
     build = None if python or image else torch_build()

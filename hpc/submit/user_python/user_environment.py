@@ -50,34 +50,50 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
         )
 
 
+def active_python() -> Path | None:
+    """Return the Python of the venv or conda environment that is active in this shell. None: there is none, or it is ours.
+
+    conda's `base` does not count: many shells activate it, and few people install torch there.
+    """
+    conda = "" if os.environ.get("CONDA_DEFAULT_ENV") == "base" else os.environ.get("CONDA_PREFIX")
+    active = os.environ.get("VIRTUAL_ENV") or conda
+    if not active or Path(active).resolve() == Path(sys.prefix).resolve():
+        return None
+    return Path(active, "bin", "python")
+
+
 def resolve(
-    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool
+    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool, active: Path | None = None
 ) -> tuple[str | None, str | None]:
     """Return the absolute path of the image of `--container`, and the interpreter that starts the ranks.
 
-    The path is None if there is no image. The interpreter is None if there is neither an image nor `--python`. Raises
-    UserError if torchrun and the ranks cannot run with the interpreter.
+    The path is None if there is no image. The interpreter is None if there is neither an image nor `--python` nor an
+    `active` environment. Raises UserError if torchrun and the ranks cannot run with the interpreter.
     """
     if image is None:
-        return None, check(python, setup, on_cluster=on_cluster) if python else None
+        flag = "--python" if python else "the active environment's Python"
+        given = python or active
+        return None, check(given, setup, flag=flag, on_cluster=on_cluster) if given else None
     path, interpreter = _find_image(image, on_cluster=on_cluster), str(python or "python3")
     _check_in_container(path, interpreter, setup)
     return str(path), interpreter
 
 
-def check(given: Path, setup: Sequence[str], *, on_cluster: bool, seconds: float = _IMPORT_SECONDS) -> str:
+def check(
+    given: Path, setup: Sequence[str], *, flag: str = "--python", on_cluster: bool, seconds: float = _IMPORT_SECONDS
+) -> str:
     """Return the absolute path of an interpreter. Raises UserError if it cannot run torchrun and the ranks.
 
-    It is tried without the lines of `--setup`, which are for the nodes. If there are any, and torch cannot be imported
+    `flag` is what an error calls it. It is tried without the lines of `--setup`, which are for the nodes. If there are any, and torch cannot be imported
     here, only a warning is printed.
     """
-    path = _executable(given)
+    path = _executable(given, flag)
     if on_cluster:
         for used in (path.parent, path):
-            check_is_shared("--python", used)
-    torch_file = _check_answers(f"--python is {given}", [str(path)], setup, seconds)
+            check_is_shared(flag, used)
+    torch_file = _check_answers(f"{flag} is {given}", [str(path)], setup, seconds)
     if on_cluster and torch_file:
-        check_is_shared("--python imports torch from", torch_file)
+        check_is_shared(f"{flag} imports torch from", torch_file)
     return str(path)
 
 
@@ -124,7 +140,7 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
     if len(answers) == 1:
         if not setup:
             raise UserError(
-                f"{flag}, which does not import torch ({problem}): install torch there, or use another environment"
+                f"{flag}, which does not import torch ({problem}): install torch there, or use --python ENV/bin/python"
             )
         print(
             f"hpc submit: warning: {flag}, which imports torch only with --setup, if at all ({problem})",
@@ -137,17 +153,17 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
     return Path(torch_file)
 
 
-def _executable(given: Path) -> Path:
+def _executable(given: Path, flag: str) -> Path:
     # A venv's interpreter is a link, and finds its environment relative to the link: it is kept. Links to its directory
     # are resolved, because they may be missing on other nodes.
     path = given.expanduser().absolute()
     path = path.parent.resolve() / path.name
     if path.is_dir():
-        raise UserError(f"--python is {given}, which is a directory: use its interpreter, such as {given}/bin/python")
+        raise UserError(f"{flag} is {given}, which is a directory: use its interpreter, such as {given}/bin/python")
     if not os.access(path, os.X_OK):
         problem = "is not executable" if path.exists() else "does not exist"
         raise UserError(
-            f"--python is {given}, which {problem}: use the interpreter of your environment, such as ENV/bin/python"
+            f"{flag} is {given}, which {problem}: use the interpreter of your environment, such as ENV/bin/python"
         )
     return path
 

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 import tempfile
 import tomllib
 from collections.abc import Callable
@@ -163,10 +164,24 @@ def test_it_is_shown_before_the_submission(venv: Path) -> None:
     site, flag = Site(venv.parent, "/nonexistent"), f"--python={venv}/bin/python"
     (site.path / "my.py").touch()
     shown = site.hpc("submit", "--cluster=local", flag, "--name=a", "--include=my.py", "--dry-run", "--", "my.py")
-    assert (shown.returncode, shown.stderr.splitlines()) == (0, [
-        f"hpc submit: my.py starts in {site.path}/runs/a/code",
-        f"hpc submit: torchrun and the ranks start in {venv}/bin/python",
-    ])  # fmt: skip
+    note = f"hpc submit: my.py starts in {site.path}/runs/a/code, with {venv}/bin/python\n"
+    assert (shown.returncode, shown.stderr) == (0, note)
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_active_environment_is_the_default(venv: Path, variable: str) -> None:
+    site, words = Site(venv.parent, "/nonexistent"), ("submit", "--cluster=local", "--include=my.py", "--dry-run")
+    (site.path / "my.py").touch()
+    refusal = site.hpc(*words, "--", "my.py", **{variable: str(venv)})
+    assert refusal.returncode == 2
+    assert f"the active environment's Python is {venv}/bin/python, which does not import torch" in refusal.stderr
+    assert "use --python ENV/bin/python" in refusal.stderr
+    install_torch(venv, "2.12.0")
+    shown = site.hpc(*words, "--", "my.py", **{variable: str(venv)})
+    assert shown.stderr.endswith(f", with {venv}/bin/python\n")
+    for others in ({"VIRTUAL_ENV": sys.prefix}, {"CONDA_PREFIX": str(venv), "CONDA_DEFAULT_ENV": "base"}):
+        assert "with" not in site.hpc(*words, "--", "my.py", **others).stderr
+    assert site.hpc("submit", "--cluster=local", "--dry-run", **{variable: str(venv)}).returncode == 0, "our trainer"
 
 
 def test_it_is_a_part_of_the_command_that_submits_again() -> None:
