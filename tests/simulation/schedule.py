@@ -301,7 +301,7 @@ class Schedule:
         if any(process.alive for process in self.cluster.slurm.strays):
             return False
         if self._lacks_nodes() and all(job.waits for job in jobs if job.alive):
-            return True
+            return not self._lacks_message()
         without = not self.plan.has_supervisor and self._history().outcome == "completed"
         if any(job.alive and not (without and self._is_empty(job)) for job in jobs) or not jobs:
             return False

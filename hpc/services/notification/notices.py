@@ -8,7 +8,14 @@ from hpc.run.budget import FINAL_CAUSES
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
-from hpc.run.events.kinds import AttemptEnded, Interrupted, NotificationFailed, NotificationSent, OfMessage
+from hpc.run.events.kinds import (
+    AttemptEnded,
+    Interrupted,
+    NotificationFailed,
+    NotificationSent,
+    OfMessage,
+    TrainCompleted,
+)
 
 _HOUR_SECONDS = 3600.0
 COMPLETED, FAILED, INTERRUPTED = "completed", "failed", "interrupted"
@@ -88,8 +95,10 @@ def _ended(run: Path, how: str, history: History) -> Notice:
     last, detail = history.attempts[-1], history.not_continued
     stopped = f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"
     advice = [] if detail is None else [stopped]
+    # The agents of a run that is complete may have been killed before they recorded the end of its attempt.
+    at = last.ended or max((event.time for event in history.of(TrainCompleted)), default=0.0)
     return Notice(
-        key=f"{how}-{last.attempt:03d}", title=title, time=last.ended or 0.0,
+        key=f"{how}-{last.attempt:03d}", title=title, time=at,
         body=_body(run, [last], "status" if how == COMPLETED else "logs", advice),
     )  # fmt: skip
 

@@ -51,7 +51,7 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
 
 
 def active_python() -> Path | None:
-    """Return the Python of the venv or conda environment that is active in this shell. None: there is none, or it is ours.
+    """Return the Python of the venv or conda environment that is active in this shell. None: none is, or ours.
 
     conda's `base` does not count: many shells activate it, and few people install torch there.
     """
@@ -84,8 +84,8 @@ def check(
 ) -> str:
     """Return the absolute path of an interpreter. Raises UserError if it cannot run torchrun and the ranks.
 
-    `flag` is what an error calls it. It is tried without the lines of `--setup`, which are for the nodes. If there are any, and torch cannot be imported
-    here, only a warning is printed.
+    `flag` is what an error calls it. It is tried without the lines of `--setup`, which are for the nodes. If there are
+    any, and torch cannot be imported here, only a warning is printed.
     """
     path = _executable(given, flag)
     if on_cluster:
