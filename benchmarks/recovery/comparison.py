@@ -92,6 +92,7 @@ def _play(lane: Lane, setting: Setting, turn: threading.Lock) -> list[Outcome]:
 def _fail(lane: Lane, kind: str, training: Training, cap: float) -> Outcome:
     """Cause one failure, and return what comes of it."""
     wait_until(training.is_due, seconds=_PATIENCE_SECONDS, what=f"{training.name} to train")
+    training.note_failure()
     failure = failures.KINDS[kind](training)
     recovery = _wait_for_recovery(training, failure.at, cap)
     lost = recovery.steps_lost * step_log.step_seconds(training.log(), failure.at) if recovery else 0.0

@@ -53,6 +53,8 @@ class Training:
     directory: Path
     workload: Workload
     job_id: str = ""
+    failed_epoch: int = 0
+    """The epoch, from 0, of the last failure."""
 
     @property
     def name(self) -> str:
@@ -74,9 +76,13 @@ class Training:
         return ranks[max(ranks)]
 
     def is_due(self) -> bool:
-        """Return whether this is a time for a failure: the middle of an epoch, but not of the first one."""
-        epoch, step = self.workload.epoch_steps, step_log.newest_step(self.log())
-        return step > epoch and epoch // 2 <= step % epoch < 2 * epoch // 3
+        """Return whether this is a time for a failure: the middle of an epoch that had none, and is not the first."""
+        epoch, done = divmod(step_log.newest_step(self.log()), self.workload.epoch_steps)
+        return epoch > self.failed_epoch and 1 / 2 <= done / self.workload.epoch_steps < 2 / 3
+
+    def note_failure(self) -> None:
+        """Note that a failure is caused now."""
+        self.failed_epoch = step_log.newest_step(self.log()) // self.workload.epoch_steps
 
     def jobs(self) -> list[SlurmJob]:
         """Return its jobs that can still train."""

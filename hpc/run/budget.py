@@ -18,6 +18,9 @@ _SAME_STEP = 2
 # Pauses before the ranks start again after the first, second, ... failure without progress. A fault of storage or a
 # network that passes by itself lasts longer than a start of the ranks.
 _PAUSES_SECONDS = (0.0, 10.0, 30.0, 90.0)
+# Ranks whose steps are unknown have made progress if they ran for longer: for gloo, torch's own timeout of a collective
+# is half an hour, so ranks that hang from their start end earlier.
+_LONG_SECONDS = 3600.0
 _ENDED_FROM_OUTSIDE = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
 
 
@@ -60,6 +63,8 @@ class PastInterruption:
     """The step from which the interrupted ranks had started; None if they had not started, or in a user's script."""
     signature: str | None = None
     """The text by which the same failure is recognized; None if two failures that look alike need not be the same."""
+    ran_seconds: float = 0.0
+    """How long the interrupted ranks had run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +114,9 @@ def budget_after(history: Iterable[PastInterruption]) -> Budget:
     """Return the use of a run's budgets after all its interruptions and ends of attempts, given in order.
 
     The run has made progress if ranks started from a later step than the ranks before them; steps that were done but
-    lost do not count. A user's script, whose steps are unknown, has made progress if it was ended from outside. A time
-    limit is a failure only if its attempt did no step, for example because staging takes longer than the limit.
+    lost do not count. A user's script, whose steps are unknown, has made progress if it was ended from outside, or had
+    run for an hour. A time limit is a failure only if its attempt did no step, for example because staging takes longer
+    than the limit.
     """
     budget, before, restored = Budget(), None, 0
     for one in history:
@@ -118,8 +124,10 @@ def budget_after(history: Iterable[PastInterruption]) -> Budget:
         trained = one.restored_step is not None and (one.step or 0) > one.restored_step
         if one.restored_step is not None:
             row, restored = (() if one.restored_step > restored else row), one.restored_step
-        if one.cause in _ENDED_FROM_OUTSIDE and one.step is None:
+        if one.step is None and one.cause in _ENDED_FROM_OUTSIDE:
             rule, row = None, ()
+        elif one.step is None and one.ran_seconds > _LONG_SECONDS:
+            row, before = (), None
         if rule is None or (one.cause == Cause.TIME_LIMIT and trained):
             budget = Budget(cause=one.cause, row=row)
             continue

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,11 +105,22 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
         headless = frozenset(job.job_id for job in new if slurm.is_headless(job))
         if headless:
             found[number] = replace(one, known=replace(one.known, headless=headless))
-        if one.known.excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
+        excluded = _excluded(one)
+        if excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
             # The pending job can do without fewer nodes when others have gone down.
             excludable = handover.nodes_to_exclude(RunSpec.load(one.run), one.history)
-            found[number] = replace(one, known=replace(one.known, excludable=excludable))
+            found[number] = replace(one, known=replace(one.known, excluded=excluded, excludable=excludable))
     return found
+
+
+def _excluded(one: ObservedRun) -> Sequence[str]:
+    """Return the nodes that the run's pending job excludes."""
+    pending = one.known.pending_job
+    if one.known.over or pending is None or pending.job_id in one.history.job_ids:
+        return one.known.excluded
+    # The reply of its sbatch was lost, so that no event has them.
+    nodes = slurm.show_job(pending.job_id).get("ExcNodeList", "(null)")
+    return [] if nodes == "(null)" else slurm.hostnames(nodes)
 
 
 @functools.cache

@@ -202,7 +202,9 @@ class Coordinator:
             # Ranks that have replaced those that failed may train already.
             if not isinstance(each, TrainStarted) or each.time < failure.failed_at
         )
-        self._interruptions.append(this.interrupted_by(failure.cause, failure.step, failure.signature))
+        self._interruptions.append(
+            this.interrupted_by(failure.cause, failure.step, failure.signature, failure.failed_at)
+        )
         budget = budget_of([*earlier, replace(this, interruptions=tuple(self._interruptions))])
         if not budget.may_restart:
             self._end(failure)
@@ -335,4 +337,6 @@ class Coordinator:
 
     def _end(self, failure: Failure | None = None, *, done: bool = False) -> None:
         self.failure, self.done = failure, done
-        self._direct(over=True)
+        # The first member saves its snapshot if the head has none: it must be alive.
+        members = tuple(node_rank for node_rank in self._server.directive.members if node_rank not in self.lost)
+        self._direct(over=True, members=members)

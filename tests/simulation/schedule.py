@@ -194,6 +194,8 @@ class Schedule:
                 NEXT, replace(plan.resources, nodes="1"), Recovery(hang_timeout="10s"), script=True, **waits
             )
         self._cancelled_at: float | None = None
+        self._resumed_at = -1.0
+        """When hpc resume was typed last."""
         self._seen = 0
         self._two_since: float | None = None
         self._next_has_begun = False
@@ -388,15 +390,20 @@ class Schedule:
     def _cancel(self) -> None:
         cluster = self.cluster
 
+        typed_at = cluster.now
+
         def cancel() -> int:
             code = cluster.cancel(self.run_dir)
-            self._cancelled_at = cluster.now
+            if self._resumed_at < typed_at:
+                self._cancelled_at = cluster.now
             return code
 
         cluster.start("login", "hpc cancel", cancel)
 
     def _resume(self, run: RunDir | None = None) -> None:
         cluster = self.cluster
+
+        self._resumed_at = cluster.now
 
         def resume() -> int:
             before, self._cancelled_at = self._cancelled_at, None
@@ -444,9 +451,9 @@ class Schedule:
         cluster = self.cluster
         alive = [job for job in self._jobs() if job.waits or job.state is State.RUNNING]
         self._two_since = (self._two_since or cluster.now) if len(alive) > 1 else None
-        # The reply of sbatch was lost, and then Slurm killed the agents and requeued the old job. The job that starts
-        # last ends at once.
-        unknown = self._had("preempt") and self._had("lost-reply", "lost-submission")
+        # The reply of sbatch was lost, and then Slurm killed the agents and requeued the old job, or their node died.
+        # The job that starts last ends at once.
+        unknown = self._had("preempt", "kill-host") and self._had("lost-reply", "lost-submission")
         two_for = cluster.now - self._two_since if self._two_since and not unknown else 0.0
         if two_for > _TWO_JOBS_SECONDS and not self._was_cut_off(cluster.now):
             self._violate(f"{len(alive)} jobs of the run are in the queue")

@@ -502,7 +502,8 @@ class Slurm:
         preempted = "None" if job.preempted_at is None else _at(job.preempted_at)
         return (
             f"JobId={job.id} JobState={job.state} Reason={job.reason} Restarts={job.restarts} "
-            f"PreemptTime={preempted} StartTime={_at(job.started)} ExpeditedRequeue={'Yes' if job.expedited else 'No'}"
+            f"PreemptTime={preempted} StartTime={_at(job.started)} ExpeditedRequeue={'Yes' if job.expedited else 'No'} "
+            f"ExcNodeList={','.join(job.excluded) or '(null)'}"
         )
 
 

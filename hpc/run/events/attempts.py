@@ -33,6 +33,8 @@ class Attempt:
     """The interruptions that the attempt survived."""
     interrupted_at: float | None = None
     """Time of the last interruption."""
+    ranks_started: float | None = None
+    """Time at which the ranks that run now were told to start."""
     ended: float | None = None
     last_step: int | None = None
     failed_at: float | None = None
@@ -53,11 +55,15 @@ class Attempt:
         if self.failed_at is not None and self.failed_at == self.interrupted_at:
             *others, last = self.interruptions
             return (*others, replace(last, cause=self.cause, step=self.last_step))
-        return (*self.interruptions, self.interrupted_by(self.cause, self.last_step, self.signature))
+        at = self.failed_at or self.ended
+        return (*self.interruptions, self.interrupted_by(self.cause, self.last_step, self.signature, at))
 
-    def interrupted_by(self, cause: str, step: int | None, signature: str | None) -> PastInterruption:
+    def interrupted_by(self, cause: str, step: int | None, signature: str | None, at: float | None) -> PastInterruption:
         """Return an interruption of the ranks that run now."""
-        return PastInterruption(cause=cause, step=step, restored_step=self.restored_step, signature=signature)
+        ran_seconds = at - self.ranks_started if at and self.ranks_started else 0.0
+        return PastInterruption(
+            cause=cause, step=step, restored_step=self.restored_step, signature=signature, ran_seconds=ran_seconds
+        )
 
 
 def attempts_of(events: Iterable[Event]) -> list[Attempt]:
@@ -81,18 +87,20 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
     match event:
         case RoundStarted():
             known = range(len(attempt.nodes))
-            return {"members": tuple(attempt.nodes[node_rank] for node_rank in event.members if node_rank in known)}
+            members = tuple(attempt.nodes[node_rank] for node_rank in event.members if node_rank in known)
+            return {"members": members, "ranks_started": event.time}
         case TrainStarted():
             # Ranks may restart within an attempt: the first start counts.
             is_first = attempt.training_started is None
             first = {"training_started": event.time, "first_step": event.step} if is_first else {}
             return {"restored_step": event.step, **first}
         case Interrupted():
-            this = attempt.interrupted_by(event.cause, event.step, event.signature)
+            this = attempt.interrupted_by(event.cause, event.step, event.signature, event.failed_at)
             return {
                 "interruptions": (*attempt.interruptions, this),
                 "interrupted_at": event.failed_at,
                 "restored_step": None,
+                "ranks_started": event.time,
             }
         case AttemptEnded():
             return {

@@ -16,6 +16,16 @@ def ended(cause: str, step: int | None = None, restored: int | None = None) -> P
     return PastInterruption(cause=cause, step=step, restored_step=restored)
 
 
+def after(seconds: float, step: int | None = None) -> PastInterruption:
+    return PastInterruption(cause="crashed", step=step, restored_step=step, signature=KEY, ran_seconds=seconds)
+
+
+@pytest.mark.parametrize(("seconds", "step", "failures"), [(3700.0, None, 1), (3500.0, None, 2), (3700.0, 20, 2)])
+def test_script_without_steps_has_made_progress_after_an_hour(seconds: float, step: int | None, failures: int) -> None:
+    budget = budget_after([after(10.0, step), after(seconds, step)])
+    assert (budget.failures, budget.is_repeated) == (failures, failures == 2)
+
+
 def test_second_kill_in_an_unlucky_minute_ends_nothing() -> None:
     """Of two ranks, 13 s apart: at step 63, and after a restart from step 14 at step 46."""
     signature = rank_signature("crashed", "SIGKILL", -9, "", step=63)

@@ -49,7 +49,7 @@ def test_attempts_of_a_history() -> None:
     assert (second.first_step, second.ended) == (10, None)
     crashed = PastInterruption(cause="crashed", step=7, restored_step=0, signature="1: KeyError")
     assert (first.interruptions, first.members) == ((crashed,), ("b",))
-    assert first.history == (crashed, PastInterruption(cause="node_failure", step=20, restored_step=5))
+    assert first.history == (crashed, PastInterruption(cause="node_failure", step=20, restored_step=5, ran_seconds=8.5))
     assert second.members == ("c", "d")
 
 
