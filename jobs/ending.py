@@ -64,12 +64,13 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     absent = set(range(node.allocation.num_nodes)) - server.statuses().keys() - {node.allocation.node_rank}
     lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, Any]()
+    if not _is_finished(node, coordinator.signal, done=coordinator.done):
+        # Slurm may take half a minute to answer, and end the job meanwhile.
+        save_snapshot(node, monitor.node_dir)
     ending = _inspect_ending(
         node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
     )
     cause = cause_of(ending)
-    if cause is not Cause.COMPLETED:
-        save_snapshot(node, monitor.node_dir)
     last_step = None
     if node.reports_steps:
         # Take the last step that any rank has done: the metrics may be some steps behind.
@@ -185,9 +186,13 @@ def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMoni
     return set()
 
 
+def _is_finished(node: NodeAttempt, signal: str | None, *, done: bool) -> bool:
+    node.run.refresh_result()
+    return node.run.final_result.exists() if node.spec.program.writes_result else done and not signal
+
+
 def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, done: bool = False) -> Ending:
     """Collect what the agents, the run directory and Slurm know of the ending."""
-    node.run.refresh_result()
     fields = dict[str, str]()
     try:
         fields = slurm.show_job(node.allocation.job_id) if node.on_slurm else fields
@@ -199,7 +204,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         if any(isinstance(event, Resubmitting | Resubmitted) for event in this):
             state = JobState.PENDING  # a process that submits the run's next job has ended this one
     return Ending(
-        finished=node.run.final_result.exists() if node.spec.program.writes_result else done and not signal,
+        finished=_is_finished(node, signal, done=done),
         cancelled=is_cancelled_now(node.run),
         signal=signal,
         job_state=state,

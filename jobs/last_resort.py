@@ -13,6 +13,7 @@ before srun if a line of --setup fails: the next attempt avoids this node, and i
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from hpc.run.events.kinds import NotContinued, Requeued, Resubmitted
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
+from hpc.slurm import handover
 from jobs import claim
 from jobs.deferral import must_wait
 from jobs.ending import conclude_failed_agent, continue_ended_run
@@ -117,7 +119,9 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
             has_gone_on = any(isinstance(event, decided) for event in history.during(attempt.attempt).events)
             is_over = attempt.ended is not None and (has_gone_on or not history.may_restart)
             return None if is_over else attempt
-    if history.complete:
+    number = history.last_attempt.attempt if history.last_attempt else 0
+    is_replaced = time.time() < handover.handover_deadline(history.unfinished_handover(number))
+    if history.complete or is_replaced:
         return None
     # The first attempt ends the wait for other runs, so it must not be made before their end.
     return None if must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")

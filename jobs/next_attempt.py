@@ -6,6 +6,7 @@ A job with a dead node must not be requeued before Slurm has marked the node dow
 Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the same run can start at once, elsewhere.
 """
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -21,6 +22,8 @@ from jobs.node_attempt import NodeAttempt, ask_slurm, log
 # Slurm notices a dead node (SlurmdTimeout, 300 s unless the administrators have changed it), and fails over its
 # controller (SlurmctldTimeout, 120 s), sooner than this. A job that can do nothing more must not keep its nodes.
 SLURM_SECONDS = 900.0
+# Slurm marks a dead node down after SlurmdTimeout, usually 300 s. A node that stays up for longer is alive.
+_DOWN_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +56,12 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
     }
     left = [submit, requeue, end_first] if why_new else [requeue, submit, end_first]
 
+    down_by = time.monotonic() + _DOWN_SECONDS
+
     def ask() -> None:
+        may_be_dead = dead and time.monotonic() < down_by
         for what in list(left):
-            if (what == requeue and dead and _holds(node, dead)) or (what == end_first and len(left) > 1):
+            if (what == requeue and may_be_dead and _holds(node, dead)) or (what == end_first and len(left) > 1):
                 continue
             if (why_new or what != requeue) and not claim():
                 return None  # another process continues the run

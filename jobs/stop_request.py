@@ -12,10 +12,15 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Records the first signal that asked this agent to stop. The handler does nothing else."""
+    """Records the first signal that asked this agent to stop, and a SIGTERM. The handler does nothing else."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.is_last = False
+        """Whether a SIGTERM came, which Slurm follows up by SIGKILL.
+
+        It also comes second: after a SIGUSR2 that announced a preemption, and not the time limit.
+        """
         self._time = 0.0
 
     def install(self) -> None:
@@ -24,7 +29,8 @@ class StopRequest:
             signal.signal(number, self.handle)
 
     def handle(self, number: int, _frame: object) -> None:
-        """Record the first signal."""
+        """Record the first signal, and whether it is the last."""
+        self.is_last |= number == signal.SIGTERM
         if self.signal is None:
             self.signal, self._time = signal.Signals(number), time.monotonic()
 
@@ -42,10 +48,10 @@ class StopRequest:
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, history: History) -> float:
-        """Return the seconds in which ranks may save: --grace-period, or else what Slurm leaves after this signal."""
+        """Return the seconds in which ranks may save: --grace-period, or else what Slurm leaves after the signal."""
         if spec.grace_seconds is not None:
             return spec.grace_seconds
-        if self.signal is not signal.SIGTERM:
+        if not self.is_last:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
         # The grace time of the run's partition, as the newest submission found it.
         known = [event.grace_seconds for event in reversed(history.of(Submitted))]

@@ -68,7 +68,7 @@ class Partition:
 # Slurm's words for a permanent refusal (slurm_errno.c): a plugin or a limit forbids the request.
 _REFUSALS = (
     "presently disabled", "permission denied", "Invalid user id", "violates accounting/QOS policy", "Invalid account",
-    "Invalid qos", "Invalid partition", "not permitted to use this partition",
+    "Invalid qos", "Invalid partition", "not permitted to use this partition", "not supported on this system",
 )  # fmt: skip
 
 

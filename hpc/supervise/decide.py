@@ -138,6 +138,11 @@ def _unclear(run: RunObservation) -> Decision | None:
     return _keep(f"job {job.job_id} is {words[job.state]}") if job else None
 
 
+def _useless(run: RunObservation) -> Decision | None:
+    """Cancel a job that waits although the run has failed: Slurm requeues and holds an expedited job that fails."""
+    return _cancel(run.pending_job, "the run has ended, but its job waits") if run.pending_job and run.over else None
+
+
 def _pending(run: RunObservation) -> Decision | None:
     """Keep a job that waits for nodes, or end Slurm's hold or delay of it."""
     job, last = run.pending_job, run.last
@@ -246,7 +251,8 @@ def _vanished(run: RunObservation) -> Decision | None:
         return _keep("squeue does not list its job, but Slurm's accounting does")
     unknown = state is JobState.UNKNOWN and (run.last is None or run.handed_over_at is not None)
     failed = run.last is None and state not in {JobState.UNKNOWN, JobState.NODE_FAIL}
-    if not unknown and not failed:
+    # A process that hands the run over also cancels the old job.
+    if (not unknown and not failed) or run.handover_unfinished:
         return None
     if run.refusal:
         return _keep(f"its job started nothing: {run.refusal}: correct that, then type hpc resume", "failed")
@@ -285,7 +291,7 @@ def _ended(run: RunObservation) -> Decision:
 _RULES: tuple[Callable[[RunObservation], Decision | None], ...] = (
     _finished_or_cancelled, _handed_over, _replaced, _unclear,
     # Rules for a run with a job.
-    _pending, _ending, _starting, _running,
+    _useless, _pending, _ending, _starting, _running,
     # Rules for a run without a job.
     _given_up, _just_ended, _scancelled, _vanished, _never_starts, _ended,
 )  # fmt: skip

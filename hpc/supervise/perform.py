@@ -38,7 +38,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
         case Action.START_NOW | Action.RELEASE:
             _release(observed, decision)
         case Action.ALLOW_NODES:
-            _exclude(observed, decision, observed.known.excludable)
+            _allow_nodes(observed, decision)
         case Action.REQUEUE:
             if _record_missing_end(observed, decision):
                 _requeue(observed, decision)
@@ -93,6 +93,13 @@ def _release(observed: ObservedRun, decision: Decision) -> None:
         slurm.release(str(decision.job_id))
     slurm.set_start_time(str(decision.job_id), _SOON)
     _record(observed, Released(job_id=decision.job_id))
+
+
+def _allow_nodes(observed: ObservedRun, decision: Decision) -> None:
+    try:
+        _exclude(observed, decision, observed.known.excludable)
+    except slurm.SlurmRefusalError:  # Slurm does not change a job in the state EXPEDITING
+        _resubmit(observed, decision)
 
 
 def _exclude(observed: ObservedRun, decision: Decision, nodes: Sequence[str]) -> None:

@@ -68,7 +68,7 @@ def run_round(
     started = _start(node, channel, monitor, directive, setup)
     if started is None:
         return None
-    abort_count, timeout_seconds = directive.abort_count, 0.0
+    abort_count, timeouts = directive.abort_count, dict[bool, float]()
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
         torchrun = stack.enter_context(started)
@@ -90,11 +90,11 @@ def run_round(
                     monitor.node_dir.stopping.touch()
                 torchrun.forward(stop_signals(node.spec, stop.signal))
                 ranks_seen = time.monotonic() if torchrun.ranks() else ranks_seen
-                timeout_seconds = timeout_seconds or stop.save_timeout_seconds(
-                    node.spec, History(ledger.read_without_other_nodes(node.run.events))
-                )
+                if stop.is_last not in timeouts:
+                    history = History(ledger.read_without_other_nodes(node.run.events))
+                    timeouts[stop.is_last] = stop.save_timeout_seconds(node.spec, history)
                 without_ranks = min(time.monotonic() - ranks_seen, stop.seconds)
-                if without_ranks > _WITHOUT_RANKS_SECONDS or stop.seconds > timeout_seconds:
+                if without_ranks > _WITHOUT_RANKS_SECONDS or stop.seconds > timeouts[stop.is_last]:
                     torchrun.kill(_LEAVE_SECONDS)
                     return 1
             time.sleep(_POLL_SECONDS)

@@ -287,11 +287,12 @@ class Schedule:
         return stuck and not busy and self._history().outcome is None and len(self.plan.faults) > 1
 
     def _ended_too_early(self) -> bool:
-        """Return whether the batch script was killed before its agents started, or a job timed out on dead nodes."""
+        """Return whether the batch script was killed before its agents started, or a job timed out in trouble."""
         timed_out = any(job.state is State.TIMEOUT for job in self.cluster.slurm.jobs.values())
         # The agents need some seconds to record the end.
         too_early = not self._history().attempts or self.plan.configuration.kill_wait < _RECORD_SECONDS
-        return (timed_out and self._had("kill-host")) or (self._had("kill-script") and too_early)
+        in_trouble = self._had("kill-host", "isolate", "full", "storage-hangs", "storage-fails")
+        return (timed_out and in_trouble) or (self._had("kill-script") and too_early)
 
     def _lacks_nodes(self) -> bool:
         """Return whether too few nodes are left for the run."""

@@ -429,7 +429,7 @@ class Slurm:
             raise TorchrelayError("Requested node configuration is not available")
         expedited = given.get("--requeue") == "expedite"
         if expedited and not self.configuration.expedites:
-            raise TorchrelayError("Requested operation not supported on this system")
+            raise SlurmRefusalError("Requested operation not supported on this system")
         depends = tuple(one for one in given.get("--dependency", "").split(":")[1:] if one)
         job = Job(
             id=str(self._next), script=script, nodes=nodes, limit=limit, lead=lead, excluded=excluded,
@@ -486,7 +486,7 @@ class Slurm:
         job, (name, value) = self._job(which.partition("=")[2]), change.split("=", 1)
         pending = job.state is State.PENDING or (job.state is State.COMPLETING and job.becomes is State.PENDING)
         if job.state is State.EXPEDITING:
-            raise TorchrelayError("Requested operation not supported on this system")
+            raise SlurmRefusalError("Requested operation not supported on this system")
         if name in {"StartTime", "Dependency", "ExcNodeList"} and not pending:
             raise TorchrelayError("Job is no longer pending execution")
         if name == "StartTime":
