@@ -30,7 +30,8 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
     # A run that scancel ended has no recorded outcome: the runs that wait for it do not know.
     is_new = is_new or recorded_outcome(run) is None
-    if is_new:
+    # `hpc resume` may be under way: it does not take back a cancellation that it has not seen.
+    if is_new or before == "cancelled":
         try:
             EventWriter(run.cancellation).append(Cancelled(by=getpass.getuser(), final=final))
         except OSError as error:

@@ -124,7 +124,7 @@ class Cluster(World):
             queued = [job.id for job in self.slurm.jobs.values() if job.script == str(run.script)]
             if not queued:
                 return self.submit(run)
-            [job_id] = queued
+            job_id = queued[-1]
         grace = int(self.slurm.configuration.grace_seconds) or None
         submitted = Submitted(job_id=job_id, cluster="slurm", stop_lead_seconds=30, grace_seconds=grace)
         try:

@@ -546,7 +546,9 @@ class Schedule:
         if history.not_continued is not None:
             no_requeue = self._had("refuse-requeue") or not self.plan.configuration.may_requeue
             return self._had("refuse-sbatch") and no_requeue
-        return len(self.plan.faults) > 1 or self._had("full", "storage-fails")
+        # Nodes that lost each other may train no step within a time limit of a minute or two, twice in a row.
+        cut_off = self._had("cut", "cut-one-way", "isolate") and self._why(history).startswith("time_limit")
+        return len(self.plan.faults) > 1 or cut_off or self._had("full", "storage-fails")
 
     def _check_budgets(self, history: History) -> None:
         """Each failure of a rank is charged once; a dead GPU fails whenever ranks start there."""
