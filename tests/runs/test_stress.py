@@ -1,6 +1,6 @@
-"""One run, many random failures that do not wait for it to recover: it completes with the bits of an undisturbed one.
+"""One run, many random failures or stops that do not wait for it to recover: it has the bits of an undisturbed one.
 
-A few failures in every test run; by hand as many as one likes, and others with another seed:
+A few in every test run; by hand as many as one likes, and others with another seed:
 
     TORCHRELAY_STRESS=30 TORCHRELAY_STRESS_SEED=7 .venv/bin/pytest tests/runs/test_stress.py -s
 """
@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 from support.cluster import (
@@ -36,6 +36,7 @@ PAUSE_SECONDS = 2.0, 20.0
 SHARE_OF_PAIRS = 0.25
 # Of 30 steps, each of which is slow: they take as long as the longest pause, on any machine.
 EPOCHS_PER_FAILURE = 2
+STOPS = ("term", "usr2", "preempt", "no_requeue")
 KINDS = ("worker", "worker", "wrapper", "wrapper", "hang", "agent", "node", "head", "term", "preempt")
 TRAINING = (
     "--data=data", *TWO_NODES, *SMALL_BATCH, "--lr=0.01", "--lr-scheduler=constant",
@@ -47,8 +48,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600 + 120 * FAILURES)]
 class Chaos:
     """Breaks a run."""
 
-    def __init__(self, run: Run, seed: int) -> None:
-        self.run, self.random = run, random.Random(seed)
+    def __init__(self, run: Run, seed: int, kinds: tuple[str, ...]) -> None:
+        self.run, self.random, self.kinds = run, random.Random(seed), kinds
         self.dead: list[str] = []
 
     def strike(self) -> str:
@@ -56,7 +57,7 @@ class Chaos:
         history = History.load(self.run.directory)
         attempts = history.attempts
         nodes = [node for node in attempts[-1].nodes if node not in self.dead] if attempts else []
-        kind = self.random.choice(KINDS)
+        kind = self.random.choice(self.kinds)
         return f"{kind} of {' '.join(nodes)}" if nodes and getattr(self, kind)(nodes, history.last_job_id) else ""
 
     def send(self, number: int, pids: list[int]) -> bool:
@@ -104,13 +105,24 @@ class Chaos:
     def term(self, _nodes: list[str], job_id: str) -> bool:
         return self.run.site.type("scancel", "--signal=TERM", f"{job_id}.0").returncode == 0
 
+    def usr2(self, _nodes: list[str], job_id: str) -> bool:
+        """Slurm sends it before the time limit."""
+        return self.run.site.type("scancel", "--signal=USR2", f"{job_id}.0").returncode == 0
+
+    def requeue(self, _nodes: list[str], job_id: str) -> bool:
+        return self.run.site.type("scontrol", "requeue", job_id).returncode == 0
+
+    def no_requeue(self, _nodes: list[str], job_id: str) -> bool:
+        """From now on, Slurm refuses to requeue this job."""
+        return self.run.site.type("scontrol", "update", f"JobId={job_id}", "Requeue=0").returncode == 0
+
     def preempt(self, nodes: list[str], _job_id: str) -> bool:
         command = ["sbatch", "--partition=urgent", "--exclusive", f"--nodelist={nodes[0]}", "--output=/dev/null"]
         self.run.site.slurm(*command, "--wrap=true")
         return True
 
 
-def break_it(chaos: Chaos) -> int:
+def break_it(chaos: Chaos, pause_seconds: tuple[float, float]) -> int:
     """Cause the failures, one after the other, without a look at how the run takes them. Returns how many."""
     done, deadline = 0, time.monotonic() + TIMEOUT_SECONDS + 60 * FAILURES
     while done < FAILURES and not chaos.run.directory.final_result.exists():
@@ -120,17 +132,17 @@ def break_it(chaos: Chaos) -> int:
             step = max(chaos.run.steps(), default=0)
             print(f"{time.strftime('%H:%M:%S')} failure {done}, after step {step}: {what}", flush=True)
         is_pair = bool(what) and chaos.random.random() < SHARE_OF_PAIRS
-        time.sleep(chaos.random.uniform(0, 1) if is_pair else chaos.random.uniform(*PAUSE_SECONDS))
+        time.sleep(chaos.random.uniform(0, 1) if is_pair else chaos.random.uniform(*pause_seconds))
     return done
 
 
 def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
     undisturbed = site.submit(*TRAINING, *TWO_RANKS_HERE, "--name=undisturbed")
     run = site.submit(*TRAINING, "--spares=1", "--hang-timeout=8s", f"--name=stress-{SEED}", **SLOW_STEPS)
-    chaos = Chaos(run, SEED)
+    chaos = Chaos(run, SEED, KINDS)
     with site.supervised():
         try:
-            assert break_it(chaos) > FAILURES / 2, "the training ended before: raise EPOCHS_PER_FAILURE"
+            assert break_it(chaos, PAUSE_SECONDS) > FAILURES / 2, "the training ended before: raise EPOCHS_PER_FAILURE"
         finally:
             chaos.revive()
         run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=600 + 30 * FAILURES)
@@ -146,3 +158,26 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
     run.wait("the end of the jobs", lambda: not run.is_alive())
     for path in (site.path / "runs").rglob("*.lock"):
         pytest.fail(f"{path} is left")
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_stops_lose_no_step_and_are_continued_once(site: Site, *, supervised: bool) -> None:
+    """A stop may come while the one before it is handled, or while the run starts."""
+    training = ("--data=data", *TWO_NODES, "--epochs=10", "--log-every=1")
+    undisturbed = site.submit(*training, *TWO_RANKS_HERE, "--name=undisturbed")
+    run = site.submit(*training, "--name=stopped", **SLOW_STEPS)
+    # Slurm holds a job for two minutes that was requeued by hand; a supervisor ends that.
+    kinds = (*STOPS, "requeue") if supervised else STOPS
+    with site.supervised() if supervised else nullcontext():
+        assert break_it(Chaos(run, SEED, kinds), (2.0, 8.0)) == FAILURES, "the training ended before: more epochs"
+        run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=900)
+    status = run.status()
+    assert (status["state"], status["steps_lost"]) == ("completed", 0), run.evidence()
+    assert all(end["cause"] in {"preempted", "requeued", "time_limit", "completed"} for end in status["attempts"])
+    following = [one["job_id"] for one in (*run.events("resubmitted"), *run.events("requeued"))]
+    started = [attempt["job_id"] for attempt in status["attempts"][1:]]
+    assert not set(started) - {*following, status["attempts"][0]["job_id"]}, "a job that nobody has submitted"
+    run.assert_no_gap()
+    undisturbed.wait_for_state("completed")
+    assert_equal(undisturbed.directory, run.directory)
+    run.wait("the end of the jobs", lambda: not run.is_alive())
