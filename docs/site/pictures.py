@@ -35,7 +35,7 @@ PANELS = {
 }
 # The benchmark's names, and those in the chart.
 CONTENDERS = {
-    "ours": "Torchrelay",
+    "ours": "Torchrelay, step 2",
     "submitit, torchrun": "submitit + torchrun",
     "ft_launcher": "ft_launcher",
     "Lightning": "Lightning",
