@@ -52,6 +52,8 @@ try:
                     os.kill(os.getpid(), signal.SIGUSR2)
             ended.append(epoch)
             schedule.step()
+            if -1 - epoch in stop_at and rank == 0:
+                os.kill(os.getpid(), signal.SIGUSR2)
     ended.append("all")
 finally:
     weights = [float(p.detach().double().sum()) for p in model.parameters()]
@@ -72,10 +74,11 @@ def run(directory: Path, *, stop_at: str = "0", workers: int = 0, ranks: int = 1
     return [json.loads(line) for line in (directory / "0.jsonl").read_text().splitlines()]
 
 
-# Steps 8, 16 and 24 are the last ones of the epochs. A rank stops a step after the signal, a single one at once.
+# Steps 8, 16 and 24 are the last ones of the epochs; -1 and -3 stand for the ends of epochs, after the schedule's step.
+# Two ranks stop a step after the signal, a single one stops at once.
 @pytest.mark.parametrize(
     ("stops", "workers", "ranks"),
-    [(("3", "8", "16", "21"), 0, 1), (("3", "16", "24"), 2, 1), (("1", "3", "7"), 0, 2)],
+    [(("3", "8", "-1", "16", "21", "-3"), 0, 1), (("3", "16", "24"), 2, 1), (("1", "3", "7"), 0, 2)],
 )
 def test_stopped_loops_continue_with_the_same_batches(
     tmp_path: Path, stops: tuple[str, ...], workers: int, ranks: int

@@ -14,28 +14,29 @@ class LoopPosition:
     """Counts epochs and their batches, and leaves out what was done before the state was saved."""
 
     def __init__(self) -> None:
-        self._epoch = 0
+        self.epoch = 0
+        """The epoch that is not finished yet."""
         self._batches = 0
         self._random_states: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the states of the random number generators when the epoch's batches began."""
         return {
-            "epoch": self._epoch, "batches": self._batches, "world_size": THIS_RANK.world_size,
+            "epoch": self.epoch, "batches": self._batches, "world_size": THIS_RANK.world_size,
             "random": self._random_states,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore the position. With another number of ranks, as much of the epoch's data counts as done."""
-        self._epoch = state["epoch"]
+        self.epoch = state["epoch"]
         self._batches = state["batches"] * state["world_size"] // THIS_RANK.world_size
         self._random_states = state["random"]
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are not finished yet, of `count`."""
-        while self._epoch < count:
-            yield self._epoch
-            self._epoch, self._batches = self._epoch + 1, 0
+        while self.epoch < count:
+            yield self.epoch
+            self.epoch, self._batches = self.epoch + 1, 0
 
     def batches(self, loader: Iterable[Batch], *, skips: bool) -> Iterator[Batch]:
         """Yield the batches of an epoch; if `skips`, without those that are done.

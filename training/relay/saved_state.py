@@ -46,7 +46,7 @@ class SavedState:
         self._intervals = checkpoint_seconds, snapshot_seconds
         self._keep = keep
         self._saved_at = [time.monotonic()] * 2
-        self._saved_steps = [-1, -1]
+        self._saved: list[tuple[int, int] | None] = [None, None]
         self._cost_seconds = 0.0
         self._background = BackgroundWriter()
         self._snapshots = THIS_RANK.snapshots if snapshot_seconds else None
@@ -70,7 +70,7 @@ class SavedState:
         check_restorable(self._objects)
         source = restore_objects(self._objects)
         self.step = source.step if source else 0
-        self._saved_steps = [self.step if source and source.durable else -1, self.step]
+        self._saved = [self._done if source and source.durable else None, self._done]
         self._first_step = self.step
         progress_files.beat(self.step)
         progress_files.event(
@@ -90,7 +90,7 @@ class SavedState:
             ranks.connect("state()").wait()
             self._background.wait()
             if any(all_gather_bytes(b"failed" if self._unwritten else b"", ranks.group)):
-                self._saved_steps[0] = -1
+                self._saved[0] = None
             self.save(durable=True)
             self._background.wait()
             if self._unwritten:
@@ -107,8 +107,9 @@ class SavedState:
         yields what is left of it, perhaps nothing.
         """
         for epoch in self._position.epochs(count):
+            _exit_if_asked()  # the end of the epoch before is a part of the state now
             yield epoch
-            _exit_if_asked()
+        _exit_if_asked()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the batches of an epoch from the saved one, and count `step`. Ends the script if it has to stop.
@@ -135,16 +136,21 @@ class SavedState:
         late = [time.monotonic() - at >= wait for at, wait in zip(self._saved_at, waits, strict=True)]
         return int(late[0]), int(late[1] and self._snapshots is not None)
 
+    @property
+    def _done(self) -> tuple[int, int]:
+        """What the state has: the steps, and the epochs with all that follows their last step."""
+        return self.step, self._position.epoch
+
     def save(self, *, durable: bool) -> None:
-        """Save this step, unless it is saved already. All ranks call it together.
+        """Save what is done, unless it is saved already. All ranks call it together.
 
         A failed write raises nothing here: a checkpoint is tried again when the next one is due, and at the end.
         """
         kind, began = 0 if durable else 1, time.monotonic()
         self._saved_at[kind] = began
-        if self._saved_steps[kind] == self.step:
+        if self._saved[kind] == self._done:
             return
-        self._saved_steps[kind] = self.step
+        self._saved[kind] = self._done
         content = capture_states(self._objects, self.step)
         copy_seconds = time.monotonic() - began
         self._cost_seconds = max(0.9 * self._cost_seconds, copy_seconds)
