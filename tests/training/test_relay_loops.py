@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from support.relay_script import run_relay
 
+from training.relay.loop_position import LoopPosition
+
 pytestmark = pytest.mark.timeout(300)
 
 # Everything that draws random numbers: the order, the transforms in the loader's workers or in the rank, dropout. The
@@ -98,3 +100,14 @@ def test_half_of_an_epoch_is_half_of_it_for_twice_the_ranks(tmp_path: Path) -> N
     run(tmp_path, stop_at="4")
     *_, resumed = run(tmp_path, ranks=2)
     assert [batch[:2] for batch in resumed["used"]][:3] == [[0, 5], [0, 6], [1, 7]]
+
+
+def test_epoch_may_have_several_loaders() -> None:
+    first = LoopPosition()
+    found = first.batches(["a", "b"], skips=True), first.batches(["c", "d", "e"], skips=True)
+    assert [*found[0], next(found[1])] == ["a", "b", "c"]
+    later = LoopPosition()
+    later.load_state_dict(first.state_dict())
+    assert [*later.batches(["a", "b"], skips=True)] == []
+    assert [*later.batches(["c", "d", "e"], skips=True)] == ["d", "e"]
+    assert [*later.batches(["f"], skips=True)] == ["f"]

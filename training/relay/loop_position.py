@@ -16,7 +16,7 @@ class LoopPosition:
     def __init__(self) -> None:
         self.epoch = 0
         """The epoch that is not finished yet."""
-        self._batches = 0
+        self._batches, self._to_skip = 0, 0
         self._random_states: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -29,14 +29,14 @@ class LoopPosition:
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore the position. With another number of ranks, as much of the epoch's data counts as done."""
         self.epoch = state["epoch"]
-        self._batches = state["batches"] * state["world_size"] // THIS_RANK.world_size
+        self._batches = self._to_skip = state["batches"] * state["world_size"] // THIS_RANK.world_size
         self._random_states = state["random"]
 
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs that are not finished yet, of `count`."""
         while self.epoch < count:
             yield self.epoch
-            self.epoch, self._batches = self.epoch + 1, 0
+            self.epoch, self._batches, self._to_skip = self.epoch + 1, 0, 0
 
     def batches(self, loader: Iterable[Batch], *, skips: bool) -> Iterator[Batch]:
         """Yield the batches of an epoch; if `skips`, without those that are done.
@@ -44,15 +44,15 @@ class LoopPosition:
         Those are loaded from the random numbers that the epoch began with, so a loader that shuffles gives the same
         order, and its workers the same random transforms. The training then continues with its own random numbers.
         """
-        if skips and self._batches and self._random_states:
+        if skips and self._to_skip and self._random_states:
             now = random_states()
             restore_random(self._random_states)
             batches = iter(loader)
-            for _ in islice(batches, self._batches):
-                pass
+            # An epoch may have several loaders, of which the first ones are used up.
+            self._to_skip -= sum(1 for _ in islice(batches, self._to_skip))
             restore_random(now)
         else:
-            self._random_states = random_states()
+            self._random_states, self._to_skip = random_states(), 0
             batches = iter(loader)
         for batch in batches:
             self._batches += 1
