@@ -444,7 +444,7 @@ class Schedule:
             return
         self._next_has_begun, outcome = True, self._history().outcome
         wanted = {"completed"} if self.plan.next_run == "after_ok" else {"completed", "failed", "cancelled"}
-        if outcome not in wanted and not self._had("resume"):
+        if outcome not in wanted and not self._had("resume") and not self._may_have_two_jobs():
             self._violate(f"the next run has begun, and this one is {outcome or 'not over'}")
 
     def _check_jobs(self) -> None:
@@ -452,10 +452,7 @@ class Schedule:
         cluster = self.cluster
         alive = [job for job in self._jobs() if job.waits or job.state is State.RUNNING]
         self._two_since = (self._two_since or cluster.now) if len(alive) > 1 else None
-        # The reply of sbatch was lost, and then Slurm killed the agents and requeued the old job, or their node died.
-        # The job that starts last ends at once.
-        unknown = self._had("preempt", "kill-host") and self._had("lost-reply", "lost-submission")
-        two_for = cluster.now - self._two_since if self._two_since and not unknown else 0.0
+        two_for = cluster.now - self._two_since if self._two_since and not self._may_have_two_jobs() else 0.0
         if two_for > _TWO_JOBS_SECONDS and not self._was_cut_off(cluster.now):
             self._violate(f"{len(alive)} jobs of the run are in the queue")
         since = self._cancelled_at
@@ -466,6 +463,13 @@ class Schedule:
             and not self._was_cut_off(cluster.now)
         ):
             self._violate(f"job {alive[0].id} is {alive[0].state} long after hpc cancel")
+
+    def _may_have_two_jobs(self) -> bool:
+        """Return whether the reply of sbatch was lost, and then Slurm requeued the old job, or its agents' node died.
+
+        The job that starts last ends at once, or trains the last step again.
+        """
+        return self._had("preempt", "kill-host") and self._had("lost-reply", "lost-submission")
 
     def _had(self, *kinds: str) -> bool:
         return any(fault.kind in kinds for fault in self.plan.faults)
