@@ -79,8 +79,9 @@ def _become_main_process(program: Sequence[str]) -> None:
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     leave_multiprocessing()
-    for kind in process_classes():
-        _make_terminable(kind)
+    of_multiprocessing, of_subprocess = process_classes()
+    _make_terminable(of_multiprocessing, "SigIgn", "SigCgt")
+    _make_terminable(of_subprocess, "SigIgn")
     # Python reseeds its own generator after a fork. Those of numpy and torch would be the same on all ranks.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
@@ -88,16 +89,16 @@ def _become_main_process(program: Sequence[str]) -> None:
         torch.default_generator.seed()
 
 
-def _make_terminable(kind: Any) -> None:
-    """Make `terminate` of one class of child processes end those that ignore SIGTERM, too.
+def _make_terminable(kind: Any, *masks: str) -> None:
+    """Make `terminate` of one class of child processes end those that ignore or, with SigCgt, handle SIGTERM, too.
 
-    A rank ignores SIGTERM until it has a handler, and its children inherit that: a pool would wait forever for its
-    workers.
+    A rank ignores SIGTERM until it has a handler, as that of `relay`, and its forked children inherit either: a pool
+    would wait forever for its workers.
     """
     terminate = kind.terminate
 
     def end(child: Any) -> None:
-        if in_signal_mask(child.pid, "SigIgn", signal.SIGTERM):
+        if any(in_signal_mask(child.pid, mask, signal.SIGTERM) for mask in masks):
             child.kill()
         else:
             terminate(child)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.relay_script import run_relay
 
 from training.relay.loop_position import LoopPosition
@@ -102,12 +103,45 @@ def test_half_of_an_epoch_is_half_of_it_for_twice_the_ranks(tmp_path: Path) -> N
     assert [batch[:2] for batch in resumed["used"]][:3] == [[0, 5], [0, 6], [1, 7]]
 
 
+def rest(position: LoopPosition, *batches: Any) -> list[Any]:
+    return [*position.batches(batches, skips=True, skipped=lambda: None)]
+
+
 def test_epoch_may_have_several_loaders() -> None:
     first = LoopPosition()
-    found = first.batches(["a", "b"], skips=True), first.batches(["c", "d", "e"], skips=True)
-    assert [*found[0], next(found[1])] == ["a", "b", "c"]
+    second = first.batches(["c", "d", "e"], skips=True, skipped=lambda: None)
+    assert [*rest(first, "a", "b"), next(second)] == ["a", "b", "c"]
     later = LoopPosition()
     later.load_state_dict(first.state_dict())
-    assert [*later.batches(["a", "b"], skips=True)] == []
-    assert [*later.batches(["c", "d", "e"], skips=True)] == ["d", "e"]
-    assert [*later.batches(["f"], skips=True)] == ["f"]
+    assert [rest(later, "a", "b"), rest(later, "c", "d", "e"), rest(later, "f")] == [[], ["d", "e"], ["f"]]
+
+
+def test_what_an_epoch_draws_before_its_batches_is_the_same() -> None:
+    def drawn(position: LoopPosition) -> list[Any]:
+        position.begin_epoch()
+        return torch.randperm(8).tolist()
+
+    first = LoopPosition()
+    order = drawn(first)
+    batches = first.batches(order, skips=True, skipped=lambda: None)
+    used = [next(batches) for _ in range(3)]
+    torch.rand(1)  # of the training
+    later = LoopPosition()
+    later.load_state_dict(first.state_dict())
+    now = torch.get_rng_state()
+    assert [*used, *rest(later, *drawn(later))] == order
+    assert torch.equal(torch.get_rng_state(), now), "the training's own random numbers"
+
+
+def test_loop_that_was_left_is_over(tmp_path: Path) -> None:
+    code = (
+        "import relay, sys\n"
+        "with relay.state() as saved:\n"
+        "    for epoch in saved.epochs(9):\n"
+        "        for batch in saved.batches(range(4)):\n"
+        "            if saved.step == 6: break\n"
+        "        if saved.step == 6: break\n"
+        "    print(saved.step)\n"
+    )
+    settings = {"TORCHRELAY_RUN_DIR": str(tmp_path), "TORCHRELAY_ATTEMPT": "1"}
+    assert [run_relay(code, directory=tmp_path, **settings).stdout for _ in range(2)] == ["6\n", "6\n"]

@@ -1,6 +1,6 @@
 """Where a script is in its loops over epochs and batches: saved and restored like its objects. Runs on every rank."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -17,43 +17,57 @@ class LoopPosition:
         self.epoch = 0
         """The epoch that is not finished yet."""
         self._batches, self._to_skip = 0, 0
-        self._random_states: dict[str, Any] | None = None
+        # The states of the random number generators: when the epoch began, when its batches did, and of a training that
+        # continues in the epoch.
+        self._at_epoch: dict[str, Any] | None = None
+        self._at_batches: dict[str, Any] | None = None
+        self._now: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the states of the random number generators when the epoch's batches began."""
+        """Return the position, and the states of the random number generators at its beginning."""
         return {
             "epoch": self.epoch, "batches": self._batches, "world_size": THIS_RANK.world_size,
-            "random": self._random_states,
+            "at_epoch": self._at_epoch, "at_batches": self._at_batches,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Restore the position. With another number of ranks, as much of the epoch's data counts as done."""
         self.epoch = state["epoch"]
         self._batches = self._to_skip = state["batches"] * state["world_size"] // THIS_RANK.world_size
-        self._random_states = state["random"]
+        self._at_epoch, self._at_batches = state["at_epoch"], state["at_batches"]
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs that are not finished yet, of `count`."""
-        while self.epoch < count:
-            yield self.epoch
-            self.epoch, self._batches, self._to_skip = self.epoch + 1, 0, 0
+    def begin_epoch(self) -> None:
+        """Let what the epoch draws before its batches be the same as before the state was saved."""
+        if self._to_skip and self._at_epoch:
+            self._now = random_states()
+            restore_random(self._at_epoch)
+        else:
+            self._at_epoch = random_states()
 
-    def batches(self, loader: Iterable[Batch], *, skips: bool) -> Iterator[Batch]:
-        """Yield the batches of an epoch; if `skips`, without those that are done.
+    def end_epoch(self) -> None:
+        """Go on to the next epoch."""
+        self.epoch, self._batches, self._to_skip = self.epoch + 1, 0, 0
 
-        Those are loaded from the random numbers that the epoch began with, so a loader that shuffles gives the same
+    def batches(self, loader: Iterable[Batch], *, skips: bool, skipped: Callable[[], object]) -> Iterator[Batch]:
+        """Yield the batches of an epoch; if `skips`, without those that are done. Calls `skipped` for each of them.
+
+        They are loaded from the random numbers that the batches began with, so a loader that shuffles gives the same
         order, and its workers the same random transforms. The training then continues with its own random numbers.
         """
-        if skips and self._to_skip and self._random_states:
-            now = random_states()
-            restore_random(self._random_states)
-            batches = iter(loader)
-            # An epoch may have several loaders, of which the first ones are used up.
-            self._to_skip -= sum(1 for _ in islice(batches, self._to_skip))
-            restore_random(now)
+        resumes = self._to_skip > 0 and self._at_batches is not None
+        now, self._now = self._now or random_states(), None
+        if resumes and skips and self._at_batches:
+            restore_random(self._at_batches)
         else:
-            self._random_states, self._to_skip = random_states(), 0
-            batches = iter(loader)
+            self._at_batches = random_states()
+        batches = iter(loader)
+        if resumes:
+            # An epoch may have several loaders, of which the first ones are used up.
+            for _ in islice(batches, self._to_skip if skips else 0):
+                self._to_skip -= 1
+                skipped()
+            self._to_skip *= skips
+            restore_random(now)
         for batch in batches:
             self._batches += 1
             yield batch

@@ -31,6 +31,8 @@ def capture_states(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]
     writes = THIS_RANK.local_rank == 0
     shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
     own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
+    for name, content in own.items():
+        _check_content(name, content)
     every = all_gather_bytes(serialized({"objects": own, "random": random_states()}), ranks.group)
     return {"step": step, "world_size": THIS_RANK.world_size, "shared": shared, "own": every}
 
@@ -96,20 +98,23 @@ def _deserialized(data: bytes) -> Any:
 
 def check_restorable(objects: Mapping[str, Saveable]) -> None:
     """Raise TypeError, before the first step, if a state could be saved but not restored."""
-    from pickle import UnpicklingError
-
     from torch import nn
 
     for name, each in objects.items():
-        if isinstance(each, nn.Module):
-            continue
-        try:
-            _deserialized(serialized(_copied(each.state_dict(), keep=True)))
-        except UnpicklingError as error:
-            raise TypeError(
-                f"state({name}=...): its state_dict() holds more than tensors, numbers and texts, so it could not be "
-                f"restored: {error}"
-            ) from error
+        if not isinstance(each, nn.Module):
+            _check_content(name, _copied(each.state_dict(), keep=True))
+
+
+def _check_content(name: str, content: Any) -> None:
+    from pickle import UnpicklingError
+
+    try:
+        _deserialized(serialized(content))
+    except UnpicklingError as error:
+        raise TypeError(
+            f"state({name}=...): its state_dict() holds more than tensors, numbers and texts, so it could not be "
+            f"restored: {error}"
+        ) from error
 
 
 def load_states(objects: Mapping[str, Saveable], data: bytes) -> None:
@@ -134,7 +139,11 @@ def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
 
     if isinstance(one, nn.Module):
         current = one.state_dict()
-        return {name: _like(current.get(name), value) for name, value in content.items()}
+        loaded = {name: _like(current.get(name), value) for name, value in content.items()}
+        # It also has the versions of the modules, without which some of torchvision's refuse a state.
+        current.clear()
+        current.update(loaded)
+        return current
     if not isinstance(one, optim.Optimizer):
         return content
     parameters = [each for group in one.param_groups for each in group["params"]]

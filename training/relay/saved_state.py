@@ -104,11 +104,19 @@ class SavedState:
         """Yield the epochs from the saved one to the last of `count`, from 0. Ends the script if it has to stop.
 
         The body of the loop runs for each epoch. It runs again for an epoch that was interrupted, where `batches` then
-        yields what is left of it, perhaps nothing.
+        yields what is left of it, perhaps nothing. A loop that is left by `break` is over in later starts, too.
         """
-        for epoch in self._position.epochs(count):
+        while self._position.epoch < count:
             _exit_if_asked()  # the end of the epoch before is a part of the state now
-            yield epoch
+            self._position.begin_epoch()
+            try:
+                yield self._position.epoch
+            except GeneratorExit:
+                # A loop that was left by `break` is over: the next start does not continue it.
+                if not ranks.stopping:
+                    self._position.epoch = count
+                raise
+            self._position.end_epoch()
         _exit_if_asked()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -116,7 +124,8 @@ class SavedState:
 
         Batches before the saved one are loaded and left out, unless the loader is one of the saved objects.
         """
-        for batch in self._position.batches(loader, skips=id(loader) not in self._ids):
+        skips = id(loader) not in self._ids
+        for batch in self._position.batches(loader, skips=skips, skipped=lambda: progress_files.beat(self.step)):
             self.step += 1
             yield batch
             _exit_if_asked()
