@@ -59,7 +59,7 @@ class SavedState:
         Raises:
             RuntimeError: there are several ranks, and torch.distributed is not initialized yet; or a later attempt
                 has begun.
-            TypeError: an object's state could be saved but not restored.
+            TypeError: an object's state could be saved but not restored. Each save checks it again.
             KeyError: the state was saved from objects of other names.
         """
         if THIS_RANK.run_dir is None:
