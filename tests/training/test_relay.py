@@ -121,6 +121,22 @@ def test_state_that_could_not_be_restored_is_refused_before_the_first_step(tmp_p
     assert "TypeError: state(odd=...): its state_dict() holds more than tensors, numbers and texts" in done.stderr
 
 
+def test_state_that_became_unrestorable_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    code = (
+        "import numpy, relay\n"
+        "class Best:\n"
+        "    value = 0.0\n"
+        "    def state_dict(self): return {'value': self.value}\n"
+        "    def load_state_dict(self, state): self.value = state['value']\n"
+        "best = Best()\n"
+        "with relay.state(count=Best(), best=best) as saved:\n"
+        "    best.value, saved.step = numpy.float64(0.5), 1\n"
+    )
+    done = run_alone(code, tmp_path)
+    assert "TypeError: state(best=...): its state_dict() holds more than tensors, numbers and texts" in done.stderr
+    assert not (tmp_path / "checkpoints" / "step-00000001").exists()
+
+
 def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
     code = "import relay; relay.report(step=3, loss=float('nan'), lr=0.1)"
     assert run_alone(code, tmp_path).returncode == 0

@@ -19,9 +19,9 @@ class LoopPosition:
         self._batches, self._to_skip = 0, 0
         # The states of the random number generators: when the epoch began, when its batches did, and of a training that
         # continues in the epoch.
-        self._at_epoch: dict[str, Any] | None = None
-        self._at_batches: dict[str, Any] | None = None
-        self._now: dict[str, Any] | None = None
+        self._at_epoch = dict[str, Any]()
+        self._at_batches = dict[str, Any]()
+        self._now = dict[str, Any]()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the states of the random number generators at its beginning."""
@@ -54,19 +54,21 @@ class LoopPosition:
         They are loaded from the random numbers that the batches began with, so a loader that shuffles gives the same
         order, and its workers the same random transforms. The training then continues with its own random numbers.
         """
-        resumes = self._to_skip > 0 and self._at_batches is not None
-        now, self._now = self._now or random_states(), None
-        if resumes and skips and self._at_batches:
+        here = random_states()
+        now = (self._now or here) if self._to_skip else None
+        self._now = {}
+        if not skips:
+            self._to_skip = 0
+        if self._to_skip:
             restore_random(self._at_batches)
         else:
-            self._at_batches = random_states()
+            self._at_batches = here
         batches = iter(loader)
-        if resumes:
-            # An epoch may have several loaders, of which the first ones are used up.
-            for _ in islice(batches, self._to_skip if skips else 0):
-                self._to_skip -= 1
-                skipped()
-            self._to_skip *= skips
+        # An epoch may have several loaders, of which the first ones are used up.
+        for _ in islice(batches, self._to_skip):
+            self._to_skip -= 1
+            skipped()
+        if now:
             restore_random(now)
         for batch in batches:
             self._batches += 1

@@ -7,6 +7,7 @@ shards. Each rank saves its own state of every other object and of the random nu
 import io
 import random
 from collections.abc import Mapping
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 from .rank_exchange import all_gather_bytes, ranks
@@ -31,9 +32,14 @@ def capture_states(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]
     writes = THIS_RANK.local_rank == 0
     shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
     own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
-    for name, content in own.items():
-        _check_content(name, content)
-    every = all_gather_bytes(serialized({"objects": own, "random": random_states()}), ranks.group)
+    data = serialized({"objects": own, "random": random_states()})
+    try:
+        _deserialized(data)
+    except UnpicklingError:
+        for name, content in own.items():
+            _check_content(name, content)
+        raise
+    every = all_gather_bytes(data, ranks.group)
     return {"step": step, "world_size": THIS_RANK.world_size, "shared": shared, "own": every}
 
 
@@ -106,8 +112,6 @@ def check_restorable(objects: Mapping[str, Saveable]) -> None:
 
 
 def _check_content(name: str, content: Any) -> None:
-    from pickle import UnpicklingError
-
     try:
         _deserialized(serialized(content))
     except UnpicklingError as error:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from .background_writer import BackgroundWriter
 from .checkpoint_files import describe_bytes, missing_snapshot_bytes, save_checkpoint, save_snapshot
-from .loop_position import LoopPosition
+from .loop_position import Batch, LoopPosition
 from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialized
 from .progress_files import progress_files
 from .rank_exchange import all_gather_bytes, ranks
@@ -21,8 +21,6 @@ from .restoring import restore_objects
 from .stop_consensus import StepFlags, StopRequested
 from .stop_signals import signals
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
-
-Batch = TypeVar("Batch")
 
 # Snapshots may take a hundredth of the time.
 _SECONDS_PER_COST = 100.0
