@@ -233,6 +233,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
         # The head's agent goes on without this node. It may be cut off from Slurm, and end with its node.
         channel.report(phase=Phase.LEFT)
         if not _is_left_undone(node):
+            _end_replaced_job(node)
             return 0
     if not _is_running(node):
         # Slurm ends the job, and starts the next one without the snapshots of these nodes.
@@ -246,6 +247,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     if not node.on_slurm:
         return LOCAL_REQUEUE_RETURN_CODE if first and cause is Cause.NODE_FAILURE else 0
     if not first and not has_yielded and not _is_left_undone(node):
+        _end_replaced_job(node)
         return 0
     # A large snapshot takes minutes to save; without a heartbeat the supervisor would end this job meanwhile.
     send_heartbeats(node.run)
@@ -331,6 +333,17 @@ def _is_left_undone(node: NodeAttempt) -> bool:
             heartbeat, deadline = newest, time.monotonic() + handover.HANDOVER_SECONDS
         time.sleep(handover.HANDOVER_SECONDS / 20)
     return _is_running(node)
+
+
+def _end_replaced_job(node: NodeAttempt) -> None:
+    """End this job if the head node died after it had submitted the next job, and before it could end this one.
+
+    Slurm would keep a job of which some nodes are alive until its time limit, and the next job waits for those nodes.
+    """
+    if any(isinstance(event, Resubmitted) for event in node.history().during(node.attempt.attempt).events):
+        time.sleep(_CONFIRM_SECONDS)  # a head that is alive first redirects the jobs that wait for this run
+        if _is_running(node):
+            end_job(node)
 
 
 def _is_running(node: NodeAttempt) -> bool:

@@ -52,6 +52,11 @@ KNOWN = {
         Fault(at=10.0, after=_TRAINS, kind="device", host="gpu01"),
         _kill_host(10.0, "round 2, begin", "gpu02"), nodes="2:3",
     ),
+    # The old job stayed until its time limit, without a process, on nodes for which the next one waited.
+    "the head node dies before it has ended the job that it replaced": _plan(
+        _kill_host(10.0, _TRAINS, "gpu03"), _kill_host(0.1, "job 2 is submitted"), nodes="3",
+        configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05"), "slurmd_timeout": 300.0},
+    ),
     # It did not know the nodes that the job excludes, and let it wait for others.
     "the supervisor's sbatch is carried out, and its reply is lost": _plan(
         _kill_host(5.0, _TRAINS, "gpu02"), _kill_host(18.0, _TRAINS),
