@@ -1,7 +1,7 @@
 """The login node's side of Torchrelay: the commands, the Python API, their libraries, and the base of all packages.
 
-Verbs answer in a fraction of a second, because they never import torch, and pandas only for HTML pages. Nodes and ranks
-import this file, too, with `hpc.base`. So the API (`hpc.commands.api`) is imported only when it is first used.
+Verbs answer in a fraction of a second, because they never import torch, and pandas only for HTML pages. The API
+(`hpc.commands.api`) is imported only at its first use, because nodes and ranks import this file, too, for `hpc.base`.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ def __getattr__(name: str) -> Any:
 
 
 def _prepare_verb() -> None:
-    """Let `python -m hpc.VERB` import our packages, not those of a user. Exit if this Python cannot run them."""
+    """Let `python -m hpc` import our packages, not a user's of the same names. Exit if this Python cannot run them."""
     top = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     # Python searches the current directory first, where a user may have a package `training` or `jobs`.
-    with contextlib.suppress(FileNotFoundError):  # the directory was deleted
+    with contextlib.suppress(FileNotFoundError):  # the current directory was deleted
         if sys.path[0] == os.getcwd() != top:
             del sys.path[0]
     if tuple(sys.version_info) < (3, 11):
@@ -44,9 +44,9 @@ def _prepare_verb() -> None:
 
 
 def _start() -> None:
-    """Prepare `python -m hpc`, and turn `python -m hpc.VERB` into `python -m hpc VERB`: the module lies elsewhere.
+    """Prepare `python -m hpc`; replace `python -m hpc.VERB`, which names no module, by `python -m hpc VERB`.
 
-    This replaces the process. If the verb ran here, during the import of `hpc`, its threads could not import `hpc`.
+    This replaces the process, because a verb that ran here, during the import of `hpc`, could not import it in threads.
     """
     arguments = sys.argv[1:]
     words = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]
@@ -62,5 +62,5 @@ def _start() -> None:
     _prepare_verb()
 
 
-if sys.argv[:1] == ["-m"]:  # only while Python looks for the module to run
+if sys.argv[:1] == ["-m"]:  # Python sets this only while it looks for the module to run
     _start()

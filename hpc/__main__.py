@@ -1,4 +1,4 @@
-"""`hpc VERB ...`: finds the verb in `hpc.commands`, and runs it. Runs on the login node."""
+"""The entry point of `hpc VERB ...`: finds the verb's module in `hpc.commands` and runs it. Runs on the login node."""
 
 import importlib
 import os
@@ -43,7 +43,7 @@ _CLUSTER = {
 }
 _GROUPS = {"start": _START, "runs": _RUNS, "cluster": _CLUSTER}
 VERBS = {**_START, **_RUNS, **_CLUSTER}
-# Programs of the trainer. `python -m MODULE` would run a package `training` of the current directory instead.
+# Programs of the trainer. Without `hpc`, `python -m MODULE` would prefer a package `training` of the current directory.
 PROGRAMS = {
     "train": ("training", "train on this machine, without Slurm"),
     "predict": ("training.inference.predict", "predict the classes of images"),
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_own_packages() -> None:
-    """Import our other packages from the directory of this one: PYTHONPATH may have a user's of the same names."""
+    """Import `jobs` and `training` from the directory of `hpc`, because PYTHONPATH may have a user's of these names."""
     for name in ("jobs", "training"):
         spec = PathFinder.find_spec(name, [str(Path(__file__).parents[1])])
         if spec and spec.loader and name not in sys.modules:
@@ -104,8 +104,8 @@ def _print_help() -> None:
 
 
 def _run_program(verb: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a program of the trainer, like `python -m`, but never by one of the current directory."""
-    # multiprocessing imports by name too: its processes inherit -P.
+    """Replace this process by a program of the trainer. -P keeps a package of the current directory from running."""
+    # The processes of multiprocessing, which import modules by name, too, inherit -P.
     command = [sys.executable, "-P", "-m", PROGRAMS[verb][0], *arguments]
     os.execve(sys.executable, command, {**os.environ, CALLED: f"hpc {verb}"})  # noqa: S606 - no shell
 

@@ -1,8 +1,8 @@
-"""The node agent: it claims or joins an attempt, stages the data, takes part in the rounds, and continues the run.
+"""The node agent: claims or joins an attempt, stages the data, takes part in the rounds, and continues the run.
 
 Runs on compute nodes, one task per node: `python -m jobs.agent RUN_DIR`. The head node's agent coordinates the attempt
-(jobs.control.coordinator); the others report to it and follow its directive. If the head node is lost, another
-agent hands the run to a new job (jobs.ending).
+(jobs.control.coordinator); the other agents report to it and follow its directive. If the head node is lost, another
+agent continues the run (jobs.ending).
 """
 
 import os
@@ -60,7 +60,7 @@ from jobs.stop_request import StopRequest
 
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 600.0
-# Trying a name or address of the head node may take two seconds, or longer if a name server does not answer.
+# A node tries all names and addresses of the head node: each may take 2 s, or more if a name server does not answer.
 _MEET_SECONDS = 60.0
 # A larger clock difference makes the times in events/ misleading.
 _MAX_SKEW_SECONDS = 5.0
@@ -124,7 +124,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
 
 
 def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
-    """Return this node's addresses, none with --cluster local. Raises BadNodeError if it lacks the --interface."""
+    """Return this node's addresses; empty with --cluster local. Raises BadNodeError if the node lacks --interface."""
     if allocation.cluster != "slurm":
         return []
     found = own_addresses(spec.network.interface)
@@ -152,7 +152,7 @@ def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) ->
 
 
 def _is_defect(error: Exception) -> bool:
-    """Return whether an error is a defect of ours, which other nodes would hit, too."""
+    """Return whether an error is a defect of torchrelay, which would also occur on other nodes."""
     return not isinstance(error, TorchrelayError | OSError)
 
 
@@ -165,7 +165,7 @@ def _describe(error: Exception) -> str:
 
 
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
-    """After an error, end this node's part, or on the head node the whole attempt. Returns the exit code."""
+    """End this node's part, or on the head node the whole attempt, after an error. Returns the exit code."""
     phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
     detail = _describe(error)
     log(detail)
@@ -190,7 +190,7 @@ class _Agent:
         self._staging = NodeStaging(node, channel, self._monitor, resources)
 
     def run(self) -> int:
-        """Take part, and return the exit code."""
+        """Run this node's part of the attempt, and return the exit code of the task."""
         if not isinstance(self._channel, ControlServer):
             self._train()
             return self._leave(self._channel)
@@ -205,7 +205,7 @@ class _Agent:
             return conclude(self._node, self._channel, self._monitor, coordinator)
 
     def _train(self) -> None:
-        """Prepare this node, and take part in its rounds."""
+        """Stage the data, then take part in each round that includes this node."""
         try:
             threads = threads_per_rank(self._node.allocation, self._node.spec.resources.ranks_per_node)
             self._record_joined()
@@ -222,7 +222,7 @@ class _Agent:
         except StagingStopped:
             return
         except (TorchrelayError, OSError) as error:
-            # Report before recording: the mount that hangs may hold the run directory, too.
+            # Report before recording: if a mount hangs, the run directory may be on it, too.
             bad_node = isinstance(error, BadNodeError)
             self._channel.report(phase=Phase.BAD_NODE if bad_node else Phase.FAILED, detail=str(error))
             cause = Cause.BAD_NODE if bad_node else Cause.CRASHED
@@ -230,7 +230,7 @@ class _Agent:
             log(str(error))
 
     def _record_joined(self) -> None:
-        """Meet the head node's agent, and record this node's clock and free space."""
+        """Wait until the head node's agent answers; record this node's clock skew and free space."""
         node, channel, allocation = self._node, self._channel, self._node.allocation
         _addresses(node.spec, allocation)
         if isinstance(channel, ControlClient) and not channel.met.wait(_MEET_SECONDS):
@@ -263,7 +263,7 @@ class _Agent:
         return None
 
     def _leave(self, channel: ControlClient) -> int:
-        """End the part of a node that is not the head, or take over if the head is lost. Returns the exit code."""
+        """End the part of a node other than the head, or take over if the head is lost. Returns the exit code."""
         is_lost = channel.head_is_silent and not channel.directive.over
         if is_lost or (not channel.met.is_set() and not self._stop and await_loss_of_head(self._node)):
             return take_over(self._node, channel, self._monitor)
@@ -283,7 +283,7 @@ class _Agent:
 
 
 def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
-    """Return the number of threads per rank with which all ranks together do not oversubscribe the machine.
+    """Return the most threads per rank with which the ranks together do not oversubscribe the machine.
 
     Raises:
         TorchrelayError: this process may use fewer cores than the job was given.

@@ -1,7 +1,7 @@
 """The start of an attempt: exactly one agent claims it, the others join.
 
-Runs on compute nodes. A claim, like the end of an attempt (hpc.slurm.handover), is an event file that exactly one
-process can create, together with its line.
+Runs on compute nodes. A claim, like the record of an attempt's end (hpc.slurm.handover), is an event file that exactly
+one process can create. The file appears with its first line, never empty.
 """
 
 import shlex
@@ -27,7 +27,7 @@ _POLL_SECONDS = 0.5
 _ENDING_SECONDS = 120.0
 # A head node's agent claims within seconds. After this time the others ask Slurm, which notices a dead node in minutes.
 _LOOK_SECONDS = 30.0
-# Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), shorter than the other agents wait to join.
+# Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), but shorter than other agents wait to join.
 _CONTROLLER_SECONDS = 480.0
 
 
@@ -36,7 +36,7 @@ class HeadLostError(TorchrelayError):
 
 
 def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
-    """Return the writer of one node's ledger file in one attempt."""
+    """Return the writer of one node's event file in one attempt."""
     return EventWriter(ledger.agent_file(run, attempt, node_rank), attempt)
 
 
@@ -62,7 +62,7 @@ def claim_next(
 
 
 def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:
-    """Return whether the run is complete; the head's agent then records that this start of the job does nothing."""
+    """Return whether the run is complete. If so, the head's agent records that this job start makes no attempt."""
     if not run.final_result.exists():
         return False
     reason = f"run {run.name} is complete, so this job starts nothing: to train longer, type {_resume(run)} --epochs N"
@@ -77,7 +77,7 @@ def _resume(run: RunDir) -> str:
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
-    """Wait while another job of the run ends and saves its state. Raises TorchrelayError if it does not end."""
+    """Wait while another job of the run ends. Raises TorchrelayError if it goes on, or takes more than two minutes."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while allocation.cluster == "slurm":
         job = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS).get(job_id)
@@ -109,20 +109,20 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addre
         time=time.time(), attempt=number, job_id=allocation.job_id, restart=allocation.restart, secret=secret,
         nodes=tuple(allocation.hostnames), port=port, addresses=tuple(addresses),
     )  # fmt: skip
-    # This is the head node's file even if another agent claims the attempt.
+    # Use the head node's event file, even if this agent claims in place of the head node's.
     if not record_once(claim_file(run, number), claimed):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([claimed])[0]
 
 
 def refuse(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
-    """Report to the other nodes' agents that this start of the job does nothing."""
+    """Tell the other nodes' agents that this job start makes no attempt, and why."""
     event = Refused(job_id=allocation.job_id, restart=allocation.restart, detail=reason)
     _file_of_start(run, allocation).append(event)
 
 
 def defer(run: RunDir, allocation: NodeAllocation, reason: str) -> None:
-    """Report to the other nodes' agents that this start of the job does nothing yet: the run waits for others."""
+    """Tell the other nodes' agents that this job start makes no attempt, because the run waits for other runs."""
     event = Deferred(job_id=allocation.job_id, restart=allocation.restart, detail=reason)
     _file_of_start(run, allocation).append(event)
 
@@ -132,7 +132,7 @@ def _file_of_start(run: RunDir, allocation: NodeAllocation) -> EventWriter:
 
 
 def why_nothing_started(history: History, allocation: NodeAllocation) -> str | None:
-    """Return why this start of the job makes no attempt; None if no agent has said so."""
+    """Return why this job start makes no attempt; None if no agent has refused or deferred it."""
     own = (one for one in history.of(StartedNothing) if (one.job_id, one.restart) == allocation.job_start)
     return next((one.detail for one in own), None)
 
@@ -140,13 +140,13 @@ def why_nothing_started(history: History, allocation: NodeAllocation) -> str | N
 def join(
     run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
 ) -> Attempt | None:
-    """Wait until the head node claims an attempt for this start of the job. Returns None if `stopped` is true first.
+    """Wait until the head node claims an attempt for this job start. Returns None if `stopped` returns true before.
 
     The timeout restarts while the storage is full or hangs, because the head node's agent then waits, too.
 
     Raises:
         HeadLostError: the head node is dead, and Slurm has noticed.
-        TorchrelayError: the head node's agent refused, or no claim came.
+        TorchrelayError: the head node's agent made no attempt or no claim in time, or the attempt has already ended.
         OSError: the run directory cannot be read.
     """
     began = time.monotonic()
@@ -156,7 +156,7 @@ def join(
         if (reason := why_nothing_started(history, allocation)) is not None:
             raise TorchrelayError(reason)
         newest = history.last_attempt
-        # submitit's local executor does not count restarts: an attempt that this node has joined is an earlier start's.
+        # submitit's local executor counts no restarts: an attempt that this node has joined is from an earlier start.
         if (
             newest is not None
             and (newest.job_id, newest.restart) == allocation.job_start
@@ -182,7 +182,7 @@ def join(
 
 
 def has_lost_head(allocation: NodeAllocation) -> bool:
-    """Return whether Slurm has taken the dead head node from this job; False if Slurm does not answer."""
+    """Return whether Slurm has removed the dead head node from this job; False also if Slurm does not answer."""
     if allocation.cluster != "slurm":
         return False
     try:

@@ -1,7 +1,7 @@
-"""The private names of Python and torch that jobs needs, each in a function, with the version in which it was read.
+"""Functions around private names of Python and torch, with the versions against whose source they were checked.
 
-tests/jobs/test_compat_python.py says which one a new version lacks. Runs on compute nodes, in a user's Python too. It
-imports nothing at its top that a process wrapper would have to wait for.
+tests/jobs/test_compat_python.py fails for each name that a new version lacks. Runs on compute nodes, also in a user's
+Python. Slow imports are inside the functions, so that a process wrapper starts fast.
 """
 # ruff: noqa: PLC0415
 
@@ -12,14 +12,14 @@ from typing import Any
 
 
 def run_module_as_main(name: str) -> None:
-    """Run a module as `python -m` does. Read in Python 3.11; `runpy.run_module` frees the module when it returns."""
+    """Run a module as `python -m` does, and keep it, unlike `runpy.run_module`. Checked against Python 3.11."""
     import runpy
 
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
 def end_threads_and_run_exit_functions() -> None:
-    """Do what the interpreter does at its end, before it frees all modules. Read in Python 3.11."""
+    """Wait for threads and run exit functions, as Python does before it frees modules. Checked against Python 3.11."""
     import atexit
     import threading
 
@@ -28,9 +28,9 @@ def end_threads_and_run_exit_functions() -> None:
 
 
 def leave_multiprocessing() -> None:
-    """Undo what multiprocessing, with which torchrun forked this process, changes in each child. Read in Python 3.11.
+    """Undo the changes that multiprocessing made when torchrun forked this process. Checked against Python 3.11.
 
-    Programs look at the name of their process to print only once, and choose how their own processes start.
+    Programs may print only in a process named MainProcess, and may choose the start method of their own processes.
     """
     import multiprocessing
     import threading
@@ -44,9 +44,9 @@ def leave_multiprocessing() -> None:
 
 
 def process_classes() -> tuple[Any, Any]:
-    """Return the classes whose `terminate` ends a child of multiprocessing (by any start method), and of subprocess.
+    """Return the classes whose `terminate` ends a child: multiprocessing's (for any start method), then subprocess's.
 
-    Read in Python 3.11; only the second is public.
+    Checked against Python 3.11, where only subprocess's is public.
     """
     import subprocess
     from multiprocessing import popen_fork
@@ -55,10 +55,10 @@ def process_classes() -> tuple[Any, Any]:
 
 
 def check_tar_headers(kind: Any, check: Callable[[Any], None]) -> None:
-    """Make `kind`, a subclass of TarInfo, call `check` on each header before tarfile reads the data that it announces.
+    """Make `kind`, a subclass of TarInfo, call `check` on each header before tarfile reads the data after it.
 
-    Read in Python 3.11 to 3.14, where a comment names `_proc_member` as the method to override. The tarfile of 3.13 and
-    3.14 no longer calls `frombuf`, which is public.
+    Checked against Python 3.11 to 3.14, where a comment names `_proc_member` as the method to override. The tarfile of
+    3.13 and 3.14 no longer calls the public `frombuf`.
     """
     process = kind._proc_member
 
@@ -70,6 +70,6 @@ def check_tar_headers(kind: Any, check: Callable[[Any], None]) -> None:
 
 
 def has_queried_gpus_before_the_fork() -> bool:
-    """Return whether torch knows that this fork cannot use GPUs; False if not imported. Read in torch 2.11 and 2.15."""
+    """Return whether torch, if imported, says that this fork cannot use GPUs. Checked against torch 2.11 and 2.15."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda._is_in_bad_fork())

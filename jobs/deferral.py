@@ -1,6 +1,6 @@
-"""Sends a job that has started too early back into the queue: its run waits for others. Runs on the head node.
+"""Requeues a job that has started before the runs for which its run waits have ended. Runs on the head node.
 
-A job starts too early if the jobs of those runs have ended, but the runs go on in other jobs (hpc.slurm.predecessors).
+This happens if the jobs of those runs have ended, but the runs go on in other jobs (hpc.slurm.predecessors).
 """
 
 from hpc.run.rundir import RunDir
@@ -12,15 +12,15 @@ from jobs.node_attempt import NodeAllocation, ask_slurm, log
 
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s).
 _SLURM_SECONDS = 480.0
-# Slurm kills the processes of a requeued job after KillWait, 30 s.
+# Slurm kills the processes of a requeued job after KillWait, by default 30 s.
 _AFTER_REQUEUE_SECONDS = 20.0
 
 
 def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
-    """Return whether the run must still wait. If so, this job is requeued and makes no attempt.
+    """Return whether the run must still wait for other runs. If so, this job is requeued and makes no attempt.
 
-    If a run that must be complete has failed, the job is held in the queue, as Slurm leaves a job whose dependency is
-    never satisfied. `hpc resume` of the failed run releases it.
+    If the wait cannot end, for example because a run that must be complete has failed, the job is held in the queue,
+    like a job whose dependency is never satisfied. `hpc resume` of that run releases the job.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses to requeue the job.
@@ -40,6 +40,6 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
         ask_slurm(lambda: slurm.set_dependency(job_id, dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
     else:
         slurm.requeue_held(job_id)
-        # The other run may have got a job meanwhile, from a process that did not yet find this one held.
+        # Meanwhile another process may have submitted a job of the other run, without finding this job held yet.
         ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
     return True

@@ -1,4 +1,4 @@
-"""Ends an attempt, and has the run continued if it should go on. Runs on compute nodes.
+"""Ends an attempt, and continues the run if it may restart. Runs on compute nodes.
 
 The head node's agent concludes the attempt (`conclude`). If the head node is lost, exactly one other agent takes over
 (`take_over`).
@@ -43,13 +43,13 @@ from jobs.senders import start_notifying
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 15.0
-# In a job of hundreds of nodes, every survivor reads the event files of all.
+# Longer, because in a job of hundreds of nodes every survivor reads the event files of all nodes.
 _CONFIRM_POLL_SECONDS = 0.5
-# The other nodes kill their ranks within seconds; a node that does not report it is stuck.
+# The other nodes kill their ranks within seconds; a node that does not report so by then is stuck.
 _OTHERS_SECONDS = 60.0
 # A spare waits this long, so that a node with a snapshot takes over first.
 _SPARE_SECONDS = 5.0
-# An agent that has lost contact may be cut off itself: if there are others, it waits until one confirms the loss.
+# An agent that has lost contact may itself be cut off, so it waits this long for another agent to confirm the loss.
 _CONFIRM_SECONDS = 15.0
 
 
@@ -57,15 +57,15 @@ _CONFIRM_SECONDS = 15.0
 
 
 def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coordinator: Coordinator) -> int:
-    """Record how the attempt ended, and continue the run if it should go on. Returns the exit code."""
-    # Nodes lost earlier are left out: Slurm has noticed it, or they have come back.
+    """Record how the attempt ended, and continue the run if it may restart. Returns the exit code."""
+    # Leave out nodes lost earlier: Slurm has noticed their loss, or they have come back.
     recent = {rank for rank, last_heard in coordinator.lost.items() if steady_time() - last_heard < SLURM_SECONDS}
-    # A node that has not joined may have died before.
+    # A node that has not joined may have died before it could.
     absent = set(range(node.allocation.num_nodes)) - server.statuses().keys() - {node.allocation.node_rank}
     lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, Any]()
     if not _is_finished(node, coordinator.signal, done=coordinator.done):
-        # Slurm may take half a minute to answer, and end the job meanwhile.
+        # Save before asking Slurm, which may take half a minute to answer and end the job meanwhile.
         save_snapshot(node, monitor.node_dir)
     ending = _inspect_ending(
         node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
@@ -73,7 +73,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     cause = cause_of(ending)
     last_step = None
     if node.reports_steps:
-        # Take the last step that any rank has done: the metrics may be some steps behind.
+        # Take the last step that any rank has done, because the metrics may be some steps behind.
         failed_step = failure.step if failure else 0
         last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)
     if failure and cause is failure.cause:
@@ -81,13 +81,13 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         # The failure's own step has decided whether budget is left, so it is the one to record.
         last_step = last_step if failure.step is None else failure.step
     if not record_end(node, AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, **fields)):
-        return 1  # other agents, which have lost contact with this one, have ended it
+        return 1  # other agents, which have lost contact with this one, have ended the attempt
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
     names, own = node.allocation.names, node.allocation.node_rank
     # Slurm may have taken half a minute to answer: a node may have died meanwhile.
     since = server.statuses().keys() - coordinator.lost.keys() - {own}
     lost |= {rank for rank in since if server.is_silent(rank) and not server.has_ended(rank)}
-    alive = {rank for rank in lost if server.has_ended(rank)}  # only the agent has ended
+    alive = {rank for rank in lost if server.has_ended(rank)}  # their agents have ended, but the nodes live
     nodes = LostNodes(lost=names(lost), alive=names(alive), bad=names(coordinator.bad_nodes))
     return _continue_run(node, cause, ending.job_state, nodes)
 
@@ -127,7 +127,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
 
 
 def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
-    """Continue a run whose agents recorded the end of the attempt, and were killed before they did it themselves.
+    """Continue a run whose agents recorded the end of the attempt, but were killed before they continued the run.
 
     Returns the exit code.
     """
@@ -140,7 +140,7 @@ def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
     """Return whether the previous attempt was an earlier start of this job, and its agents went silent.
 
-    If a node was only suspended then, the earlier srun ends the step of this start once the node resumes, because
+    If its node was only suspended, the earlier srun ends the job step of this start when the node resumes, because
     both steps have the same name.
     """
     before = node.history().during(node.attempt.attempt - 1)
@@ -149,7 +149,7 @@ def _follows_a_dead_start(node: NodeAttempt) -> bool:
 
 
 def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
-    """Continue the run after a recorded end, if it should go on, and notify its user.
+    """Continue the run, if it may restart, after the end of the attempt is recorded, and notify its user.
 
     Returns the exit code of the head node's agent.
     """
@@ -192,7 +192,7 @@ def _is_finished(node: NodeAttempt, signal: str | None, *, done: bool) -> bool:
 
 
 def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, done: bool = False) -> Ending:
-    """Collect what the agents, the run directory and Slurm know of the ending."""
+    """Collect the facts about the end of the attempt from the agents, the run directory and Slurm."""
     fields = dict[str, str]()
     try:
         fields = slurm.show_job(node.allocation.job_id) if node.on_slurm else fields
@@ -230,13 +230,13 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
         time.sleep(_SPARE_SECONDS)
     has_yielded = not _confirm_head_is_lost(node)
     if has_yielded:
-        # The head's agent goes on without this node. It may be cut off from Slurm, and end with its node.
+        # The head's agent goes on without this node, but it may be cut off from Slurm, or die with its node.
         channel.report(phase=Phase.LEFT)
         if not _is_left_undone(node):
             _end_replaced_job(node)
             return 0
     if not _is_running(node):
-        # Slurm ends the job, and starts the next one without the snapshots of these nodes.
+        # Slurm is ending the job, and the next one cannot read the snapshots in the memory of these nodes.
         save_snapshot(node, monitor.node_dir)
         return 0
     step = monitor.last_step if node.reports_steps else None
@@ -249,7 +249,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     if not first and not has_yielded and not _is_left_undone(node):
         _end_replaced_job(node)
         return 0
-    # A large snapshot takes minutes to save; without a heartbeat the supervisor would end this job meanwhile.
+    # A large snapshot may take minutes to save; without a heartbeat the supervisor would end this job meanwhile.
     send_heartbeats(node.run)
     save_snapshot(node, monitor.node_dir)
     nodes = LostNodes(lost=[head], alive=[head] if channel.head_has_ended else [])
@@ -294,9 +294,9 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
 
 
 def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
-    """Return whether the head node is lost. False: this node is cut off. None: nobody has confirmed it yet. Pure.
+    """Return whether the head node is lost: False if this node is cut off, None if nobody has confirmed it yet. Pure.
 
-    `lost` names a lost node once for each agent that reports it; this agent has reported the head.
+    `lost` names a lost node once for each agent that has reported it. This agent has reported the head node.
     """
     if allocation.host in lost:
         return False
@@ -305,9 +305,9 @@ def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
 
 
 def await_loss_of_head(node: NodeAttempt) -> bool:
-    """Wait, after this agent could not reach the head node's, until Slurm says that the job has lost that node.
+    """Wait until Slurm reports that the job has lost its head node, whose agent this one has not reached.
 
-    Returns False if the head node's agent has ended the attempt, or Slurm notices nothing.
+    Returns False if an agent has ended the attempt, or if Slurm reports no loss within 15 minutes.
     """
     deadline = time.monotonic() + SLURM_SECONDS
     while node.on_slurm and time.monotonic() < deadline and not handover.has_ended(node.run, node.attempt.attempt):
@@ -318,7 +318,7 @@ def await_loss_of_head(node: NodeAttempt) -> bool:
 
 
 def _is_left_undone(node: NodeAttempt) -> bool:
-    """Return whether nobody goes on with the run: its agents send no more heartbeats, or have given up."""
+    """Return whether no other agent continues the run: their heartbeats have stopped, or they have given up."""
     heartbeat, deadline = None, time.monotonic() + handover.HANDOVER_SECONDS
     while time.monotonic() < deadline:
         history = node.history()
@@ -328,7 +328,7 @@ def _is_left_undone(node: NodeAttempt) -> bool:
         if any(isinstance(event, NotContinued) for event in this):
             break
         if any(isinstance(event, AttemptEnded) for event in this) and not _is_running(node):
-            return False  # Slurm ends the job, and kills agents that stay
+            return False  # Slurm is ending the job, and kills agents that stay
         if (newest := modified(node.run.alive)) != heartbeat:
             heartbeat, deadline = newest, time.monotonic() + handover.HANDOVER_SECONDS
         time.sleep(handover.HANDOVER_SECONDS / 20)
@@ -336,9 +336,9 @@ def _is_left_undone(node: NodeAttempt) -> bool:
 
 
 def _end_replaced_job(node: NodeAttempt) -> None:
-    """End this job if the head node died after it had submitted the next job, and before it could end this one.
+    """End this job if the head node died after it had submitted the next job, but before it could end this one.
 
-    Slurm would keep a job of which some nodes are alive until its time limit, and the next job waits for those nodes.
+    Slurm would keep a job with some live nodes until its time limit, and the next job waits for those nodes.
     """
     if any(isinstance(event, Resubmitted) for event in node.history().during(node.attempt.attempt).events):
         time.sleep(_CONFIRM_SECONDS)  # a head that is alive first redirects the jobs that wait for this run
@@ -347,7 +347,7 @@ def _end_replaced_job(node: NodeAttempt) -> None:
 
 
 def _is_running(node: NodeAttempt) -> bool:
-    """Return whether the job runs and Slurm is not ending it. True if Slurm does not answer: then it ends nothing."""
+    """Return whether the job runs and is not ending. True also if Slurm does not answer, as it then ends no job."""
     if not node.on_slurm:
         return True
     try:
@@ -358,14 +358,14 @@ def _is_running(node: NodeAttempt) -> bool:
     return job is not None and job.state is JobState.RUNNING
 
 
-# --- both ---
+# --- any node's agent ---
 
 
 def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
     """Record the end of the attempt. Returns False if another agent has recorded one.
 
-    A full disk must not keep the run from continuing: if the record cannot be written, nodes 0 and 1 get True. But
-    without the record of its completion, a script would train again, so that one waits for space.
+    A full disk must not keep the run from continuing: if the record cannot be written, node ranks 0 and 1 get True. The
+    record of a completion, however, waits for space, because a script would train again without it.
     """
     record = functools.partial(handover.record_end, node.run, ended)
     try:

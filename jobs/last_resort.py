@@ -1,13 +1,13 @@
-"""The batch script's last resort if no agent has ended the attempt and continued the run, or none could start.
+"""The batch script's last resort: ends the attempt and continues the run if no agent has, or none could start.
 
-A signal in the first second of their step kills agents before they can handle it; lack of memory, or a defect, kills
-them at any time. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
+Agents die of a signal in the first second of their job step, before they can handle it, and at any time of a defect or
+lack of memory. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
 
     python -m jobs.last_resort RUN_DIR EXIT_CODE_OF_SRUN
     python -m jobs.last_resort RUN_DIR EXIT_CODE SETUP_LINE
 
 The first form runs after srun: all agents have ended, so none of them still submits the next job. The second form runs
-before srun if a line of --setup fails: the next attempt avoids this node, and if that fails, too, the run has failed.
+before srun if a line of --setup fails: the next attempt avoids this node, and if the line fails again, the run fails.
 """
 
 import os
@@ -46,7 +46,7 @@ _BY_SIGNAL = 128
 
 
 def main(argv: list[str]) -> int:
-    """Do what the agents have not done: end the attempt, continue the run. Returns the exit code of the script."""
+    """End the attempt and continue the run, if the agents have not. Returns the exit code of the batch script."""
     exit_code = _do_the_rest(argv)
     if exit_code != 0:
         _let_job_fail()
@@ -54,11 +54,11 @@ def main(argv: list[str]) -> int:
 
 
 def _let_job_fail() -> None:
-    """Keep Slurm from holding this job, which fails: it requeues and holds an expedited job that does."""
+    """Let this failed job end: if it is expedited, forbid its requeue, because Slurm would requeue and hold it."""
     try:
         job_id = find_allocation(os.environ).job_id
         job = slurm.show_job(job_id)
-        # A job that agents have requeued is ending.
+        # A job that agents have requeued no longer runs: leave it alone.
         if slurm.is_expedited(job) and job.get("JobState") == JobState.RUNNING:
             slurm.forbid_requeue(job_id)
     except TorchrelayError as error:
@@ -123,7 +123,7 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
     is_replaced = time.time() < handover.handover_deadline(history.unfinished_handover(number))
     if history.complete or is_replaced:
         return None
-    # The first attempt ends the wait for other runs, so it must not be made before their end.
+    # After its first attempt a run waits for no other runs, so claim that attempt only when they have ended.
     return None if must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
 
 

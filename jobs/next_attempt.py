@@ -19,8 +19,8 @@ from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.slurm.reservations import shorter_limit
 from jobs.node_attempt import NodeAttempt, ask_slurm, log
 
-# Slurm notices a dead node (SlurmdTimeout, 300 s unless the administrators have changed it), and fails over its
-# controller (SlurmctldTimeout, 120 s), sooner than this. A job that can do nothing more must not keep its nodes.
+# Longer than Slurm takes to notice a dead node (SlurmdTimeout, 300 s unless the administrators have changed it) or to
+# fail over its controller (SlurmctldTimeout, 120 s). After that, a job that can do nothing must not keep its nodes.
 SLURM_SECONDS = 900.0
 # Slurm marks a dead node down after SlurmdTimeout, usually 300 s. A node that stays up for longer is alive.
 _DOWN_SECONDS = 600.0
@@ -31,11 +31,11 @@ class LostNodes:
     """The nodes that the next attempt avoids."""
 
     lost: Sequence[str] = ()
-    """The agents of these have fallen silent."""
+    """Nodes whose agents have fallen silent."""
     alive: Sequence[str] = ()
-    """Those of them that are not dead: their kernel has said that the agent has ended."""
+    """Lost nodes that are not dead: their kernel has closed the connection of the ended agent."""
     bad: Sequence[str] = ()
-    """These have failed the preflight, or their storage or device hangs."""
+    """Nodes that have failed the preflight, or whose storage or device hangs."""
 
 
 def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
@@ -43,7 +43,7 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
 
     If nodes are lost, or Slurm would hold a requeued job, try a new job first. If Slurm refuses one of the two for
     good, try the other: some clusters allow no requeues, others no jobs from their compute nodes, or no second job. If
-    it refuses both, end this job and then replace it. Returns whether one of the three was possible.
+    it refuses both, end this job and then replace it. Returns False if the run stops here.
     """
     dead, avoid = set(nodes.lost) - set(nodes.alive), [*nodes.lost, *nodes.bad]
     why_new = f"{', '.join(nodes.lost)} lost" if nodes.lost else _why_new_job(node)
@@ -84,7 +84,7 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
 
 
 def replace_requeued_job(node: NodeAttempt, nodes: LostNodes) -> None:
-    """Replace this job, which Slurm itself requeues once it has ended, by a new job if that may start sooner."""
+    """Submit a new job if it may start sooner than this one, which Slurm itself requeues after its end."""
     why = _why_new_job(node)
     try:
         if why and handover.claim_next_job(node.run, node.attempt.attempt, node.history()):
@@ -95,7 +95,7 @@ def replace_requeued_job(node: NodeAttempt, nodes: LostNodes) -> None:
 
 
 def _why_new_job(node: NodeAttempt) -> str | None:
-    """Return why the run should continue in a new job although it has lost no node; None if it should not."""
+    """Return why the run should continue in a new job although it has lost no node; None if a requeue is better."""
     if node.spec.recovery.continue_with != "auto":
         return "--continue-with job" if node.spec.recovery.continue_with == "job" else None
     try:
@@ -113,13 +113,13 @@ def _why_new_job(node: NodeAttempt) -> str | None:
 
 
 def _holds(node: NodeAttempt, dead: set[str]) -> bool:
-    """Return whether Slurm still counts a dead node to the job, because it has not marked the node down.
+    """Return whether Slurm still counts a dead node as the job's, because it has not marked the node down.
 
-    Another node may have died since the agents noticed the `dead` ones.
+    Nodes that do not answer Slurm also count: they may have died since the agents noticed the `dead` ones.
     """
     held = dead - set(slurm.dead_nodes(sorted(dead))) | slurm.silent_nodes(node.allocation.hostnames)
     job = slurm.jobs().get(node.allocation.job_id) if held else None
-    # A node that has been rebooted is not down any more, and no longer the job's.
+    # A dead node that has been rebooted is not down any more, but no longer belongs to the job.
     return job is not None and not held.isdisjoint(slurm.hostnames(job.nodes))
 
 
@@ -131,7 +131,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
         return
     try:
         excluded = handover.nodes_to_exclude(node.spec, node.history(), avoid)
-        # Slurm changes the excluded nodes only after the requeue.
+        # Slurm changes the excluded nodes of a pending job only, so after the requeue.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), SLURM_SECONDS)
     except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
         log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
@@ -144,7 +144,7 @@ def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
     job_id, history, this = node.allocation.job_id, node.history(), node.attempt.attempt
     excluded = handover.nodes_to_exclude(node.spec, history, avoid)
     old = {attempt.job_id for attempt in history.attempts if attempt.attempt <= this}
-    # A job that an earlier sbatch queued, although its reply was lost, may have begun the next attempt.
+    # An earlier sbatch may have queued a job although its reply was lost; that job may have begun the next attempt.
     begun = (attempt.job_id for attempt in history.attempts if attempt.attempt > this)
     new = next(begun, None) or handover.submit_next_job(node.run, node.spec, excluded, old)
     node.record(Resubmitted(job_id=new, old_job_id=job_id, excluded=tuple(excluded), detail=why))
@@ -154,7 +154,7 @@ def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
 
 
 def redirect(node: NodeAttempt, replaced: tuple[str, str] | None = None) -> None:
-    """Let jobs that wait for this run wait for its new job, or start if the run has ended."""
+    """Make the jobs that wait for this run wait for its new job, or let them start if the run has ended."""
     try:
         redirect_waiting_jobs(node.run, replaced)
     except (OSError, TorchrelayError) as error:
@@ -172,7 +172,7 @@ def _end_and_resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> N
 
 
 def end_job(node: NodeAttempt) -> None:
-    """End this job, which can do nothing more, and must not keep its nodes."""
+    """End this job, which can do nothing more, so that it does not keep its nodes."""
     job_id = node.allocation.job_id
     try:
         ask_slurm(lambda: slurm.cancel(job_id), SLURM_SECONDS)

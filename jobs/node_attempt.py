@@ -33,7 +33,7 @@ from hpc.slurm.client import SlurmRefusalError
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 STORAGE_SECONDS = 3600.0
-"""A starting job waits this long for space in the run directory. Its nodes are idle until a user frees some."""
+"""Seconds for which a starting job, with idle nodes, waits until a user frees space in the run directory."""
 _Answer = TypeVar("_Answer")
 
 
@@ -52,12 +52,12 @@ class NodeAllocation:
 
     @property
     def job_start(self) -> tuple[str, int]:
-        """Identity of one start of a job."""
+        """Identity of this start of the job: job id and number of restarts."""
         return self.job_id, self.restart
 
     @property
     def is_head(self) -> bool:
-        """True on the head node, whose agent claims the attempt, coordinates it, and asks for the requeue."""
+        """Whether this is the head node, whose agent claims the attempt, coordinates it, and asks for the requeue."""
         return self.node_rank == 0
 
     @property
@@ -67,12 +67,12 @@ class NodeAllocation:
 
     @property
     def has_own_cores(self) -> bool:
-        """True if Slurm confines the job to cores of its own on this node, on which no other job computes."""
+        """Whether Slurm confines the job to its own cores on this node, so that no other job computes on them."""
         return self.cluster != "local" and len(os.sched_getaffinity(0)) == self.cpus
 
     @property
     def head(self) -> str:
-        """Host name of the first node: srun's task 0 runs there."""
+        """Host name of the head node, on which srun's task 0 runs."""
         return self.hostnames[0]
 
     @property
@@ -106,7 +106,7 @@ def find_allocation(environment: Mapping[str, str]) -> NodeAllocation:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAttempt:
-    """The facts of one attempt on one node."""
+    """One node's part in one attempt."""
 
     run: RunDir
     spec: RunSpec
@@ -114,7 +114,7 @@ class NodeAttempt:
     attempt: Attempt
     writer: EventWriter
     has_unsaved_snapshot: threading.Event = field(default_factory=threading.Event)
-    """Set if the newest snapshot could not be saved, and is in this node's memory alone."""
+    """Set if the newest snapshot could not be saved, and so exists only in this node's memory."""
 
     @property
     def host(self) -> str:
@@ -123,15 +123,15 @@ class NodeAttempt:
 
     @cached_property
     def stage_dir(self) -> Path:
-        """The directory for copies on this node. Raises TorchrelayError if the node has none."""
+        """Directory for staged copies on this node. Raises TorchrelayError if the node does not have it."""
         return stage_dir_on_node(self.spec.stage_dir, os.environ)
 
     @property
     def stage_dir_is_per_job(self) -> bool:
-        """True if the cluster makes the directory for this job, and so deletes it when the job ends.
+        """Whether the cluster has made `stage_dir` for this job, and so deletes it when the job ends.
 
-        Then the job's id is in its path, or in the path of what is mounted there, such as a private /tmp that
-        job_container/tmpfs or private-tmpdir has made.
+        The job's id is then in its path, or in the path of the directory that is mounted there, such as a private /tmp
+        of job_container/tmpfs or private-tmpdir.
         """
         paths = str(self.stage_dir.resolve()), mounted_directory(self.stage_dir)
         job_id = re.compile(rf"(?<!\d){self.allocation.job_id}(?!\d)")
@@ -139,11 +139,11 @@ class NodeAttempt:
 
     @property
     def on_slurm(self) -> bool:
-        """True if Slurm runs the job, False if submitit's local executor does."""
+        """Whether Slurm runs the job, not submitit's local executor."""
         return self.allocation.cluster == "slurm"
 
     def record(self, event: Event) -> None:
-        """Append an event of this attempt. A full disk does not interrupt the run: the event is printed instead."""
+        """Append an event of this attempt. A full disk does not interrupt the run: the error is logged."""
         try:
             self.writer.append(event)
         except OSError as error:
@@ -151,7 +151,7 @@ class NodeAttempt:
 
     @property
     def reports_steps(self) -> bool:
-        """True if a failure has a step: the program promises to report steps, or has done so in this attempt."""
+        """Whether a failure has a step: the program promises to report steps, or has done so in this attempt."""
         return self.spec.program.reports_steps or self.history().during(self.attempt.attempt).knows_steps
 
     def history(self) -> History:
@@ -159,7 +159,7 @@ class NodeAttempt:
         return History.load(self.run)
 
     def reported_lost(self) -> list[str]:
-        """Return the nodes that are still lost; a node appears as often as agents of this attempt have reported it."""
+        """Return the names of the lost nodes, once for each agent of this attempt that has reported the loss."""
         # All surviving agents poll this, so it reads only the files of this attempt's agents.
         prefix = f"{ledger.attempt_prefix(self.attempt.attempt)}node-"
         return History(ledger.read(self.run.events, prefix)).lost_nodes
@@ -176,7 +176,7 @@ def send_heartbeats(run: RunDir) -> None:
 
     def touch() -> None:
         while True:
-            # Storage that is full, or not reachable, must not end this process.
+            # Storage that is full or not reachable must not end this thread.
             with contextlib.suppress(OSError):
                 run.alive.touch()
             time.sleep(_ALIVE_SECONDS)
@@ -217,9 +217,9 @@ def await_storage(run: RunDir, stopped: Callable[[], bool], act: Callable[[], _A
 
 
 def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
-    """Ask Slurm, again and again until it answers: its controller is away for minutes while it fails over.
+    """Retry a request until Slurm answers it: Slurm's controller is away for minutes during a fail-over.
 
-    `ask` may also write to the run directory. It is called again, too, while that storage is full or does not answer.
+    `ask` may also write to the run directory, so it is also retried while that storage is full or does not answer.
 
     Raises:
         SlurmRefusalError: Slurm answered that it will not do it.

@@ -38,10 +38,10 @@ from jobs.staging.node_staging import NodeGroup
 from jobs.staging.stager import Stager
 
 DATA = "data"
-"""Name of the data in DIRECTORY."""
+"""Name of the data set in DIRECTORY."""
 _CLIENTS = ("squeue", "sinfo", "scontrol", "scancel", "sbatch")
 _PREFLIGHT, _BENCHMARK = "preflight: ", "benchmark: "
-# This is enough for a slow import of torch from shared storage.
+# Long enough for a slow import of torch from shared storage.
 _RANKS_SECONDS = 180
 _TIMED_OUT = 124
 _LONGEST_MESSAGE = 500
@@ -55,7 +55,7 @@ _STAGE_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """The job of a probe, as one of its nodes sees it."""
+    """One node's view of the job of a probe."""
 
     run: RunDir
     """DIRECTORY, where the first node claims the job as if it were an attempt of a run."""
@@ -76,14 +76,14 @@ def main(argv: list[str]) -> int:
     found: dict[str, Any] = {"name": probe.allocation.host, "sees_runs": probe.run.path.is_dir()}
     with ExitStack() as stack:
         try:
-            # The facts found before an error are kept.
+            # Keep the facts that were found before an error.
             for facts in (measure if job == "smoke" else check)(probe, stack):
                 found |= facts
         except (TorchrelayError, OSError) as error:
             found["problem"] = str(error)
     found["problem"] = found.get("problem", "")[:_LONGEST_MESSAGE]
     directory_here = Path(stage_dir)
-    with suppress(TorchrelayError):  # the finding is that it does not exist
+    with suppress(TorchrelayError):  # inspect_node then reports that it does not exist
         directory_here = stage_dir_on_node(stage_dir, os.environ)
     # Short lines, because the output of several nodes arrives mixed, line by line.
     print(json.dumps(asdict(replace(inspect_node(directory_here), **found)), indent=0), flush=True)
@@ -91,7 +91,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
-    """Check Slurm's commands and the network, and run the preflight on all ranks."""
+    """Check Slurm's commands and the network, and run the preflight on all ranks. Yields fields of `NodeInfo`."""
     yield {
         "slurm_error": client_error(),
         "nccl_interfaces": os.environ.get("NCCL_SOCKET_IFNAME", ""),
@@ -110,7 +110,7 @@ def check(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
 
 
 def measure(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
-    """Measure the disk, the clock, the staging of data, and all ranks."""
+    """Measure the disk, the clock, the staging of data, and all ranks. Yields fields of `NodeInfo`."""
     yield {"gpus": gpu_names()}
     stage_dir = stage_dir_on_node(probe.stage_dir, os.environ)
     yield {"write_bytes_per_second": write_rate(stage_dir)}
@@ -124,7 +124,7 @@ def measure(probe: Probe, stack: ExitStack) -> Iterator[dict[str, Any]]:
 
 
 def gpu_names() -> tuple[str, ...]:
-    """Return the names of this node's GPUs; none if nvidia-smi is missing or fails."""
+    """Return the names of this node's GPUs; empty if nvidia-smi is missing or fails."""
     if shutil.which("nvidia-smi") is None:
         return ()
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -136,7 +136,7 @@ def gpu_names() -> tuple[str, ...]:
 
 
 def client_error() -> str:
-    """Return why the agents could not requeue a run from here; empty if they could."""
+    """Return why agents on this node could not requeue a run; empty if they could."""
     missing = [name for name in _CLIENTS if shutil.which(name) is None]
     if missing:
         return f"{', '.join(missing)}: not on the PATH"
@@ -150,7 +150,7 @@ def client_error() -> str:
 def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
     """Connect this node to the first one, as the agents of an attempt do, until `stack` is closed.
 
-    Returns the channel, whose directive says where the ranks meet, and the secret of the connections.
+    Returns the channel, whose directive has the address at which the ranks meet, and the secret of the connections.
 
     Raises:
         TorchrelayError: some nodes do not reach the first one.
@@ -191,7 +191,7 @@ def meet(probe: Probe, stack: ExitStack) -> tuple[ControlChannel, str]:
 def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[str], beginning: str) -> tuple[str, str]:
     """Start this node's ranks as an attempt does, let each run a module with its arguments, and wait for them.
 
-    Returns the line from rank 0 that starts with `beginning`, and the error. Each is empty if there is none.
+    Returns the first line that starts with `beginning`, and the error. Each is empty if there is none.
     """
     allocation, network, address = probe.allocation, probe.network, channel.own_address
     rendezvous = Rendezvous(
@@ -210,7 +210,7 @@ def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[s
 
 
 def summarize(output: str, exit_code: int, beginning: str) -> tuple[str, str]:
-    """Find the line that starts with `beginning`, and the error, in the output of torchrun and its ranks. Pure."""
+    """Return the first line that starts with `beginning`, and the error, in the output of torchrun and its ranks."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if exit_code == _TIMED_OUT:
         return "", f"no answer in {_RANKS_SECONDS} s: the nodes do not reach each other, or something hangs"

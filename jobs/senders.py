@@ -1,6 +1,6 @@
-"""What an attempt tells others while it lasts: the job's comment, messages to people, metrics. Runs on compute nodes.
+"""Sends the job's comment, messages to people, and metrics while an attempt lasts. Runs on compute nodes.
 
-None of them can stop or delay the training.
+No sender can stop or delay the training.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import STOP_SIGNALS
 
-# An epoch may take a second, and every change is a request to Slurm's controller.
+# Not once per epoch: an epoch may take only a second, and every change is a request to Slurm's controller.
 _COMMENT_SECONDS = 30.0
-# How long to wait for the last points of a run that has ended: its job ends all processes. If it goes on, do not wait.
+# A run that has ended waits this long for its last metrics, because its job's end kills the senders.
 _LAST_SECONDS = 30.0
 
 # --- the comment of the run's job, which `squeue -o %k` shows: run, attempt, epoch ---
@@ -76,7 +76,7 @@ def start_notifying(node: NodeAttempt) -> threading.Thread:
 
 
 def _notify(node: NodeAttempt) -> None:
-    # The sender inherits this. A requeue signals all processes of the job, and leaves them KillWait, 30 s by default.
+    # The sender inherits the mask, so that the signal of a requeue does not end it: KillWait leaves it 30 s by default.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         if is_due(node.run, node.spec.notification):
@@ -90,7 +90,7 @@ def _notify(node: NodeAttempt) -> None:
 
 @contextmanager
 def sending(node: NodeAttempt) -> Iterator[None]:
-    """Send the metrics of an attempt while it lasts."""
+    """Run one process for each tracker that sends the metrics while an attempt lasts."""
     started = list[subprocess.Popen[bytes]]()
     for service in node.spec.tracker:
         command = [sys.executable, "-P", "-m", sender.__name__, str(node.run.path), service, str(node.attempt.attempt)]

@@ -17,9 +17,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.is_last = False
-        """Whether a SIGTERM came, which Slurm follows up by SIGKILL.
+        """Whether SIGTERM has come, which Slurm follows up with SIGKILL.
 
-        It also comes second: after a SIGUSR2 that announced a preemption, and not the time limit.
+        SIGTERM may be the second signal, after a SIGUSR2 that announced a preemption instead of the time limit.
         """
         self._time = 0.0
 
@@ -29,7 +29,7 @@ class StopRequest:
             signal.signal(number, self.handle)
 
     def handle(self, number: int, _frame: object) -> None:
-        """Record the first signal, and whether it is the last."""
+        """Record the first signal, and whether SIGTERM has come."""
         self.is_last |= number == signal.SIGTERM
         if self.signal is None:
             self.signal, self._time = signal.Signals(number), time.monotonic()
@@ -39,12 +39,12 @@ class StopRequest:
 
     @property
     def name(self) -> str | None:
-        """The signal's name; None before it came."""
+        """Name of the first signal; None before it has come."""
         return self.signal.name if self.signal else None
 
     @property
     def seconds(self) -> float:
-        """Seconds since the request; 0 before it."""
+        """Seconds since the first signal; 0 before it."""
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, history: History) -> float:
@@ -53,6 +53,6 @@ class StopRequest:
             return spec.grace_seconds
         if not self.is_last:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
-        # The grace time of the run's partition, as the newest submission found it.
+        # Use the grace time that the newest submission found for the run's partition.
         known = [event.grace_seconds for event in reversed(history.of(Submitted))]
         return save_timeout_seconds(next(filter(None, known), KILL_WAIT_SECONDS))

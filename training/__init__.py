@@ -1,1 +1,1 @@
-"""An image-classifier trainer, which runs once per rank, under any torchrun. It knows nothing of Slurm."""
+"""Trains image classifiers. Runs once per rank, under any torchrun, and does not depend on Slurm."""

@@ -1,6 +1,6 @@
-"""`python -m training`: one rank of a training, under torchrun or alone.
+"""`python -m training`: runs a rank of a training, under torchrun or alone.
 
-Started by hand it parses the command line. Started by a node agent it reads the run's `spec.json`.
+If started by hand, it parses the command line. If started by a node agent, it reads the run's `spec.json`.
 """
 
 import faulthandler
@@ -10,14 +10,14 @@ import time
 from training.relay.progress_files import Heartbeat
 from training.relay.stop_signals import STOP_SIGNALS, signals
 
-# Handle signals before all other imports: importing torch takes seconds, and a signal then must not end the rank
-# unsaved. A rank that hangs is sent SIGABRT: it prints the stacks of its threads and dies.
+# Handle signals before all other imports: a signal during the import of torch, which takes seconds, must not end the
+# rank unsaved. A rank that hangs gets SIGABRT, at which faulthandler prints the stacks of its threads.
 _STARTED = time.monotonic()
 signals.install()
 faulthandler.enable(all_threads=True)
 if __name__ == "__main__":
-    # Imports make objects by the million and no garbage: looking for it takes a sixth of their time. `launch` turns
-    # the collector on again.
+    # Imports make millions of objects but no garbage: garbage collection would take a sixth of their time. `launch`
+    # turns it on again.
     gc.disable()
 
 import os  # noqa: E402
@@ -38,19 +38,19 @@ from training.runtime.run_context import RankInfo, RunContext, rank_info_from  #
 
 
 def main() -> int:
-    """Parse, train, and turn errors into one line and an exit code.
+    """Train, and return the exit code. An error is printed as one line.
 
     A crash ends the process at once: an orderly end would wait for workers, threads or other ranks.
     """
     if not sys.stdout.isatty():
-        # A log that is read while it is written needs whole lines at once.
+        # Write whole lines at once, for those who read the log meanwhile.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
     rank = rank_info_from(os.environ)
     try:
         if is_from_spec(sys.argv[1:]):
             options, evaluation = rank_options(sys.argv[1:])
             return _train(options, rank, evaluation)
-        # Only here, for it imports tyro and YAML.
+        # Import these only here: they import tyro and YAML.
         from hpc.base import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
 
@@ -62,20 +62,20 @@ def main() -> int:
             _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130  # hpc.base.program.INTERRUPTED, whose module imports tyro
+        return 130  # hpc.base.program.INTERRUPTED, but that module imports tyro
     except Exception as error:  # noqa: BLE001  # a defect, here or in a library
         traceback.print_exc()
         first, *more = str(error).strip().splitlines() or [""]
         if more:
-            # People and the node agent read the last line. An error of a loader worker comes with its own traceback,
-            # the message at the end.
+            # People and the node agent read the last line. The error of a loader worker contains a traceback, with the
+            # message at its end.
             line = more[-1] if "Traceback" in str(error) else f"{type(error).__qualname__}: {first}"
             print(line, file=sys.stderr, flush=True)
         _flush_output()
         leave(1)
     finally:
-        # Python removes its handlers while it shuts down. A signal would then kill this rank, whose work is done, and
-        # torchrun would count that as a failure and restart all ranks.
+        # Python removes its signal handlers at its shutdown. A signal would then kill this rank, whose work is done,
+        # and torchrun would take that for a failure and restart all ranks.
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         _flush_output()
@@ -87,7 +87,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
     heartbeat.beat("start")
     fault = parse_fault(options.fault or os.environ.get(FAULT, ""))
     if rank.restarts and not fault.always:
-        fault = NO_FAULT  # torchrun restarts the ranks with the same flags after the fault
+        fault = NO_FAULT  # after the fault, torchrun restarts the ranks with the same flags
     context = RunContext(
         config=options.train,
         run_dir=RunDir(options.run_dir.expanduser().absolute()),
@@ -99,7 +99,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
         recipe=options.recipe,
         evaluation=evaluation,
     )
-    # Import these after the checks of the flags, because it takes seconds.
+    # Import these after the checks of the flags, because the imports take seconds.
     from training.engine.launch import launch  # noqa: PLC0415
     from training.engine.loss_meter import DivergedError  # noqa: PLC0415
     from training.runtime.process_group import SharedError  # noqa: PLC0415
@@ -114,13 +114,13 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
 
 
 def _print_error(error: TorchrelayError) -> None:
-    """Print the last line of an error: a loader worker's error begins with a traceback and ends with the message."""
+    """Print the last line of an error, since the error of a loader worker is a traceback that ends with the message."""
     line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def _flush_output() -> None:
-    """Flush stdout. Discard what a full disk does not take, because an error at exit would change the exit code."""
+    """Flush stdout. Discard output that a full disk refuses, because an error at exit would change the exit code."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -128,7 +128,7 @@ def _flush_output() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process without Python's shutdown, which would spend a second of the grace period on freeing torch."""
+    """Exit without Python's shutdown, which would spend a second of the grace period on freeing torch."""
     sys.stderr.flush()
     os._exit(code)
 

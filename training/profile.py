@@ -1,7 +1,7 @@
 """`python -m training.profile FLAGS...`: finds the bottleneck of a training, and the flag that changes it.
 
-Runs under torchrun or alone, with the flags of the training, and measures each part of a step by repeating it alone.
-All ranks repeat a part equally often, because steps need all ranks; the slowest rank's time counts. It leaves no files.
+Runs under torchrun or alone, with the flags of the training. It times each part of a step by repeating only that part,
+equally often on all ranks, because steps need all ranks. The slowest rank's time counts. It leaves no files.
 """
 
 import os
@@ -30,15 +30,15 @@ from training.runtime.determinism import configure
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import RunContext, rank_info_from
 
-# No training ends within this number of epochs while it is measured.
+# So many epochs that no training ends while it is measured.
 _EPOCHS = 10**6
-# Loading overlaps with the steps. It limits them if it takes longer by this factor.
+# Loading, which overlaps with steps, is the bottleneck if it takes longer than them by this factor.
 _LOADING_FACTOR = 1.1
 _MAX_REPETITIONS = 500
-# Images of a batch that this process decodes and augments.
+# Number of images of a batch that this process decodes and augments for a measurement.
 _MAX_IMAGES = 64
 
-# Each possible bottleneck: what it is, and what to change.
+# For each possible bottleneck, a description and what to change.
 ADVICE = {
     "decode": (
         "reading and decoding images",
@@ -90,7 +90,7 @@ class ProfileOptions(TrainFlags):
 
 
 def main() -> int:
-    """Parse, measure and print; return the exit code. Rank 0 prints a mistake that all ranks find."""
+    """Run the program, and return its exit code. Only rank 0 prints a UserError, which all ranks raise."""
     rank_info = rank_info_from(os.environ)
     try:
         options = parse_flags(
@@ -113,7 +113,7 @@ def main() -> int:
 
 
 def profile(options: ProfileOptions) -> None:
-    """Measure, and print the result on rank 0.
+    """Measure the parts of a step, and print the result on rank 0.
 
     Raises:
         UserError: a flag or the data is wrong.
@@ -150,13 +150,13 @@ class Costs:
 
 
 class Meter:
-    """Measures the parts of one training."""
+    """Measures the parts of a training's steps."""
 
     def __init__(self, trainer: Trainer, seconds: float) -> None:
         self.trainer, self.group, self._seconds = trainer, trainer.group, seconds
 
     def costs(self) -> Costs:
-        """Measure all parts. Every rank must call this."""
+        """Return the costs of all parts. All ranks must call this."""
         trainer, device = self.trainer, self.group.device
         source, workers = trainer.data.train, trainer.workers
         trainer.stepper.warm_up(trainer.data.channels, trainer.data.size)
@@ -200,9 +200,9 @@ class Meter:
         self.trainer.stepper.step(batch, self.trainer.loss_meter)
 
     def _milliseconds(self, work: Callable[[], Any]) -> float:
-        """Return the milliseconds of a repetition on the slowest rank: the mean of as many as fit into a measurement.
+        """Return the mean milliseconds of `work` on the slowest rank, over as many repetitions as fit into the seconds.
 
-        The first repetition does not count, because it builds what later ones reuse.
+        The first repetition does not count, because it allocates and compiles what later ones reuse.
         """
         for _ in range(2):
             once = self._total_seconds(work, 1)
@@ -222,20 +222,20 @@ class Meter:
 def bottleneck(costs: Costs, workers: int) -> str:
     """Return the part that limits a step, a key of ADVICE.
 
-    With loader workers, loading overlaps with the rest of the step and counts only if it takes longer. Without workers
-    the parts follow each other, and the longest counts.
+    With loader workers, loading overlaps with the rest of the step, and limits it only if it takes longer. Without
+    workers, the parts follow each other, and the longest part is the bottleneck.
     """
     parts = {"copy": costs.copy or 0.0, "compute": costs.compute, "all_reduce": costs.all_reduce or 0.0}
     if costs.loading <= (_LOADING_FACTOR * sum(parts.values()) if workers else max(parts.values())):
         return max(parts, key=lambda name: parts[name])
     inside = {"decode": costs.decode or 0.0, "augment": costs.augment or 0.0}
     largest = max(inside, key=lambda name: inside[name])
-    # The rest of loading is the transfer of batches from the workers.
+    # The rest of the loading time is the transfer of batches from the workers.
     return largest if inside[largest] > costs.loading / 3 else "loading"
 
 
 def report(trainer: Trainer, costs: Costs) -> dict[str, Any]:
-    """Return the result, ready for JSON."""
+    """Return the costs, the bottleneck and advice, ready for JSON."""
     part = bottleneck(costs, trainer.workers)
     description, advice = ADVICE[part]
     return {

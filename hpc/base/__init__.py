@@ -1,1 +1,1 @@
-"""The base of all three packages, which knows nothing of runs: files, units, errors, processes. Runs anywhere."""
+"""Foundation of hpc, jobs and training that knows nothing of runs: files, units, errors, processes. Runs everywhere."""

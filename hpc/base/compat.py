@@ -1,6 +1,6 @@
-"""Uses private names of other libraries. Each use says in which version of the library we checked it.
+"""Uses private names of submitit and Optuna. Each docstring says in which version of the library we checked them.
 
-tests/hpc/base/test_compat_libraries.py says which of them a new version lacks. Runs on the login node.
+tests/hpc/base/test_compat_libraries.py fails if a new version lacks one of them. Runs on the login node.
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class SubmititSlurm(submitit.SlurmExecutor):
-    """submitit's executor, with a task command and an sbatch command of our own in place of a pickled function.
+    """submitit's Slurm executor, with our own task command and sbatch command instead of a pickled function.
 
-    Read in submitit 1.5.4, whose public `submit` takes functions only.
+    The public `submit` takes only functions. Checked in submitit 1.5.4.
     """
 
     def __init__(self, folder: Path, command: str, sbatch: Callable[[Path], list[str]]) -> None:
@@ -36,12 +36,12 @@ class SubmititSlurm(submitit.SlurmExecutor):
         return self._make_submission_file_text(self._task_command, "")
 
     def submit_script(self) -> str:
-        """Submit the sbatch script and return the job's id. Raises submitit's FailedJobError."""
+        """Submit the sbatch script and return the job's id. Raises submitit's FailedJobError if sbatch fails."""
         return str(self._submit_command(self._task_command).job_id)
 
 
 class SubmititLocal(submitit.LocalExecutor):
-    """submitit's executor on this machine, with a command in place of a pickled function. Read in submitit 1.5.4."""
+    """submitit's local executor, with our own task command instead of a pickled function. Checked in submitit 1.5.4."""
 
     def __init__(self, folder: Path, command: str) -> None:
         super().__init__(folder)
@@ -57,7 +57,7 @@ class SubmititLocal(submitit.LocalExecutor):
 
 
 def running_trial(study: "Study", trial: "FrozenTrial") -> "Trial":
-    """Return a trial that an earlier process began, so that this one can report to it. Optuna 5.0 has no public way."""
+    """Return a stored trial as one to which this process can report. Optuna 5.0 has no public function for this."""
     from optuna import Trial  # noqa: PLC0415 - an optional package
 
     return Trial(study, trial._trial_id)

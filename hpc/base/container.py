@@ -1,7 +1,7 @@
-"""Runs torchrun and the ranks in a container, with Apptainer. Used on the login node and on compute nodes.
+"""Builds the commands that run torchrun and the ranks in an Apptainer container. Runs on login and compute nodes.
 
-In its container a program sees the image, and these parts of the machine: the user's home, /tmp, /dev, the processes,
-the network, and the environment except PATH and LD_LIBRARY_PATH. So the agents see and signal the ranks as usual.
+A program in the container sees the image, and these parts of the machine: the user's home, /tmp, /dev, the network, the
+environment except PATH and LD_LIBRARY_PATH, and the processes. So the agents see and signal the ranks as usual.
 """
 
 import shutil
@@ -13,7 +13,7 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 
 def find_engine() -> str | None:
-    """Return the path of Apptainer here, or of Singularity, which has the same commands; None if neither is on PATH."""
+    """Return the path of apptainer, or of singularity, which has the same commands; None if neither is on the PATH."""
     return next(filter(None, map(shutil.which, _ENGINES)), None)
 
 
@@ -23,17 +23,17 @@ def inside(
     """Return the command line that runs a program in a container of an image.
 
     Args:
-        engine: `find_engine()`.
-        image: a .sif file, or a directory.
-        program: its command line; names are looked up in the image.
-        mounts: further directories of this machine, which the program finds at the same place.
-        directory: the directory in which it starts.
+        engine: the path that `find_engine` returns.
+        image: a .sif file, or a directory with an unpacked image.
+        program: the program and its arguments; a name without a directory is looked up in the image.
+        mounts: further directories of this machine to mount at the same paths.
+        directory: the working directory of the program.
     """
     return [
         engine, "--quiet", "exec",
         *(f"--mount=type=bind,source={path},destination={path}" for path in mounts),
         f"--pwd={directory}",
-        # The packages of the image must not be mixed with those in this machine's ~/.local.
+        # Python must not mix the packages of the image with those in this machine's ~/.local.
         "--env=PYTHONNOUSERSITE=1",
         *(["--nv"] if _NVIDIA.exists() else []),
         str(image), *program,

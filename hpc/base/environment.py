@@ -1,41 +1,41 @@
-"""The environment variables through which processes of a run inform each other and the user's programs.
+"""Names of the environment variables that the processes of a run set for each other and for the user's programs.
 
-This is the contract: it says who sets and who reads each variable. `training.relay`, which users may copy, repeats the
-names. Runs everywhere, also in a user's Python: uses the standard library alone.
+The docstrings say who sets and who reads each variable. `training.relay`, which users may copy, repeats the names.
+Runs everywhere, also in a user's Python, so it uses only the standard library.
 """
 
 # The node agent sets these for the ranks of a user's script, which reads them itself or through training.relay.
 RUN_DIR = "TORCHRELAY_RUN_DIR"
-"""The run directory. `hpc supervise` also sets it for the command of --on-end."""
+"""Path of the run directory. `hpc supervise` also sets it for the command of --on-end."""
 ATTEMPT = "TORCHRELAY_ATTEMPT"
-"""The number of the attempt, from 1."""
+"""Number of the attempt, from 1."""
 DATA = "TORCHRELAY_DATA"
-"""The path of the data of --data on this node; not set if there is no --data."""
+"""Path on this node of the data of --data; not set without --data."""
 SNAPSHOTS = "TORCHRELAY_SNAPSHOTS"
-"""The directory for snapshots in this node's memory."""
+"""Path of the directory for snapshots in this node's memory."""
 STOP_SIGNAL = "TORCHRELAY_STOP_SIGNAL"
-"""The name of the signal of --stop-signal; not set if it is `auto`."""
+"""Name of the signal of --stop-signal, such as SIGTERM; not set if the flag is `auto`."""
 HEARTBEAT = "TORCHRELAY_HEARTBEAT"
-"""The file into which a rank writes its heartbeat. The process wrapper of each rank sets it."""
+"""Path of the file into which a rank writes its heartbeat. The process wrapper of each rank sets this variable."""
 
-# Variables between our own processes on a node.
+# Our own processes on a node set these for each other.
 DEVICE = "TORCHRELAY_DEVICE"
-"""The agent tells our ranks that they must use a GPU (`cuda`), or none (`cpu`); see training.config.device_choice."""
+"""Device that the agent tells the ranks of our trainer to use: `cuda` or `cpu` (training.config.device_choice)."""
 PRELOAD = "TORCHRELAY_PRELOAD"
-"""The agent tells torchrun which modules of a user's script to import before it forks; torchrun removes it."""
+"""Modules to import before torchrun forks a user's script, joined by commas. The agent sets it, torchrun removes it."""
 SECRET = "TORCHRELAY_SECRET"  # noqa: S105 - a name
-"""The agent gives torchrun the attempt's secret, for the rendezvous; torchrun removes it."""
+"""Secret of the attempt, for the rendezvous. The agent sets it, torchrun removes it."""
 RESTARTS = "TORCHRELAY_RESTARTS"
-"""torchrun tells the ranks how often the ranks of all nodes have been restarted together in this round."""
+"""Number of times that the ranks of all nodes have restarted together in this round. torchrun sets it for the ranks."""
 PYTHONPATH = "TORCHRELAY_PYTHONPATH"
-"""The PYTHONPATH after --setup. The sbatch script keeps it for the agent, which restores it for a user's script."""
+"""PYTHONPATH after --setup. The sbatch script saves it for the agent, which restores it for a user's script."""
 
 # Variables for the commands, and for tests.
 STATE = "TORCHRELAY_STATE"
-"""`hpc supervise` tells the command of --on-end how the run ended: `completed` or `failed`."""
+"""State in which the run ended: `completed` or `failed`. `hpc supervise` sets it for the command of --on-end."""
 REASON = "TORCHRELAY_REASON"
-"""`hpc supervise` tells the command of --on-end why the run ended so."""
+"""Reason why the run ended in this state. `hpc supervise` sets it for the command of --on-end."""
 CALLED = "TORCHRELAY_CALLED"
-"""`hpc` tells the module of a verb what the user typed, such as `hpc submit`, for its messages."""
+"""Command that the user typed, such as `hpc submit`. `hpc` sets it for the module of the verb, for messages."""
 FAULT = "TORCHRELAY_FAULT"
-"""The tests tell our trainer which fault to inject (training.runtime.fault_injection)."""
+"""Fault that our trainer injects (training.runtime.fault_injection). The tests set it."""

@@ -1,4 +1,4 @@
-"""The errors that reach the user. Runs everywhere."""
+"""Exceptions whose messages the user sees, and exit codes of ranks. Runs everywhere."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ EXIT_BAD_INPUT, EXIT_BAD_NODE, EXIT_NO_SPACE, EXIT_DIVERGED = 2, 3, 4, 5
 
 
 class TorchrelayError(Exception):
-    """The work failed. The message is one line: the event, the value seen, and what to type."""
+    """A failure. Its message is one line: the event, the value seen, and what to type."""
 
     exit_code = 1
 
@@ -20,17 +20,17 @@ class BadNodeError(TorchrelayError):
 
 
 class UserError(TorchrelayError):
-    """The user's mistake. Nothing was queued and nothing was left behind."""
+    """A mistake of the user, found before anything was queued. No file is left behind."""
 
     exit_code = 2
 
 
-# The pip packages whose names differ from those of their extras in pyproject.toml. Installing an extra needs an index.
+# Packages by extra, if the names differ. Messages name the package, because pip installs an extra only from an index.
 _PACKAGES = {"sweep": "optuna", "mlflow": "mlflow-skinny"}
 
 
 def need_package(package: str, extra: str, what: str) -> None:
-    """Raise a UserError if an optional package, which one of our extras installs, is missing."""
+    """Raise UserError, which says that `what` needs it, if the optional package of one of our extras is missing."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"{what} needs the package {package}, which is not in {sys.prefix}: type pip install "

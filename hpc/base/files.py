@@ -1,9 +1,7 @@
-"""Writes files and directories so that no reader sees them half-written, and no crash or full disk leaves them so.
+"""Writes files and directories atomically: no reader sees them half-written, and no crash or full disk leaves them so.
 
-Runs everywhere.
-
-A file or directory is written under a temporary name beside its own, flushed to the disk, and renamed. A log of JSON
-lines is appended to with one `write` per line, by one process per file.
+A file or directory is written under a temporary name in the same directory, flushed to disk, and renamed. Each log of
+JSON lines has one writer, which appends each line with a single `write`. Runs everywhere.
 """
 
 import contextlib
@@ -25,30 +23,30 @@ DEV_SHM = Path("/dev/shm")  # noqa: S108 - the directories below it are private
 # Bytes to read from the end of a log for its last record: few at first, more if the record is not among them.
 _TAILS_BYTES = (2**11, 2**14, 2**17, 2**20)
 _LINES_PER_PARSE = 1000
-# A log may be larger than memory.
+# Logs are read in blocks, because a log may be larger than memory.
 _BLOCK_BYTES = 2**20
-# The ending of a file or directory that is being written or removed.
+# Suffix of the temporary name of a file or directory that is being written or removed.
 _UNFINISHED = "tmp"
 MOST = 1e15
-"""The largest number to accept from a file: sums of such numbers are still finite, and valid JSON."""
+"""Largest number to accept from a file, so that sums of such numbers are still finite, and valid JSON."""
 UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK})
-"""Errors of file systems that have no hard links, no locks, or no fsync of directories."""
+"""Error numbers of file systems without hard links, locks, or fsync of directories."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors of storage without space, or beyond a quota."""
+"""Error numbers if the storage is full, or a quota is used up."""
 TEMPORARY = DISK_FULL | {errno.ESTALE, errno.EIO}
-"""Errors of storage that is full, or whose server does not answer: they may go away."""
+"""Error numbers that may go away: the storage is full, or its server does not answer."""
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal digits."""
+    """Return the SHA-256 of a file's content as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_directory(path: Path) -> bool:
-    """Make the names in a directory durable: a rename is on the disk only after this.
+    """Flush a directory to disk. Only then are renames in it durable.
 
-    Returns False if the file system cannot do this, of which `hpc submit` has warned.
+    Returns False if the file system does not support this; `hpc submit` warns about such a file system.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -63,7 +61,7 @@ def fsync_directory(path: Path) -> bool:
 
 
 def fsync_file(path: Path) -> None:
-    """Make a file's content durable."""
+    """Flush a file's content to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -72,18 +70,18 @@ def refresh_nfs_cache(directory: Path) -> None:
     """Make files visible that other hosts have created in a directory.
 
     An NFS client remembers for up to a minute that a name does not exist. Opening the directory makes it ask the server
-    again (nfs_lookup_verify_inode in Linux' fs/nfs/dir.c); listing it opens it, too.
+    again (nfs_lookup_verify_inode in Linux' fs/nfs/dir.c). Listing a directory opens it, too.
     """
     os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return an absolute path itself if it exists, else the nearest directory above it that does."""
+    """Return an absolute path if it exists, else the nearest directory above it that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def modified(path: Path) -> float | None:
-    """Return a file's modification time by its storage's clock; None if missing. Opens the file, as NFS needs."""
+    """Return a file's modification time by its storage's clock; None if missing. Opens it, to refresh NFS's cache."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -92,7 +90,7 @@ def modified(path: Path) -> float | None:
 
 
 def storage_time(directory: Path) -> float:
-    """Return the time by the clock of a directory's storage, or by this machine's if the directory is not writable."""
+    """Return the present time by the clock of a directory's storage, or by this machine's if nothing can be written."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b".")
@@ -116,7 +114,7 @@ def can_write(directory: Path) -> bool:
 
 @contextlib.contextmanager
 def _temporary_file(path: Path, data: str | bytes | Iterable[str], mode: int) -> Iterator[Path]:
-    """Write durably to a unique name beside `path`. The file is removed in the end, unless it was renamed."""
+    """Yield a new file beside `path` with the data, flushed to disk. Remove it at the end if it was not renamed."""
     parts = (data,) if isinstance(data, str | bytes) else data
     temporary = _temporary_name(path)
     try:
@@ -131,22 +129,22 @@ def _temporary_file(path: Path, data: str | bytes | Iterable[str], mode: int) ->
 
 
 def write_atomic(path: Path, data: str | bytes | Iterable[str], mode: int = 0o644) -> None:
-    """Create or replace a file: readers see all of the old content or all of the new. `data` may come in parts."""
+    """Create or replace a file: readers see all of the old content or all of the new. `data` may be several parts."""
     with _temporary_file(path, data, mode) as temporary:
         temporary.replace(path)
     fsync_directory(path.parent)
 
 
 def write_exclusive(path: Path, data: str) -> bool:
-    """Create a whole file; return False if it exists. Only one of several concurrent writers gets True.
+    """Create a file with its whole content; return False if it exists. Of concurrent writers, only one gets True.
 
-    The file is made as a hard link, which NFS creates exclusively, so its content appears together with its name.
+    The name is a hard link to a finished temporary file, because NFS creates hard links exclusively.
     """
     with _temporary_file(path, data, 0o644) as temporary:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            # NFS may have lost only the reply after making the link: link(2) advises to check the link count.
+            # NFS may have made the link and lost only the reply: link(2) advises to check the link count.
             return temporary.stat().st_nlink == 2
     fsync_directory(path.parent)
     return True
@@ -154,17 +152,17 @@ def write_exclusive(path: Path, data: str) -> bool:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Make a private directory under a temporary name, and rename it when the block ends. Make its parents, too.
+    """Yield a new private directory under a temporary name, and rename it to `path` when the block ends.
 
-    An error leaves only the parents; a kill also leaves the temporary directory, which `is_temporary` recognizes.
+    Parents are made, too. An error leaves only the parents; a kill also leaves the directory (see `is_temporary`).
 
     Raises:
-        FileExistsError: the name is taken when the block ends.
+        FileExistsError: `path` exists when the block ends.
     """
     temporary = _temporary_name(path)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process, which failed, may have removed the parent that it had made.
+        # Another process may have removed the parent: it had made it, and then failed.
         with contextlib.suppress(FileNotFoundError):
             temporary.mkdir(mode=0o700)
             break
@@ -191,7 +189,7 @@ def _rename_exclusively(source: Path, path: Path) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Return whether a path is the temporary name of a file or directory that was not finished."""
+    """Return whether a path is the temporary name of an unfinished file or directory."""
     return bool(re.fullmatch(rf"\..+\.[0-9a-f]{{32}}\.{_UNFINISHED}", path.name))
 
 
@@ -200,9 +198,9 @@ def _temporary_name(path: Path) -> Path:
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a published directory. It is renamed first, so a kill leaves no incomplete directory under its name.
+    """Remove a directory, after renaming it, so that a kill leaves no incomplete directory under its name.
 
-    Ignores errors. A kill leaves a directory with a name that `is_temporary` recognizes.
+    Errors are ignored. A kill may leave a directory with a temporary name (see `is_temporary`).
     """
     with contextlib.suppress(OSError):
         path = path.rename(_temporary_name(path))
@@ -212,7 +210,7 @@ def remove_directory(path: Path) -> None:
 def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], bool] = lambda _: True) -> None:
     """Remove the temporary files and directories that killed processes left in `parent`, which need not exist.
 
-    `pattern` matches their names. `is_abandoned` returns False for one that a live process still writes.
+    `pattern` matches their names. `is_abandoned` returns False for a path that a live process still writes.
     """
     for temporary in parent.glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # another process has removed it
@@ -225,12 +223,12 @@ def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], 
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write one JSON document, indented for people."""
+    """Write a value atomically as a JSON document, indented for people."""
     write_atomic(path, json.dumps(value, indent=2) + "\n")
 
 
 def json_line(record: dict[str, Any]) -> str:
-    """Return one record as one line."""
+    """Return a record as a line of JSON, with its line break."""
     return json.dumps(record, separators=(",", ":")) + "\n"
 
 
@@ -240,9 +238,9 @@ def append_json_line(path: Path, record: dict[str, Any]) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line with a single write, so that a kill between lines tears none.
+    """Append one line, which includes its line break, with a single write. Raises OSError if it does not fit.
 
-    If a kill during an earlier append has left half a line, a newline comes first, so that only that line is lost.
+    If a kill during an earlier append has left half a line, a line break comes first, so that only that line is lost.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
@@ -256,7 +254,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return the record on a line; None for a line that is torn, by a kill or a full disk."""
+    """Return the record on a line; None if a kill or a full disk has torn the line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -266,7 +264,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
     try:
-        # One call for all lines takes a third of the time. A torn line makes it fail, or merges with its neighbours.
+        # One call for all lines takes a third of the time, but a torn line makes it fail or merges with its neighbours.
         records = json.loads(b"[%b]" % b",".join(lines))
     except (ValueError, RecursionError):
         records = []
@@ -307,12 +305,12 @@ def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] 
 
 
 def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Return every whole record of a log, the oldest first; none if the log does not exist."""
+    """Return an iterator over the whole records of a log, the oldest first; empty if the log does not exist."""
     return (record for _, record in numbered_json_lines(path) if record is not None)
 
 
 def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
-    """Return a number from a record that a user's script may have written; None for anything else, such as NaN."""
+    """Return a field that a user's script may have written, if it is a number up to `MOST`; None if not, as for NaN."""
     value: Any = record.get(name)
     return value if type(value) in {int, float} and -MOST <= value <= MOST else None
 
@@ -331,7 +329,7 @@ def last_json_line(path: Path, wanted: Callable[[dict[str, Any]], bool] = lambda
 
 
 def link_files(source: Path, target: Path) -> None:
-    """Make a directory with hard links to the files of another one, or with copies where links are impossible."""
+    """Make the directory `target` with hard links to the files of `source`, or with copies if links are impossible."""
     target.mkdir(parents=True)
     for file in source.iterdir():
         try:

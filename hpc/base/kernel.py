@@ -13,40 +13,40 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-# Positions after the process name in /proc/PID/stat; proc(5) counts these fields from 3.
+# Positions of fields after the process name in /proc/PID/stat. proc(5) gives the first of them the number 3.
 _STATE, _START_TIME = 3 - 3, 22 - 3
 # Share of a node's memory to leave to other processes.
 _RESERVE = 0.05
-# The files with a group's memory limit and usage, in both versions of control groups.
+# Files with the memory limit and usage of a control group, in cgroup v2 and v1.
 _MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 _SIOCGIFADDR = 0x8915
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
-# Helper processes of Python and torch remove shared memory and end soon after their parent: they get the time for that.
+# Children get time to end by themselves: helper processes of Python and torch first remove shared memory.
 _ASK_SECONDS, _KILL_SECONDS, _POLL_SECONDS = 0.1, 0.5, 0.01
 # Each line has an address, index, prefix length, scope, flags and interface.
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 _LINK_LOCAL = 0x20
 RAM_BACKED = frozenset({"tmpfs", "ramfs", "rootfs"})
-"""File systems in memory. A diskless node that runs from its initramfs has its root on `rootfs`."""
+"""Types of file systems in memory. A diskless node that runs from its initramfs has its root on `rootfs`."""
 NETWORK_BACKED = frozenset({
     "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "fuse.ceph", "fuse.ceph-fuse", "cifs", "smb3", "9p", "afs",
     "wekafs", "panfs", "pvfs2", "fuse.glusterfs", "fuse.sshfs", "fuse.juicefs", "fuse.moosefs", "fuse.s3fs",
 })  # fmt: skip
-"""File systems on other machines."""
+"""Types of file systems on other machines."""
 _CLOCK_OFFSET = time.time() - time.monotonic()
 
 
 def steady_time(monotonic: float | None = None) -> float:
-    """Return the seconds since the epoch, now or at a value of time.monotonic(), by a clock that is never set.
+    """Return the seconds since the epoch, now or at a value of time.monotonic(), by a clock that nobody can set.
 
-    Use it for times that are compared later. With time.time(), if somebody set the clock back by an hour, each new rank
+    Use it for times that are compared later. If somebody set the clock of time.time() back by an hour, each new rank
     would seem older than the last failure, and for an hour no failure or hang would count.
     """
     return _CLOCK_OFFSET + (time.monotonic() if monotonic is None else monotonic)
 
 
 def _stat(pid: str | int) -> list[str]:
-    """Return a process's fields after its name, which may hold spaces and parentheses; empty if there is no process."""
+    """Return the fields of /proc/PID/stat after the name, which may hold spaces and parentheses; empty if missing."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -54,7 +54,7 @@ def _stat(pid: str | int) -> list[str]:
 
 
 def start_time(pid: str | int) -> int | None:
-    """Return a process's start in clock ticks since boot, which is unique with its id; None if there is no process."""
+    """Return a process's start in clock ticks since boot, unique with its id; None if no such process exists."""
     fields = _stat(pid)
     return int(fields[_START_TIME]) if fields else None
 
@@ -66,7 +66,7 @@ def process_state(pid: str | int) -> str | None:
 
 
 def children(pid: int) -> list[int]:
-    """Return the ids of a process's running children."""
+    """Return the ids of a process's children, zombies included."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -77,16 +77,13 @@ def children(pid: int) -> list[int]:
 
 
 def is_alive(pid: str | int, started: int | None) -> bool:
-    """Return whether the process with this id and `start_time` runs. A zombie does not."""
+    """Return whether the process with this id and `start_time` runs; False for a zombie."""
     fields = _stat(pid)
     return bool(fields) and fields[_STATE] != "Z" and int(fields[_START_TIME]) == started
 
 
 def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
-    """Return whether a mask of a process has a signal: SigCgt has the handled ones, SigIgn the ignored ones.
-
-    Returns False if the process has ended.
-    """
+    """Return whether a signal is in a process's mask SigCgt (handled) or SigIgn (ignored); False if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -96,7 +93,7 @@ def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
 
 
 def open_files(beginning: str) -> dict[int, str]:
-    """Return this process's descriptors of files whose paths begin with `beginning`, and these paths."""
+    """Return the paths, by descriptor, of this process's open files whose paths begin with `beginning`."""
     found = {}
     for descriptor in list(Path("/proc/self/fd").iterdir()):
         with suppress(FileNotFoundError):  # the listing's own descriptor is closed by now
@@ -105,12 +102,12 @@ def open_files(beginning: str) -> dict[int, str]:
 
 
 def set_parent_death_signal(number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel signal this process when its parent ends in any way. The setting survives exec, not fork."""
+    """Make the kernel send this process a signal when its parent ends. The setting survives exec, but not fork."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of each process that a descendant leaves behind. The setting survives exec, not fork."""
+    """Become the parent of descendants whose own parent has ended. The setting survives exec, but not fork."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -135,7 +132,7 @@ def end_children(seconds: float = 30.0) -> list[int]:
 
 
 def _reap(child: int) -> bool:
-    """Reap a child if it has ended with all its threads, which may hold memory, GPUs and ports. Return whether so."""
+    """Reap a child if all its threads, which may hold memory, GPUs and ports, have ended. Return whether it is gone."""
     try:
         return os.waitpid(child, os.WNOHANG) != (0, 0)
     except ChildProcessError:
@@ -151,7 +148,7 @@ def raise_open_files_limit() -> None:
 def available_memory_bytes() -> int:
     """Return the bytes that this process may still use within the node's memory and the limits of its control groups.
 
-    Files in /dev/shm count as used memory of the job, which Slurm may have limited.
+    Files in /dev/shm count as used memory, also within the limit that Slurm may have set for the job.
     """
     node = _read_numbers(Path("/proc/meminfo"))
     available = (node["MemAvailable:"] - int(node["MemTotal:"] * _RESERVE)) * 1024
@@ -167,7 +164,7 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str | No
 
 
 def resident_memory_bytes() -> int:
-    """Return the bytes of this process in memory, shared pages included."""
+    """Return this process's resident memory in bytes, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -202,7 +199,7 @@ def _read_numbers(path: Path) -> dict[str, int]:
 
 
 def file_system_type(path: Path) -> str | None:
-    """Return the file system type of a path, existing or not; None if unknown."""
+    """Return the file system type of a path, which need not exist; None if unknown."""
     try:
         mounts = Path("/proc/mounts").read_text(errors="replace")
     except OSError:
@@ -211,10 +208,7 @@ def file_system_type(path: Path) -> str | None:
 
 
 def mounted_directory(path: Path) -> str:
-    """Return which directory of its file system is mounted where a path is: `/`, or another one for a bind mount.
-
-    The result is empty if this is unknown.
-    """
+    """Return the root of a path's mount within its file system: `/`, except for bind mounts; empty if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -224,23 +218,23 @@ def mounted_directory(path: Path) -> str:
 
 
 def mounted_type(mounts: str, path: Path) -> str | None:
-    """Return the type of an absolute path's file system, from the text of /proc/mounts.
+    """Return the type of an absolute path's file system, from the text of /proc/mounts; None if no mount contains it.
 
-    The innermost and last mount counts. An overlay has the type of the directory to which it writes: on a diskless
-    node, that is memory.
+    The last of the innermost mounts counts. An overlay has the type of the directory to which it writes, which is in
+    memory on a diskless node.
     """
     found = _innermost(mounts.splitlines(), 1, path)
     if not found:
         return None
     _, _, kind, options, *_ = found.split()
     upper = re.search(r"(?:^|,)upperdir=([^,]+)", options)
-    # The directory may be hidden, as in a container: then the overlay's own type stays.
+    # In a container, the upper directory may be hidden. The result is then the overlay's own type.
     below = "\n".join(line for line in mounts.splitlines() if line != found)
     return (mounted_type(below, Path(_unescape(upper[1]))) if upper else None) or kind
 
 
 def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
-    """Return the innermost and last of the mounts in which a path lies, or "". `field` has the mount point."""
+    """Return the last of the innermost mounts that contain a path, or "". `field` is the index of the mount point."""
     found, longest = "", 0
     for line in mounts:
         point = Path(_unescape(line.split()[field]))
@@ -250,7 +244,7 @@ def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
 
 
 def automounted_at(path: Path) -> Path | None:
-    """Return the directory in which an automounter mounts a path, which need not exist; None if none does."""
+    """Return the autofs directory that contains a path, which need not exist; None if no automounter is used."""
     try:
         mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
     except OSError:
@@ -260,14 +254,14 @@ def automounted_at(path: Path) -> Path | None:
 
 
 def _unescape(path: str) -> str:
-    """Return a path of /proc/mounts, with characters for the octal numbers that the kernel prints."""
+    """Replace the octal escapes in a path of /proc/mounts by their characters."""
     return re.sub(r"\\(\d{3})", lambda octal: chr(int(octal[1], 8)), path)
 
 
 def interface_addresses() -> dict[str, list[str]]:
     """Return the addresses of every network interface that has some, by interface name, in the kernel's order.
 
-    The IPv4 address comes first, then the IPv6 ones. Link-local addresses are left out: other nodes cannot use them.
+    The IPv4 address comes before the IPv6 ones. Link-local IPv6 addresses are left out: other nodes cannot use them.
     """
     found = dict[str, list[str]]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -23,7 +23,7 @@ _INFINIBAND, _CPU_INFO = Path("/sys/class/infiniband"), Path("/proc/cpuinfo")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfo:
-    """One machine. Fields with a default are unknown outside a job, or if `hpc smoke` did not measure them."""
+    """Facts about one machine. A field has its default outside a job, or if the probe has not determined it."""
 
     name: str
     cpu: str
@@ -40,7 +40,7 @@ class NodeInfo:
     stage_free_bytes: int | None
     """Free space in the stage directory; None if there is no such directory."""
     shm_free_bytes: int | None = None
-    """Free space in /dev/shm; None if there is none."""
+    """Free space in /dev/shm; None if the node has no /dev/shm."""
     locked_bytes: int | None = None
     """Bytes of memory that a process may lock, -1 for unlimited; None if the node has no InfiniBand."""
     interfaces: tuple[str, ...] = ()
@@ -49,17 +49,17 @@ class NodeInfo:
     gpus: tuple[str, ...] = ()
     """Models of the GPUs that the driver lists for the job."""
     num_gpus: int = 0
-    """GPUs per node that the job asked for."""
+    """Number of GPUs per node that the job requested."""
     sees_runs: bool = False
-    """Whether the login node's runs directory exists here."""
+    """Whether the login node's runs directory exists on this node."""
     slurm_error: str = ""
-    """Error of Slurm's commands here; empty if they work."""
+    """Error of Slurm's commands on this node; empty if they work."""
     interface: str | None = None
-    """Network interface towards the other nodes of the job; None if there are no others."""
+    """Network interface to the other nodes of the job; None in a job of one node."""
     nccl_interfaces: str = ""
-    """Value of NCCL_SOCKET_IFNAME."""
+    """Value of NCCL_SOCKET_IFNAME; empty if the variable is not set."""
     preflight: str = ""
-    """Result of the preflight, if it passed."""
+    """Result of the preflight; empty if it did not pass."""
     problem: str = ""
     """Error that prevented checking or measuring this node's ranks; empty if there was none."""
 
@@ -76,7 +76,7 @@ class NodeInfo:
 
 
 def inspect_node(stage_dir: Path) -> NodeInfo:
-    """Describe this machine."""
+    """Inspect this machine, and the free space and file system of `stage_dir`."""
     model = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", _CPU_INFO.read_text(), re.MULTILINE)
     return NodeInfo(
         name=os.uname().nodename.partition(".")[0],
@@ -95,7 +95,7 @@ def inspect_node(stage_dir: Path) -> NodeInfo:
 
 
 def node_from_json(fields: Mapping[str, Any]) -> NodeInfo:
-    """Read a NodeInfo, or the part of it that `hpc smoke` keeps. Raises TypeError for anything else."""
+    """Return a NodeInfo from its JSON object, which may lack fields with a default. Raises TypeError if invalid."""
     return NodeInfo(**{**fields, **{name: tuple(fields.get(name, ())) for name in ("gpus", "interfaces")}})
 
 
@@ -136,7 +136,7 @@ class AllReduceSpeed:
 
     @property
     def where(self) -> str:
-        """The size of the message."""
+        """The operation and its message size: `all-reduce of 1,024 bytes`."""
         return f"all-reduce of {self.message_bytes:,} bytes"
 
 
@@ -162,18 +162,18 @@ class TorchBuild:
 
     version: str
     accelerator: str | None
-    """Accelerator for which torch was built: `CUDA 13.2`; None for CPUs alone."""
+    """Accelerator for which torch was built, such as `CUDA 13.2`; None if it was built for CPUs only."""
 
 
 def torch_build() -> TorchBuild | None:
-    """Read the build from torch's `version.py`, without importing torch; None if torch is not installed."""
+    """Return torch's build, read from its `version.py` without importing torch; None if torch is not installed."""
     found = importlib.util.find_spec("torch")
     path = Path(found.origin).with_name("version.py") if found and found.origin else None
     return parse_torch_version(path.read_text()) if path and path.exists() else None
 
 
 def parse_torch_version(text: str) -> TorchBuild:
-    """Parse torch's `version.py`."""
+    """Return the build that the text of torch's `version.py` describes."""
     values = dict(re.findall(r"^(__version__|cuda|hip)\b[^=]*= *'([^']*)'", text, re.MULTILINE))
     names = (("cuda", "CUDA"), ("hip", "ROCm"))
     built = next((f"{name} {values[key]}" for key, name in names if values.get(key)), None)

@@ -1,7 +1,7 @@
 """Runs a program from its command line to its exit code: reads flags, calls the work, prints an error in one line.
 
-`read` turns the words of a command line into texts, by the names of flags. `build` turns these texts, or values from a
-file or a program, into a dataclass. argparse reads the words; tyro makes the help and the completion of the shells.
+`read` returns the text of each flag on a command line. `build` makes a dataclass from these texts, or from values that
+come from a file or a program. argparse parses the command line; tyro makes the help and the shell completion.
 Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C. Runs everywhere.
 """
 
@@ -38,34 +38,34 @@ SCHEMA = 1
 """Version of docs/json.schema.json; a change that breaks readers raises it."""
 Options = TypeVar("Options")
 Explanation = Callable[[Sequence[str], int], str | None]
-"""Returns what to type instead of the word at this place of a command line; None if it has no advice."""
+"""A function that returns what to type instead of the word at an index of a command line; None without advice."""
 TYRO = (
     tyro.conf.FlagCreatePairsOff,
-    tyro.conf.DisallowNone,  # help with STR, not {None}|STR
+    tyro.conf.DisallowNone,  # the help shows STR, not {None}|STR
     tyro.conf.PositionalMetavarFromFieldName,
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Help:
-    """Flags that `--help` treats specially, by the names of their fields."""
+    """Names of the fields whose flags `--help` treats specially."""
 
     hidden: Collection[str] = ()
     """Flags that the help leaves out."""
     inherited: Collection[str] = ()
-    """Flags whose defaults are a run's values: the command's help says so once, and shows no default for them."""
+    """Flags whose defaults are the values of a run. The command's text says so once, instead of each flag's help."""
 
 
 ALL_FLAGS = Help()
 
 
 def called(module: str) -> str:
-    """Return the user's words for this program: `hpc NAME`, or `python -m MODULE`."""
+    """Return the command with which the user called this program: `hpc NAME`, or `python -m MODULE`."""
     return os.environ.get(CALLED, f"python -m {module}")
 
 
 def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
-    """Yield the fields that are flags, also those in groups of flags."""
+    """Yield the fields of a dataclass that are flags, including those of its groups."""
     for field in dataclasses.fields(options):
         group = _group(field)
         yield from flags(group) if group else [field]
@@ -75,7 +75,7 @@ def parse(options: type[Options], argv: Sequence[str], prog: str, *, prints: boo
     """Make a dataclass from a command line. If `prints` is False, as on all ranks except 0, --help prints nothing.
 
     Raises:
-        UserError: names the wrong flag and the reason.
+        UserError: a flag is wrong. The message names the flag and the reason.
     """
     print_help(options, argv, prog, prints=prints)
     return build(options, read((options,), argv, prog))
@@ -92,10 +92,10 @@ def flag_name(field: dataclasses.Field[Any]) -> str:
 def read(
     options: Sequence[type[Any]], argv: Sequence[str], prog: str, explain: Explanation = lambda _argv, _at: None
 ) -> dict[str, Any]:
-    """Return the texts of a command line, by the names of flags (without dashes) and of positional arguments.
+    """Return the texts of the flags and positional arguments on a command line, by name without leading dashes.
 
-    The program has the flags of the first dataclass. The flags of the others are read too, for a caller that refuses
-    them with a reason. `explain` may say what to type instead of a word of `argv` that cannot be read.
+    The first dataclass has the program's flags. The flags of the others are read too, for a caller that refuses them
+    with a reason. `explain` may return what to type instead of a word of `argv` that cannot be read.
 
     Raises:
         UserError: a flag does not exist or has no value, a switch has one, or a word belongs to no flag.
@@ -115,7 +115,7 @@ def read(
 
 
 def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentParser:
-    """Return a parser that collects the texts of those flags and positional arguments that are typed."""
+    """Return a parser that collects the texts of the flags and positional arguments that were typed."""
     parser = argparse.ArgumentParser(
         usage="", add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
@@ -123,7 +123,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
         marks = _marks(field)
         letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
         words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
-        # A missing value becomes None. argparse would report it first, but an unknown flag explains more.
+        # A missing value becomes None. If argparse reported it, it would hide an unknown flag, which explains more.
         nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
         if _is_positional(field):
             parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
@@ -135,7 +135,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
 
 
 def build(options: type[Options], values: Mapping[str, Any]) -> Options:
-    """Make a dataclass and its groups from values by the names of flags: texts of a command line, or Python values.
+    """Return a dataclass, with its groups, from values by flag name: texts of a command line, or Python values.
 
     Raises:
         UserError: a value does not fit its flag, a flag does not exist, or an argument is missing.
@@ -161,7 +161,7 @@ def _built(options: type[Options], values: Mapping[str, Any]) -> Options:
 
 
 def values_of(*settings: Any) -> dict[str, Any]:
-    """Return the values of dataclasses and of their groups, by the names of flags."""
+    """Return the values of dataclasses and of their groups, by flag name."""
     found = dict[str, Any]()
     for one in settings:
         for field in dataclasses.fields(one):
@@ -171,12 +171,12 @@ def values_of(*settings: Any) -> dict[str, Any]:
 
 
 def default_values(options: type[Any]) -> dict[str, Any]:
-    """Return the defaults of a dataclass and of its groups, by the names of flags."""
+    """Return the defaults of a dataclass and of its groups, by flag name."""
     return {flag_name(field): field.default for field in flags(options)}
 
 
 def taken(label: str, kind: Any, value: Any) -> Any:
-    """Return a value in the type `kind` of a field: parse a text, or turn a number into a text if the field holds text.
+    """Convert a value to the type `kind` of a field: parse text, or turn a number into text if the field holds text.
 
     Raises:
         UserError: the value does not fit. The message names `label`, the value, and what is expected.
@@ -201,7 +201,7 @@ def taken(label: str, kind: Any, value: Any) -> Any:
     raise UserError(f"{label} is {str(value)!r}: expected {expected}")
 
 
-# For each type: the function that makes a value, the types that it takes, and the words of an error.
+# For each type of field: the conversion, the types that it accepts, and what an error says is expected.
 _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
     bool: (lambda value: {"true": True, "false": False}[str(value).lower()], (bool, str), "true or false"),
     int: (int, (int, str), "a whole number"),
@@ -212,7 +212,7 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
 
 
 def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str) -> str:
-    """Return the error for a word: there is no such flag, and which one is most similar; or it belongs to no flag."""
+    """Return the error message for an unknown flag, with the most similar flag, or for a word without a flag."""
     flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
     if not flag.startswith("-"):
         return f"unexpected argument: {word} (see {prog} --help)"
@@ -234,7 +234,7 @@ def _is_tuple(field: dataclasses.Field[Any]) -> bool:
 
 
 def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
-    """Return the dataclass of a field that is a group of flags; None if it is one flag."""
+    """Return the dataclass of a field that is a group of flags; None if the field is a single flag."""
     kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
     return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
 
@@ -245,7 +245,7 @@ def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
 def print_help(
     options: type[Any], argv: Sequence[str], prog: str, shown: Help = ALL_FLAGS, *, prints: bool = True
 ) -> None:
-    """If the command line asks for the help, print it and exit. `options` may be a union of subcommands."""
+    """Print the help and exit if the command line asks for it. `options` may be a union of subcommands."""
     if {"-h", "--help"}.isdisjoint(argv):
         return
     views, text = (_for_help(each, shown) for each in get_args(options) or (options,)), _HelpText()
@@ -270,7 +270,7 @@ class _HelpText(io.TextIOWrapper):
 
 
 def _wrapped(text: str) -> str:
-    """Wrap the description above the first box of a help to the width of the boxes, because tyro does not."""
+    """Wrap the description above the first box of a help text, because tyro does not."""
     description, box, flags_of_command = text.partition("╭")
     width = min(_WIDEST, shutil.get_terminal_size().columns)
     usage, *lines = description.split("\n")
@@ -281,7 +281,7 @@ def _wrapped(text: str) -> str:
 
 
 def _for_help(options: type[Any], shown: Help) -> type[Any]:
-    """Return the flags for the help: without hidden flags, and without defaults that say nothing (None, False, '')."""
+    """Return a dataclass for the help, without hidden flags and without defaults that say nothing (None, False, '')."""
     texts = flag_texts(options) if shown.inherited else {}
 
     def mark(name: str) -> Any:
@@ -296,7 +296,7 @@ def _for_help(options: type[Any], shown: Help) -> type[Any]:
 
 
 def flag_texts(options: type[Any]) -> dict[str, str]:
-    """Return the docstrings of the fields of a dataclass, by name, those of groups included."""
+    """Return the docstrings of the fields of a dataclass and of its groups, by field name."""
     found = field_texts(options)
     for group in filter(None, map(_group, dataclasses.fields(options))):
         found |= flag_texts(group)
@@ -304,7 +304,7 @@ def flag_texts(options: type[Any]) -> dict[str, str]:
 
 
 def field_texts(kind: type[Any]) -> dict[str, str]:
-    """Return the docstrings of the fields of a class, by name."""
+    """Return the docstrings of the fields of a class and of its bases, by field name."""
     found = dict[str, str]()
     for owner in reversed(list(filter(inspect.get_annotations, kind.__mro__))):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
@@ -317,7 +317,7 @@ def field_texts(kind: type[Any]) -> dict[str, str]:
 
 
 def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
-    """Return a subclass in which each flag, also in groups, carries `mark(its name)` for tyro."""
+    """Return a subclass that annotates each flag, also in groups, with the tyro marker `mark(field name)`."""
     types, values = dict[str, Any](), dict[str, Any]()
     for field in dataclasses.fields(options):
         kind: Any = field.type
@@ -337,19 +337,19 @@ def _default_hint(default: str) -> str:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON document; docs/json.schema.json describes the document of each verb."""
+    """Print a document as JSON with its schema version; docs/json.schema.json describes the document of each verb."""
     print(json.dumps(versioned(document), indent=2))
 
 
 def versioned(document: Any) -> Any:
-    """Add the version of the schema to a document, or to each document of a list."""
+    """Return a document, or each document of a list, with the version of the schema."""
     if isinstance(document, list):
         return [versioned(one) for one in document]
     return {"schema": SCHEMA, **document}
 
 
 def json_report(arguments: Sequence[str]) -> Callable[[str, int], None]:
-    """Return a function for `run` that prints an error as a JSON document, if the arguments ask for one."""
+    """Return a `report` for `run` that prints an error as a JSON document if --json is among the arguments."""
 
     def report(message: str, exit_code: int) -> None:
         if "--json" in arguments:
@@ -365,7 +365,7 @@ def run(
     debug: bool = False,
     report: Callable[[str, int], None] = lambda _message, _exit_code: None,
 ) -> int:
-    """Call `work`, and return its exit code.
+    """Call `work`, and return its exit code, or that of its TorchrelayError or OSError, or of Ctrl-C.
 
     Prints an error after `prefix`, and its traceback if `debug`. Then calls `report` with the message and exit code.
     """
@@ -374,7 +374,7 @@ def run(
     except TorchrelayError as error:
         code, message = error.exit_code, " ".join(str(error).split())
     except BrokenPipeError:
-        # The reader (head, less) has closed the pipe. Python would report that once more when it flushes at exit.
+        # The reader (head, less) has closed the pipe. Python would report this again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Text for terminals and spreadsheets, such as the last words of a rank. Pure; runs everywhere."""
+"""Makes text safe for terminals and spreadsheets, and suggests similar words. Pure; runs everywhere."""
 
 import difflib
 import re
@@ -13,37 +13,37 @@ _FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
 
 
 def visible(text: str) -> str:
-    r"""Return text whose control characters are visible, as `\x1b`, so that no terminal obeys them. Tabs stay."""
+    r"""Replace control characters by visible escapes such as `\x1b`, so that no terminal obeys them. Tabs stay."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def few(names: Sequence[str], separator: str = ", ") -> str:
-    """Return names of nodes in one line for people: up to four, or of more the first, the last and the count."""
+    """Return names in one line for people: all of up to four names; of more, the first, the last and the number."""
     return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NAMES_SHOWN else separator.join(names)
 
 
 def csv_cell(value: object) -> object:
-    """Return a cell of a CSV file, with an apostrophe before text that would be a formula. Numbers stay numbers."""
+    """Return a value as a CSV cell, with an apostrophe before text that a spreadsheet would take for a formula."""
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value
 
 
 def csv_text(cell: str) -> str:
-    """Return the text from which `csv_cell` made a cell."""
+    """Return the original text of a cell that `csv_cell` made."""
     return cell[1:] if _ESCAPED.match(cell) else cell
 
 
 def similar(word: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return the known words that are most like a word that somebody has typed, the most similar one first."""
+    """Return at most `count` known words that resemble a typed word, the most similar one first."""
     # A single suggestion must be right; of several, it is enough if one is.
     return difflib.get_close_matches(word, list(known), n=count, cutoff=0.7 if count == 1 else 0.5)
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str, count: int = 3) -> str:
-    """Return a question that names the known words most like a typed one; `otherwise` if there are none."""
+    """Return a question that suggests known words similar to a typed word, or `otherwise` if no word is similar."""
     close = similar(word, known, count)
     return f"did you mean {', '.join(close)}?" if close else otherwise
 
 
 def flag(field: str) -> str:
-    """Return the flag of a field: `--batch-size` of `batch_size`."""
+    """Return the flag of a field: `--batch-size` for `batch_size`."""
     return "--" + field.replace("_", "-")

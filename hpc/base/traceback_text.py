@@ -9,25 +9,25 @@ from collections.abc import Sequence
 
 _HEADER = "Traceback (most recent call last)"
 _RANK = re.compile(r"(?:\[rank\d+\]: )+")
-# The characters to the left of a traceback inside a message or an exception group.
+# Characters to the left of a traceback that a message quotes, or that belongs to an exception group.
 _MARGIN = re.compile(r"[\s|+]*")
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(?::|$)")
-# The header of a traceback that no other exception's text quotes, as Python, a group or rich prints it.
+# Header of a traceback that no exception's message quotes, as printed by Python, an exception group or rich.
 _OWN_HEADER = re.compile(r"(?:  \+ Exception Group |╭─+ )?Traceback")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause of|During handling of the above exception)")
-# The lines that Python prints above a traceback that does not end the process.
+# Lines that Python prints above a traceback that does not end the process.
 _DOES_NOT_END = re.compile(r"Exception (?:ignored|in thread)|Error in (?:atexit|sys\.)|--- Logging error|Process \S+:$")
 _MOST_LINES_AFTER = 20
 
 _Traceback = tuple[int, int]
-"""The numbers of a traceback's header line and of the line that names the exception."""
+"""Line numbers of a traceback's header and of the line that names its exception."""
 
 
 def describe_exception(printed: Sequence[str]) -> str:
     """Return the message of the last exception; empty if there is none, or if later output shows that it was caught.
 
-    The exception from which it was raised, or which it quotes, follows in parentheses: on a full disk, torch.save
-    raises a RuntimeError while it handles the OSError that names the cause.
+    An exception that it is chained to or quotes follows in parentheses, because it may name the cause: on a full disk,
+    torch.save raises a RuntimeError while it handles an OSError.
     """
     lines = _without_ranks(printed)
     found = _last_exception(lines)
@@ -36,7 +36,7 @@ def describe_exception(printed: Sequence[str]) -> str:
     (_, last), uncaught = found[-1], _RANK.match(printed[found[0][0]])
     if not uncaught and sum(any(map(str.isalnum, line)) for line in lines[last + 1 :]) > _MOST_LINES_AFTER:
         return ""
-    # The members of a group are indented further.
+    # Of an exception group, the least indented traceback is the group's own; those of its members are indented further.
     _, main = min(reversed(found), key=lambda each: _indentation(lines[each[0]]))
     message = _message(lines, main)
     others = [other for _, number in found if (other := _message(lines, number)) != message]
@@ -44,7 +44,7 @@ def describe_exception(printed: Sequence[str]) -> str:
 
 
 def exception_lines(printed: Sequence[str]) -> list[str]:
-    """Return the lines of the last exception, with its tracebacks; none if there is no exception."""
+    """Return the lines of the last exception with its tracebacks; empty without an exception."""
     lines = _without_ranks(printed)
     found = _last_exception(lines)
     if not found:
@@ -61,7 +61,7 @@ def _without_ranks(printed: Sequence[str]) -> list[str]:
 
 
 def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
-    """Return the tracebacks of the last exception, and of those that it is chained to or quotes, in order."""
+    """Return, in order, the tracebacks of the last exception and of the exceptions that it is chained to or quotes."""
     exceptions = list[list[_Traceback]]()
     for header in (number for number, line in enumerate(lines) if _HEADER in line):
         named = _exception_line(lines, header)
@@ -77,7 +77,7 @@ def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
 
 
 def _exception_line(lines: Sequence[str], header: int) -> int | None:
-    """Return the number of the line, not indented, that names a traceback's exception; None if that is cut off."""
+    """Return the number of the line that names a traceback's exception, indented at most like its header, or None."""
     indentation = _indentation(lines[header])
     for number in range(header + 1, len(lines)):
         own = _indentation(lines[number])
@@ -94,7 +94,7 @@ def _indentation(line: str) -> int:
 
 
 def _message(lines: Sequence[str], number: int) -> str:
-    """Return the first line of a message, and further lines as long as the text ends with a colon."""
+    """Return the message that begins on a line; it continues on the next line as long as it ends with a colon."""
     text = lines[number][_indentation(lines[number]) :].strip()
     for line in lines[number + 1 :]:
         if not text.endswith(":") or _HEADER in line:

@@ -2,20 +2,20 @@
 
 Runs on compute nodes; local launches choose ports, too.
 
-The handshake proves to each end that the other one has the secret, which never travels:
+The handshake proves to each end that the other end has the secret, which is never sent:
 
     client -> server   32 random bytes: the client's challenge
     server -> client   32 random bytes: the server's challenge, and the server's proof
     client -> server   the client's proof
 
 A proof is an HMAC-SHA256 of purpose, role and both challenges, keyed with the secret: a replayed or reflected proof, or
-one for another purpose, is invalid. Each direction then has a key of its own, made in the same way.
+a proof for another purpose, is invalid. Each direction then has its own key, which is derived in the same way.
 
 A message is a JSON object, sent as four bytes of length, an HMAC of its number and text, and the text. Nothing is
 encrypted: an eavesdropper can read messages, but not alter, repeat, or add any. Bulk data that follow a message have no
-HMAC. The receiver checks them against checksums from an authenticated message, and they are as safe as these checksums.
+HMAC. The receiver checks them against checksums in an authenticated message, so they are as safe as these checksums.
 
-Until its proof is valid a client may send 64 bytes, none of which is parsed, within `HANDSHAKE_SECONDS`.
+Before it is authenticated, a client may send only 64 bytes, none of which is parsed, within `HANDSHAKE_SECONDS`.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _CHALLENGE_BYTES = _MAC_BYTES = 32
 _LENGTH, _NUMBER, _TIMEVAL = struct.Struct("!I"), struct.Struct("!Q"), struct.Struct("@ll")
 _BACKLOG = 1024  # all agents of a large job connect at once
 _RETRY_SECONDS = 0.1
-# Ports below this belong to system services, those of the ephemeral range to outgoing connections.
+# Ports below this one belong to system services, and ports of the ephemeral range to outgoing connections.
 LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
@@ -48,7 +48,7 @@ _TRIES = 1000
 
 
 class TransportError(ConnectionError):
-    """The other end has left, or does not have the secret."""
+    """The other end has closed the connection, or does not have the secret."""
 
 
 class DecodeError(TransportError):
@@ -60,14 +60,14 @@ class Limits:
     """The limits of a connection or a server."""
 
     timeout_seconds: float
-    """Most seconds that one send or receive may wait."""
+    """Maximum seconds that one send or receive may wait."""
     max_message_bytes: int
-    """Most bytes of a message; a longer one ends its connection."""
+    """Maximum bytes of a message; a longer message ends its connection."""
     max_connections: int = 4096
-    """Most authenticated connections of a server at a time; it closes further ones."""
+    """Maximum number of authenticated connections of a server, which closes further ones."""
     max_unauthenticated: int = 128
-    """Most unauthenticated connections of a server; beyond this it closes the oldest. Agents authenticate within
-    milliseconds, so idle connections cannot keep them out."""
+    """Maximum number of unauthenticated connections of a server, which closes the oldest for a further one. Agents
+    authenticate within milliseconds, so idle connections cannot keep them out."""
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
@@ -75,14 +75,14 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 class Connection:
-    """One end of a connection, authenticated by `handshake`. One thread at a time may send, and one receive."""
+    """One end of a connection, authenticated by `handshake`. One thread may send while another one receives."""
 
     def __init__(self, connected: socket.socket, limits: Limits) -> None:
         self.socket, self._limits = connected, limits
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # These are the kernel's timeouts, on a blocking socket: with Python's, MSG_WAITALL returns after each packet.
+        # The timeouts are the kernel's, on a blocking socket: with Python's, MSG_WAITALL returns after each packet.
         connected.settimeout(None)
         self._set_timeout(min(limits.timeout_seconds, HANDSHAKE_SECONDS))
 
@@ -94,7 +94,7 @@ class Connection:
 
     @property
     def local_address(self) -> str:
-        """The address of this end, at which the other end's machine reaches this one."""
+        """The address at which the other end's machine reaches this machine."""
         return _numeric(self.socket.getsockname())
 
     @property
@@ -108,17 +108,17 @@ class Connection:
             self.socket.setsockopt(socket.SOL_SOCKET, option, value)
 
     def close(self) -> None:
-        """End the connection; a thread that waits in it gets an error."""
+        """Close the connection. A thread that waits in `send` or `receive` gets an error."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 
     def handshake(self, secret: str, purpose: str, *, is_server: bool) -> None:
-        """Prove to the other end that this one has the secret for this purpose, and demand the same proof.
+        """Prove to the other end that this end has the secret for this purpose, and demand the same proof.
 
         Raises:
-            TransportError: the other end did not prove it.
-            TimeoutError: the other end did not prove it in time.
+            TransportError: the other end does not have the secret, or closed the connection.
+            TimeoutError: the other end did not send its proof in time.
         """
         deadline, own = time.monotonic() + HANDSHAKE_SECONDS, secrets.token_bytes(_CHALLENGE_BYTES)
         if not is_server:
@@ -140,7 +140,7 @@ class Connection:
         self._set_timeout(self._limits.timeout_seconds)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message."""
+        """Send a message. Raises OSError if the connection has ended, or if the other end takes nothing in time."""
         self._send_text(json.dumps(message, separators=(",", ":")).encode())
 
     def _send_text(self, text: bytes) -> None:
@@ -152,7 +152,7 @@ class Connection:
         """Return the next message.
 
         Raises:
-            DecodeError: the received bytes are not a message of the other end.
+            DecodeError: the received bytes are not a valid message of at most `max_message_bytes`.
             TransportError: the connection has ended.
             TimeoutError: nothing came in time.
         """
@@ -172,7 +172,7 @@ class Connection:
         return message
 
     def send_bytes(self, content: bytes) -> None:
-        """Send bulk data, after a message that has their checksum."""
+        """Send bulk data, whose checksum an earlier message has announced."""
         try:
             self.socket.sendall(content)
         except BlockingIOError:
@@ -204,7 +204,7 @@ def _numeric(address: Sequence[Any]) -> str:
 
 
 def listen(ports: Sequence[int] = ()) -> socket.socket:
-    """Listen at all of this machine's addresses, on one of `ports`. If there are none, the kernel chooses the port.
+    """Listen at all addresses of this machine, on one of `ports`. If `ports` is empty, the kernel chooses the port.
 
     Raises:
         OSError: all ports are in use.
@@ -221,7 +221,7 @@ def listen(ports: Sequence[int] = ()) -> socket.socket:
 
 
 def pick_port(ports: Sequence[int] = ()) -> int:
-    """Return a free port: one of `ports`, or, if there are none, one below the ephemeral range.
+    """Return a free port: one of `ports` or, if `ports` is empty, one below the ephemeral range.
 
     The choice is random, so that two jobs on one node hardly ever pick the same port.
 
@@ -239,7 +239,7 @@ def connect(address: tuple[str, int], secret: str, purpose: str, limits: Limits)
     """Connect to a server of the same run.
 
     Raises:
-        OSError: it cannot be reached.
+        OSError: the server cannot be reached.
         TransportError: the process that listens there is not a server of this run.
     """
     timeout_seconds = min(limits.timeout_seconds, HANDSHAKE_SECONDS)
@@ -253,13 +253,13 @@ def connect(address: tuple[str, int], secret: str, purpose: str, limits: Limits)
 
 
 class Server:
-    """Listens, and serves each authenticated connection in a thread of its own."""
+    """A server that handles each authenticated connection in a thread of its own."""
 
     def __init__(
         self, secret: str, purpose: str, serve: Callable[[Connection], None], limits: Limits,
         ports: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Listen on one of `ports`. If there are none, the kernel chooses the port.
+        """Listen on one of `ports`. If `ports` is empty, the kernel chooses the port.
 
         If `serve` raises an OSError, such as DecodeError, only its own connection is closed. Any other exception is a
         defect, which `check` raises.
@@ -273,7 +273,7 @@ class Server:
         threading.Thread(target=self._accept, daemon=True, name=f"{purpose}-server").start()
 
     def check(self) -> None:
-        """Raise, once, an unexpected error of a connection's thread. Call this in a thread that can end the process."""
+        """Raise an unexpected error of a connection's thread, once. Call this in a thread that can end the process."""
         defect, self._defect = self._defect, None
         if defect:
             raise defect
@@ -302,10 +302,10 @@ class Server:
                 if oldest:
                     _shut_down(oldest)
                 threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
-                # The next accept may block for long: no reference here may keep open a connection that has no thread.
+                # `accept` may block for long: a reference here would keep a connection open that has no thread.
                 del connection, oldest
             except (OSError, RuntimeError):
-                # No descriptor or thread is left. A connection without a thread will be closed when it is the oldest.
+                # No descriptor or thread is left. A connection without a thread is closed once it is the oldest.
                 self._closed.wait(_RETRY_SECONDS)
 
     def _converse(self, connection: Connection) -> None:
@@ -318,7 +318,7 @@ class Server:
                 self._authenticated.add(connection)
             self._serve(connection)
         except DecodeError as error:
-            # The other end has the secret, so this is its defect and must not pass for a lost node.
+            # The other end has the secret, so it has a defect, which must not look like a lost node.
             print(f"torchrelay: a connection for {self._purpose} ends: {error}", file=sys.stderr)
         except OSError:
             pass
@@ -332,6 +332,6 @@ class Server:
 
 
 def _shut_down(connection: Connection) -> None:
-    """Wake the thread that owns the connection. It closes it: closing here could give its descriptor to another one."""
+    """Wake the connection's thread, which closes it: if it were closed here, another file could get its descriptor."""
     with contextlib.suppress(OSError):
         connection.socket.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""Durations in the forms of Slurm and people. Pure; runs everywhere."""
+"""Parses durations and port ranges as people and Slurm write them. Pure; runs everywhere."""
 
 import re
 
@@ -11,7 +11,7 @@ _SLURM = re.compile(r"(?:(?P<days>\d+)-)?(?P<clock>\d+(?::\d+){0,2})")
 
 
 def port_range(text: str) -> range:
-    """Return the ports LOW-HIGH, both included; an empty range for empty text."""
+    """Return the ports of a text LOW-HIGH, both included; an empty range for an empty text."""
     low, _, high = text.partition("-")
     return range(int(low), int(high) + 1) if text else range(0)
 
@@ -37,7 +37,7 @@ def slurm_seconds(text: str) -> int | None:
 
 
 def duration_seconds(flag: str, text: str) -> int:
-    """Return the seconds of a flag's value with its unit: `90s`, `5m`, `2h`, `1d`.
+    """Return the seconds of a flag's duration, a number with a unit: `90s`, `5m`, `2h`, `1d`.
 
     Raises:
         UserError: the value is not a duration.
@@ -49,10 +49,10 @@ def duration_seconds(flag: str, text: str) -> int:
 
 
 def walltime_minutes(text: str, flag: str = "--time") -> int:
-    """Return the whole minutes of a flag's time limit: Slurm's forms, or `90m`, `36h`, `2d`.
+    """Return the minutes, rounded up, of a flag's time limit in one of Slurm's forms, or such as `90m`, `36h`, `2d`.
 
     Raises:
-        UserError: the value is neither.
+        UserError: the value has another form, or is zero or unlimited.
     """
     match = _WITH_UNIT.fullmatch(text)
     try:
@@ -65,7 +65,7 @@ def walltime_minutes(text: str, flag: str = "--time") -> int:
 
 
 def format_minutes(minutes: int) -> str:
-    """Return minutes in the form of Slurm, `D-HH:MM:SS`."""
+    """Return minutes in Slurm's form, `D-HH:MM:SS`, or `HH:MM:SS` for less than a day."""
     days, rest = divmod(minutes, 1440)
     clock = f"{rest // 60:02d}:{rest % 60:02d}:00"
     return f"{days}-{clock}" if days else clock

@@ -1,1 +1,1 @@
-"""Examines a cluster, causes failures on it on purpose, and runs a small cluster on this machine, for developers."""
+"""Checks and measures a cluster, causes the failures of drills, and runs a small Slurm cluster on this machine."""

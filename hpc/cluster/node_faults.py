@@ -1,7 +1,7 @@
 """Causes the failures of a drill on one compute node. Runs on compute nodes.
 
-`python -m hpc.cluster.node_faults RUN_DIR kill|stop|full RANK` or `RUN_DIR kill-all` prints the ids of the processes
-that it acted on. It prints none if the rank is not on this node.
+`python -m hpc.cluster.node_faults RUN_DIR kill|stop|full RANK` acts on one rank, `RUN_DIR kill-all` on the agent and
+its descendants. Both print the ids of the processes that they acted on; an empty line means that this node has none.
 """
 
 import json
@@ -18,12 +18,12 @@ from hpc.run.nodedir import node_dirs
 
 _SIGNALS = {"kill": signal.SIGKILL, "kill-all": signal.SIGKILL, "stop": signal.SIGSTOP}
 _FULL_SECONDS = 10.0
-# Larger than a heartbeat, smaller than any model.
+# Largest file that a process may write while the disk seems full: larger than a heartbeat, smaller than any model.
 _FULL_BYTES = 64 * 1024
 
 
 def main(argv: list[str]) -> int:
-    """Act on the run's processes on this node."""
+    """Apply the action in `argv` to the run's processes on this node, and print their ids."""
     run, action, *ranks = argv
     pids = agent_tree(Path(run)) if action == "kill-all" else rank_pids(Path(run), int(ranks[0]))
     for pid in pids:
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def rank_pids(run: Path, rank: int) -> list[int]:
-    """Return the process id in a rank's heartbeat, as a list. The list is empty if the rank is not on this node."""
+    """Return a list with the process id of a rank; an empty list if the rank is not on this node."""
     found = []
     for path in (path for node in node_dirs(run) for path in node.heartbeat(0).parent.glob("local-*")):
         with suppress(ValueError):
@@ -57,13 +57,13 @@ def agent_tree(run: Path) -> list[int]:
             # The batch script's srun has the agent's command line too, but does not fail with the node.
             if {"jobs.agent", os.fspath(run)} <= set(command) and Path(command[0]).name != "srun":
                 tree.append(int(path.parent.name))
-    for pid in tree:  # the list grows meanwhile
+    for pid in tree:  # the loop extends this list, and so also visits the children
         tree += [child for child in children(pid) if child not in tree]
     return tree
 
 
 def _full(pid: int) -> None:
-    """Make a process's writes of large files fail for a while, as on a full disk."""
+    """Make a process fail to write files above 64 KiB for 10 s, as on a full disk."""
     limits = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (_FULL_BYTES, limits[1]))
     try:

@@ -11,7 +11,7 @@ from hpc.report.gather import RunRecord, labels_of
 from hpc.services.tracking.points import BOOKKEEPING
 
 SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
-"""The divisors by degree of smoothing: `medium` averages over 1/40 of a line."""
+"""Divisor by degree of smoothing: `medium` averages over 1/40 of a line's points."""
 MOST_POINTS = 1000
 """The largest number of points of one line. On the page, each point takes up to seven numbers of four bytes."""
 # A loss that falls by this factor gets a logarithmic scale: on a linear scale, its start would flatten its end.
@@ -24,18 +24,18 @@ _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "second
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """The form in which to show a number."""
+    """The form in which figures show a number."""
 
     title: str
     form: str = "%.5g"
     """A printf format for a value."""
     scale: float = 1.0
-    """The factor by which to multiply a value."""
+    """Factor by which to multiply a value before it is shown."""
     noisy: bool = True
-    """Whether a trend says more than the values."""
+    """Whether to draw a smoothed trend, because the values vary much from step to step."""
     from_zero: bool = False
     prefers_validation: bool = False
-    """Whether a comparison, which has one line for each run, shows the validation's instead of the training's."""
+    """Whether a comparison, which has one line per run, shows the values of the validation instead of the training."""
 
 
 LOOKS = {
@@ -54,14 +54,14 @@ LOOKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A meaning of the x axis."""
+    """A quantity that the x axis can show."""
 
     name: str
     label: str
     limits: tuple[float, float]
     is_logarithmic: bool = False
     ticks: Mapping[float, str] = field(default_factory=dict)
-    """The labels by value; empty for labels that suit the range."""
+    """Labels of the ticks, by value. If empty, Bokeh chooses the ticks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Series:
     name: str
     color: str
     dashes: str
-    """The dashes of `line_style`."""
+    """Dash pattern, as `line_style` returns it."""
     points: pd.DataFrame
     has_dots: bool = False
     """Whether each point gets a dot. Evaluations get dots, because they are few."""
@@ -80,19 +80,19 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One figure: a number over the steps."""
+    """One figure: a number by the quantity on the x axis."""
 
     column: str
     look: Look
     series: Sequence[Series]
     x: str = "step"
-    """The meaning of the numbers in the column `step`."""
+    """Name of the quantity in the column `step`."""
     heading: str = ""
-    """The heading of the figure; if empty, the title of the number."""
+    """Heading of the figure. If empty, the title of the number is the heading."""
 
     @property
     def is_logarithmic(self) -> bool:
-        """Whether a loss falls so far that its end would look flat on a linear scale."""
+        """Whether the y axis is logarithmic: on a linear one, the end of a loss that falls far would look flat."""
         values = pd.concat([series.points["value"] for series in self.series])
         return self.column == "loss" and bool(values.min() > 0) and bool(values.max() > _LONG_FALL * values.min())
 
@@ -117,7 +117,7 @@ class Clock:
     unit_seconds: float
 
     def since(self, began: float | None, time: pd.Series) -> pd.Series:
-        """Convert times in seconds since the epoch to this clock."""
+        """Convert times in seconds since the epoch to times since `began`. If `began` is None, return NaN."""
         return (time - (np.nan if began is None else began)) / self.unit_seconds
 
 
@@ -140,7 +140,7 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
             labelled = zip(labels_of(records), (_compared(each, look) for each in points), strict=True)
             lines = [(number, label, *chosen) for number, (label, chosen) in enumerate(labelled) if chosen]
         else:
-            # A line has the same color in all figures: its name decides.
+            # The number, and so the color, depends on the name, so that a line has the same color in all figures.
             names = list(tables[0])
             lines = [(names.index(name), name, name, table) for name, table in points[0].items()]
         series = [
@@ -153,11 +153,11 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
 
 
 def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
-    """Return a run's metrics by the name of their line, without its parent's steps if the page shows the parent too."""
+    """Return a run's metrics by the name of their line. A fork's lack its original's steps if the page shows both."""
     train, evaluations = record.train, record.evaluations
     if any(record.is_fork_of(other) for other in shown):
         train, evaluations = (table[table["attempt"] != 0] for table in (train, evaluations))
-    # A user's script may not name the split.
+    # A user's script may leave out the split: the line then counts as a validation.
     splits = evaluations["split"].fillna("val")
     names = {"val": "validation", "test": "test", **{split: split for split in splits.unique() if split != "val"}}
     evaluated = {name: evaluations[splits == split] for split, name in names.items()}
@@ -174,7 +174,7 @@ def _is_plotted(column: str, table: pd.DataFrame) -> bool:
 def _points(
     record: RunRecord, tables: Mapping[str, pd.DataFrame], column: str, look: Look, clock: Clock
 ) -> dict[str, pd.DataFrame]:
-    """Return the points of each line that has any."""
+    """Return the points of a number by the name of their line, without lines that have no values."""
     found = dict[str, pd.DataFrame]()
     for name, table in tables.items():
         if column not in table:

@@ -17,7 +17,7 @@ _OF_ONE_RUN = frozenset({"name", "id", "mlflow-run", "has-default-time"})
 
 
 def submit_command(spec: RunSpec) -> list[str]:
-    """Return the words to type, with each setting that differs from its default, even if `hpc submit` chose it."""
+    """Return the words of a command that submits the run again, with all settings that differ from their defaults."""
     if spec.evaluation is not None:
         return _evaluate_command(spec, spec.evaluation)
     script = ["--", *spec.script] if spec.script else []
@@ -26,9 +26,9 @@ def submit_command(spec: RunSpec) -> list[str]:
 
 
 def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
-    """Return the words that start the same evaluation, except settings that it takes from the evaluated run."""
+    """Return the words of a command that repeats an evaluation, without settings that come from the evaluated run."""
     flags = [task.source, *([f"--checkpoint={task.checkpoint}"] if task.checkpoint else [])]
-    # A run's own data are not named: with named data, no part would be held out.
+    # The evaluated run's own data are left out: `hpc evaluate` holds nothing out of the data that --data names.
     flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
     flags += [] if task.split == "auto" else [f"--split={task.split}"]
     flags += [f"--cluster={spec.cluster}", *words_of(changed(values_of(spec.resources)))]
@@ -62,7 +62,7 @@ def flat_settings(spec: RunSpec) -> dict[str, str]:
 
 
 def settings_with_defaults(spec: RunSpec) -> dict[str, str]:
-    """Return every setting that two runs may share. An unset one is `default`, `none`, or the computed `lr`."""
+    """Return every setting that two runs may share, with `default` for an unset one, and the computed `lr`."""
     settings = {name: value for name, value in flat_settings(spec).items() if name not in _OF_ONE_RUN}
     training = spec.training
     if training:

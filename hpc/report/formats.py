@@ -1,4 +1,4 @@
-"""Numbers, times and text as the page prints them: the filters of the templates. Pure; runs on the login node."""
+"""Formats numbers, times and text for the templates. A value that is not known becomes a dash. Pure; login node."""
 
 from collections.abc import Callable
 from datetime import datetime
@@ -17,12 +17,12 @@ def known(value: object) -> bool:
 
 
 def number(value: object, form: str = "{:,.0f}") -> str:
-    """Format a number."""
+    """Format a number, by default as a whole one with thousands separators."""
     return form.format(value) if known(value) else UNKNOWN
 
 
 def percent(value: object, digits: int = 2) -> str:
-    """Format a share: 91.25%."""
+    """Format a share as a percentage, such as 91.25%."""
     return number(value, f"{{:.{digits}%}}")
 
 
@@ -32,12 +32,12 @@ def significant(value: object) -> str:
 
 
 def text(value: object) -> str:
-    """Format a text."""
+    """Format a value as it is."""
     return str(value) if known(value) else UNKNOWN
 
 
 def cause(value: object) -> str:
-    """Format a cause: time limit."""
+    """Format a cause with spaces, such as `time limit`."""
     return text(value).replace("_", " ")
 
 
@@ -61,7 +61,7 @@ def duration(seconds: object) -> str:
 
 
 def hours(value: object) -> str:
-    """Format hours of GPUs: 0.04, 12.5, 1,300."""
+    """Format GPU-hours: 0.04, 12.5, 1,300."""
     return number(value, "{:,.0f}" if known(value) and value >= 100 else "{:.3g}")  # type: ignore[operator]  # a number
 
 

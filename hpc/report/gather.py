@@ -42,7 +42,7 @@ _FILES = {
     "interruptions.csv": "interruptions", "classes.csv": "classes",
 }  # fmt: skip
 _TEXT = {"split", "job_id", "nodes", "cause", "detail", "node", "class", "most_often_confused_with"}
-# Number of rows to read or write at a time.
+# The number of rows to read or write at a time, which limits the memory.
 _PART_ROWS = 2000
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+=*")
 
@@ -51,7 +51,7 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """One run's data. Tables have the columns above, even if the files lack them."""
+    """The data of one run. Tables have the columns that this module lists, even if the files lack them."""
 
     run: RunDir
     summary: Summary
@@ -64,11 +64,11 @@ class RunRecord:
     interruptions: pd.DataFrame
     classes: pd.DataFrame
     confusion: pd.DataFrame | None
-    """Number of images by true class (rows) and predicted class (columns)."""
+    """Number of images by true class (rows) and predicted class (columns). None if the file is missing or damaged."""
     samples: Sequence[dict[str, Any]]
     history: History
     revision: str | None
-    """The git revision of the code."""
+    """Git revision of the code. None if unknown."""
     notes: list[str]
     """Sentences about missing or damaged files."""
 
@@ -84,7 +84,7 @@ class RunRecord:
 
     @property
     def last_logged(self) -> dict[str, Any]:
-        """The last line of the training's metrics, without unknown values; empty before the first line."""
+        """The last line of the training's metrics, without unknown values; an empty dict before the first line."""
         return {} if self.train.empty else dict(self.train.iloc[-1].dropna())
 
     @property
@@ -93,7 +93,7 @@ class RunRecord:
         return self.summary.state in TERMINAL
 
     def ended(self, now: float) -> float:
-        """Return when the run ended, or `now` if it goes on, in seconds since the epoch."""
+        """Return the time at which the run ended, or `now` if the run goes on."""
         ended = None if self.attempts.empty else self.attempts["ended"].iloc[-1]
         if ended is not None and not pd.isna(ended) and self.has_ended:
             return float(ended)
@@ -101,7 +101,7 @@ class RunRecord:
 
     @property
     def began(self) -> float | None:
-        """The start of the first attempt, in seconds since the epoch; None before it."""
+        """The time at which the first attempt started; None before the first attempt."""
         return None if self.attempts.empty else float(self.attempts["started"].iloc[0])
 
     @property
@@ -116,15 +116,15 @@ class RunRecord:
         return begin is not None and Path(begin).is_relative_to(other.run.checkpoints)
 
     def periods(self, now: float) -> list[Period]:
-        """Return the periods of the run."""
+        """Return the periods of the run until its end or `now`."""
         own_script = self.spec is not None and self.spec.train is None
         return periods_of(self.history, interruptions_of(self.history), self.ended(now), own_script=own_script)
 
 
 def gather(run: RunDir, summary: Summary) -> RunRecord:
-    """Read a run. A missing or damaged file makes a note, not an error."""
+    """Return the data of a run. A missing or damaged file adds a note, and raises no error."""
     notes = list[str]()
-    # The summary reports any damage of the spec.
+    # The note about a damaged spec is dropped, because the summary reports the damage, too.
     spec = _try([], run.spec, lambda path: RunSpec.load(RunDir(path.parent)))
     train = _lines(notes, run.train_metrics, TRAIN)
     evaluations = _lines(notes, run.eval_metrics, EVALUATIONS)
@@ -170,7 +170,7 @@ def gather(run: RunDir, summary: Summary) -> RunRecord:
 
 
 def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | None:
-    """Read a file. Returns None if it does not exist or, with a note, if it is damaged."""
+    """Return what `read` returns for a file. If the file is missing, return None; if it is damaged, also add a note."""
     if not path.exists():
         return None
     try:
@@ -190,7 +190,7 @@ def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame
     if (np.diff(steps[kept]) == 0).any():
         keys = pd.DataFrame({name: found[name] for name in ("step", "split") if name in found})
         kept[kept] = ~keys[kept].duplicated(keep="last").to_numpy()
-    # Columns are copied one by one: a second copy of all would take twice the memory.
+    # Columns are filtered one by one: filtering the whole table at once would take twice the memory.
     return pd.DataFrame({name: found.pop(name)[kept] for name in list(found)}, copy=False)
 
 
@@ -219,7 +219,7 @@ def _read_lines(notes: list[str], path: Path, columns: Sequence[str]) -> dict[st
 
 
 def _records(notes: list[str], path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the whole records of a file. At the end, add a note about damaged ones."""
+    """Yield the undamaged records of a file. At the end, add a note with the number of damaged lines."""
     total = damaged = 0
     for _, record in numbered_json_lines(path):
         total += 1
@@ -266,7 +266,7 @@ def missing(summary: Summary, spec: RunSpec | None, *, has_metrics: bool, has_te
 
 def read_confusion(path: Path) -> pd.DataFrame:
     """Return the confusion matrix. Raises ValueError if it is damaged."""
-    # The name of a class may be NA, or a number.
+    # All cells are read as text, because the name of a class may be NA or a number.
     cells = pd.read_csv(path, header=None, dtype=str, keep_default_na=False)
     names = [csv_text(cell) for cell in cells.iloc[1:, 0]]
     if names != [csv_text(cell) for cell in cells.iloc[0, 1:]] or not names:
@@ -275,7 +275,7 @@ def read_confusion(path: Path) -> pd.DataFrame:
 
 
 def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
-    """Return for each class its images, the number of correct predictions, and the most frequent wrong prediction."""
+    """Return a table of the classes: images, correct predictions, accuracy, and the most frequent wrong prediction."""
     if confusion is None:
         return _table([], CLASSES)
     counts = confusion.to_numpy()
@@ -294,7 +294,7 @@ def classes_table(confusion: pd.DataFrame | None) -> pd.DataFrame:
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """Return the sample predictions. Raises ValueError if they are damaged, KeyError if of another version."""
+    """Return the sample predictions. Raises ValueError if they are damaged, KeyError if another version wrote them."""
     found: list[dict[str, Any]] = [
         {
             **{key: str(sample[key]) for key in ("kind", "name", "true", "predicted", "png")},

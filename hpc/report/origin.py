@@ -15,7 +15,7 @@ _NO_REPOSITORY = "in no git repository"
 
 
 def provenance(record: RunRecord) -> list[tuple[str, str]]:
-    """Return names and values: the code, software and hardware that the run used. Unknown ones are left out."""
+    """Return the code, software, hardware and jobs of a run, as names and values, without the unknown ones."""
     newest = record.history.last(Software) or Software()
     checked = record.history.of(Preflight)
     commit, _, dirty = (record.revision or _NO_REPOSITORY).partition("+")
@@ -53,7 +53,7 @@ def how_to_get_the_code(record: RunRecord) -> str:
 
 
 def cost(record: RunRecord, now: float) -> dict[str, Any]:
-    """Return the time in the queue, all GPU-hours, and the GPU-hours of each part with its color; None if unknown."""
+    """Return the time in the queue, the GPU-hours with their unit, and their parts with colors; None if unknown."""
     periods = record.periods(now)
     gpus = record.spec.resources.num_gpus if record.spec else 0
     # A node without GPUs has one rank.

@@ -21,7 +21,7 @@ from training.config.dataset_layout import title_of
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import highest_learning_rate
 
-# Nobody reads a matrix of more classes, and a thousand classes would make a page of a million cells.
+# Nobody reads a confusion matrix of more classes: a thousand classes would make a million cells.
 _MAX_CLASSES, _MAX_LISTED = 30, 20
 # More setting columns would not fit next to the results.
 _MOST_SETTING_COLUMNS = 6
@@ -78,7 +78,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
 def comparison_page(
     records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
 ) -> str:
-    """Return the HTML of the page that compares runs. `links` lead to each run's own page; None if there is none."""
+    """Return the HTML of the page that compares runs. `links` has the path of each run's page, None if it has none."""
     labelled = list(zip(labels_of(records), records, strict=True))
     differing = _differing_settings({label: record.spec for label, record in labelled if record.spec})
     few = len(differing) <= _MOST_SETTING_COLUMNS
@@ -106,7 +106,7 @@ def comparison_page(
 
 
 def _headline(spec: RunSpec, *, on_cpu: bool) -> list[str]:
-    """Return what was trained, and on how many GPUs."""
+    """Return the parts of the line below the title: what ran, its main settings, and its nodes and GPUs."""
     nodes, resources = spec.resources.nodes, spec.resources
     gpus = formats.plural(resources.num_gpus, f"{resources.gpu_type or ''} GPU".strip())
     gpus = f"{formats.plural(resources.num_gpus, 'rank')} on CPUs" if on_cpu else gpus
@@ -130,14 +130,14 @@ def _evaluation(record: RunRecord) -> dict[str, Any] | None:
 
 
 def evaluated(task: EvaluationTask) -> str:
-    """Say which model was evaluated."""
+    """Return words that name the evaluated model."""
     which = f"{task.checkpoint} model of " if task.checkpoint in {"best", "last"} else ""
     after = f", after step {task.step:,}" if task.step is not None else ""
     return f"Evaluation of {which}{task.source}{after}"
 
 
 def _test_about(record: RunRecord, images: int, classes: int) -> str:
-    """Return a sentence about the model and images behind the tables of the test."""
+    """Return a sentence that names the tested model and images."""
     counts = f"{formats.number(images)} images"
     of_classes = f"of {formats.number(classes)} classes"
     task = record.spec.evaluation if record.spec else None
@@ -159,7 +159,7 @@ def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _time_spent(record: RunRecord, now: float) -> list[tuple[str, float, str]]:
-    """Return the parts of the time since the submission: name, seconds, color. Empty if unknown."""
+    """Return the parts of the time since the submission as name, seconds and color; an empty list if unknown."""
     trained = record.train["train_seconds"].max()
     if pd.isna(trained):
         return []
@@ -180,7 +180,7 @@ def _by_cause(interruptions: pd.DataFrame) -> dict[str, pd.DataFrame]:
 
 
 def _lost_time(groups: Mapping[str, pd.DataFrame]) -> list[dict[str, Any]]:
-    """Return the cost of each group of interruptions, by the parts of the recovery."""
+    """Return the time and the steps that each group of interruptions cost, with the time of each part of a recovery."""
     return [
         {
             "name": name,
@@ -261,7 +261,7 @@ def _runs(
 
 
 def _compared_classes(labelled: Sequence[tuple[str, RunRecord]]) -> dict[str, Any]:
-    """Return the accuracy of each class in each tested run; empty unless these have the same few classes."""
+    """Return the accuracy of each class in each tested run; no rows unless several runs share the same few classes."""
     tested = [(label, record.classes) for label, record in labelled if len(record.classes)]
     names = {tuple(classes["class"]) for _, classes in tested}
     if len(names) != 1 or len(tested) < 2 or len(tested[0][1]) > _MAX_CLASSES:

@@ -1,6 +1,6 @@
-"""The figures, which Bokeh draws in the reader's browser, and their data. Runs on the login node.
+"""Makes the figures, which Bokeh draws in the reader's browser, with their data. Runs on the login node.
 
-The page has all points, for each x axis and each degree of smoothing; `templates/page.js` chooses among these columns.
+The data have a column for each x axis and each degree of smoothing; `templates/page.js` chooses among these columns.
 Colors are for the light page: in dark mode the style sheet inverts whole figures.
 """
 
@@ -38,7 +38,7 @@ from hpc.run.causes import Cause
 
 DEFAULT_SMOOTHING = "medium"
 MOST_FIGURES = 40
-# The largest number of points of all lines together.
+# The largest number of points of all lines of a page together.
 _ALL_POINTS = 16_000
 # Causes that come from outside the run.
 _EXTERNAL = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
@@ -47,11 +47,11 @@ _FONT = {"text_font": "system-ui, sans-serif", "text_font_size": "12px", "text_c
 
 @dataclass(frozen=True, kw_only=True)
 class Plots:
-    """The figures of a page, for the template."""
+    """The figures of a page, as the template needs them."""
 
     charts: Sequence[Chart]
     axes: Sequence[Axis]
-    """The meanings of the x axis."""
+    """Quantities among which the reader chooses the x axis; empty if each figure has its own x axis."""
     has_trends: bool
     left_out: Sequence[str]
     """Titles of figures that would make the page too large."""
@@ -66,14 +66,14 @@ def bokeh_script() -> str:
 
 
 def plots_of(records: Sequence[RunRecord], now: float) -> Plots:
-    """Return the figures of one or more runs. If there are no data, there are no figures."""
+    """Return the figures of one or more runs, at most MOST_FIGURES, and the titles of those that are left out."""
     clock = clock_for(records, now)
     charts = charts_of(records, clock)
     shown = charts[:MOST_FIGURES]
     axes = axes_of(shown, clock)
     most = min(MOST_POINTS, _ALL_POINTS // max(1, sum(len(chart.series) for chart in shown)))
     marks = _marks(records[0], clock, now) if len(records) == 1 else []
-    # All figures share one range of steps, so that an event in one is found in the others.
+    # All figures share one x range, so that an event is at the same place in each of them.
     x_range = _range(axes[0]) if axes else Range1d()
     figures = [_draw(chart, most, marks, x_range, axes) for chart in shown]
     return _placed(shown, figures, axes, [chart.look.title for chart in charts[MOST_FIGURES:]])
@@ -130,7 +130,7 @@ def _draw(chart: Chart, most: int, marks: Sequence[dict[str, Any]], x_range: Ran
     drawn.add_tools(
         HoverTool(
             renderers=lines,
-            # Many labels above each other would hide the figure.
+            # With many lines, the labels of all lines at one x would hide the figure.
             mode="vline" if len(lines) <= 4 and all(one.has_line for one in chart.series) else "mouse",
             tooltips=[("", "@label" if labelled else "$name"), (chart.look.title, value), *places],
             formatters={"@value": "printf"},
@@ -170,10 +170,10 @@ def _has_trend(series: Series) -> bool:
 
 
 def _draw_series(drawn: figure, series: Series, most: int) -> Any:
-    """Draw a line, and return the part that shows values under the mouse. A noisy line is faint, behind its trend."""
+    """Draw a line, faint behind its trend if it is noisy. Return the part that shows values under the mouse."""
     has_trend, color = _has_trend(series), COLORS[series.color]
     points = series.points.loc[extremes(series.points["value"], most)]
-    # 32 bits are more than an eye sees, and halve the page.
+    # 32 bits are more precise than a figure can show, and halve the size of the page.
     numbers = points.select_dtypes("number").astype("float32")
     source = ColumnDataSource({name: numbers.get(name, column).to_numpy() for name, column in points.items()})
     common: dict[str, Any] = {"x": "step", "source": source, "color": color, "name": series.name}

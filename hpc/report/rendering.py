@@ -21,13 +21,13 @@ from hpc.report.plots import DEFAULT_SMOOTHING, Plots, bokeh_script, plots_by
 
 Column = tuple[str, Any, str]
 """The title of a column, its key in the rows, and the kind of its cells."""
-# The CSS class of a column by the kind of its cells; all other kinds are numbers.
+# The CSS class of a column by the kind of its cells. Kinds that are not listed have the class `number`.
 _SIDES = {"text": "", "cause": "", "moment": "", "run": "", "state": "", "words": "words", "wrapped": "wrapped"}
 _KINDS = {"words": "text", "wrapped": "text", "digits": "text", "meter": "percent", "run": "text", "state": "text"}
 
 
 def render(template: str, *, plots: Plots, written_by: str = "hpc report", **values: Any) -> str:
-    """Return the HTML of a page, which names the command that wrote it."""
+    """Return the HTML of a page. `written_by` is the command that the page names as its writer."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("hpc.report"),
         autoescape=True,
@@ -40,7 +40,7 @@ def render(template: str, *, plots: Plots, written_by: str = "hpc report", **val
     environment.filters["side"] = lambda kind: _SIDES.get(kind, "number")
     environment.tests["known"] = known
     environment.globals |= {"unknown": UNKNOWN, "colors": COLORS, "smoothings": list(SMOOTHINGS)}
-    # Bokeh reads its models in this order.
+    # JSON keys must keep their order, because Bokeh reads its models in this order.
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False}
     environment.globals |= {"default_smoothing": DEFAULT_SMOOTHING}
     own = resources.files("hpc.report").joinpath("templates", "page.js").read_text(encoding="utf-8")
@@ -62,11 +62,11 @@ class GroupPage:
     findings: Sequence[str]
     """Sentences about the results."""
     shell: str = ""
-    """A command to type; empty if there is none."""
+    """Command that trains with the best settings; empty if there is none."""
     results: Sequence[tuple[str, Sequence[Column], Sequence[dict[str, Any]]]]
-    """Tables, each with title, columns and rows."""
+    """Title, columns and rows of each table."""
     shares: Sequence[tuple[str, Sequence[tuple[str, float, str]]]] = ()
-    """The parts of the time of each run: name, share and color."""
+    """Each run's name with the parts of its time: name, share (0 to 1) and color."""
     figures_title: str
     figures: Sequence[tuple[Chart, Axis]]
 

@@ -1,4 +1,4 @@
-"""Writes the files of a report: reads the runs, and writes the CSV tables and then the page. Runs on the login node."""
+"""Reads runs, and writes their report: first the CSV tables, then the page. Runs on the login node."""
 
 import os
 import time
@@ -31,7 +31,7 @@ def page_path(runs: Sequence[RunDir], output: Path | None = None) -> Path:
 
 
 def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
-    """Write all files. Returns the names of the tables, and whether all runs have ended."""
+    """Write the tables and the page. Return the names of the tables, and whether all runs have ended."""
     records = [gather(run, summary) for run, summary in zip(runs, summaries(runs), strict=True)]
     tables, now = csv_tables(records), time.time()
     if len(records) == 1:

@@ -1,1 +1,1 @@
-"""A run as data: its directory, its settings, its events and the history that they make. Runs anywhere."""
+"""A run as data: its directory, its settings, its events, and the history derived from them. Runs everywhere."""

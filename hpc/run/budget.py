@@ -1,4 +1,4 @@
-"""How often a run may fail without progress, and how long it pauses before the next attempt. Pure; runs everywhere.
+"""Limits the failures without progress of a run, and sets the pause before its ranks restart. Pure; runs everywhere.
 
 docs/explanation/recovery.md has the budgets as a table for users.
 """
@@ -12,30 +12,30 @@ from hpc.run.causes import Cause, JobState, is_consequence
 
 # Causes that end a run without a failure.
 FINAL_CAUSES = frozenset({Cause.COMPLETED, Cause.CANCELLED})
-# Two failures at most this many steps apart are at the same step: ranks report the last step that they have finished,
-# and a heartbeat is at most one step old.
+# Two failures at most this many steps apart count as the same step, because ranks report the last step that they have
+# finished, and a heartbeat is at most one step old.
 _SAME_STEP = 2
-# Pauses before the ranks start again after the first, second, ... failure without progress. A fault of storage or a
-# network that passes by itself lasts longer than a start of the ranks.
+# Pauses before the ranks restart after the first, second, ... failure without progress, because a transient fault of
+# storage or a network lasts longer than a start of the ranks.
 _PAUSES_SECONDS = (0.0, 10.0, 30.0, 90.0)
-# Ranks whose steps are unknown have made progress if they ran for longer: for gloo, torch's own timeout of a collective
-# is half an hour, so ranks that hang from their start end earlier.
+# Ranks whose steps are unknown have made progress if they ran for longer than this. Ranks that hang from their start
+# end earlier, because torch's own timeout of a collective is half an hour for gloo.
 _LONG_SECONDS = 3600.0
 _ENDED_FROM_OUTSIDE = frozenset({Cause.PREEMPTED, Cause.REQUEUED, Cause.TIME_LIMIT})
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rule:
-    """The budget that some causes share: a run fails at this number of failures without progress."""
+    """The budget that several causes share: the run fails once it has had `failures` failures without progress."""
 
     causes: frozenset[Cause]
     failures: int
     pauses: bool = False
 
 
-# Causes without a rule, such as preemptions and requeues, come from outside the run and are free.
+# Causes without a rule, such as preemptions and requeues, come from outside the run and use no budget.
 _RULES = (
-    # Only a person can repair these, except a divergence, which the next attempt would repeat at the same step.
+    # Only a person can repair bad input or a full disk, and the next attempt would diverge again at the same step.
     _Rule(causes=frozenset({Cause.BAD_INPUT, Cause.NO_SPACE, Cause.DIVERGED}), failures=1),
     _Rule(
         causes=frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}),
@@ -54,17 +54,17 @@ def _rule(cause: str | None) -> _Rule | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PastInterruption:
-    """What the budgets need to know of an interruption or of the end of an attempt."""
+    """An interruption or the end of an attempt, as the budgets count it."""
 
     cause: str
     step: int | None = None
-    """The last step that was done; None if unknown."""
+    """The last finished step; None if unknown."""
     restored_step: int | None = None
-    """The step from which the interrupted ranks had started; None if they had not started, or in a user's script."""
+    """The step from which the interrupted ranks had started; None if they had recorded no start."""
     signature: str | None = None
-    """The text by which the same failure is recognized; None if two failures that look alike need not be the same."""
+    """A text that all repetitions of a failure share; None if failures that look alike may have different causes."""
     ran_seconds: float = 0.0
-    """How long the interrupted ranks had run."""
+    """Seconds for which the interrupted ranks had run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +72,21 @@ class Budget:
     """The use of a run's budgets, as of its last interruption."""
 
     cause: str | None = None
-    """The cause of the last interruption; None if there is none."""
+    """The cause of the last interruption; None before the first."""
     row: tuple[str, ...] = ()
-    """The causes since the last progress."""
+    """The causes of the failures since the last progress, the newest last."""
     is_repeated: bool = False
-    """Whether the last interruption is the same failure as the one before."""
+    """Whether the last failure repeats the failure before it."""
 
     @property
     def failures(self) -> int:
-        """The number of failures without progress in the last one's budget, itself included; 0 if it has no budget."""
+        """The number of failures since the last progress in the budget of the last failure; 0 if it has no budget."""
         rule = _rule(self.cause)
         return sum(cause in rule.causes for cause in self.row) if rule else 0
 
     @property
     def may_restart(self) -> bool:
-        """Whether the run restarts after the last interruption."""
+        """Whether the run may restart after the last interruption."""
         rule = _rule(self.cause)
         used_up = rule is not None and self.failures >= rule.failures
         return self.cause not in FINAL_CAUSES and not used_up and not self.is_repeated
@@ -101,7 +101,7 @@ class Budget:
 
     @property
     def used(self) -> list[dict[str, Any]]:
-        """For each budget in use: its causes, its failures, and the number that it allows."""
+        """The budgets in use, each with its causes, its number of failures, and the number at which the run fails."""
         found = [(rule, [cause for cause in self.row if cause in rule.causes]) for rule in _RULES]
         return [
             {"causes": list(dict.fromkeys(own)), "failures": len(own), "budget": rule.failures}
@@ -113,10 +113,9 @@ class Budget:
 def budget_after(history: Iterable[PastInterruption]) -> Budget:
     """Return the use of a run's budgets after all its interruptions and ends of attempts, given in order.
 
-    The run has made progress if ranks started from a later step than the ranks before them; steps that were done but
-    lost do not count. A user's script, whose steps are unknown, has made progress if it was ended from outside, or had
-    run for an hour. A time limit is a failure only if its attempt did no step, for example because staging takes longer
-    than the limit.
+    Ranks that start from a later step than the ranks before them show progress; steps that were done but lost do not
+    count. Ranks whose steps are unknown have made progress if they were ended from outside, or ran for over an hour. A
+    time limit is a failure only if its attempt did no step, for example because staging takes longer than the limit.
     """
     budget, before, restored = Budget(), None, 0
     for one in history:
@@ -137,8 +136,8 @@ def budget_after(history: Iterable[PastInterruption]) -> Budget:
 
 
 def _is_same(one: PastInterruption, other: PastInterruption) -> bool:
-    """Return whether two failures have the same signature and happened at the same step, if that is known."""
-    # A time limit has no signature; it is a failure only if no step was done.
+    """Return whether two failures have the same cause and signature and, if both steps are known, the same step."""
+    # Time limits have no signature, but are the same failure: they count only if their attempts did no step.
     known = one.signature is not None or one.cause == Cause.TIME_LIMIT
     if not known or (one.cause, one.signature) != (other.cause, other.signature):
         return False
@@ -151,11 +150,11 @@ def signature_of(message: str) -> str:
 
 
 def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, step: int | None) -> str | None:
-    """Return the signature of a rank's failure; None if two failures that look alike need not be the same.
+    """Return the signature of a rank's failure; None if failures that look alike may have different causes.
 
-    There is none for a message about a lost peer, which does not say why the peer died. There is none for a SIGKILL,
-    unless memory ran out: it comes from outside, and may hit one rank after the other as soon as they are back. Another
-    signal, or a bad node, has one only if the step is known.
+    A message about a lost peer has no signature, because it does not say why the peer died. A SIGKILL has one only if
+    memory ran out: others come from outside, and may hit one rank after the other as soon as they are back. Another
+    signal, or a bad node, has a signature only if the step is known.
     """
     killed = signal == "SIGKILL" and cause != Cause.OUT_OF_MEMORY
     if is_consequence(detail) or killed or (step is None and (signal is not None or cause == Cause.BAD_NODE)):
@@ -164,11 +163,11 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
 
 
 def must_requeue(cause: Cause, job_state: JobState, *, may_restart: bool) -> bool:
-    """Return whether the agent must ask Slurm to requeue the job of a run that may restart, because Slurm only ends it.
+    """Return whether the agent must ask Slurm to requeue the job, because the run may restart and Slurm only ends jobs.
 
-    Slurm by itself requeues a job that lost a node, and a job that somebody else has requeued is pending already. Slurm
-    only ends a job that still runs, has reached its time limit, or whose batch script was killed, and with
-    PreemptMode=CANCEL one that it preempts.
+    Slurm itself requeues a job that lost a node, and a job that somebody else has requeued is already pending. Slurm
+    only ends a job that still runs, has reached its time limit or lost its batch script, and a job that it preempts
+    with PreemptMode=CANCEL.
     """
     not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.FAILED, JobState.UNKNOWN}
     if cause is Cause.PREEMPTED:

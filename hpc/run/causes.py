@@ -44,20 +44,20 @@ class JobState(StrEnum):
 
     @property
     def alive(self) -> bool:
-        """Whether Slurm still holds the job."""
+        """Whether the job is in Slurm's queue: pending, running, suspended or ending."""
         return self in {JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED, JobState.ENDING}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """The facts that the head node's agent knows when torchrun has ended."""
+    """The facts from which an agent concludes the cause of an attempt's end."""
 
     finished: bool
     """Whether the work is complete: `final/` exists, or the user's script exited with 0 without a signal to stop."""
     cancelled: bool
     """Whether the user called `hpc cancel`."""
     signal: str | None
-    """The first signal to stop; None if there was none."""
+    """The name of the first signal to stop, such as SIGTERM; None if no signal came."""
     job_state: JobState
     preempted: bool
     """Whether Slurm has begun to preempt the job."""
@@ -66,7 +66,7 @@ class Ending:
     node."""
 
 
-# The cause if Slurm by itself has put a job into this state.
+# The cause of an attempt's end if Slurm itself has put the job into this state.
 _CAUSE_OF_STATE = {
     JobState.CANCELLED: Cause.CANCELLED,
     JobState.TIMEOUT: Cause.TIME_LIMIT,
@@ -77,7 +77,7 @@ _CAUSE_OF_STATE = {
 
 
 def cause_of(ending: Ending) -> Cause:
-    """Return the cause of an attempt's end. What the run itself knows comes first, then Slurm's state, then the signal.
+    """Return the cause of an attempt's end. The run's own facts come first, then Slurm's state, then the signal.
 
     `sbatch --signal` sends SIGUSR2 before the time limit; a preemption or requeue sends SIGTERM.
     """
@@ -98,7 +98,7 @@ EXIT_CODES = {
     EXIT_NO_SPACE: Cause.NO_SPACE,
     EXIT_DIVERGED: Cause.DIVERGED,
 }
-"""The causes for which the exit codes of our own programs stand."""
+"""The causes by the exit codes of our own programs."""
 # Messages of Python, torch and the kernel about lack of memory. torch's CPU allocator writes "can't allocate memory".
 _NO_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|[Cc]an(?:'|no)t allocate memory")
 # NCCL reports that an InfiniBand function "cannot allocate memory" if a process may lock too little (ulimit -l).
@@ -109,13 +109,13 @@ _PEER_DIED = re.compile(
     r"by peer|remote (?:worker|process|peer)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
     "|[Ww]atchdog caught collective operation timeout"
 )
-# Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or misconfigured. The program may
-# also cause a launch failure: then it happens at the same step on another node, which ends the run.
+# Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or misconfigured. A launch failure
+# may also be the program's fault: it then recurs at the same step on another node, which ends the run.
 _DEAD_DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|busy or unavailable|launch failure|hardware (?:stack )?error|GPU is lost"
     r"|fallen off the bus|ncclInternalError|internal error - please report|\bXid\b"
 )
-# Torch's message in the rank whose loader worker was killed.
+# Torch's message in a rank whose loader worker was killed.
 _KILLED_WORKER = "killed by signal: Killed"
 
 
@@ -132,10 +132,10 @@ def is_device_failure(detail: str) -> bool:
 def cause_of_exit(
     exit_code: int, signal: str | None, out_of_memory: bool, detail: str, exit_codes: Mapping[int, Cause]
 ) -> Cause:
-    """Return why a rank failed, from its exit code or the signal that killed it, and the last line of its log.
+    """Return the cause of a rank's failure, from its exit code or the signal that killed it, and its last log line.
 
-    `signal` is its name. `out_of_memory`: while the rank ran, the kernel killed a process of the node for lack of
-    memory. `exit_codes`: the causes that exit codes of the rank's program mean; other codes may mean anything.
+    `signal` is the name of the signal. `out_of_memory` says whether the kernel killed a process of the node for lack of
+    memory while the rank ran. `exit_codes` maps the exit codes of the rank's program that have a known cause.
     """
     if signal is None and exit_code in exit_codes:
         return exit_codes[exit_code]

@@ -1,7 +1,7 @@
-"""Private directories on a node: in /tmp or /dev/shm, each user has one of their own, and in it one for each run.
+"""The private directories on a node: each user has one in /dev/shm or /tmp, which contains one for each run.
 
-A run's directory lies in /dev/shm if possible, and else in /tmp. It outlives the processes that write into it; in
-/dev/shm it is lost with the node. The node agent makes it, holds its lock, and removes it; the ranks write into it.
+A run's directory is in /dev/shm if possible, and in /tmp if not. It outlives the processes that write to it, but in
+/dev/shm it is lost with the node. The node agent makes, locks and removes the directory; the ranks write to it.
 Runs on compute nodes.
 """
 
@@ -23,14 +23,14 @@ from hpc.base.files import DEV_SHM, UNSUPPORTED
 from hpc.run.ownership import user_name, who_may_rename
 from hpc.run.rundir import RunDir, SubPath
 
-# In the order of preference. /tmp may be a disk, where snapshots take longer; everything else works.
+# The preferred parent directory comes first. /tmp may be on a disk, where only snapshots take longer.
 _PARENTS = DEV_SHM, Path("/tmp")  # noqa: S108
 _OTHERWISE = "ask an administrator to fix it"
 _MAX_LINKS = 10
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
-# The agent of the previous attempt may not have exited yet.
+# The wait for the lock is long, because the agent of the previous attempt may not have exited yet.
 _LOCK_TIMEOUT_SECONDS, _POLL_SECONDS = 30.0, 0.2
-# The storage of another run may hang: its removal must not delay this one.
+# The wait for the removal of other runs' directories is short, because the storage of such a run may hang.
 _REMOVE_SECONDS = 5.0
 
 
@@ -39,9 +39,9 @@ class NoLocksError(TorchrelayError):
 
 
 def private_directory(parent: Path, otherwise: str = "use another --stage-dir") -> Path:
-    """Return our own directory `torchrelay-<uid>` in a directory to which everybody can write; make it if needed.
+    """Return this user's directory `torchrelay-<uid>` in a directory such as /tmp; make it if it does not exist.
 
-    `otherwise` says what the user can do if the directory is refused.
+    `otherwise` is the advice in the error if the directory is refused.
 
     Raises:
         TorchrelayError: other users could have made it, could replace it, or can write to it.
@@ -61,7 +61,7 @@ def private_directory(parent: Path, otherwise: str = "use another --stage-dir") 
 
 
 def check_stage_dir(directory: str) -> str:
-    """Return --stage-dir for the nodes: absolute, unless it begins with a variable, which only the nodes know."""
+    """Return --stage-dir as an absolute path, or unchanged if it begins with a variable, which only the nodes know."""
     if "$" in _VARIABLE.sub("", directory):
         raise UserError(f"--stage-dir is {directory!r}: write variables as $NAME or ${{NAME}}")
     return directory if directory.startswith("$") else str(Path(directory).absolute())
@@ -93,7 +93,7 @@ def _root(parent: Path) -> Path:
 
 
 def _check_path(path: Path, otherwise: str, links: int = 0) -> None:
-    """Refuse a path in which another user could replace a directory."""
+    """Raise TorchrelayError if another user could replace a directory of the path."""
     for part in (*reversed(path.parents), path):
         if problem := who_may_rename(part):
             raise TorchrelayError(f"{problem}: {otherwise}")
@@ -135,29 +135,29 @@ class NodeDir:
     snapshots = SubPath("snapshots")
     """The newest snapshots; each is a directory like a checkpoint."""
     exits = SubPath("exits")
-    """One file for each rank that failed."""
+    """Files about the processes of the ranks, such as one for each rank that failed."""
     stopping = SubPath("exits/stopping")
-    """Exists once a user's script has been asked to stop: no end of its ranks then counts as a failure."""
+    """A file that exists once a user's script was asked to stop. No end of its ranks then counts as a failure."""
     not_forked = SubPath("exits/not-forked")
-    """Exists if the ranks could not be forked from torchrun, and holds the reason."""
+    """The reason why the ranks could not be forked from torchrun; absent if they were forked."""
     lock = SubPath("lock")
     """The lock that the run's agent on this node holds."""
     run = SubPath("run")
     """A link to the run directory."""
 
     def heartbeat(self, local_rank: int) -> Path:
-        """Return the file in which the node agent finds the newest progress of one rank."""
+        """Return the file to which one rank writes its newest progress for the node agent."""
         return self.path / "heartbeats" / f"local-{local_rank}"
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """The directory itself and the directories in it, from the outside in."""
+        """The run's directory and its subdirectories, in the order in which to make them."""
         return self.path, self.snapshots, self.exits, self.heartbeat(0).parent
 
     def is_needed(self) -> bool:
-        """Return whether the run is not over, and its newest checkpoint is older than the newest snapshot here.
+        """Return whether the run can still continue, and its newest checkpoint is older than the newest snapshot here.
 
-        In that case the agent was killed before it could save the snapshot, or the disk was full.
+        Such a snapshot is left over if the agent was killed before it could save the snapshot, or if the disk was full.
         """
         try:
             run = RunDir(self.run.readlink())
@@ -175,13 +175,13 @@ class NodeDir:
 
 
 class HeldNodeDir:
-    """A run's directory on this node. This process has made it or taken it over, and holds it until `close`."""
+    """A run's directory on this node, which this process has made or taken over, and locks until `close`."""
 
     def __init__(self, run: Path, node_rank: int) -> None:
         """Make and lock the directory, or take over the one of the run's previous attempt.
 
-        Directories of this user's other runs that nobody holds or needs are removed to free their memory. `node_rank`
-        distinguishes the pretended nodes of one machine.
+        Directories of this user's other runs that no process has locked and no run needs are removed to free memory.
+        `node_rank` distinguishes the pretended nodes of one machine.
 
         Raises:
             TorchrelayError: no directory can be used, or another agent of this run is on this node.
@@ -202,7 +202,7 @@ class HeldNodeDir:
             if lock is None:
                 raise TorchrelayError(f"{self.files.path} is in use: another agent of this run is on this node")
             self._lock, self.problem = lock, "; ".join(problems)
-            """The reason why the directory is not in memory; empty if it is."""
+            """The reason why the directory is not in /dev/shm; empty if it is."""
             return
         raise TorchrelayError("; ".join(problems))
 
@@ -213,7 +213,7 @@ class HeldNodeDir:
         return lock
 
     def _make_and_lock(self) -> int | None:
-        """Make the directory and take its lock; None if another agent holds it, or has just removed the directory."""
+        """Make the directory and return its lock; None if another agent holds the lock or has removed the directory."""
         private_directory(self.files.path.parent.parent, _OTHERWISE)
         try:
             for directory in self.files.directories:
@@ -237,13 +237,13 @@ class HeldNodeDir:
         return same and all(directory.is_dir() for directory in self.files.directories)
 
     def restore(self) -> bool:
-        """Create what was removed, and return whether something was.
+        """Make the directory again if parts of it were removed, and return whether any were.
 
         systemd (RemoveIPC=yes, at the user's logout) and some clusters' epilogs empty /dev/shm under a running job.
 
         Raises:
-            TorchrelayError: somebody else has made the directory.
-            OSError: it cannot be made.
+            TorchrelayError: another process has made the directory.
+            OSError: the directory cannot be made.
         """
         if self._is_whole(self._lock):
             return False
@@ -255,14 +255,14 @@ class HeldNodeDir:
         return True
 
     def close(self, *, remove: bool) -> None:
-        """Release the directory. If `remove`, remove it first."""
+        """Release the lock. If `remove` is True, remove the directory first."""
         if remove:
             shutil.rmtree(self.files.path, ignore_errors=True)
         os.close(self._lock)
 
 
 def _key(run: Path) -> str:
-    """Return a text that identifies a run. Its path does not: another run may have replaced a deleted run directory."""
+    """Return a digest that identifies a run. The path does not, because a new run may have replaced a deleted run."""
     digest = hashlib.sha256(os.fsencode(run))
     spec = RunDir(run).spec
     if spec.exists():
@@ -288,14 +288,14 @@ def node_dirs(run: Path) -> list[NodeDir]:
 def _remove_abandoned(root: Path, own: NodeDir) -> None:
     for found in root.iterdir():
         other = NodeDir(found)
-        # Staged data are in the same directory if there is no /dev/shm, and have no such lock.
+        # Staged data are in the same directory if the node has no /dev/shm; they have no such lock.
         if found.name.startswith(own.path.name.rpartition("-")[0]) or not other.lock.exists():
             continue
         try:
             descriptor = open_lock(other.lock)
         except FileNotFoundError:
             continue  # another agent has just removed it
-        # The storage of the other run may not answer: then its directory stays.
+        # If the storage of the other run does not answer, its directory on this node stays.
         with contextlib.suppress(OSError, NoLocksError):
             if try_lock(descriptor) and not other.is_needed():
                 shutil.rmtree(found, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The owners of files and directories, and who else can change them. Runs everywhere."""
+"""Checks who owns files and directories, and who else can change them. Runs everywhere."""
 
 import os
 import pwd
@@ -10,12 +10,12 @@ from hpc.run.rundir import RunDir
 
 
 def check_is_own(run: RunDir) -> None:
-    """Refuse to act on a run that another user made or can change: its script and its code run as this user.
+    """Refuse to act on a run that another user made or can change, because its script and its code run as this user.
 
-    A file may be missing: nobody else can add it.
+    Missing files are accepted, because nobody else can add them.
 
     Raises:
-        UserError: the run is another user's, or others can write to it.
+        UserError: a file of the run is another user's or a symbolic link, or others can write to it.
     """
     revised = run.path.glob("spec-*.json")
     for path in (run.path, run.script, run.spec, *revised, run.environment, run.events, run.code):
@@ -37,7 +37,7 @@ def check_is_own(run: RunDir) -> None:
 
 
 def other_owner(path: Path) -> str | None:
-    """Return the name of a file's owner; None if that is this user, or if the file is gone."""
+    """Return the name of a file's owner; None if the owner is this user, or if the file is gone."""
     try:
         owner = path.stat().st_uid
     except OSError:
@@ -47,7 +47,7 @@ def other_owner(path: Path) -> str | None:
 
 def others_may_write(status: os.stat_result) -> bool:
     """Return whether users other than the owner can write to a file or directory."""
-    # A group with the user's own name and number has no other members.
+    # A group with the user's own number is the private group of the user, and has no other members.
     own_group = status.st_gid == os.getgid() == os.getuid()
     return bool(status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and not own_group))
 
@@ -68,7 +68,7 @@ def who_may_rename(directory: Path) -> str | None:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user, or a text with the number if there is no name."""
+    """Return the name of a user, or `user UID` for a user without a name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -1,4 +1,4 @@
-"""Defines every file name of a run directory, in this one place, and checks the names of runs. Runs everywhere."""
+"""Defines all file names of a run directory, and checks the names of runs. Runs everywhere."""
 
 import re
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _LONGEST_NAME = 100
 
 @dataclass(frozen=True)
 class SubPath:
-    """A descriptor that returns the path of this name below the `path` of its owner."""
+    """A descriptor that returns the path with this name in the directory `path` of its owner."""
 
     name: str
 
@@ -34,8 +34,8 @@ class RunDir:
     path: Path
 
     spec = SubPath("spec.json")
-    """The resolved RunSpec of the submission, immutable; `current_spec` (hpc.run.events.resumption) finds the one in
-    force."""
+    """The resolved RunSpec of the submission, which never changes. After `hpc resume`, another file is in force
+    (`current_spec` in hpc.run.events.resumption)."""
     script = SubPath("submit.sbatch")
     """The sbatch script; submitting it by hand starts or resumes the run."""
     environment = SubPath("environment.json")
@@ -43,11 +43,11 @@ class RunDir:
     code = SubPath("code")
     """The copy of the user's code that the run executes."""
     packages = SubPath("code/.torchrelay")
-    """Our three packages in that copy."""
+    """The copy of our three packages that the run executes."""
     revision = SubPath("code/.torchrelay/revision")
-    """The git revision of the code; absent if it was in no repository."""
+    """The git revision of the user's code; absent if the code was not in a repository."""
     events = SubPath("events")
-    """The events: one file of JSON lines per writer."""
+    """The directory of the events, with one file of JSON lines per writer."""
     cancellation = SubPath("events/cancel.jsonl")
     """The file of the events of `hpc cancel`."""
     alive = SubPath("alive")
@@ -79,15 +79,15 @@ class RunDir:
 
     @property
     def name(self) -> str:
-        """The name of the run, which is that of its directory."""
+        """The name of the run and of its directory."""
         return self.path.name
 
     def revised_spec(self, resumption: int) -> Path:
-        """Return the file of the resolved RunSpec, immutable too, that is in force from one `hpc resume` on."""
+        """Return the file of the resolved RunSpec that one `hpc resume` puts into force. It never changes."""
         return self.path / f"spec-{resumption:03d}.json"
 
     def earlier_final(self, resumption: int) -> Path:
-        """Return the directory that keeps a run's `final/` from before an `hpc resume` that trained the run longer."""
+        """Return the directory to which an `hpc resume` that trains the run longer moves the earlier `final/`."""
         return self.path / f"final-{resumption:03d}"
 
     def sample_log(self, attempt: int, rank: int) -> Path:
@@ -103,14 +103,14 @@ class RunDir:
         return self.attempt_logs(attempt) / f"rank-{rank:02d}.log"
 
     def refresh_result(self) -> None:
-        """Make a result visible that another host has just written (`refresh_nfs_cache`)."""
+        """Make a result that another host has just written visible on this host (`refresh_nfs_cache`)."""
         for directory in (self.path, self.final):
             if directory.exists():
                 refresh_nfs_cache(directory)
 
 
 def check_run_name(name: str) -> None:
-    """Raise UserError for a run's name that cannot be a directory's, or that Slurm would change."""
+    """Raise UserError if a run directory cannot have this name, or if Slurm would change the name."""
     reason = None
     if not name or len(name) > _LONGEST_NAME:
         reason = f"it has {len(name)} characters; use 1 to {_LONGEST_NAME}"

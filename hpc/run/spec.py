@@ -1,4 +1,4 @@
-"""Defines RunSpec, one run with everything resolved, as in its spec in force, and the flags of its job."""
+"""Defines RunSpec, the resolved flags of one run as its spec file keeps them, and the flags of the run's job."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from training.config.training_spec import Training, trainer_program
 
 Cluster = Literal["slurm", "local"]
 Service = Literal["wandb", "mlflow"]
-"""Services that can get the metrics."""
+"""The trackers to which a run can send its metrics."""
 
 # The options of sbatch that --sbatch may not set, with advice.
 MANAGED_SBATCH = {
@@ -45,20 +45,20 @@ MANAGED_SBATCH = {
     "wait": "use --wait instead", "test-only": "use --dry-run instead",
     "wrap": "to run a script of your own, use -- script.py ARGS",
 }  # fmt: skip
-# The forms that sbatch takes and sinfo prints.
+# Forms of GPUs and of memory that sbatch accepts and sinfo prints.
 _GPUS = re.compile(r"((?P<type>[^\s:,=()]+):)?(?P<count>\d+)")
 _MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
-# Times that Slurm takes for much smaller ones than most people mean: pattern, Slurm's unit, what to type.
+# Times that Slurm reads as much shorter than most people mean: pattern, Slurm's unit, and what to type instead.
 _UNCLEAR_TIMES = (
     (r"\d+", "minutes", "{0}h or {0}m"),
     (r"\d+:\d+", "minutes and seconds", "{0}:00 for hours, or 00:{0}"),
 )
-_UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is all the memory of a node
-# Enough for the ports of one run on a node (control channel, staging of data and environment, rendezvous, the ranks'
-# store) and those of other runs.
+_UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is clear: it asks for all the memory of a node
+# The shortest --port-range suffices for one run on a node (control channel, staging of data and environment,
+# rendezvous, the ranks' store) and for other runs.
 _MIN_PORTS = 10
 _SHORTEST_MINUTES = 10
-# The requeue itself takes a part of the lead; sbatch holds the number in 16 bits.
+# Limits of --signal-before: the requeue itself takes part of this time, and sbatch keeps the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
 
@@ -116,7 +116,7 @@ class Resources:
                 raise UserError(f"--sbatch {option!r}: use KEY=VALUE, such as mail-type=END, or KEY, such as exclusive")
             if key in MANAGED_SBATCH:
                 raise UserError(f"--sbatch {key}: {MANAGED_SBATCH[key]}")
-            # sbatch would silently ignore --gres: both set the same field of the job.
+            # --gpus-per-node sets the same field of the job, so sbatch would silently ignore --gres.
             if key == "gres" and self.num_gpus and re.search(r"(^|,)(gres:)?gpu\b", given):
                 raise UserError(f"--sbatch {option}: use --gpus-per-node instead, for example --gpus-per-node a100:2")
 
@@ -259,55 +259,55 @@ class Notification:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """One run with everything resolved."""
+    """One run, with all flags resolved."""
 
     name: str
     cluster: Cluster
     resources: Resources
     has_default_time: bool = False
-    """Whether --time was not given: the time limit is then that of the partition, also of a new one (hpc resume)."""
+    """Whether the user gave no --time, so that the time limit is the partition's, even if hpc resume changes it."""
     data: str | None
-    """The directory or archive that every node stages; None without data."""
+    """The directory or archive that every node stages; None if the run has no data to stage."""
     program: Program
-    """The program of the ranks, as the node agents see it."""
+    """The program that the node agents run as each rank."""
     training: Training | None = None
     """The trainer's part of the spec; None if the program is a user's script."""
     working_directory: str = "."
     """The directory in which a script was submitted and the ranks start, relative to the top of the user's code."""
     stage_dir: str
-    """A directory on each node's own disk; its variables have the values of the node."""
+    """The directory on each node's own disk for staged copies. Each node replaces the variables in it."""
     stage_keep: str = "7d"
-    """The time for which an unused copy there is kept."""
+    """The time for which an unused copy in `stage_dir` is kept, such as 7d."""
     stage_timeout: str = "5m"
-    """The longest time for which a node may get none of the data; then it is left out."""
+    """The time without progress of its copy after which a node is dropped, such as 5m."""
     pack: int | None = None
     """Side in pixels of the packed images from which the nodes train; None if they do not pack."""
     stage_env: str | None = None
-    """The packed environment that every node unpacks for its ranks; None for the shared one."""
+    """The archive of the environment that every node unpacks; None if the ranks use the shared environment."""
     python: str | None = None
-    """The interpreter of torchrun and the ranks of a user's script; None for that of hpc."""
+    """The interpreter of torchrun and a user's script, inside `container` if that is set; None if it is hpc's own."""
     container: str | None = None
-    """The image in which torchrun and the ranks of a user's script run, with its own `python`; None: no container."""
+    """The image in which torchrun and the ranks of a user's script run; None if they run without a container."""
     include: tuple[str, ...] = ()
     """Patterns of untracked files to add to the copy of the code."""
     device: DeviceChoice = "auto"
-    """The device of the ranks. With `cuda`, a node where torch can use no GPU is a bad node."""
+    """The device of the ranks. With `cuda`, a node on which torch cannot use the GPUs counts as a bad node."""
     in_place: str | None = None
-    """The top of the user's code, if the script runs in place, as it is when it starts; None for `code/`."""
+    """The top of the user's code if the script runs in place, without a copy; None if it runs from `code/`."""
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
-    """The messages; `all` is replaced by the names in the file at the submission."""
+    """The flags about messages. Instead of `all`, they have the names that were in the file at the submission."""
     after: tuple[str, ...] = ()
-    """The directories of the runs that must have ended before."""
+    """The directories of the runs that must have ended before this run starts."""
     after_ok: tuple[str, ...] = ()
-    """The directories of the runs that must be complete before."""
+    """The directories of the runs that must be complete before this run starts."""
     tracker: tuple[Service, ...] = ()
-    """The services that get the metrics."""
+    """The trackers to which the metrics are sent."""
     id: str = ""
     """A text that distinguishes the run from others of the same name."""
     mlflow_run: str | None = None
-    """The id that MLflow gave the run at its submission; None if MLflow was not asked."""
+    """The id that MLflow gave the run at its submission; None if the run does not use MLflow."""
 
     @property
     def train(self) -> TrainConfig | None:
@@ -325,7 +325,7 @@ class RunSpec:
         return () if self.training else self.program.argv
 
     def with_script(self, script: tuple[str, ...]) -> "RunSpec":
-        """Return the spec with another path to the same script. An empty one, as of the trainer, changes nothing."""
+        """Return the spec with another path to the same script. An empty one, as the trainer has, changes nothing."""
         return replace(self, program=replace(self.program, argv=script)) if script else self
 
     def with_training(self, **changes: Any) -> "RunSpec":
@@ -361,14 +361,14 @@ class RunSpec:
 
     @property
     def shortest_minutes(self) -> int:
-        """The shortest time limit with which an attempt is useful: it can start, and save three times."""
+        """Minutes of the shortest useful time limit: an attempt can start, and save three times."""
         if given := self.resources.given_time_min:
             return walltime_minutes(given)
         return min(self.resources.limit_minutes, max(_SHORTEST_MINUTES, 3 * self.stop_lead_seconds // 60))
 
     @property
     def grace_seconds(self) -> int | None:
-        """Seconds after the signal to stop at which ranks that have not ended are killed; None if Slurm decides."""
+        """Seconds from the signal to stop until ranks that have not ended are killed; None if Slurm decides."""
         return (
             None
             if self.recovery.grace_period is None
@@ -377,26 +377,26 @@ class RunSpec:
 
     @property
     def stop_signal(self) -> str | None:
-        """The signal that a user's script wants, such as SIGUSR1. None: the one that came, or one that it handles."""
+        """The signal that asks a user's script to stop, such as SIGUSR1; None for `auto`, which each node resolves."""
         name = self.recovery.stop_signal
         return None if name == "auto" else f"SIG{name.removeprefix('SIG')}"
 
     @property
     def stage_timeout_seconds(self) -> int:
-        """The value of `stage_timeout`."""
+        """The seconds of `stage_timeout`."""
         return duration_seconds("--stage-timeout", self.stage_timeout)
 
     def save(self, run: RunDir, resumption: int = 0, *, flat: bool = False) -> None:
-        """Write `spec.json`, or, if `resumption` is not 0, the spec that the resumption of this number puts into force.
+        """Write `spec.json` or, if `resumption` is not 0, the spec that the resumption of this number puts into force.
 
-        `flat`: write the form of earlier versions (`is_flat`), for a run whose own copy of our packages reads no other.
+        `flat` writes the form of earlier versions (`is_flat`), for a run whose copy of our packages reads no other.
         """
         fields = asdict(self)
         write_json(run.revised_spec(resumption) if resumption else run.spec, _flattened(fields) if flat else fields)
 
     @classmethod
     def load(cls, run: RunDir) -> "RunSpec":
-        """Read the spec in force. Raises UserError if the directory is not a run."""
+        """Read the spec in force. Raises UserError if the file is missing, unreadable or damaged."""
         path = current_spec(run)
         try:
             return read_spec(path, cls._from_json)
@@ -420,8 +420,8 @@ class RunSpec:
         return cls(**fields)
 
 
-# Earlier versions had no programs: a spec had the trainer's part among its other fields, and `script`. Runs of that
-# time also have our packages of that time, which read no other form.
+# The spec of an earlier version has no `program`, but `script` and the trainer's part among its other fields. A run of
+# that version executes its own copy of our packages, which reads no other form.
 _FLAT = {"train": None, "recipe": None, "forked_from": None, "evaluation": None}
 
 

@@ -1,7 +1,7 @@
-"""The part of a run's spec for the node agents, and the only reader of the spec's file. Runs everywhere.
+"""Defines `Program`, the part of a run's spec for the node agents, and reads the spec's file. Runs everywhere.
 
-The agents run any program in the same way. What distinguishes the trainer, a script, an evaluation and the preflight is
-a value of `Program`, which `hpc submit` writes into the spec.
+The agents run all programs in the same way. The differences between the trainer, a script, an evaluation and the
+preflight are fields of `Program`, which `hpc submit` writes into the spec.
 """
 
 import json
@@ -14,7 +14,7 @@ from hpc.base.errors import UserError
 from hpc.run.causes import EXIT_CODES, Cause
 
 LIBRARIES = (
-    # Optimizers, DDP and many others import it at their first use.
+    # Optimizers, DDP and many other parts of torch import this module at their first use.
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
@@ -26,27 +26,27 @@ _Part = TypeVar("_Part")
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """The program that torchrun runs as each rank, and what the node agents know of it."""
+    """The program that torchrun runs as each rank, with the facts that the node agents need."""
 
     argv: tuple[str, ...]
-    """The file, or `-m` and a module, then its arguments. Names in braces stand for places on the node."""
+    """The file, or `-m` and a module, then its arguments. The node replaces names in braces, such as {run_dir}."""
     import_path: tuple[str, ...] = ()
-    """Directories that come first on PYTHONPATH, below `{code}` or `{packages}`, in place of the agents' own path. If
-    empty, PYTHONPATH stays as the agents have it."""
+    """Directories below `{code}` or `{packages}` that come first on PYTHONPATH, where they replace our packages. If
+    empty, the ranks have the PYTHONPATH of the agents."""
     isolated: bool = False
-    """Whether a rank finds none of our modules imported, as if Python had executed the program. torchrun then also
-    imports the imports of the program's source that are safe in a process that forks."""
+    """Whether a rank starts with none of our modules imported, as if Python had executed the program. torchrun then
+    also preloads the modules that the program's source imports, if they are safe in a process that forks."""
     preload: tuple[str, ...] = ()
     """Modules that torchrun imports before it forks the ranks. For `MODULE:FUNCTION` it then calls the function."""
     exit_codes: Mapping[int, Cause] = field(default_factory=dict)
-    """The causes by exit code. If empty, a rank that was asked to stop has saved, whatever its exit code."""
+    """The causes by exit code. If empty, any exit code of a rank that was asked to stop means that it has saved."""
     reports_steps: bool = False
-    """Whether every failure has a step, which is 0 if no rank has reported one yet."""
+    """Whether ranks always report their steps, so that a failure before the first report is at step 0."""
     writes_result: bool = False
-    """Whether the run is complete once `final/` has a result; if not, it is complete when all ranks have exited with
-    0."""
+    """Whether the run is complete once `final/` has a result. If False, the run is complete when all ranks have exited
+    with 0."""
     preflight: "Program | None" = None
-    """The program that checks nodes before this one first runs on them; None if this one checks them."""
+    """The program that checks nodes before this program first runs on them; None if this program checks them itself."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Program":
@@ -63,7 +63,7 @@ PREFLIGHT = Program(
     import_path=("{packages}",),
     exit_codes=EXIT_CODES,
 )
-"""The program that checks the nodes of a script."""
+"""The program that checks nodes before a user's script first runs on them."""
 
 
 def script_program(script: tuple[str, ...]) -> Program:

@@ -1,9 +1,9 @@
-"""How long before a limit or a kill a run begins to stop, and how long its ranks may save. Pure; runs everywhere."""
+"""The lead with which a run stops before its time limit, and the time for its ranks to save. Pure; runs everywhere."""
 
-# sbatch may deliver --signal up to a minute early but never late: a tenth of the limit suffices for saving and costs
-# little training time.
+# Bounds of the default lead. A tenth of the time limit suffices for saving, because sbatch may deliver --signal up to a
+# minute early but never late, and costs little training time.
 _SHORTEST_DEFAULT_SECONDS, _LONGEST_DEFAULT_SECONDS = 30, 300
-# Seconds, out of those between the signal and the kill, that the requeue itself needs.
+# Seconds that the requeue itself needs of the time between the signal and the kill.
 REQUEUE_SECONDS = 10.0
 # Slurm's default seconds between SIGTERM and SIGKILL.
 KILL_WAIT_SECONDS = 30.0

@@ -1,1 +1,1 @@
-"""Everything that talks to Slurm: its commands, its configuration, submitit, new jobs for a run."""
+"""All communication with Slurm: its commands, its configuration, submitit, new jobs for a run."""

@@ -1,4 +1,4 @@
-"""Finds the jobs of a run that are alive, for everything that is about to act on the run. Runs on the login node."""
+"""Finds the jobs of a run that are alive, for code that is about to act on the run. Runs on the login node."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from hpc.slurm.squeue import SlurmJob, jobs_by_script
 
 
 def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
-    """Return the ids of the run's jobs among the jobs of squeue, also of jobs that were submitted by hand."""
+    """Return the ids of the run's jobs among squeue's `jobs` that may be alive, including jobs submitted by hand."""
     recorded = History.load(run).job_ids
     own = {job.job_id for job in jobs_by_run([run], jobs)[run.path]}
     return sorted(own | {job.job_id for job in jobs.values() if job.job_id in recorded and _may_be_job_of(run, job)})
@@ -30,7 +30,7 @@ def local_jobs(run: RunDir) -> list[str]:
 def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:
     """Return whether a job in the ledger is alive and runs the run's script, by whatever path it was submitted.
 
-    The ledger of a copied run directory names the jobs of the original. Slurm reuses ids after some time.
+    The id is not enough: the ledger of a copied run directory names the original's jobs, and Slurm reuses ids.
     """
     command = Path(job.command)
     if not job.state.alive or command.parts[-2:] != run.script.parts[-2:]:
@@ -42,7 +42,7 @@ def _may_be_job_of(run: RunDir, job: SlurmJob) -> bool:
 
 
 def running_job(run: RunDir) -> SlurmJob:
-    """Return the job in which the run trains now. Raises UserError if there is none."""
+    """Return the running job of a run. Raises UserError if the run has none."""
     if not run.script.exists():
         raise UserError(f"run {run.name} has no job: it runs on this machine (--cluster local)")
     jobs = slurm.jobs()
@@ -53,7 +53,7 @@ def running_job(run: RunDir) -> SlurmJob:
 
 
 def chosen_node(run: RunDir, job: SlurmJob, name: str | None) -> str:
-    """Return the job's node of this name, or its first if None. Raises UserError if the job has no such node."""
+    """Return the job's node `name`, or its first node if None. Raises UserError if the job does not have the node."""
     nodes = slurm.hostnames(job.nodes)
     if name is not None and name not in nodes:
         raise UserError(f"--node is {name!r}, but run {run.name} runs on {', '.join(nodes)}")
@@ -61,7 +61,7 @@ def chosen_node(run: RunDir, job: SlurmJob, name: str | None) -> str:
 
 
 def jobs_by_run(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob]) -> dict[Path, list[SlurmJob]]:
-    """Return each run's jobs in the queue, by its directory, running ones first; also jobs submitted by hand."""
+    """Return each run's jobs in the queue, by run directory, running jobs first. Includes jobs submitted by hand."""
     # A job in an unknown state may be alive.
     scripts = jobs_by_script(job for job in jobs.values() if job.state.alive or job.state is JobState.UNKNOWN)
     found = {run.path: scripts.get(os.path.realpath(run.script), []) for run in runs}

@@ -1,8 +1,8 @@
-"""Ends a run when its user asks for that. Runs on the login node.
+"""Cancels a run at its user's request. Runs on the login node.
 
-Slurm ends the run's jobs first, which works on a full disk too. The event keeps agents and supervisors from continuing
-the run, and ends the work of agents that scancel did not reach. For a local run the event comes first: if there were
-none, its agents would take the signal for a request to requeue.
+Slurm ends the run's jobs first, which works on a full disk too. Then the event `Cancelled` keeps agents and supervisors
+from continuing the run, and ends agents that scancel did not reach. For a local run the event comes first: without it,
+the agents would take the signal for a request to requeue.
 """
 
 import getpass
@@ -23,14 +23,14 @@ _OVER = frozenset({"completed", "cancelled"})
 
 
 def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
-    """End one run, whose state was `before`. Return False if it had ended. Raises TorchrelayError if a part failed."""
+    """Cancel a run, whose state was `before`. Return False if it had ended. Raises TorchrelayError if a step fails."""
     on_slurm = RunSpec.load(run).cluster == "slurm"
     problems = _end_jobs(run) if on_slurm else []
-    # A supervisor may be about to submit the next job of a failed run.
+    # A failed run is cancelled, too, because a supervisor may be about to submit its next job.
     is_new = before not in _OVER or (final and before == "cancelled" and not _is_final(run))
-    # A run that scancel ended has no recorded outcome: the runs that wait for it do not know.
+    # If scancel ended the run, no outcome is recorded, and the runs that wait for it do not know that it has ended.
     is_new = is_new or recorded_outcome(run) is None
-    # `hpc resume` may be under way: it does not take back a cancellation that it has not seen.
+    # A cancelled run is cancelled again: an `hpc resume` under way takes back only cancellations that it has seen.
     if is_new or before == "cancelled":
         try:
             EventWriter(run.cancellation).append(Cancelled(by=getpass.getuser(), final=final))
@@ -48,7 +48,7 @@ def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
 
 
 def _release_waiting_jobs(run: RunDir) -> list[str]:
-    """Start the runs that wait for this one, if it had no job. Returns what went wrong."""
+    """Let runs that wait for this one start, even if it had no job that Slurm could end. Return error messages."""
     try:
         redirect_waiting_jobs(run)
     except TorchrelayError as error:
@@ -61,7 +61,7 @@ def _is_final(run: RunDir) -> bool:
 
 
 def _end_jobs(run: RunDir) -> list[str]:
-    """Cancel the run's jobs, also those submitted by hand. Returns what went wrong."""
+    """Cancel the run's jobs, including those submitted by hand. Return error messages."""
     try:
         found = slurm_jobs(run, slurm.jobs())
     except TorchrelayError as error:

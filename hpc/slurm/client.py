@@ -1,4 +1,4 @@
-"""Runs Slurm's commands and parses their output; no other module runs them. On login and compute nodes.
+"""Runs Slurm's commands and parses their output. Runs on login and compute nodes.
 
 Works without Slurm's accounting: only `final_states` needs it, and `query_cluster` tests whether it works.
 """
@@ -26,12 +26,12 @@ _TIMEOUT_SECONDS = 30
 _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 # The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions, and with
 # SLURM_TIME_FORMAT=relative nobody can parse the times of squeue. If a script is submitted by hand, the agents get the
-# variables of that user.
+# variables of the shell in which that happened.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
-# The reasons of COMPLETING jobs. A job whose batch script was killed has the second one in Slurm 22.05.8, and the last
-# one in 26.05.5.
+# The reasons of COMPLETING jobs. A job whose batch script was killed has the reason JobLaunchFailure in Slurm 22.05.8,
+# and RaisedSignal in 26.05.5.
 _ENDING_REASONS = {
     "TimeLimit": JobState.TIMEOUT, "JobLaunchFailure": JobState.FAILED, "NonZeroExitCode": JobState.FAILED,
     "RaisedSignal": JobState.FAILED,
@@ -39,7 +39,7 @@ _ENDING_REASONS = {
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 _CRED_EXPIRE_SECONDS = 120
 LONG_REQUEUE_DELAY_SECONDS = 15
-"""If Slurm holds requeued jobs for longer than this, a run continues in a new job."""
+"""Seconds of Slurm's requeue delay above which a run continues in a new job."""
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
 Fields = Mapping[str, str]
 
@@ -53,19 +53,19 @@ class Partition:
     up: bool
     limit_minutes: int | None
     default_minutes: int | None
-    """The time limit of a job that requests none; None if the partition has no default."""
+    """Time limit in minutes of a job that requests none; None if the partition has no default."""
     max_nodes_per_job: int | None
     nodes: int
     cpus: int
     gpu_types: Mapping[str, int]
-    """Number of a node's GPUs by type; the type is empty for GPUs without one."""
+    """Number of GPUs of a node by type; the type of untyped GPUs is empty."""
 
     def gpus(self, gpu_type: str | None = None) -> int:
-        """Return the number of a node's GPUs, of one type or of all."""
+        """Return the number of GPUs of a node: those of one type, or all if `gpu_type` is None."""
         return sum(self.gpu_types.values()) if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
 
-# Slurm's words for a permanent refusal (slurm_errno.c): a plugin or a limit forbids the request.
+# Parts of Slurm's messages for permanent refusals (slurm_errno.c): a plugin or a limit forbids the request.
 _REFUSALS = (
     "presently disabled", "permission denied", "Invalid user id", "violates accounting/QOS policy", "Invalid account",
     "Invalid qos", "Invalid partition", "not permitted to use this partition", "not supported on this system",
@@ -73,15 +73,15 @@ _REFUSALS = (
 
 
 class SlurmRefusalError(TorchrelayError):
-    """Slurm has understood the request, and refuses it."""
+    """Slurm refuses a request for good, so a retry is useless."""
 
 
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
-    """Prepare an environment for Slurm's commands, in place.
+    """Remove the variables from which Slurm's commands would take options, in place.
 
-    Inside a job, its SLURM_* and SBATCH_* would pass to the new job (SLURM_CPU_BIND would pin every rank to the wrong
-    cores). Outside a job they would override our flags; some are read as defaults first (hpc.submit.sbatch_variables).
-    The variable that chooses the cluster stays. If no cluster is configured, the running testbed is used.
+    Inside a job, the job's SLURM_* and SBATCH_* would pass to a new job (SLURM_CPU_BIND would pin every rank to the
+    wrong cores). Outside a job they would override our flags; some become defaults first (hpc.submit.sbatch_variables).
+    The variables that choose the cluster stay. If no cluster is configured, SLURM_CONF is set to the running testbed's.
     """
     kept = _KEPT_IN_A_JOB if "SLURM_JOB_ID" in environment else _KEPT
     for key in [key for key in environment if key.startswith(_LEAKING)]:
@@ -99,12 +99,12 @@ def running_slurm_conf() -> Path | None:
     except (OSError, ValueError):
         return None
     slurm_conf = TESTBED_DIRECTORY / "slurm.conf"
-    # After `scontrol reconfigure`, the slurmctld of 26.05 is a new process of Debian's name, (slurmctld-wlm).
+    # After `scontrol reconfigure`, the slurmctld of 26.05 is a new process with Debian's name, (slurmctld-wlm).
     return slurm_conf if name.startswith("(slurmctld") and state != "Z" and slurm_conf.exists() else None
 
 
 def is_testbed() -> bool:
-    """Return whether Slurm's commands talk to this machine's testbed, whose GPUs are pretended."""
+    """Return whether Slurm's commands talk to this machine's testbed, whose GPUs are simulated."""
     return os.environ.get("SLURM_CONF") == str(TESTBED_DIRECTORY / "slurm.conf")
 
 
@@ -113,7 +113,7 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
 
     Args:
         command: the words of the command.
-        environment: by default this process's.
+        environment: its environment variables; by default those of this process.
     """
     done = complete(*command, environment=environment)
     if done.returncode != 0:
@@ -125,12 +125,11 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
 def complete(
     *command: str, environment: Mapping[str, str] | None = None, text: str | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command, which may fail, with `text` as input. Raises TorchrelayError if not installed or timed out."""
+    """Run a command, which may fail, with `text` as input. Raises TorchrelayError if it is missing or times out."""
     own = dict(os.environ if environment is None else environment)
     adopt_environment(own)
-    # A requeue sends SIGTERM to all processes of the job, and must not kill the scontrol with which an agent excludes
-    # nodes. The child inherits the blocked signal. Another thread of this process, or this one afterwards, gets the
-    # SIGTERM.
+    # A requeue sends SIGTERM to all processes of the job. It must not kill the scontrol with which an agent excludes
+    # nodes, so the command inherits a blocked SIGTERM. This process gets the signal in another thread, or afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.run(
@@ -145,18 +144,18 @@ def complete(
 
 
 def run_srun(command: Sequence[str]) -> str:
-    """Run an srun without a time limit; return the output of its tasks, whether or not they succeeded.
+    """Run srun without a time limit, and return the output of its tasks, whether or not they succeeded.
 
-    The user sees its messages, such as that it waits in the queue, and can end it with Ctrl-C.
+    The user sees srun's messages, such as that it waits in the queue, and can end it with Ctrl-C.
     """
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         return process.communicate()[0]
 
 
 def first_error(stderr: str) -> str:
-    """Return the line of a Slurm command's stderr that names the error."""
+    """Return the last line of a Slurm command's stderr that names an error, else the last line; empty without lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    # Slurm prints `Try "..."` last, after an option that is unknown or lacks its value.
+    # After an option that is unknown or lacks its value, the last line that Slurm prints is `Try "..."`.
     lines = [line for line in lines if not line.startswith('Try "')]
     errors = [line for line in lines if "error" in line.lower() or "unable" in line.lower()]
     return (errors or lines or [""])[-1]
@@ -173,7 +172,7 @@ def is_available() -> bool:
 
 
 def why_unavailable() -> str | None:
-    """Return what is missing for Slurm's commands here; None if they are installed and configured."""
+    """Return why Slurm's commands cannot be used here; None if they are installed and configured."""
     if shutil.which("sbatch") is None:
         return "sbatch is not on the PATH"
     if is_configured(os.environ):
@@ -187,7 +186,7 @@ def why_unavailable() -> str | None:
 
 
 def partitions() -> list[Partition]:
-    """Return all partitions that the user sees, once per kind of node. Raises UserError if Slurm does not answer."""
+    """Return the partitions that the user sees, once per kind of node. Raises UserError if Slurm does not answer."""
     try:
         # Without --noconvert sinfo prints 1024 nodes as "1K".
         return parse_partitions(run("sinfo", "--noconvert", "--noheader", "--format=%P|%a|%l|%L|%s|%D|%c|%G"))
@@ -216,7 +215,7 @@ def parse_partitions(text: str) -> list[Partition]:
 
 
 def gpus_in(gres: str) -> dict[str, int]:
-    """Return GPUs by type from a gres text such as `gpu:a100:4(S:0-1),nvme:1`. The type is '' for GPUs without one."""
+    """Return the number of GPUs by type in a gres text such as `gpu:a100:4(S:0-1),nvme:1`. Untyped GPUs have ''."""
     found = Counter[str]()
     for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
         found[gpu_type] += int(count)
@@ -224,21 +223,21 @@ def gpus_in(gres: str) -> dict[str, int]:
 
 
 def jobs() -> dict[str, SlurmJob]:
-    """Return all the user's jobs, by id, with one squeue. Slurm remembers ended jobs for a while (MinJobAge)."""
+    """Return all jobs of the user in squeue, by id. Slurm remembers ended jobs for a while (MinJobAge)."""
     # --all shows jobs in partitions that are hidden, or that have been closed to the user since.
     return parse_jobs(run("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={QUEUE_FORMAT}"))
 
 
 def dependencies() -> dict[str, str]:
-    """Return what the user's pending jobs wait for, by id, as `set_dependency` takes it: afterok:12,afterany:13."""
+    """Return the dependencies of the user's pending jobs that have one, by job id, such as `afterok:12,afterany:13`."""
     text = run("squeue", "--me", "--all", "--states=pending", "--noheader", "--format=%i|%E")
     rows = (line.partition("|") for line in text.splitlines())
-    # squeue adds a state to each: afterok:12(unfulfilled).
+    # squeue adds a state to each condition: afterok:12(unfulfilled).
     return {job_id: re.sub(r"\(\w+\)", "", waits_for) for job_id, _, waits_for in rows if ":" in waits_for}
 
 
 def show_job(job_id: str) -> dict[str, str]:
-    """Return the fields of `scontrol show job`; empty when Slurm has forgotten the job."""
+    """Return the fields of `scontrol show job`; empty if Slurm has forgotten the job."""
     try:
         return parse_fields(run("scontrol", "--oneliner", "show", "job", job_id))
     except TorchrelayError as error:
@@ -259,23 +258,23 @@ def show_reservations() -> tuple[dict[str, str], ...]:
 
 
 def grace_seconds(fields: Fields) -> int | None:
-    """Return the seconds from SIGTERM to SIGKILL on preemption, from `show_partition`; None if it defines none."""
-    # With 0, the default, KillWait applies as for every ending job. SUSPEND and OFF end no job. Since 25.05, the mode
-    # may be PRIORITY,REQUEUE.
+    """Return the seconds from SIGTERM to SIGKILL on preemption, from `show_partition`; None if the fields set none."""
+    # If GraceTime is 0, the default, KillWait applies as for every ending job. The modes SUSPEND and OFF end no job.
+    # Since 25.05, the mode may be PRIORITY,REQUEUE.
     modes, grace = fields.get("PreemptMode", "").split(","), fields.get("GraceTime", "")
     return int(grace) or None if grace.isdigit() and not {"CANCEL", "REQUEUE"}.isdisjoint(modes) else None
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """Parse a line `Name=value Name=value`; a value, which may hold spaces, ends where the next name begins."""
+    """Parse a line `Name=value Name=value`. A value may contain spaces: it ends where the next name begins."""
     return {match[1]: match[2] for match in re.finditer(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text)}
 
 
 def ending_state(fields: Fields, restart: int) -> JobState:
     """Return the state in which a job ends, from `show_job`; `restart` is its restart count when the attempt began.
 
-    While its processes end, every job is COMPLETING. The restart count then shows a requeue, and the reason a time
-    limit or a killed batch script. If neither does, the job was cancelled.
+    While its processes end, every job is COMPLETING. Then a higher restart count means a requeue, and the reason shows
+    a time limit or a failed batch script. In all other cases the job was cancelled.
     """
     state = job_state(fields.get("JobState", ""))
     if state is not JobState.ENDING:
@@ -287,15 +286,15 @@ def ending_state(fields: Fields, restart: int) -> JobState:
 
 
 def is_preempted(fields: Fields) -> bool:
-    """Return whether the job was preempted since its last start, from `show_job`. Both times are of the same clock."""
+    """Return whether the job was preempted since its last start, from `show_job`. Both times are slurmctld's."""
     preempted = fields.get("PreemptTime", "None")
     return preempted not in {"None", "N/A", ""} and preempted >= fields.get("StartTime", "")
 
 
 def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """Return the final states, from the accounting, of jobs that squeue has forgotten; some may be missing.
+    """Return the states, by id, of jobs that squeue has forgotten, from the accounting, which may lack some of them.
 
-    Raises TorchrelayError if there is no accounting, or it does not answer.
+    Raises TorchrelayError if the cluster has no accounting, or it does not answer.
     """
     options = ("--allocations", "--noheader", "--parsable2", "--format=JobIDRaw,State", f"--jobs={','.join(job_ids)}")
     rows = (line.split("|") for line in run("sacct", *options).splitlines())
@@ -313,23 +312,23 @@ def release(job_id: str) -> None:
 
 
 def usable_nodes(partition: str | None) -> set[str]:
-    """Return the nodes on which jobs may start now or later. `partition` may be a list, `a,b`; None: the default."""
+    """Return the nodes on which jobs may start now or later. `partition` may be a list, `a,b`, or None, the default."""
     return {node for node, state in _node_states(partition).items() if not state.startswith(_UNUSABLE)}
 
 
 def responding_nodes(partition: str | None) -> set[str]:
-    """Return those of the `usable_nodes` that answer Slurm now."""
+    """Return the `usable_nodes` that respond to Slurm now."""
     states = _node_states(partition).items()
     return {node for node, state in states if not state.startswith(_UNUSABLE) and not state.endswith("*")}
 
 
 def idle_nodes(partition: str | None) -> set[str]:
-    """Return those of the `usable_nodes` on which a job may start now."""
+    """Return the `usable_nodes` that are idle, so that a job may start on them now."""
     return {node for node, state in _node_states(partition).items() if state == "idle"}
 
 
 def has_queue(partition: str | None) -> bool:
-    """Return whether jobs wait for nodes of a partition; None: of any partition. Other users' jobs may be hidden."""
+    """Return whether jobs wait for nodes of a partition, or of any if None. Other users' jobs may be hidden."""
     options = [f"--partition={partition}"] if partition else []
     return not {"Resources", "Priority"}.isdisjoint(
         run("squeue", *options, "--states=pending", "--noheader", "--format=%r").split()
@@ -343,19 +342,19 @@ def _node_states(partition: str | None) -> dict[str, str]:
 
 
 def silent_nodes(nodes: Sequence[str]) -> set[str]:
-    """Return those `nodes` that do not answer Slurm, and that it has not marked down yet."""
+    """Return those of `nodes` that do not respond to Slurm, but that it has not marked down yet."""
     states = _states_of_all_nodes()
     return {name for name in nodes if states.get(name, "").endswith("*") and not states[name].startswith("down")}
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:
-    """Return those `nodes` that Slurm has marked down. A node that merely does not respond keeps its jobs."""
+    """Return those of `nodes` that Slurm has marked down. A node that merely does not respond keeps its jobs."""
     states = _states_of_all_nodes()
     return [name for name in nodes if states.get(name, "").startswith("down")]
 
 
 def _states_of_all_nodes() -> dict[str, str]:
-    # With --nodes the answer may be minutes old.
+    # Nodes are not selected with --nodes, because its answer may be minutes old.
     text = run("sinfo", "--noheader", "--Node", "--format=%N|%T")
     return dict(line.split("|") for line in text.splitlines())
 
@@ -367,17 +366,17 @@ def submit(
     """Submit a script without a start delay, and return the job's id.
 
     Args:
-        script: the script, with its own sbatch options, except --exclude, --begin and --dependency.
-        exclude: names or lists (gpu[01-03]) of nodes.
-        given: the job's environment; by default this process's.
-        dependency: the jobs for which it waits (hpc.slurm.predecessors).
+        script: the script. Its own options of sbatch hold, except --exclude, --begin and --dependency.
+        exclude: nodes to avoid, as names or lists (gpu[01-03]).
+        given: the environment variables of the job; by default those of this process.
+        dependency: Slurm's dependency (hpc.slurm.predecessors); empty if the job waits for nothing.
         more: further options of sbatch.
 
     Raises:
-        TorchrelayError: sbatch refused it.
+        TorchrelayError: sbatch refused the script, or Slurm does not answer.
     """
-    # The dependencies of --sbatch dependency= are over; if one of those jobs has failed since, this one would never
-    # start.
+    # --sbatch dependency= is overridden: the run's first job has waited, and if a job of that dependency has failed
+    # since, this job would never start.
     options = [
         "--parsable",
         "--begin=now",
@@ -397,7 +396,7 @@ def hostnames(nodes: str) -> list[str]:
 
 
 def is_headless(job: SlurmJob) -> bool:
-    """Return whether a running job has lost the node of its script: with --no-kill it keeps the others."""
+    """Return whether a running job has lost the node of its script. With --no-kill it keeps its other nodes."""
     return job.state is JobState.RUNNING and job.batch_host not in hostnames(job.nodes)
 
 
@@ -412,7 +411,7 @@ def requeue(job_id: str) -> None:
 
 
 def forbid_requeue(job_id: str) -> None:
-    """Let a job that fails end, although it was submitted with --requeue."""
+    """Keep Slurm from requeuing a job if it fails, although it was submitted with --requeue."""
     run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
 
@@ -451,11 +450,11 @@ class ClusterConfig:
     partition: Fields
     """The partition that a run would use."""
     partitions: tuple[Fields, ...] = ()
-    """All partitions, including those that the user may not use: their jobs may preempt."""
+    """All partitions, including those that the user may not use, because their jobs may preempt the user's."""
     sacct_error: str = ""
     """The error of sacct; empty if it works."""
     max_submit_jobs: float | None = None
-    """The most jobs that the user may have, running and pending; None if Slurm does not say."""
+    """Maximum number of the user's running and pending jobs; inf without a limit, None if Slurm does not say."""
 
 
 def query_cluster(name: str | None) -> ClusterConfig:
@@ -482,7 +481,7 @@ def query_cluster(name: str | None) -> ClusterConfig:
 
 
 def _max_submit_jobs() -> float | None:
-    """Return the least MaxSubmitJobs of the user's accounts, inf if none has one; None if sacctmgr does not answer."""
+    """Return the lowest MaxSubmitJobs of the user's accounts; inf if none has one, None if sacctmgr does not answer."""
     user = f"user={getpass.getuser()}"
     try:
         text = run("sacctmgr", "--noheader", "--parsable2", "show", "associations", user, "format=MaxSubmitJobs")
@@ -492,7 +491,7 @@ def _max_submit_jobs() -> float | None:
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
-    """Return the partition of this name, for None the default one. Raises UserError, with all names, if missing."""
+    """Return the partition `name`, or the default one if None. Raises UserError, with all names, if it is missing."""
     for partition in partitions:
         if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
             return partition
@@ -502,29 +501,29 @@ def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
 
 
 def requeue_options() -> list[str]:
-    """Return sbatch's option for a requeue without a delay, where the cluster's Slurm (since 25.11) allows it."""
+    """Return the sbatch option for requeues without a delay, if the cluster's Slurm (since 25.11) allows them."""
     try:
-        # Elsewhere, Slurm refuses a job with this option.
+        # Where such requeues are not allowed, Slurm refuses a job with this option.
         return ["--requeue=expedite"] if expedites_requeues(show_config()) else []
     except TorchrelayError:
         return []  # sbatch will say what is wrong
 
 
 def expedites_requeues(config: Fields) -> bool:
-    """Return whether Slurm requeues jobs without a delay if they ask for it, from `show_config`."""
+    """Return whether Slurm allows jobs to be requeued without a delay, from `show_config`."""
     return "enable_expedited_requeue" in config.get("SlurmctldParameters", "")
 
 
 def is_expedited(fields: Fields) -> bool:
     """Return whether Slurm requeues the job without a delay, from `show_job`.
 
-    If its script fails, Slurm does not end such a job, but requeues and holds it (26.05.5).
+    If the script of such a job fails, Slurm does not end the job, but requeues and holds it (26.05.5).
     """
     return fields.get("ExpeditedRequeue") == "Yes" and fields.get("Requeue") != "0"
 
 
 def is_shortened(fields: Fields, usual_minutes: int) -> bool:
-    """Return whether the job has a time limit below the usual one because of --time-min, from `show_job`."""
+    """Return whether --time-min has lowered the job's time limit below the usual one, from `show_job`."""
     limit = slurm_seconds(fields.get("TimeLimit", "N/A"))
     return fields.get("TimeMin", "N/A") != "N/A" and limit is not None and limit < 60 * usual_minutes
 
@@ -532,7 +531,7 @@ def is_shortened(fields: Fields, usual_minutes: int) -> bool:
 def requeue_delay_seconds(config: Fields) -> int:
     """Return the seconds for which Slurm holds a requeued job, from `show_config`.
 
-    They are `requeue_delay` since Slurm 25.11, if it is set; if not, the time for which credentials are valid.
+    The delay is `requeue_delay` (since Slurm 25.11) or, if that is not set, the time for which credentials are valid.
     """
     known = re.search(r"\brequeue_delay=(\d+)", config.get("SchedulerParameters", "")) or re.search(
         r"\bcred_expire=(\d+)", config.get("AuthInfo", "")
@@ -542,10 +541,10 @@ def requeue_delay_seconds(config: Fields) -> int:
 
 @functools.cache
 def makes_job_directories() -> bool:
-    """Return whether jobs have directories of their own, by job_container/tmpfs.
+    """Return whether job_container/tmpfs gives each job private directories.
 
-    If they have, a requeued job must not start before Slurm's delay is over: slurmd does not make the directories again
-    on nodes that still remember the job's last start, and the job fails (seen on 22.05.8). 26.05.5 makes them, and
+    If so, a requeued job must not start before Slurm's delay is over: slurmd does not make the directories again on
+    nodes that still remember the job's last start, and the job fails (seen on 22.05.8). 26.05.5 makes them again, and
     calls the setting NamespaceType.
     """
     return show_config().get("JobContainerType") == "job_container/tmpfs"
@@ -557,7 +556,7 @@ def show_config() -> dict[str, str]:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """Parse `scontrol show config`: lines `Name = value`. The first of repeated names counts."""
+    """Parse the lines `Name = value` of `scontrol show config`. If a name is repeated, its first value counts."""
     found = dict[str, str]()
     for match in re.finditer(r"^(\S+) *= *(.*?) *$", text, re.MULTILINE):
         found.setdefault(match[1], match[2])
@@ -570,6 +569,6 @@ def parse_records(text: str) -> tuple[dict[str, str], ...]:
 
 
 def leading_number(fields: Fields, name: str) -> int | None:
-    """Return the number at the beginning of a field (`30 sec`); None if there is none."""
+    """Return the number with which a field begins (`30 sec`); None if the field begins with no number or is missing."""
     match = re.match(r"\d+", fields.get(name, ""))
     return int(match[0]) if match else None

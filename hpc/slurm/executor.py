@@ -1,7 +1,7 @@
-"""submitit's executors, which make and submit the sbatch script, or start the same agents on this machine.
+"""Submits a run's sbatch script, or starts the same agents on this machine, through submitit. Runs on the login node.
 
-Runs on the login node. submitit would pickle a function, and find the pickle by the job's id. But a script that is
-submitted by hand again gets a new id, so the command names the run directory instead, and nothing is pickled.
+submitit pickles a function, and finds the pickle by the job's id. But a script that is submitted again by hand gets a
+new id, so our command names the run directory instead, and nothing is pickled.
 """
 
 import contextlib
@@ -34,17 +34,17 @@ from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, r
 from hpc.slurm.squeue import jobs_by_script
 from hpc.slurm.srun import own_pythonpath
 
-# The script's srun inherits these from the shell in which sbatch was typed. If that is another job's shell, they pin
+# The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin
 # every rank to the wrong cores, give the only task of a node one of its GPUs, or make srun refuse. Slurm itself sets
-# such a variable in a job whose sbatch has the option of that name.
+# such a variable in a job whose sbatch has the option of that name: then the variable stays.
 _BINDING = (
     "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "MEM_BIND", "GPU_BIND", "TRES_BIND", "GPUS",
     "GPUS_PER_TASK", "GPUS_PER_SOCKET", "TRES_PER_TASK", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "CPUS_PER_GPU",
     "MEM_PER_GPU",
 )  # fmt: skip
-# slurmd may also send a signal to this script, which must outlive its agents.
+# slurmd may send signals to the script, too, which must outlive the agents.
 _OUTLIVE = "trap : TERM USR2"
-# sbatch in the shell of a job array or heterogeneous job passes its variables on, and srun would obey them.
+# In the shell of a job array or heterogeneous job, sbatch passes that job's variables on, and srun would obey them.
 _REFUSED = (
     "torchrelay: {} is set, so this job is a part of {}, or was submitted in one, but a run is one job. Nothing was "
     "started: type sbatch {} {}, outside of such a job"
@@ -52,10 +52,10 @@ _REFUSED = (
 
 
 def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
-    """Return a shell command that runs a module of the code copy, by default the agent of each node.
+    """Return the shell command that runs a module of the run's copy of our packages, by default the node agent.
 
-    PYTHONPATH names the copy of the code. Without -P, python -m would import from the current directory first, where
-    the code may have been edited since.
+    PYTHONPATH names the copy. Without -P, python -m would import from the current directory first, where the code may
+    have been edited since.
     """
     return shlex.join(
         ["env", f"PYTHONPATH={own_pythonpath(run.packages)}", sys.executable, "-u", "-P", "-m", module, str(run.path)]
@@ -63,7 +63,7 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
 
 
 def _one_job(run: RunDir) -> list[str]:
-    """Return script lines that end an array or heterogeneous job: each part of it would be a job of the run."""
+    """Return script lines that end an array or heterogeneous job, because each part of it would be a job of the run."""
     parts = (
         ("SLURM_ARRAY_JOB_ID", "a job array", "without --array"),
         ("SLURM_HET_SIZE", "a heterogeneous job", "alone"),
@@ -81,8 +81,8 @@ def _unset(resources: Resources) -> str:
 def setup(run: RunDir, resources: Resources) -> list[str]:
     """Return the script's lines before srun. Each of the user's lines (--setup) must succeed, or no agent starts. Pure.
 
-    eval isolates a line: it cannot continue in ours, and an `exit` or `set -e` in it does not end the script without a
-    message.
+    eval keeps a user's line from continuing in ours. The trap reports the line if it fails, or if an `exit` or `set -e`
+    in it ends the script.
     """
     first = [*_one_job(run), _unset(resources), _OUTLIVE]
     if not resources.setup:
@@ -94,19 +94,19 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
         *first, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
         *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in resources.setup),
         "trap - EXIT", "set +eu",
-        # This is for the user's script. The agents have an environment of their own, which other packages could break.
+        # The user's script needs this PYTHONPATH. The agents do not use it: its packages could break them.
         f'export {PYTHONPATH}="${{PYTHONPATH-}}"',
     ]  # fmt: skip
 
 
 def last_resort(run: RunDir) -> list[str]:
-    """Return the script's lines after srun: killed agents cannot continue the run, so jobs.last_resort does."""
+    """Return the script's lines after srun. If srun fails, jobs.last_resort continues the run for killed agents."""
     return ["exit_code=$?", "[ $exit_code = 0 ] && exit", "trap '' TERM USR2",
             f"exec {agent_command(run, 'jobs.last_resort')} $exit_code", ""]  # fmt: skip
 
 
 class SlurmExecutor(SubmititSlurm):
-    """Submits `submit.sbatch` of a run directory."""
+    """Writes and submits `submit.sbatch` of a run directory."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs, agent_command(run), self._sbatch_command)
@@ -123,7 +123,7 @@ class SlurmExecutor(SubmititSlurm):
 
     @cached_property
     def shorter(self) -> ShorterLimit | None:
-        """The time limit of this job, if it must end before a reservation."""
+        """The shorter time limit of this job if it must end before a reservation; None if not."""
         return shorter_limit(self.spec)
 
     def _limit_options(self) -> list[str]:
@@ -133,11 +133,11 @@ class SlurmExecutor(SubmititSlurm):
         """Find the jobs to wait for, and write the job's files into a directory that does not have the run's name yet.
 
         Raises:
-            TorchrelayError: Slurm does not answer; or a run to wait for was to complete and did not, or has no job.
+            TorchrelayError: Slurm does not answer; or a run of --after-ok did not complete, or a run to wait for has
+                no job.
         """
         if self.spec.after or self.spec.after_ok:
-            # The script lacks the dependency: later jobs of the run, which have the script too, wait for other jobs or
-            # none.
+            # The script does not name the dependency, because later jobs of the run use it and have other dependencies.
             self.waits_for = dependency(self.run, self.spec, slurm.jobs())
         write_atomic(directory.environment, json.dumps(dict(os.environ)), mode=0o600)
         write_atomic(directory.script, self.script())
@@ -146,13 +146,13 @@ class SlurmExecutor(SubmititSlurm):
         """Submit the script that `prepare` wrote, and return the job's id.
 
         Raises:
-            UserError: sbatch refused it.
+            UserError: sbatch refused the script.
             TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
         if self.shorter:
             print(f"torchrelay: {self.shorter}", file=sys.stderr)
         try:
-            # submitit also prints the error of sbatch that it raises.
+            # submitit raises sbatch's error and also prints it.
             with contextlib.redirect_stderr(io.StringIO()):
                 job_id = self.submit_script()
         except FailedJobError as error:
@@ -165,13 +165,13 @@ class SlurmExecutor(SubmititSlurm):
         """Return when Slurm would start the job; None if too few nodes are in service now.
 
         Raises:
-            UserError: sbatch would refuse it.
+            UserError: sbatch would refuse the job.
         """
-        # The nodes are counted before sbatch is asked: if some return in between, its answer must not be taken for the
-        # user's mistake.
+        # The nodes are counted before sbatch is asked: if nodes return to service in between, sbatch's refusal must not
+        # be taken for the user's mistake.
         in_service = len(slurm.responding_nodes(self.spec.resources.partition))
         done = slurm.complete("sbatch", "--test-only", *self._limit_options(), text=self.script())
-        # With --test-only, sbatch refuses a job that it would queue until enough nodes are back.
+        # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
         if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
             raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
         return parse_estimate(done.stderr)
@@ -193,12 +193,12 @@ class SlurmExecutor(SubmititSlurm):
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
-    """Return the parameters for submitit. Pure."""
+    """Return submitit's parameters for the job of a run. Pure."""
     resources = spec.resources
     minutes = resources.limit_minutes
     given = (option.partition("=") for option in resources.sbatch)
     extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
-    # Slurm then requeues a job whose node died even if JobRequeue=0.
+    # With --requeue, Slurm requeues a job whose node died even if JobRequeue=0.
     extra["requeue"] = True
     if resources.time_min is not None:
         extra["time-min"] = spec.shortest_minutes
@@ -206,7 +206,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
     if most > 1:
-        # The job survives the death of a node. A job of one node goes without --no-kill, so that Slurm requeues it.
+        # With --no-kill, a job survives the death of a node. A job of one node lacks it, so that Slurm requeues it.
         extra["no-kill"] = True
     # sbatch's --no-kill keeps the allocation, but not the step: srun would end the agents on the other nodes when a
     # node died.
@@ -217,23 +217,23 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
         "job_name": spec.name,
         "time": minutes,
         "nodes": fewest,
-        # A cluster without GPUs refuses the option, even with 0.
+        # A cluster without GPUs refuses --gpus-per-node, even with 0.
         "gpus_per_node": resources.gpus_per_node if resources.num_gpus else None,
         "cpus_per_task": resources.cpus_per_node,
         "signal_delay_s": spec.stop_lead_seconds,
         "stderr_to_stdout": True,
         "wckey": None,  # clusters with a list of keys refuse submitit's default
         "srun_args": [
-            # As an option of sbatch, it would ask for one task on each of the fewest nodes of a range: Slurm then gives
-            # the job no more nodes.
+            # As an option of sbatch, --ntasks-per-node would limit the job's tasks to the fewest nodes of a range, and
+            # Slurm would give the job no more nodes.
             "--ntasks-per-node=1",
-            # Since 22.05, srun does not inherit this from sbatch, and every rank would use the same core.
+            # Since 22.05, srun does not inherit this option from sbatch. Without it, all ranks would use the same core.
             f"--cpus-per-task={resources.cpus_per_node}",
             *survive,
-            # The agents take the number of their task for that of their node in the job. Since 26.05, other orders are
-            # possible where nodes have a topology.
+            # The agents use the number of their task as the number of their node in the job. Since 26.05, tasks may
+            # have another order where nodes have a topology.
             "--distribution=block",
-            # With WaitTime, Slurm would end the step that many seconds after its first task ends, as on a lost node.
+            # Without --wait=0, Slurm would end the step WaitTime seconds after its first task ends, as on a lost node.
             "--wait=0",
             "--mpi=none",
         ],
@@ -242,7 +242,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
 
 
 class LocalExecutor(SubmititLocal):
-    """Starts the same agents on this machine, one task per pretended node."""
+    """Starts the same agents on this machine, one task per simulated node."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs, agent_command(run))
@@ -257,10 +257,10 @@ class LocalExecutor(SubmititLocal):
 
 
 def start_local(run: RunDir) -> str:
-    """Start a local run in a session of its own and return the job's id.
+    """Start a local run in a session of its own and return the job's id. Raises UserError if it does not start.
 
     submitit's controller inherits the standard streams and the session of the process that starts it: started here, it
-    would keep the user's pipe open and end at Ctrl-C. So another process of ours starts it.
+    would keep the user's pipe open and end at Ctrl-C. So a separate process starts it.
     """
     command = [sys.executable, "-P", "-m", "hpc.slurm.executor", str(run.path)]
     with (run.logs / "controller.log").open("ab") as log:
@@ -269,14 +269,14 @@ def start_local(run: RunDir) -> str:
         )
     pid_file = run.logs / "controller.pid"
     if done.returncode != 0 or not pid_file.exists():
-        # The directory of a run that has never started is removed, with its log.
+        # The error quotes the log, because the directory of a run that has never started is removed.
         why = (run.logs / "controller.log").read_text(errors="replace").strip().splitlines()[-1:]
         raise UserError(f"the local run did not start: {' '.join(why) or f'exit code {done.returncode}'}")
     return pid_file.read_text().strip()
 
 
 def main(argv: list[str]) -> None:
-    """Start the controller and record its id. A process of its own runs this: the user's command may be killed."""
+    """Start submitit's controller and record its id. A separate process runs this, because the user's may be killed."""
     run = RunDir(Path(argv[0]))
     spec = RunSpec.load(run)
     job_id = LocalExecutor(run, spec).start()

@@ -1,6 +1,6 @@
 """The handover from one job of a run to the next: one process records an attempt's end and submits the new job.
 
-Runs on compute nodes, in agents that survive their head node, and on the login node, in the supervisor.
+Runs on compute nodes, in the agents, and on the login node, in `hpc supervise` and `hpc resume`.
 """
 
 import contextlib
@@ -50,18 +50,18 @@ from hpc.slurm.squeue import jobs_by_script
 _EXCLUDE_SECONDS = 6 * 3600.0
 # sbatch errors that mean --exclude left too few nodes; 24.11 prints the second if --nodelist names an excluded node.
 _TOO_FEW_NODES = ("not available", "Invalid node name specified")
-# slurmstepd prints this, with the local time to the second.
+# slurmstepd prints this line to the job's log, with the local time to the second.
 _PREEMPTED = re.compile(rb"CANCELLED AT ([-:T\d]+) DUE TO PREEMPTION")
-# The agents print little after this line.
+# Bytes to search at the end of the log: the agents print little after slurmstepd's line.
 _LOG_BYTES = 2**17
 HANDOVER_SECONDS = 100.0
-"""The longest handover, by an agent or a supervisor: at most three of Slurm's commands, with their timeouts."""
+"""Seconds of the longest handover: at most three of Slurm's commands, with their timeouts."""
 
 
 def record_end(run: RunDir, ended: AttemptEnded) -> bool:
-    """Record the end of an attempt. Return False if another process has recorded it: its record stays.
+    """Record the end of an attempt. Return False if another process has already recorded an end, which stays.
 
-    Agents that still work on the attempt exit within seconds.
+    Agents that still work on the attempt see the record, and exit within seconds.
 
     Raises:
         OSError: the file could not be written.
@@ -72,9 +72,9 @@ def record_end(run: RunDir, ended: AttemptEnded) -> bool:
 def record_missing_end(
     run: RunDir, last: Attempt, detail: str, *, cause: Cause = Cause.LOST, suspect: str | None = None
 ) -> bool:
-    """Record the end of an attempt whose agents did not, at its last heartbeat. Returns False as `record_end` does.
+    """Record the end, at the last heartbeat, of an attempt whose agents recorded none. Return as `record_end` does.
 
-    If Slurm has marked a node of the attempt down, that is the cause. If not, the node `suspect`, if any, is recorded.
+    A preemption of the job, or a node that Slurm has marked down, replaces `cause` and the node `suspect`.
     """
     spec = RunSpec.load(run)
     if cause is Cause.LOST and was_preempted(run, last.job_id, last.started):
@@ -120,28 +120,28 @@ def _end_file(run: RunDir, attempt: int) -> Path:
 
 
 def last_step(run: RunDir) -> int | None:
-    """Return the last step in the metrics; None before the first step, and for a user's script."""
+    """Return the last step in metrics/train.jsonl, which a user's script may lack or write itself; None if missing."""
     record = last_json_line(run.train_metrics)
     return None if record is None else record.get("step")
 
 
 def handover_deadline(claim: Handover | None) -> float:
-    """Return the time until which the process that made a claim may finish; 0 if it died, or if there is no claim."""
+    """Return the time until which the process that made a claim may finish; 0 if it died, or if `claim` is None."""
     if claim is None or (claim.host == socket.gethostname() and not is_alive(claim.pid, claim.started)):
         return 0.0
     return claim.time + HANDOVER_SECONDS
 
 
 def this_process() -> dict[str, Any]:
-    """Return the fields of a claim that name its process, so that `handover_deadline` knows whether it is alive."""
+    """Return the fields of a claim that identify this process, so that `handover_deadline` knows whether it lives."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "started": start_time(pid)}
 
 
 def claim_next_job(run: RunDir, attempt: int, seen: History) -> bool:
-    """Claim the submission of the job after an attempt. Return False if another agent or a supervisor has claimed it.
+    """Claim the submission of the job after an attempt. Return False if another process has claimed it.
 
-    Only one of the processes that decide from the same events creates the file.
+    Of several processes that have `seen` the same events, only one can create the file of the claim.
     """
     if time.time() < handover_deadline(seen.unfinished_handover(attempt)):
         return False
@@ -150,7 +150,7 @@ def claim_next_job(run: RunDir, attempt: int, seen: History) -> bool:
 
 
 def has_own_script(run: RunDir) -> bool:
-    """Return whether the run's script names this directory, not another from which this one was copied or moved."""
+    """Return whether the run's script names this directory; False if the directory was copied or moved."""
     for line in run.script.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):  # a comment may have an unclosed quote
             if str(run.path) in shlex.split(line):  # the line quotes a path with blanks and quotes
@@ -159,19 +159,19 @@ def has_own_script(run: RunDir) -> bool:
 
 
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
-    """Submit the run's next job, unless it is in the queue: the reply of an earlier sbatch may have been lost.
+    """Submit the run's next job and return its id. Return a job that an earlier sbatch queued if its reply was lost.
 
-    `excluded` comes from `nodes_to_exclude`, and `old` are the ids of the run's jobs so far. Returns the id of the next
-    job.
+    `excluded` comes from `nodes_to_exclude`, and `old` are the ids of the run's jobs so far.
 
     Raises:
-        TorchrelayError: sbatch refused it; or a run to wait for was to complete and did not, or has no job.
+        TorchrelayError: sbatch refused the job; or a run of --after-ok did not complete, or a run to wait for has no
+            job.
     """
     jobs = slurm.jobs()
     for job in jobs_by_script(jobs.values()).get(os.path.realpath(run.script), []):
         if job.state in {JobState.PENDING, JobState.RUNNING} and job.job_id not in old:
             if job.state is JobState.PENDING:
-                # Its sbatch may have excluded other nodes. If the change is refused, it keeps those.
+                # The earlier sbatch may have excluded other nodes. If Slurm refuses the change, the job keeps them.
                 with contextlib.suppress(TorchrelayError):
                     slurm.set_excluded_nodes(job.job_id, excluded)
             return job.job_id
@@ -190,7 +190,7 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
 
 
 def _failed_node(event: Event) -> str | None:
-    """Return the node that has failed according to an event."""
+    """Return the node that failed according to an event; None if no node failed."""
     if isinstance(event, NodeLost):
         return event.node
     causes = {Cause.BAD_NODE, Cause.LOST, Cause.NODE_FAILURE}
@@ -206,7 +206,7 @@ def _given(spec: RunSpec) -> list[str]:
 def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()) -> list[str]:
     """Return the nodes that the next job of a run excludes: the user's --exclude, and nodes that failed recently.
 
-    It excludes failed nodes only as long as the partition has enough other nodes for the job.
+    `failed` are nodes to exclude first. Failed nodes are excluded only if the partition has enough others for the job.
     """
     given, now = _given(spec), time.time()
     returned = {event.node: event.time for event in history.of(NodeReturned)}
@@ -224,5 +224,5 @@ def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()
     usable -= {name for nodes in given for name in slurm.hostnames(nodes)}
     spare = max(0, len(usable) - spec.job_nodes[0])
     if len(usable.intersection(failed)) > spare:
-        return given  # the job needs some of the failed nodes, and which of them work is unknown
+        return given  # the job needs some of `failed`, and nobody knows which of them work
     return [*given, *[name for name in names if name in usable][:spare]]

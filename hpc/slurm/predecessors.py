@@ -29,24 +29,24 @@ _ENDED = {"failed": "has failed", "cancelled": "was cancelled", "removed": "was 
 
 @dataclass(frozen=True, kw_only=True)
 class Predecessor:
-    """A run for which another one waits."""
+    """A run that another run waits for."""
 
     run: RunDir
     must_complete: bool
-    """Whether it must be complete (--after-ok); if not, any end is enough."""
+    """Whether the run must complete (--after-ok); if False, any end is enough."""
     outcome: Outcome | Literal["removed"] | None
     """How the run has ended; None if it goes on."""
     job_id: str | None
-    """The run's newest job that is pending, running or ending."""
+    """Id of the run's newest job that is alive; None if the run has no such job."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody need wait for it any more."""
+        """Whether the wait for this run is over."""
         return self.outcome == "completed" or (self.outcome is not None and not self.must_complete)
 
     @property
     def problem(self) -> str | None:
-        """Why nobody can wait for it, and what to type; None if it has a job to wait for, or if the wait is over."""
+        """Reason why nobody can wait for this run, and what to type; None if it has a job, or if the wait is over."""
         name = self.run.name
         if self.is_over or (self.outcome is None and self.job_id):
             return None
@@ -57,7 +57,7 @@ class Predecessor:
 
 
 def predecessors_of(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> list[Predecessor]:
-    """Return the runs for which a run waits; none once it has begun. `jobs` are the user's jobs in the queue."""
+    """Return the runs that a run waits for; empty once it has begun. `jobs` are the user's jobs in the queue."""
     if not (spec.after or spec.after_ok) or History.load(run).attempts:
         return []
     listed = jobs_by_script(jobs.values())
@@ -83,7 +83,7 @@ def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
     """Return Slurm's dependency for a run's job, such as `afterany:12:15`; empty if it waits for nothing.
 
     Raises:
-        TorchrelayError: a run for which it waits was to complete and did not, or has no job.
+        TorchrelayError: a run of --after-ok did not complete, or a run to wait for has no job.
     """
     found = predecessors_of(run, spec, jobs)
     for one in found:
@@ -93,10 +93,10 @@ def dependency(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) -> str:
 
 
 def redirect_waiting_jobs(run: RunDir, replaced: tuple[str, str] | None = None) -> None:
-    """Let the user's jobs that wait for a run wait for its present job, or start if the run has ended.
+    """Let jobs of other runs that wait for a run (`--after`) wait for its present job, or start if the run has ended.
 
-    Jobs of other runs wait for the run (`--after`). Other jobs of the user may wait for one of its jobs: `replaced` has
-    the ids of a job that has been replaced, and of the new one.
+    `replaced` are the ids of an old job of the run and of the new job that replaced it. Any job of the user that waits
+    for the old job then waits for the new one.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses the change.
@@ -126,7 +126,7 @@ def _waits_for(waiting: RunDir, run: RunDir) -> bool:
 
 
 def wait_again(run: RunDir, job_id: str, jobs: Mapping[str, SlurmJob], *, held: bool) -> None:
-    """Set the dependency of a run's pending job, and release the job if `held`. If `dependency` fails, change nothing.
+    """Update the dependency of a run's pending job, and release the job if `held`. If `dependency` fails, do nothing.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses the change.

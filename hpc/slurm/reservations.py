@@ -1,7 +1,7 @@
-"""Reservations, such as those for maintenance, into which the time limit of a run's job would run.
+"""Shortens a run's job whose time limit would run into a reservation, such as one for maintenance.
 
-Slurm starts such a job only after the reservation. A run goes on in further jobs, so a shorter one may start before it.
-On login and compute nodes.
+Slurm starts such a job only after the reservation, but a shorter job before it. The run continues in further jobs.
+Runs on login and compute nodes.
 """
 
 import math
@@ -15,7 +15,7 @@ from hpc.base.units import format_minutes
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 
-# The minutes in which a job must start that was shortened to fit. --time-min then lets Slurm shorten it further.
+# A shortened job fits if it starts within these minutes. After them, --time-min lets Slurm shorten it further.
 _SPARE_MINUTES = 1
 
 
@@ -25,12 +25,12 @@ class Reservation:
 
     name: str
     begins: str
-    """The local time, in Slurm's words."""
+    """Time at which it begins, ISO 8601 in local time."""
     nodes: frozenset[str]
 
     @property
     def start(self) -> float:
-        """The beginning in seconds since the epoch."""
+        """Time at which the reservation begins, in seconds since the epoch."""
         return datetime.fromisoformat(self.begins).timestamp()
 
 
@@ -40,14 +40,14 @@ class ShorterLimit:
 
     minutes: int
     usual: str
-    """The time limit of the run."""
+    """The time limit of the run, as text."""
     least_minutes: int
-    """The shortest one that is useful."""
+    """The shortest useful time limit, which Slurm may use instead (--time-min)."""
     reservation: Reservation
 
     @property
     def options(self) -> list[str]:
-        """The options of sbatch."""
+        """The options of sbatch that set this limit."""
         return [f"--time={self.minutes}", f"--time-min={self.least_minutes}"]
 
     def __str__(self) -> str:
@@ -58,9 +58,9 @@ class ShorterLimit:
 
 
 def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
-    """Return the time limit for the next job of a run, if the usual one would run into a reservation.
+    """Return a shorter time limit for the next job of a run, if the usual limit would run into a reservation.
 
-    None if it would not, if too little time is left for any job, or if Slurm does not answer.
+    Returns None if it would not, if too little time is left for a useful job, or if Slurm does not answer.
     """
     resources, now = spec.resources, time.time()
     own, end = [option.partition("=") for option in resources.sbatch], now + 60 * resources.limit_minutes
@@ -90,7 +90,7 @@ def _read(fields: slurm.Fields) -> Reservation:
 
 
 def first_obstacle(reservations: Sequence[Reservation], free: set[str], needed: int) -> Reservation | None:
-    """Return the first reservation that leaves too few nodes for a job; None if all leave enough. Pure."""
+    """Return the reservation that first leaves too few nodes for a job; None if none does or too few are free. Pure."""
     left = set(free)
     for one in sorted(reservations, key=lambda each: each.start):
         left -= one.nodes

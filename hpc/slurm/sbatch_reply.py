@@ -1,14 +1,14 @@
-"""The output of sbatch: why it refuses a script, and with --test-only when it would start. Pure."""
+"""Parses the output of sbatch: the reason for a refusal, and the expected start with --test-only. Pure."""
 
 import re
 from dataclasses import dataclass
 
 from hpc.run.spec import RunSpec
 
-# Words that add nothing to the sentence in which the error is quoted.
+# Prefixes that add nothing to a sentence that quotes the error.
 _PREFIX = re.compile(r"(sbatch: )?(error: |fatal: )?(Batch job submission failed: |allocation failure: )?")
 _ESTIMATE = re.compile(r"Job \d+ to start at (?P<time>\S+) .*on nodes (?P<nodes>\S+)")
-# Slurm does not say which of the requested properties the nodes lack.
+# With this error, Slurm does not say which of the requested properties the nodes lack.
 _NO_SUCH_NODES = "Requested node configuration is not available"
 
 
@@ -22,7 +22,7 @@ class StartEstimate:
 
 
 def parse_estimate(printed: str) -> StartEstimate | None:
-    """Parse the output of `sbatch --test-only` for a job that can start; None for other output."""
+    """Return the estimate in the output of `sbatch --test-only`; None if the job cannot start."""
     match = _ESTIMATE.search(printed)
     return StartEstimate(time=match["time"], nodes=match["nodes"]) if match else None
 
@@ -30,7 +30,7 @@ def parse_estimate(printed: str) -> StartEstimate | None:
 def refusal(printed: str, spec: RunSpec) -> str:
     """Return why sbatch refuses the job of a run: all its errors, in one line. The first is the most exact.
 
-    The site's job_submit plugin may print lines of its own before them, and sbatch a reference to its help after them.
+    A job_submit plugin of the site may print other lines before the errors, and sbatch a hint at its help after them.
     """
     lines = [line.strip() for line in printed.splitlines() if line.strip() and not line.startswith("Try ")]
     errors = [line for line in lines if "error:" in line or "failure:" in line] or lines[:1]
@@ -39,12 +39,12 @@ def refusal(printed: str, spec: RunSpec) -> str:
 
 
 def lacks_nodes(printed: str) -> bool:
-    """Return whether a refusal of `sbatch --test-only` may only mean that too few nodes are in service."""
+    """Return whether `sbatch --test-only` may have refused a job only because too few nodes are in service."""
     return _NO_SUCH_NODES in printed
 
 
 def _asked(spec: RunSpec) -> str:
-    """Return the flags that nodes must match."""
+    """Return the run's flags that nodes must match, as the user would type them."""
     resources = spec.resources
     names = ("partition", "nodes", "gpus_per_node", "cpus_per_gpu", "mem", "constraint", "exclude")
     given = [(name, getattr(resources, name)) for name in names] + [("sbatch", option) for option in resources.sbatch]

@@ -1,4 +1,4 @@
-"""The user's jobs in squeue: state, script, nodes, times, reason for pending. Pure; runs everywhere."""
+"""Parses the user's jobs in squeue: state, script, nodes, times, reason for pending. Pure; runs everywhere."""
 
 import os
 from collections.abc import Iterable
@@ -10,14 +10,13 @@ from hpc.run.causes import JobState
 from hpc.run.rundir import RunDir
 
 _SEPARATOR = "|"
-# Names for `--Format`; `--format`, whose names are letters, has no count of restarts. The last field may hold any
-# characters.
+# Fields for `--Format`, because `--format` has no count of restarts. The last field may hold any characters.
 _FIELDS = ("JobID", "State", "Reason", "NodeList", "BatchHost", "RestartCnt", "EligibleTime", "StartTime", "Command")
 QUEUE_FORMAT = ",".join(f"{field}:{_SEPARATOR}" for field in _FIELDS)
 _SCRIPT = RunDir(Path()).script.name
 _STATES = {
     "PENDING": JobState.PENDING, "CONFIGURING": JobState.PENDING, "REQUEUED": JobState.PENDING,
-    "EXPEDITING": JobState.PENDING,  # since 25.11: its node has failed, and its other nodes are kept for it
+    "EXPEDITING": JobState.PENDING,  # since 25.11: a node failed, and Slurm keeps the others for the job
     "REQUEUE_FED": JobState.PENDING, "REQUEUE_HOLD": JobState.PENDING, "SPECIAL_EXIT": JobState.PENDING,
     "RESV_DEL_HOLD": JobState.PENDING, "LAUNCH_FAILED": JobState.PENDING, "RECONFIG_FAIL": JobState.PENDING,
     "POWER_UP_NODE": JobState.PENDING, "RUNNING": JobState.RUNNING, "SUSPENDED": JobState.SUSPENDED,
@@ -30,7 +29,7 @@ _STATES = {
 
 
 def job_state(word: str) -> JobState:
-    """Return the state for Slurm's word; UNKNOWN for an unknown word."""
+    """Return the state for which a word of Slurm stands; UNKNOWN for an unknown word."""
     return _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
 
 
@@ -43,15 +42,15 @@ class SlurmJob:
     reason: str
     nodes: str
     command: str
-    """The path of the job's script; for a run, of its submit.sbatch."""
+    """Path of the job's script, which is submit.sbatch for a job of a run."""
     batch_host: str = ""
-    """The node of the job's script, even after Slurm has taken that node from a job that may lose nodes."""
+    """Node on which the job's script was started, even after Slurm has taken this node from a job with --no-kill."""
     restarts: int = 0
-    """The number of times that Slurm has requeued the job."""
+    """Number of times that Slurm has requeued the job."""
     eligible: float | None = None
-    """The earliest start, in seconds since the epoch, like `started`."""
+    """Earliest start in seconds since the epoch; None if unknown."""
     started: float | None = None
-    """The start; for a pending job, the start that Slurm expects."""
+    """Start in seconds since the epoch, which Slurm expects for a pending job; None if unknown."""
 
 
 def parse_jobs(text: str) -> dict[str, SlurmJob]:
@@ -59,7 +58,7 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
     found = {}
     for line in text.split("\n"):
         words = line.split(_SEPARATOR, len(_FIELDS) - 1)
-        # This is a warning, or the rest of a command that contains a line break.
+        # Such a line is a warning, or the rest of a command that contains a line break.
         if len(words) < len(_FIELDS) or not words[0][:1].isdecimal():
             continue
         job_id, state, reason, nodes, batch_host, restarts, eligible, started, command = words
@@ -73,7 +72,7 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
 
 
 def _seconds(time: str) -> float | None:
-    """Return the seconds since the epoch of one of Slurm's times, ISO 8601 in local time; None for other words."""
+    """Convert Slurm's time, ISO 8601 in local time, to seconds since the epoch; None for other words."""
     try:
         return datetime.fromisoformat(time).timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""The parts of a summary as text, for `hpc status`. Pure; runs on the login node."""
+"""Formats the parts of a summary as text for `hpc status`. Pure; runs on the login node."""
 
 import time
 
@@ -11,12 +11,12 @@ _HALF_DAY_SECONDS = 43200
 
 
 def or_dash(value: object, form: str = "{}") -> str:
-    """Format a value in this form; None as a dash."""
+    """Format a value with `form`; None becomes a dash."""
     return "-" if value is None else form.format(value)
 
 
 def clock(seconds: float | None) -> str:
-    """Format a duration as 0:42, 2:10 or 1:02:10; None as a dash."""
+    """Format a duration as 0:42, 2:10 or 1:02:10; None becomes a dash."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(int(seconds), 60)
@@ -25,7 +25,7 @@ def clock(seconds: float | None) -> str:
 
 
 def accuracy(row: Summary) -> str:
-    """Format the accuracy of the test, or else of the last validation, with the split."""
+    """Format the accuracy of the test or, before the test, of the last validation, with the name of the split."""
     if row.test_accuracy is not None:
         return f"{row.test_accuracy:.2%} test"
     return or_dash(row.val_accuracy, "{:.1%} val")
@@ -54,12 +54,12 @@ def interruptions(row: Summary) -> str:
 
 
 def members(row: Summary) -> list[str]:
-    """Return the nodes that train, or last did."""
+    """Return the nodes that train, or trained, in the last attempt. Spares are left out."""
     return list(dict.fromkeys(row.attempts[-1].members)) if row.attempts else []
 
 
 def wait_reason(row: Summary) -> str:
-    """Return why a run does not train yet: other runs, Slurm's reason, the progress of staging; empty if unknown."""
+    """Return why a run does not train yet: other runs, Slurm's reason or the staging; an empty text if unknown."""
     if staging := row.staging:
         done, total, rate = staging.bytes_done or 0.0, staging.bytes_total, staging.bytes_per_second or 0.0
         copied = f"{done / total:.0%}" if total else f"{done / 1e6:.0f} MB"

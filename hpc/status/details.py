@@ -1,4 +1,4 @@
-"""What `hpc status RUN` prints: all that is known of one run, a line for each thing. Pure; runs on the login node."""
+"""Formats what `hpc status RUN` prints: a line for each known fact about one run. Pure; runs on the login node."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def _duration(seconds: float | None, form: str) -> str:
 
 
 def _last_output(row: Summary) -> str:
-    """Return the last line of a script that reports no step, and how long ago the script printed it."""
+    """Return the last line of a script that reports no step and, while the run goes on, the line's age."""
     if not (last := row.last_output):
         return ""
     ago = cells.clock(max(0.0, time.time() - last.time))
@@ -99,7 +99,7 @@ def _time(row: Summary) -> str:
 
 
 def _gpu_hours(hours: Mapping[str, float] | None) -> str:
-    """Return the GPU-hours of the run, and their uses (hpc.run.events.timeline)."""
+    """Return the GPU-hours of a run, and what the GPUs did in them (hpc.run.events.timeline)."""
     if hours is None:
         return ""
     parts = {
@@ -118,7 +118,7 @@ def _tracker(one: TrackerState) -> str:
 
 
 def budget_lines(budget: Budgets) -> list[str]:
-    """Return the use of a run's budgets for failures, which docs/explanation/recovery.md explains."""
+    """Return a sentence for each used budget of failures (docs/explanation/recovery.md)."""
     lines = [
         f"failures without progress: {one.failures} of {one.budget} ({', '.join(one.causes)})" for one in budget.used
     ]
@@ -144,7 +144,7 @@ def interruption_table(console: Console, interruptions: Sequence[Interruption]) 
 
 
 def largest_parts(seconds: Mapping[str, float | None]) -> str:
-    """Return the longest parts of a recovery."""
+    """Return the longest parts of a recovery, each with its seconds."""
     known = [(name, part) for name, part in seconds.items() if name != "total" and part]
     longest = sorted(known, key=lambda part: -part[1])[:_PARTS_SHOWN]
     return ", ".join(f"{name} {part:.1f}" for name, part in longest)

@@ -27,7 +27,7 @@ class Tail:
     path: Path
     offset: int = 0
     time: str = ""
-    """The time of the last line that begins with one; times compare as text."""
+    """Time at the beginning of the newest line that has one, as text: such times sort as text."""
     _file: tuple[int, int] | None = None
     _rest: bytes = b""
 
@@ -73,9 +73,9 @@ def _visible(line: bytes) -> str:
 
 
 def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, str]]:
-    """Yield the new lines of several logs, sorted by the times with which lines begin.
+    """Yield the new lines of several logs, sorted by the times with which lines begin, each with its log.
 
-    A line without a time stays with the one before it; logs without times come one after the other.
+    A line without a time follows the line before it in its log. Logs without times come one after the other.
     """
 
     def timed(tail: Tail) -> Iterator[tuple[str, Tail, str]]:
@@ -125,15 +125,15 @@ def lines_before(path: Path, offset: int, count: int) -> int:
 
 @dataclass
 class LogReader:
-    """The chosen logs of a run, and their read positions."""
+    """Reads the new lines of the chosen logs of a run. `rank` or `attempt` None means all of them."""
 
     run: RunDir
     rank: int | None = None
     attempt: int | None = None
     most_bytes: int | None = None
-    """The most bytes to read from the end of each log; None for all."""
+    """Largest number of bytes to read from the end of each log. None means the whole log."""
     shortened: bool = False
-    """Whether `most_bytes` has left a part of a log out."""
+    """Whether a part of a log was left out because of `most_bytes`."""
     _tails: dict[Path, Tail] = field(default_factory=dict)
     _over: set[int] = field(default_factory=set)
 
@@ -141,12 +141,12 @@ class LogReader:
         """Yield the lines added since the last call, each with its origin."""
         numbers = [_numbers(path)[0] for path in self.run.logs.glob("attempt-[0-9]*")]
         attempts = sorted(one for one in numbers if self.attempt in {one, None} and one not in self._over)
-        # Logs of older attempts are skipped: there may be thousands. Ranks of the last attempt but one may still print.
+        # Logs of older attempts are read only once: there may be thousands. Ranks of the last two attempts may print.
         over = attempts[:-2]
         rank = "[0-9]*" if self.rank is None else f"{self.rank:02d}"
         groups = [(number, self.run.attempt_logs(number).glob(f"rank-{rank}.log")) for number in attempts]
         if self.rank is None and self.attempt is None:
-            # An agent's log belongs to a job, which may have several attempts.
+            # An agent's log belongs to a job, which may have several attempts, so a chosen attempt or rank excludes it.
             groups.insert(0, (0, self.run.logs.glob("[0-9]*_[0-9]*_log.out")))
         for number, paths in groups:
             tails = map(self._tail, sorted(paths, key=_numbers))
@@ -178,7 +178,7 @@ def _numbers(path: Path) -> list[int]:
 
 @functools.cache
 def origin_of(path: Path) -> Line:
-    """Return the writer of a log: a rank in an attempt, or a node's agent in a job (submitit's file name)."""
+    """Return which rank and attempt wrote a log, or which node's agent of which job, from submitit's file name."""
     if path.suffix == ".out":
         job, node = _numbers(path)
         return {"agent": f"job {job}", "node": node}

@@ -21,7 +21,7 @@ _WAIT_SECONDS, _PIPE_WIDTH = 1.0, 1000
 
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
-    """Print the table; into a file or pipe, print all its columns."""
+    """Print the table of runs. In a file or pipe, the table has all its columns."""
     console = _console()
     console.print(view(console, rows, details=details))
 
@@ -39,7 +39,7 @@ def _console() -> Console:
 
 
 def summaries(runs: Sequence[RunDir]) -> list[Summary]:
-    """Return one summary per run, with one squeue for all. Print a warning on stderr if Slurm does not answer."""
+    """Return one summary per run, from one call of squeue. Print a warning on stderr if Slurm does not answer."""
     cache = StatusCache()
     rows = cache.summaries(runs)
     if cache.problem:
@@ -48,9 +48,9 @@ def summaries(runs: Sequence[RunDir]) -> list[Summary]:
 
 
 def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
-    """Wait for the end of a run. Returns 0 if it completed, 1 if it failed or was cancelled.
+    """Wait for the end of a run. Return 0 if the run completed, 1 if it failed or was cancelled.
 
-    `answer` is the JSON document of the submission for --json: print only this document, with the final summary in it.
+    With --json, `answer` is the document of the submission, and is the only output, with the final summary in it.
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
@@ -81,7 +81,7 @@ def progress(row: Summary) -> str:
         return f"attempt {row.attempt}: {last.line}"
     if row.step is None:
         return f"attempt {row.attempt or 1}: starting"
-    # A user's script may log only some of these.
+    # A user's script may log only some of these numbers.
     loss = None if row.train_loss is None else f"{row.train_loss:.4f}"
     known = {"epoch": row.epoch, "step": row.step, "loss": loss}
     words = [f"{name} {value}" for name, value in known.items() if value is not None]

@@ -1,4 +1,4 @@
-"""Summaries of runs, the entries of `status --json`, from the run directories and at most one call of squeue.
+"""Makes summaries of runs, the entries of `hpc status --json`, from run directories and at most one call of squeue.
 
 Runs on the login node. Reads only the ends of the metrics, so that long runs take no longer.
 """
@@ -65,11 +65,11 @@ from hpc.supervise.observe import ObservedRun, observe, with_final_states
 
 _CONTINUE = "continue it with hpc supervise --once, or hpc resume"
 _LITTLE_SPACE_BYTES = 2**16
-# A poll every second would load the controller.
+# The age at which the queue is queried again: a query every second would load the controller.
 _QUEUE_SECONDS = 5.0
 # Errors of reading a run's files, which anybody may have written, even another user.
 _DAMAGE = (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError)
-# While the controller is down, each squeue takes half a minute to fail.
+# The age at which a failed query is repeated: while the controller is down, squeue takes half a minute to fail.
 _AWAY_SECONDS = 30.0
 
 
@@ -81,8 +81,8 @@ def summarize(
 ) -> Summary:
     """Return the summary of a run. Unknown values are None.
 
-    `jobs` are its jobs in the queue (`jobs_by_run`), None if the queue is unknown. `decision` is what the supervisor
-    would do if the run has no job. `queue` has all jobs of the user, and so those of the runs for which it waits.
+    `jobs` are the run's jobs in the queue (`jobs_by_run`), None if the queue is unknown. `decision` is what the
+    supervisor would do if the run has no job. `queue` has all jobs of the user, also of runs for which this run waits.
     A damaged directory raises no error, because that would hide the other runs.
     """
     try:
@@ -113,11 +113,11 @@ class _Records:
 
     history: History = field(default_factory=History)
     train: Mapping[str, Any] = field(default_factory=dict)
-    """The last logged step."""
+    """Numbers of the last logged step."""
     validation: Mapping[str, Any] = field(default_factory=dict)
-    """The last validation."""
+    """Numbers of the last validation."""
     result: Mapping[str, Any] | None = None
-    """The result of the test."""
+    """The final result; empty if its file is damaged, None if the run has none yet."""
     spec: RunSpec | None = None
     """The spec; None if it is damaged."""
 
@@ -216,7 +216,7 @@ def _allocation(attempts: Sequence[Attempt], spec: RunSpec | None) -> dict[str, 
 def _time_spent(
     records: _Records, attempts: Sequence[Attempt], interruptions: Sequence[Interruption], *, is_over: bool
 ) -> dict[str, Any]:
-    """Return how a run and its GPUs spent the time. `elapsed_seconds` leaves out pauses that `hpc resume` ended."""
+    """Return the fields of a Summary about time. `elapsed_seconds` leaves out pauses that `hpc resume` ended."""
     history, spec, trained = records.history, records.spec, records.train.get("train_seconds")
     events = history.events
     last = attempts[-1].ended if attempts and attempts[-1].ended else events[-1].time if events else 0.0
@@ -228,7 +228,7 @@ def _time_spent(
     paused = sum(attempt.resumed - attempt.ended for attempt in attempts if attempt.resumed and attempt.ended)
     began = attempts[0].started + paused
     starts = history.of(TrainStarted)
-    inherited = starts[0].train_seconds if starts else 0.0  # from the original of a fork
+    inherited = starts[0].train_seconds if starts else 0.0  # a fork inherits the seconds of its original
     hours = None
     if spec is not None and spec.resources.num_gpus:
         parts = gpu_hours(history, periods, spec.resources.num_gpus, records.train, steps_lost(interruptions))
@@ -248,7 +248,7 @@ def _why_new_job(resubmitted: Resubmitted) -> str | None:
 
 
 def _reason(decision: Decision) -> str | None:
-    """Return why a run has no job, and what to type; None if the reason is just the run's state."""
+    """Return why a run has no job, and what to type; None if the reason only repeats the run's state."""
     advice = f": {_CONTINUE}" if decision.action in STARTS else ""
     return None if decision.reason == decision.state else decision.reason + advice
 
@@ -347,7 +347,7 @@ def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> d
     queued = [run for run in runs if jobs is not None and run.script.exists() and not run.final_result.exists()]
     clocks = {parent: storage_time(parent) for parent in {run.path.parent for run in queued}}
     for run in queued:
-        # The summary of a damaged run has no decision. A run that was deleted meanwhile is left out.
+        # A damaged run, or one that was deleted meanwhile, gets no decision.
         with contextlib.suppress(*_DAMAGE):
             found.append(observe(run, scripts, clocks[run.path.parent]))
     return {one.run.path: decide(one.known) for one in with_final_states(found)}
@@ -362,24 +362,24 @@ def _modified_ns(path: Path) -> int | None:
 
 @dataclass
 class StatusCache:
-    """Caches the summaries of runs that have ended, and the queue for some seconds."""
+    """Makes summaries of runs. It caches those of runs that have ended and, for some seconds, the queue."""
 
     problem: str | None = None
-    """Why the last summaries do not use Slurm, although there is one; None if they do."""
+    """Sentence that says why the last summaries lack the queue; None if Slurm answered or was not asked."""
     _jobs: Mapping[str, SlurmJob] | None = None
     _queried: float | None = None
     _decisions: dict[Path, Decision] = field(default_factory=dict)
-    """Decisions as old as `_jobs`, because they need sacct."""
+    """Decisions of the supervisor, cached as long as `_jobs`, because they need sacct."""
     _ended: dict[Path, tuple[int, Summary]] = field(default_factory=dict)
 
     def summaries(self, runs: Sequence[RunDir]) -> list[Summary]:
         """Return one summary per run, and none for a deleted run."""
         jobs = self._queue(runs)
-        # squeue lists only the user's jobs, so of another user's run only the directory is known.
+        # squeue lists only the user's jobs, so only the directory tells the state of another user's run.
         others = {run.path: owner for run in runs if (owner := other_owner(run.path)) is not None}
         mine = [run for run in runs if run.path not in others]
         own = jobs_by_run(mine, jobs) if jobs is not None else {}
-        # Each process that resumes or ends a run adds a file to its ledger.
+        # A process that resumes or ends a run adds a file to the directory of events, whose time then changes.
         stamps = {run.path: _modified_ns(run.events) for run in runs}
         ended = {
             path: row for path, (stamp, row) in self._ended.items() if stamp == stamps.get(path) and not own.get(path)
@@ -395,7 +395,7 @@ class StatusCache:
                     note = f"it belongs to {others[run.path]}, so this is only what its directory says"
                     row = replace(row, warnings=[note, *row.warnings])
             stamp = stamps[run.path]
-            # A process that is sending a message will append to its file.
+            # A run with a message that is being sent is not cached: the result of the message keeps the stamp as it is.
             is_sending = any(message.problem is None for message in row.unsent)
             if stamp is not None and row.state in TERMINAL and not is_sending:
                 self._ended[run.path] = stamp, row

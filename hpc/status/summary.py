@@ -1,7 +1,4 @@
-"""What `hpc status` says of a run: the types of its JSON document. A value that is not known is None.
-
-Times are seconds since the epoch.
-"""
+"""The types of the JSON document of `hpc status`. Unknown values are None. Times are seconds since the epoch."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal

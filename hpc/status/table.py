@@ -1,4 +1,4 @@
-"""The output of `hpc status` about several runs: a table, then waits, unsent messages and damage. Pure; login node."""
+"""Formats what `hpc status` prints about several runs: a table, waits, unsent messages, damage. Pure; login node."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ _COLUMNS = (
     *("interruptions", "epoch", "nodes"),
 )
 _NUMBERS = frozenset({"job", "step", "loss", "accuracy", "ETA", "elapsed", "attempt", "img/s", "epoch"})
-# Names often differ only at their ends.
+# The least width of a run's name: names often differ only at their ends.
 _LEAST_NAME = 40
 
 
@@ -31,7 +31,7 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
 
 
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
-    """Return the view for a terminal, which cuts off its end. Runs that go on come first, newer before older."""
+    """Return the view of --watch. A terminal cuts off its end, so runs that go on come first, newer before older."""
     newest_first = rows[::-1]
     ranked = sorted(newest_first, key=lambda row: row.state in TERMINAL)
     drawn = view(console, ranked[: console.height], details=details)
@@ -39,7 +39,7 @@ def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, prob
 
 
 def _reasons(rows: Sequence[Summary]) -> list[str]:
-    """Return why runs do not train, a line for each reason."""
+    """Return a line for each reason why runs do not train yet, with the names of the runs."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if wait := cells.wait_reason(row):
@@ -48,7 +48,7 @@ def _reasons(rows: Sequence[Summary]) -> list[str]:
 
 
 def _unsent(rows: Sequence[Summary]) -> list[str]:
-    """Return who did not get a message, and why, a line for each recipient and problem."""
+    """Return a line for each recipient and each problem of messages that could not be sent, with the runs' names."""
     names: dict[str, list[str]] = {}
     for row in rows:
         failed = {message.recipient: message.problem for message in row.unsent if message.problem}

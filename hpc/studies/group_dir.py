@@ -21,15 +21,15 @@ class GroupSpec:
     parallel: int
     """The number of runs at the same time."""
     settings: Mapping[str, Any]
-    """Flags without dashes and their values, with the user's defaults at the start of the group."""
+    """Values by flag without dashes, including the user's defaults at the start of the group."""
     script: tuple[str, ...]
-    """The user's script; its arguments have `{NAME}` in the place of a value that differs between the runs."""
+    """The user's script and its arguments, with `{NAME}` in place of each value that differs between the runs."""
     working_directory: str = "."
     """The directory in which the script starts: below `code/`, or an absolute path if the script runs in place."""
     names: tuple[str, ...] | None
     """The files of the user's code, copied to `code/`; None if the script runs in place."""
     revision: str | None
-    """The git revision of that code."""
+    """Git revision of the copied code; None if unknown, or if the script runs in place."""
 
 
 Spec = TypeVar("Spec", bound=GroupSpec)
@@ -44,7 +44,7 @@ class GroupDir(Generic[Spec]):
     KIND: ClassVar[str]
     """The kind of group: one of `cli.GROUPS`."""
     TITLE: ClassVar[str]
-    """The name of the kind in a sentence."""
+    """The words for this kind of group in a sentence."""
     SPEC: ClassVar[type[GroupSpec]]
 
     @property
@@ -54,21 +54,21 @@ class GroupDir(Generic[Spec]):
 
     @property
     def code(self) -> Path:
-        """The copy of the user's code from the start of the group, which all runs have."""
+        """The directory with the user's code as it was at the start of the group. All runs use it."""
         return self.path / "code"
 
     @property
     def cancelled(self) -> Path:
-        """A file that exists after `hpc cancel` of the group."""
+        """The file that `hpc cancel` of the group creates."""
         return self.path / cli.CANCELLED_GROUP
 
     @property
     def page(self) -> Path:
-        """The page with the figures."""
+        """The file of the group's HTML page."""
         return self.path / "report" / f"{self.KIND}.html"
 
     def run(self, name: str) -> RunDir:
-        """Return a run of the group. Its name begins with the group's name, as Slurm and trackers show no group."""
+        """Return a run of the group. Its name begins with the group's, because Slurm and trackers show no group."""
         return RunDir(self.path / f"{self.path.name}-{name}")
 
     def save(self, spec: Spec) -> None:
@@ -82,7 +82,7 @@ class GroupDir(Generic[Spec]):
             if "settings" not in found:  # up to version 0.1, a group kept the words of its command line
                 kind = options_for(tuple(found["script"]))
                 found["settings"] = program.read((kind,), found["arguments"], f"hpc {self.KIND}")
-            # JSON has lists for tuples.
+            # JSON has turned tuples into lists.
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             return self.SPEC(**{field.name: values[field.name] for field in fields(self.SPEC) if field.name in values})  # type: ignore[arg-type, return-value]
         except (OSError, KeyError, ValueError, TypeError) as error:

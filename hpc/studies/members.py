@@ -22,7 +22,7 @@ from hpc.submit.settings import changed
 from hpc.supervise.check import SuperviseOptions, check_runs
 
 _SUPERVISE_SECONDS = 60.0
-# Settings that each run has for itself, or not at all.
+# Settings that differ between the runs of a group, or that its runs do not have.
 _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "json", "debug"}
 
 
@@ -69,9 +69,9 @@ def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart
 def start_member(
     group: GroupDir[Any], spec: GroupSpec, run: RunDir, settings: Mapping[str, Any], values: Mapping[str, str]
 ) -> bool:
-    """Submit a run of a group with its own settings, and the values for its script.
+    """Submit a run of a group with its own settings, and the values for its script's placeholders.
 
-    If an earlier submission was killed, submits that run unchanged. Returns False if another process has just done so.
+    If an earlier submission was killed, resume that run unchanged. Return False if another process has submitted it.
 
     Raises:
         UserError: the run cannot be submitted.
@@ -108,14 +108,14 @@ def _submit_member(
             root=group.code, names=spec.names, working_directory=place, script=script,
             copied_revision=spec.revision,
         )  # fmt: skip
-    # An absolute path can be checked from any current directory.
+    # The path of the script is made absolute, so that it can be checked from any current directory.
     typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script
     own = {"name": run.name, "runs-dir": group.path, **settings}
     start_run(program.build(options_for(typed), {**spec.settings, **own}), typed, code=code)
 
 
 def filled(word: str, values: Mapping[str, str]) -> str:
-    """Return a word of a script's command line with a run's values for its placeholders; other braces stay."""
+    """Return a word of a script's command line with its placeholders replaced by a run's values; other braces stay."""
     for name, value in values.items():
         word = word.replace(f"{{{name}}}", value)
     return word
@@ -129,11 +129,11 @@ def check_placeholders(names: Iterable[str], script: Sequence[str], flag: str) -
 
 
 class Supervision:
-    """Restarts lost runs of a group, because perhaps no other supervisor watches them.
+    """Restarts lost runs of a group, in case no other supervisor watches them.
 
     Args:
         group: the directory.
-        tell: called with each line for people.
+        tell: called with each message for the user.
     """
 
     def __init__(self, group: GroupDir[Any], tell: Callable[[str], None]) -> None:
@@ -141,7 +141,7 @@ class Supervision:
         self._checked = 0.0
 
     def check(self) -> None:
-        """Do what `hpc supervise --once` does, once a minute. Raises TorchrelayError if Slurm does not answer."""
+        """Do what `hpc supervise --once` does, at most once a minute. Raises TorchrelayError if squeue fails."""
         if time.monotonic() - self._checked < _SUPERVISE_SECONDS:
             return
         if any(run.script.exists() for run in cli.all_runs(self._group.path)):

@@ -1,4 +1,4 @@
-"""The common part of the verbs about groups: make or find the directory, and look after the group until it is over."""
+"""The common part of `hpc sweep` and `hpc scaling`: makes or finds a group's directory, and follows it to its end."""
 
 import dataclasses
 import sys
@@ -19,7 +19,7 @@ from hpc.submit.options import SubmitOptions
 _POLL_SECONDS = 5.0
 _MOST_POLL_SECONDS = 300.0
 NOT_OF_GROUPS = frozenset({"dry_run", "wait"})
-"""Fields of SubmitOptions without a meaning for a group."""
+"""Fields of SubmitOptions that a group does not have."""
 Group = TypeVar("Group", bound=GroupDir[Any])
 Spec = TypeVar("Spec", bound=GroupSpec)
 
@@ -28,7 +28,7 @@ class GroupController(Protocol):
     """Starts and follows the runs of a group."""
 
     def step(self) -> bool:
-        """Follow the runs, and start further ones. Returns whether the group is over."""
+        """Follow the runs, and start further ones. Return whether the group is over."""
         ...
 
     def write_result(self) -> None:
@@ -37,7 +37,7 @@ class GroupController(Protocol):
 
 
 def typed_flags(words: Sequence[str]) -> set[str]:
-    """Return the flags of a command line, without their dashes and values."""
+    """Return the long flags of a command line, without their dashes and values."""
     return {word[2:].partition("=")[0].replace("_", "-") for word in words if word.startswith("--")}
 
 
@@ -52,7 +52,7 @@ def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
 
 
 def check_is_new(group: GroupDir[Any], options: SubmitOptions) -> None:
-    """Raise UserError if the directory exists, or for flags that a group cannot have."""
+    """Raise UserError if the directory exists, or if --dry-run or --wait is given."""
     kind = group.KIND
     if options.dry_run or options.wait:
         raise UserError(f"hpc {kind} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")
@@ -86,7 +86,7 @@ def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> S
     """Continue a group: save and return its spec with the changes that are not None, and take back a cancellation.
 
     Raises:
-        UserError: there is no such group (`hint` says how to start one), it is another user's, or its spec is damaged.
+        UserError: the group does not exist (`hint` says how to start one), is another user's, or has a damaged spec.
     """
     if not group.spec_file.exists():
         raise UserError(f"there is no {group.TITLE} {group.path.name} in {runs_dir}: {hint}")
@@ -98,7 +98,7 @@ def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> S
 
 
 def tell_on(*, as_json: bool) -> Callable[[str], None]:
-    """Return a function that prints a line with the time, to standard error if a JSON document follows."""
+    """Return a function that prints a line with the time; with `as_json`, to standard error."""
     out = sys.stderr if as_json else sys.stdout
     return lambda line: print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
 
@@ -107,7 +107,7 @@ def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool,
     """Let the controller work until the group is over; with `once`, let it work once.
 
     Raises:
-        UserError: the first run cannot be submitted. If this process has made the directory, it removes it.
+        UserError: the first run cannot be submitted. The directory is removed if this process has made it.
         TorchrelayError: Slurm does not answer, and `once` is set; without `once`, the controller tries again.
     """
     try:

@@ -1,1 +1,1 @@
-"""`hpc submit`: check a run, make its directory, queue it. Runs on the login node."""
+"""The library of `hpc submit`: checks a run, makes its directory, and queues it. Runs on the login node."""

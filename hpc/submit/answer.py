@@ -1,4 +1,4 @@
-"""Prints the output of `hpc submit`; with --dry-run, the job that it would submit, and Slurm's answer."""
+"""Prints the answer of `hpc submit`; with --dry-run, prints the job and when Slurm expects to start it."""
 
 import sys
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from training.config.dataset_layout import title_of
 
 
 def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as_json: bool) -> None:
-    """Print the batch script, and when Slurm expects to start it. For a run on this machine, print the command.
+    """Print the batch script and the start that Slurm expects; for a run on this machine, print the command.
 
     Raises:
         UserError: sbatch would refuse the job.
@@ -62,7 +62,7 @@ def starting_place(run: RunDir, spec: RunSpec) -> str:
 
 
 def show(new: NewRun, options: SubmitOptions) -> int:
-    """Print what was submitted; with --wait, wait for the end. Returns the exit code."""
+    """Print the submitted run, or the dry run. With --wait, wait for the run's end. Returns the exit code."""
     if options.dry_run:
         show_dry_run(new.run, new.spec, new.answer, as_json=options.json)
         return 0
@@ -72,7 +72,7 @@ def show(new: NewRun, options: SubmitOptions) -> int:
             print(f"  {starting_place(new.run, new.spec)}")
         sys.stdout.flush()
     if options.wait:
-        # Draws with rich: a mere submission need not load it.
+        # This module loads rich, which takes time and is not needed to print a submission.
         from hpc.status.printing import wait_for_end  # noqa: PLC0415
 
         return wait_for_end(new.run, new.answer if options.json else None)
@@ -92,7 +92,7 @@ def _data_line(spec: RunSpec) -> list[str]:
 
 def _first_line(new: NewRun) -> str:
     run, spec = new.run, new.spec
-    # With --gpus-per-node 0 on Slurm, the user expects the CPU: no note.
+    # With --gpus-per-node 0 on Slurm, the user expects the CPU and needs no note.
     on_cpu = spec.device != "cuda" and (spec.cluster == "local" or spec.resources.num_gpus > 0)
     where = "; its ranks use the CPU" if on_cpu else ""
     if spec.cluster == "slurm":

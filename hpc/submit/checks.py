@@ -1,6 +1,6 @@
-"""The checks of a submission, before anything is queued. Runs on the login node.
+"""Checks a submission before anything is queued. Runs on the login node.
 
-All raise UserError with the flag, its value, and what to type. `resolve_resources` is pure.
+Each check raises UserError with the flag, its value, and what to type. `resolve_resources` is pure.
 """
 
 import dataclasses
@@ -32,12 +32,12 @@ _DAY_MINUTES = 24 * 60
 _MIN_EPOCHS_TO_PACK = 3
 _DEFAULT_IMAGE_SIZE = 224
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
-# The space that the files of a run need, without checkpoints.
+# The space that the files of a run need besides its checkpoints.
 _MIN_FREE_BYTES = 64 * 2**20
 
 
 def resolve_resources(asked: Resources, partitions: list[Partition], spares: int = 0) -> Resources:
-    """Fill in the cluster's defaults, and refuse what the partition cannot provide."""
+    """Return the resources with the cluster's defaults. Raises UserError if the partition cannot provide them."""
     kinds = _chosen_partition(asked.partition, partitions)
     name = kinds[0].name
     fitting = [kind for kind in kinds if kind.gpus(asked.gpu_type) >= asked.num_gpus]
@@ -63,7 +63,7 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
 
 
 def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Partition]:
-    """Return the kinds of node of the named or the default partition."""
+    """Return the named or the default partition, with one entry for each kind of node."""
     names = list(dict.fromkeys(kind.name for kind in partitions))
     chosen = [kind for kind in partitions if (kind.default if name is None else kind.name == name)]
     if not chosen:
@@ -76,7 +76,7 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
 
 
 def _no_such_gpus(asked: Resources, kinds: list[Partition], partitions: list[Partition]) -> str:
-    """Return the error if no node of the partition has the GPUs."""
+    """Return the text of the error for a partition without nodes that have the GPUs."""
     by_type = {f"{name}:{count}" for kind in kinds for name, count in kind.gpu_types.items() if name}
     total = max(kind.gpus() for kind in kinds)
     if asked.gpu_type and by_type:
@@ -94,7 +94,7 @@ def _no_such_gpus(asked: Resources, kinds: list[Partition], partitions: list[Par
 
 
 def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some: bool) -> None:
-    """Refuse more nodes than the partition has, or allows for one job."""
+    """Refuse more nodes than the partition has, or than it allows for one job."""
     has = sum(kind.nodes for kind in kinds)
     most = min([has, *(kind.max_nodes_per_job for kind in kinds if kind.max_nodes_per_job is not None)])
     if asked.max_nodes + spares > most:
@@ -134,7 +134,7 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
 
 
 def check_recovery(spec: RunSpec) -> None:
-    """Refuse flags that --cluster local lacks, and a --signal-before not below the time limit."""
+    """Refuse flags that have no effect for this run, and a lead that is not shorter than the time limit."""
     if spec.recovery.spares and spec.cluster == "local":
         raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
     if spec.recovery.continue_with != "auto" and spec.cluster == "local":
@@ -160,7 +160,7 @@ def check_recovery(spec: RunSpec) -> None:
 
 
 def local_resources(asked: Resources) -> Resources:
-    """Resolve the resources on this machine, whose CPUs the pretended nodes share."""
+    """Return the resources for --cluster local, whose pretended nodes share the CPUs of this machine."""
     if asked.gpu_type:
         raise UserError(
             f"--gpus-per-node is {asked.gpus_per_node}, but --cluster local does not know types of GPUs: "
@@ -214,7 +214,7 @@ def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
 
 
 def check_is_shared(flag: str, path: Path | None) -> None:
-    """Refuse a path on this node's own disk, which other nodes cannot see."""
+    """Refuse a path in /tmp or /dev/shm, which other nodes cannot see."""
     if path is not None and any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL):
         raise UserError(f"{flag} {path} is on this node's own disk: use a directory that all nodes share")
 
@@ -228,9 +228,9 @@ def _check_archive(path: Path) -> Path:
 
 
 def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
-    """Return the side in pixels of the packed images. None: nothing is packed. `asked` is --pack, `size` --pack-size.
+    """Return the side in pixels of the packed images; None if nothing is packed. `asked` is --pack, `size` --pack-size.
 
-    It is decided at submission, because all nodes and attempts of a run must train from the same pixels.
+    The size is chosen at submission, because all nodes and attempts of a run must train from the same pixels.
     """
     data = Path(train.data)
     if asked == "off" or train.synthetic:
@@ -247,7 +247,7 @@ def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
 
 
 def check_data_on_device(train: TrainConfig) -> None:
-    """Refuse to keep an image folder or packed data on the device."""
+    """Refuse --data-on-device for an image folder or packed data, whose images are cropped on the CPU."""
     data = Path(train.data)
     if train.data_on_device != "on" or train.synthetic or is_archive(data):
         return
@@ -274,7 +274,7 @@ def training_data(train: TrainConfig) -> Path | None:
 
 
 def check_script(script: tuple[str, ...], *, has_data: bool) -> None:
-    """Refuse a user's script that does not exist, a module without a name, and {data} without --data."""
+    """Refuse a missing script, a file that is not Python, a module without a name, and {data} without --data."""
     if not has_data and (word := next((word for word in script[1:] if "{data}" in word), None)):
         raise UserError(f"{word!r} asks for the place of the data on the node, but there is no --data: give one")
     if script[0] == "-m":

@@ -1,4 +1,4 @@
-"""Chooses between Slurm and this machine, and refuses what may be a mistake. Runs on the login node."""
+"""Chooses between Slurm and this machine, and refuses likely mistakes. Runs on the login node."""
 
 import os
 from typing import Literal
@@ -14,16 +14,16 @@ SLURM_FLAGS = frozenset(name.replace("_", "-") for name in (*_SLURM_ONLY, "setup
 
 
 def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: bool) -> Cluster:
-    """Return the cluster for --cluster. `auto` is Slurm if it is available. If not, it is this machine.
+    """Return the cluster that --cluster asks for. `auto` chooses Slurm if it is available, and if not, this machine.
 
     Args:
-        asked: the flag.
+        asked: the value of --cluster.
         resources: the run's resources.
         in_terminal: whether somebody sees the output.
 
     Raises:
-        UserError: there is no Slurm, although `slurm` was asked for. Or `auto` was asked for, but this machine may be a
-            mistake: a flag suggests Slurm, or nobody sees the output.
+        UserError: there is no Slurm, although `slurm` was asked for. Or `auto` would choose this machine, although a
+            flag suggests Slurm or nobody sees the output.
     """
     if asked == "local":
         return "local"
@@ -44,7 +44,7 @@ def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: boo
 
 
 def slurm_only(resources: Resources) -> list[str]:
-    """Return the given flags that have a meaning only for Slurm."""
+    """Return the flags among the resources that apply only to Slurm, each with its value."""
     typed = [f"--gpus-per-node {resources.gpus_per_node}"] if resources.gpu_type else []
     values = [(name, getattr(resources, name)) for name in _SLURM_ONLY]
     return typed + [
@@ -53,6 +53,6 @@ def slurm_only(resources: Resources) -> list[str]:
 
 
 def this_machine() -> str:
-    """Return the name of this machine and its CPUs, in words."""
+    """Return a phrase with the name of this machine and its number of CPUs."""
     cpus = len(os.sched_getaffinity(0))
     return f"this machine, {os.uname().nodename} ({cpus} CPU{'s' if cpus > 1 else ''})"

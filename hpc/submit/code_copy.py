@@ -28,27 +28,27 @@ _PACKAGES = ("hpc", "jobs", "training")
 
 @dataclass(frozen=True, kw_only=True)
 class UserCode:
-    """The user's code, which is copied for a run."""
+    """The user's code for a run, and the part of it to copy."""
 
     root: Path
-    """The top of the repository, or without one the working directory."""
+    """The top of the repository; the working directory if the code is in no repository."""
     names: tuple[str, ...]
     """The files to copy, by their paths relative to `root`."""
     working_directory: str = "."
     """The directory, relative to `root`, in which the script starts."""
     script: tuple[str, ...] = ()
-    """The script's path from the working directory, or `-m` and the module; then its arguments. Empty for our
+    """The script's path relative to the working directory, or `-m` and the module, and the arguments. Empty for our
     trainer."""
     in_place: bool = False
-    """Whether the script runs where it is."""
+    """Whether the script runs where it is, instead of from a copy."""
     has_untracked: bool = False
     """Whether git does not track some of the files to copy."""
     copied_revision: str | None = None
-    """The git revision of the code, if `root` is a copy of a repository."""
+    """The git revision of the code if `root` is a copy of a repository; None if it is not."""
 
     @property
     def revision(self) -> str | None:
-        """The git revision of the code, with `+dirty` if files differ from it or are not tracked. Runs git."""
+        """The git revision, with `+dirty` if files differ or are untracked; None outside of a repository. Runs git."""
         revision = self.copied_revision or git.git_revision(self.root)
         return f"{revision.removesuffix('+dirty')}+dirty" if revision and self.has_untracked else revision
 
@@ -61,17 +61,17 @@ def find_code(
     *,
     elsewhere: bool = False,
 ) -> UserCode:
-    """Return the code of the working directory, and of the repository around it, if there is one.
+    """Return the user's code: the tracked files of the repository, those of `include`, and the script with its imports.
 
     Args:
-        working_directory: the directory from which paths are given.
+        working_directory: the directory to which the script's path and the patterns are relative.
         script: the user's script, or `-m` and a module, and its arguments; empty for our trainer.
         include: patterns of untracked files to copy.
         runs_dir: the directory of the runs, which is not code.
         elsewhere: whether a module may be installed in an environment that this process cannot see.
 
     Raises:
-        UserError: a pattern matches nothing, there is no such module, or the script is outside of the repository.
+        UserError: a pattern matches nothing, the module is missing, or a file is outside of the repository.
     """
     here, root = working_directory.resolve(), _root(working_directory)
     no_code = (root / ".git", (here / runs_dir).resolve())
@@ -128,12 +128,12 @@ class _Environments(Protocol):
 
 
 def own_environment(run: _Environments) -> bool:
-    """Return whether a script runs in another environment than this one. The modules there are unknown here."""
+    """Return whether a script runs in another environment than this process, which cannot see the modules there."""
     return bool(run.python or run.container)
 
 
 def _find_module(root: Path, working_directory: str, name: str, *, elsewhere: bool) -> Path | None:
-    """Return a module's file in the repository; None if it is or may be installed. Raises UserError if it is not."""
+    """Return a module's file in the repository; None if it may be installed. Raises UserError if it is missing."""
     places = module_directories(root, working_directory)
     found = module_file(name, places)
     if found is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
@@ -191,5 +191,5 @@ def copy_files(code: UserCode, target: Path) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(code.root / name, target / name)
     for path in target.rglob("*"):
-        # If a group shares files, its members could change what the run executes as its user.
+        # The modes of shared files may let a group write, whose members could then run their code as this user.
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))

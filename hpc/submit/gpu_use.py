@@ -15,16 +15,16 @@ _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 def resolve_device(asked: DeviceChoice, gpus_per_node: int, cluster: Cluster, build: TorchBuild | None) -> DeviceChoice:
     """Return the --device of a run: `auto` becomes `cuda` if GPUs were requested and can exist.
 
-    They cannot exist on a testbed. With --cluster local, they cannot exist if this machine has no driver.
+    GPUs cannot exist on a testbed, nor, with --cluster local, on a machine without a driver.
 
     Args:
-        asked: the flag.
-        gpus_per_node: 0 for none.
+        asked: the value of --device.
+        gpus_per_node: the number of GPUs per node; 0 if the run uses none.
         cluster: where the run trains.
-        build: the torch of the ranks; None if unknown.
+        build: the build of torch that the ranks import; None if unknown.
 
     Raises:
-        UserError: the ranks cannot use GPUs.
+        UserError: the ranks would not get GPUs, or their torch cannot use them.
     """
     if gpus_per_node == 0:
         if asked == "cuda":

@@ -1,4 +1,4 @@
-"""Makes the run directory and queues the run. If Slurm refuses it, nothing is left behind. Runs on the login node."""
+"""Makes the run directory and queues the run, or leaves nothing behind if Slurm refuses. Runs on the login node."""
 
 import dataclasses
 import os
@@ -53,13 +53,13 @@ def start_run(
     """Check the flags, make the run directory, and submit; a dry run only checks.
 
     `fill` adds initial content to the new directory, such as a checkpoint (`hpc fork`), and returns the spec that
-    records it. `code` is the user's code; None: that of the current directory.
+    records it. `code` is the user's code; None means the code of the current directory.
 
     Raises:
         UserError: a flag is wrong, or Slurm refuses the job.
         TorchrelayError: Slurm or a tracker does not answer.
     """
-    # Nobody but the user may write to the files of the run (hpc.run.ownership). The job inherits this.
+    # Nobody but the user may write to the files of the run (hpc.run.ownership). The job inherits this umask.
     os.umask(os.umask(0) | 0o022)
     run, spec = plan(options, script)
     code = code or find_user_code(options, spec)
@@ -99,12 +99,12 @@ def _submit(
             executor = SlurmExecutor(run, spec) if spec.cluster == "slurm" else None
             if executor:
                 executor.prepare(draft)
-            # The claim to submit the run is in the directory before other processes can see the directory.
+            # This claim to submit the run is written before other processes can see the directory.
             _events(draft).append(Submitting(cluster=spec.cluster, **handover.this_process()))
         try:
             job_id = executor.start() if executor else start_local(run)
         except (UserError, OSError) as error:
-            # Other errors, such as Ctrl-C, keep the directory: a job may have been queued that needs it.
+            # Other errors, such as Ctrl-C, keep the directory, because a queued job may need it.
             remove_directory(run.path)
             if isinstance(error, OSError):
                 raise _cannot_write(run, error) from error
@@ -126,7 +126,7 @@ def _events(run: RunDir) -> EventWriter:
 
 @contextmanager
 def new_run_directory(run: RunDir) -> Iterator[RunDir]:
-    """Make a private directory that becomes the run's when the block ends; an error leaves nothing.
+    """Make a private directory that becomes the run's when the block ends. An error in the block removes it.
 
     Raises UserError if it cannot be made, or if the run exists when the block ends.
     """
@@ -157,7 +157,7 @@ def _cannot_write(run: RunDir, error: OSError) -> UserError:
 
 
 def _hide_runs_from_git(run: RunDir) -> None:
-    """Make git ignore the runs in a repository. The run does not depend on this."""
+    """Make git ignore the runs directory in a repository. If this fails, only print a warning."""
     try:
         if is_listed_as_untracked(run.path):
             write_atomic(run.path.parent / ".gitignore", "*\n")
@@ -166,7 +166,7 @@ def _hide_runs_from_git(run: RunDir) -> None:
 
 
 def preemption_grace(spec: RunSpec) -> int | None:
-    """Return the seconds from SIGTERM to SIGKILL on preemption. None: unknown, so `hpc status` cannot warn."""
+    """Return the seconds from SIGTERM to SIGKILL on preemption; None if unknown: `hpc status` then cannot warn."""
     if spec.cluster == "slurm" and spec.resources.partition is not None:
         with suppress(TorchrelayError):
             return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))

@@ -147,7 +147,7 @@ class SubmitScript(ScriptFlags, SubmitOptions):
 
 
 def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """Return the flags, and the user's script with its arguments, which follow `--`."""
+    """Split a command line at `--` into the flags and the user's script with its arguments."""
     if "--" not in arguments:
         return arguments, ()
     split = arguments.index("--")
@@ -156,12 +156,12 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
-    """Return the class of flags for the submission of this script or, if there is none, of a training."""
+    """Return the class of flags that submits this script or, if it is empty, a training."""
     return SubmitScript if script else SubmitTraining
 
 
 def options_for_help(arguments: list[str], script: tuple[str, ...]) -> type[SubmitOptions]:
-    """Return the class of flags that the help shows, if these arguments ask for help; if not, that of `options_for`."""
+    """Like `options_for`, but if the arguments ask for help on a training, return the class that the help shows."""
     asked = not {"-h", "--help", "--help-all"}.isdisjoint(arguments)
     return _SubmitHelp if asked and not script else options_for(script)
 
@@ -180,9 +180,9 @@ def is_everyday(flag: str) -> bool:
 def reading_of(
     options: type[Any], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
 ) -> cli.Reading:
-    """Return how to read the flags of a verb that submits. They override the user's defaults and files.
+    """Return the rules to read the flags of a verb that submits, which override the user's defaults and files.
 
-    The help shows the everyday flags, or `all_flags`, but never `hidden` fields.
+    The help shows the everyday flags or, if `all_flags` is True, all flags, but never the `hidden` ones.
     """
     rare = {field.name for field in program.flags(options) if not is_everyday(field.name)}
     of_script = (SubmitScript,) if issubclass(options, SubmitTraining) else ()

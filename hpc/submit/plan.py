@@ -31,12 +31,12 @@ from training.config.rules import without_effect
 from training.config.train_config import check_world
 from training.config.training_spec import Training, trainer_program
 
-# An agent may be busy for a moment with deleting old copies and moving files.
+# The shortest --stage-timeout, because an agent may be busy for a moment with deleting old copies and moving files.
 _MIN_STAGE_SECONDS = 10
 
 
 def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSpec]:
-    """Check everything, and resolve the flags to a run. Raises UserError at the first mistake."""
+    """Check all flags, and return the run directory and the spec for them. Raises UserError at the first mistake."""
     if options.name is not None:
         check_run_name(options.name)
     train = training = pack = None
@@ -65,7 +65,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     image, python = user_environment.resolve(
         options.container, options.python, resources.setup, on_cluster=cluster == "slurm", active=active
     )
-    # The torch of the user's own environment is unknown before it runs.
+    # The torch of the user's own environment is unknown until the ranks run.
     build = None if python or image else torch_build()
     device = resolve_device(options.device, resources.num_gpus, cluster, build)
     kind = train.model if train else _name_of(script)
@@ -108,7 +108,7 @@ def _directories(flag: str, names: Sequence[str], options: SubmitOptions, cluste
 
 
 def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
-    """Refuse to wait for a run that has no job, or has failed."""
+    """Refuse to wait for a run that has no job or has failed, and --after together with --sbatch dependency=."""
     if not (spec.after or spec.after_ok):
         return
     if any(option.startswith("dependency=") for option in spec.resources.sbatch):
@@ -123,21 +123,21 @@ def _training_of(options: SubmitTraining) -> tuple[Training, Path | None]:
     """Return the trainer's part of the spec, and the data to stage."""
     check_model(options.train.model)
     data = checks.training_data(options.train)
-    # The spec has the path of the weights: the nodes may have another cache than this machine.
+    # The spec gets the path of the weights, because the nodes may have another cache than this machine.
     weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
     train = dataclasses.replace(options.train, data=str(data or ""), weights=weights)
     return Training(train=train, recipe=options.recipe), data
 
 
 def _script_data(options: SubmitOptions, script: tuple[str, ...]) -> Path | None:
-    """Check a script and its data. Returns the data to stage."""
+    """Check a script and its data. Returns the path of the data to stage; None without --data."""
     given = options.data if isinstance(options, SubmitScript) else None
     checks.check_script(script, has_data=given is not None)
     return checks.script_data(given) if given else None
 
 
 def _name_of(script: tuple[str, ...]) -> str:
-    """Return the word for the names of a script's runs: `train` for `train.py` and for `-m package.train`."""
+    """Return the first word of a script's default run name: `train` for `train.py` and for `-m package.train`."""
     return script[1].rpartition(".")[2] if script[0] == "-m" else Path(script[0]).stem
 
 
@@ -163,7 +163,7 @@ def check_place(run: RunDir, spec: RunSpec) -> None:
 
 
 def warn(options: SubmitOptions, spec: RunSpec) -> None:
-    """Print warnings, on stderr, about effects that the user may not want."""
+    """Print warnings about flags on stderr. Raises UserError if the file system of --runs-dir has no hard links."""
     warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]

@@ -52,7 +52,7 @@ from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on
 from training.config.train_config import Adjustable, TrainConfig, check_world
 from training.relay.checkpoint_files import list_checkpoints
 
-# Longer than most jobs take to save and end after hpc cancel.
+# The wait for the end of a cancelled job is longer than most jobs take to save and end.
 _ENDING_SECONDS = 60.0
 
 
@@ -76,7 +76,7 @@ class ResumeOptions(cli.RunOptions):
 
 
 def options_of(given: Mapping[str, Any]) -> ResumeOptions:
-    """Complete the given flags with the settings of the run. Raises UserError if one is wrong."""
+    """Return the given flags, completed with the settings of the run. Raises UserError if a flag is wrong."""
     name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc resume NAME; hpc status lists the runs")
@@ -110,8 +110,8 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
     _wait_for_end(run, before)
-    # The ledger is read before squeue. If another process submits a job in between, squeue shows it; if later, our
-    # claim fails.
+    # The ledger is read before squeue: squeue shows a job that another process submits in between, and our claim fails
+    # if it submits a job later.
     history = History.load(run)
     if options.new_code and before.in_place:
         raise UserError(
@@ -131,7 +131,7 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
 
 
 def _wait_for_end(run: RunDir, spec: RunSpec) -> None:
-    """Wait up to a minute for the end of a cancelled or complete run's job, which may still save."""
+    """If the run is cancelled or complete, wait up to a minute for the end of its job, which may still save."""
     if not (is_cancelled_now(run) or run.final_result.exists()) or not (job := _job_of(run, spec)):
         return
     print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
@@ -151,7 +151,7 @@ def _job_of(run: RunDir, spec: RunSpec) -> str | None:
 
 
 def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -> None:
-    """Refuse a run that was cancelled for good, has a job, or has lost the state from which it would continue.
+    """Refuse a run that was cancelled for good, has a job, was copied or moved, or has lost its saved state.
 
     `typed` is the run's name on the command line.
     """
@@ -179,7 +179,7 @@ def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -
 
 
 def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: History) -> RunSpec:
-    """Return the spec with the flags of the command line. Checks changes as hpc submit does."""
+    """Return the spec with the flags of the command line. Checks changed flags as hpc submit does."""
     adjusted = {name: getattr(options.train, name) for name in ADJUSTABLE}
     train = dataclasses.replace(before.train, **adjusted) if before.train else None
     resources, has_default_time = options.resources, options.resources.time is None
@@ -214,7 +214,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
 
 
 def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notification:
-    """Return the new notification. Names that did not change are not checked: a missing one costs only its messages."""
+    """Return the new notification. Unchanged names are not checked: a missing name costs only its messages."""
     asked = options.notification
     return before.notification if asked == before.notification else with_known_names(asked)
 

@@ -1,4 +1,4 @@
-"""Tries out the features that runs need in the file system of the runs directory. Runs on the login node."""
+"""Tests whether the file system of the runs directory has the features that runs need. Runs on the login node."""
 
 import os
 import tempfile
@@ -21,7 +21,7 @@ LOST = {
     Feature.DIRECTORY_FSYNC: "when the storage loses power, the newest checkpoint may be lost, and the run continues "
     "from the previous one",
 }
-"""The cost of a missing feature."""
+"""The consequences if a feature is missing, for warnings."""
 
 
 def missing_features(directory: Path) -> list[Feature]:
@@ -46,5 +46,5 @@ def missing_features(directory: Path) -> list[Feature]:
 
 
 def has_been_seen_by_nodes(runs_dir: Path) -> bool:
-    """Return whether a run in this directory has started. If so, compute nodes see the directory under this path."""
+    """Return whether a run in this directory has started, which shows that nodes see the directory under this path."""
     return any(runs_dir.glob(f"*/events/{attempt_prefix(1)}*"))

@@ -1,4 +1,4 @@
-"""Advice for options of sbatch that are not flags of ours. Runs on the login node."""
+"""Gives advice on options of sbatch that are not flags of ours. Runs on the login node."""
 
 import re
 import shlex
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from hpc.run.spec import MANAGED_SBATCH
 
-# Options with a letter in sbatch, but not here.
+# The short options of sbatch that are not ours, with their long names.
 _LETTERS = {
     "-a": "array", "-C": "constraint", "-c": "cpus-per-task", "-D": "chdir", "-d": "dependency", "-e": "error",
     "-G": "gpus", "-n": "ntasks", "-o": "output", "-q": "qos", "-w": "nodelist", "-x": "exclude",
 }  # fmt: skip
-# Other options of sbatch: with a value, then without. We list them, because `sbatch --help` needs a configuration.
+# Other options of sbatch, with and without a value. The list is here because `sbatch --help` needs a configuration.
 _WITH_VALUE = {
     "acctg-freq", "batch", "begin", "bb", "bbf", "clusters", "cluster-constraint", "comment", "core-spec",
     "cores-per-socket", "cpu-freq", "deadline", "delay-boot", "dependency", "distribution", "extra-node-info",
@@ -27,7 +27,7 @@ _ALONE = {
 
 
 def explain(arguments: Sequence[str], at: int) -> str | None:
-    """Return what to type instead of an option of sbatch, or of a script among the flags. None: the word is neither."""
+    """Return advice on the word `at`: an option of sbatch, or a script among the flags. None for all other words."""
     word = arguments[at]
     if word == "--":
         return "nothing follows --: give your script and its arguments, -- script.py ARGS"
@@ -39,7 +39,7 @@ def explain(arguments: Sequence[str], at: int) -> str | None:
 
 
 def advice(flag: str) -> str | None:
-    """Return what to type instead of an option of sbatch that we lack. None: sbatch lacks it, too."""
+    """Return advice on an option of sbatch that we lack; None if sbatch lacks the option, too."""
     name = _LETTERS.get(flag, flag.removeprefix("--").replace("_", "-"))
     if name == "gres":
         return "use --gpus-per-node 4 or a100:4 for GPUs, --sbatch gres=NAME:COUNT for others"

@@ -17,14 +17,14 @@ _UNITS = {"SBATCH_MEM_PER_NODE": "M", "SBATCH_TIMELIMIT": "m"}
 
 
 def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defaults]:
-    """Return the defaults by source; a later source wins. `known` are the flags that they may set.
+    """Return the defaults by source; a later source wins. `known` are the flags that a file may set.
 
     Raises:
         UserError: a file cannot be read, or has an unknown flag.
     """
     found = defaults.read(known)
     if "SLURM_JOB_ID" in environment:
-        return found  # the variables belong to that job
+        return found  # inside a job, the variables are those of the job
     for variable, flag in _VARIABLES.items():
         if value := environment.get(variable):
             found.append(Defaults(source=variable, settings={flag: _flag_value(variable, flag, value)}))
@@ -32,7 +32,7 @@ def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defa
 
 
 def merged(known: Mapping[str, bool], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return the default of each flag from all sources together. Raises UserError as `read`."""
+    """Return the default of each flag from all sources together. Raises UserError as `read` does."""
     return defaults.merge(read(known, environment))
 
 

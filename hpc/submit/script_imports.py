@@ -38,14 +38,14 @@ def _directly_imported(file: Path, search: Sequence[Path]) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        return  # not Python of this version: the run will report this, with the line
+        return  # the file is not Python of this version, which the run will report with the line
     for node in ast.walk(tree):
         bases = search
         if isinstance(node, ast.Import):
             modules = [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             package = node.module.split(".") if node.module else []
-            # A name that is imported from a package may be a module of it.
+            # A name that is imported from a package may be one of its modules.
             modules = [[*package, alias.name] for alias in node.names]
             bases = [file.parents[node.level - 1]] if node.level else search
         else:

@@ -1,4 +1,4 @@
-"""Returns the settings of a run by flag names, to submit it again with other values or to show what to type.
+"""Turns a run's spec back into flags, to submit the run again with changes or to show its command line.
 
 Pure; runs on the login node.
 """
@@ -13,7 +13,7 @@ from hpc.submit.options import SubmitOptions, SubmitTraining
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:
-    """Return the settings with which `hpc submit` makes a run again, without its name and script."""
+    """Return a run's settings by flag names, with which `hpc submit` repeats the run; without its name and script."""
     own = {"data": spec.data, "include": spec.include, "in-place": bool(spec.in_place)}
     return {
         "cluster": spec.cluster,
@@ -27,7 +27,7 @@ def settings_of(spec: RunSpec) -> dict[str, Any]:
 
 
 def adaptable_settings_of(spec: RunSpec) -> dict[str, Any]:
-    """Return `settings_of` without a time limit that submit chose: another partition has another default."""
+    """Like `settings_of`, but a time limit that submit chose is None, because another partition has another default."""
     return settings_of(spec) | ({"time": None} if spec.has_default_time else {})
 
 
@@ -46,7 +46,7 @@ def changed(settings: Mapping[str, Any], options: type[SubmitOptions] = SubmitTr
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return the words to type for settings that differ from the defaults."""
+    """Return the words of a command line with these settings, in the types of `changed`."""
     words = list[str]()
     for name, value in settings.items():
         several = value if isinstance(value, list) else [value]

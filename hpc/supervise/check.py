@@ -1,4 +1,4 @@
-"""One check of all runs: observe each, decide, act, and send the messages that are due. Runs on the login node."""
+"""One check of all runs: observes each, decides, acts, and sends the messages that are due. Runs on the login node."""
 
 import functools
 import os
@@ -27,10 +27,10 @@ from hpc.supervise.decide import STARTS, Action, Decision, decide
 from hpc.supervise.observe import ObservedRun, observe, with_final_states
 from hpc.supervise.perform import perform
 
-# Runs that ended longer ago, perhaps before there was a supervisor, cause no message.
+# A run that ended longer ago, perhaps before a supervisor was started, causes no message.
 _NEWS_SECONDS = 3600.0
 _ON_END_TIMEOUT_SECONDS = 60
-# Time for two heartbeats of an agent, with a margin.
+# A silent run gets time for two heartbeats of an agent, with a margin.
 _CONFIRM_SECONDS = 12.0
 Line = dict[str, str | None]
 
@@ -53,7 +53,7 @@ class SuperviseOptions(cli.RunsOptions):
 
 
 def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
-    """Decide about every run, and act. Returns a line of --json for each. Raises TorchrelayError if squeue fails."""
+    """Decide about every run, and act. Returns the --json line of each run. Raises TorchrelayError if squeue fails."""
     lines, started = list[Line](), 0
     for one, decided in _decisions(options):
         decision, problem = decided, None
@@ -74,11 +74,11 @@ def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
 
 
 def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
-    """Return the decision about every run. A silent run gets time for another heartbeat."""
+    """Return the decision about every run. A run is resubmitted as silent only after time for another heartbeat."""
     found = [(one, decide(one.known)) for one in _observed(options.runs_dir)]
     silent = {one.run for one, decision in found if decision.action is Action.RESUBMIT and decision.job_id}
     if silent and not options.dry_run:
-        # A clock may be wrong, and recovering storage may return for this machine first.
+        # The run may be alive: a clock may be wrong, or recovering storage may return on this machine first.
         time.sleep(_CONFIRM_SECONDS)
     alive = {one.run for one, _ in found if one.run in silent and modified(one.run.alive) != one.heartbeat_mtime}
     keep = Decision(reason="its agents send heartbeats again")
@@ -107,7 +107,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
             found[number] = replace(one, known=replace(one.known, headless=headless))
         excluded = _excluded(one)
         if excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
-            # The pending job can do without fewer nodes when others have gone down.
+            # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
             excludable = handover.nodes_to_exclude(RunSpec.load(one.run), one.history)
             found[number] = replace(one, known=replace(one.known, excluded=excluded, excludable=excludable))
     return found
@@ -118,19 +118,19 @@ def _excluded(one: ObservedRun) -> Sequence[str]:
     pending = one.known.pending_job
     if one.known.over or pending is None or pending.job_id in one.history.job_ids:
         return one.known.excluded
-    # The reply of its sbatch was lost, so that no event has them.
+    # The reply of its sbatch was lost, so no event names the excluded nodes.
     nodes = slurm.show_job(pending.job_id).get("ExcNodeList", "(null)")
     return [] if nodes == "(null)" else slurm.hostnames(nodes)
 
 
 @functools.cache
 def _skip(reason: str) -> None:
-    """Print why a run is skipped: once, not at every check."""
+    """Print why a run is skipped, only at the first check."""
     print(visible(f"hpc supervise: skipped: {reason}"), file=sys.stderr, flush=True)
 
 
 def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
-    """Perform a decision, and send the messages that are due. Returns the error's message, or None."""
+    """Perform a decision, and send the messages that are due. Returns the error message, or None."""
     try:
         if decision.action is not Action.KEEP:
             perform(one, decision)
@@ -144,7 +144,7 @@ def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
 
 def _send_messages(one: ObservedRun, decision: Decision) -> None:
     """Send the messages for --notify that the nodes could not send, or did not know to send."""
-    # The events of complete runs are not read at every check.
+    # The events of complete runs are not read, so the time of the result counts.
     times = [modified(one.run.final_result)] if one.known.complete else [event.time for event in one.history.events]
     last_news = max(filter(None, times), default=None)
     if last_news is None or time.time() - last_news > _NEWS_SECONDS:
@@ -155,7 +155,7 @@ def _send_messages(one: ObservedRun, decision: Decision) -> None:
 
 
 def _call_on_end(one: ObservedRun, state: str, reason: str, command: list[str]) -> None:
-    """Call the user's command, once, for a run that has just ended."""
+    """Call the user's command (--on-end) once for a run that has just ended."""
     last, run = one.known.last, one.run
     ended = run.final_result.stat().st_mtime if one.known.complete else (last.ended if last else None)
     marker = run.events / f"notified-{state}-{one.known.attempt:03d}.jsonl"

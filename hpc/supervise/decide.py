@@ -1,4 +1,4 @@
-"""The supervisor's decision about a run, and the state of a run without a job, from an observation. Pure.
+"""Decides what the supervisor does with a run, and which state a run without a job has, from an observation. Pure.
 
 `hpc status` shows the same reason for a run without a job as `hpc supervise --dry-run`.
 """
@@ -52,7 +52,7 @@ class Action(StrEnum):
 NEVER_SUBMITTED = "hpc submit was killed before it queued the run: submit it with hpc resume"
 """The reason of a failed run that has no job in the ledger or in Slurm's queue."""
 STARTS = frozenset({Action.START_NOW, Action.RELEASE, Action.REQUEUE, Action.RESUBMIT})
-"""The actions after which a run stages and trains."""
+"""Actions after which a run stages its data and trains."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class Decision:
 
 
 def decide(run: RunObservation) -> Decision:
-    """Return what to do about a run now: the first decision of `_RULES`, at the end of this file."""
+    """Return what to do about a run now: the decision of the first rule in `_RULES` that applies."""
     return next(decision for rule in _RULES if (decision := rule(run)))
 
 
@@ -106,7 +106,7 @@ def _back_off(run: RunObservation, doublings: int) -> Decision | None:
 
 
 def _finished_or_cancelled(run: RunObservation) -> Decision | None:
-    """Keep a run that is complete or cancelled, or cancel its job."""
+    """Keep a run that is complete or cancelled, and cancel a job that it still has."""
     if not run.complete and not run.cancelled:
         return None
     end = _over("completed", "completed") if run.complete else _keep("cancelled", "cancelled")
@@ -121,7 +121,7 @@ def _handed_over(run: RunObservation) -> Decision | None:
 
 
 def _replaced(run: RunObservation) -> Decision | None:
-    """Cancel a job that does nothing while the run has another one."""
+    """Cancel a running job that no longer works on the run, if the run has another job."""
     ended = {(attempt.job_id, attempt.restart) for attempt in run.attempts if attempt.ended is not None}
     others = [job for job in run.alive_jobs if job.state is not JobState.ENDING]
     for job in run.running_jobs if len(others) > 1 else ():
@@ -144,7 +144,7 @@ def _useless(run: RunObservation) -> Decision | None:
 
 
 def _pending(run: RunObservation) -> Decision | None:
-    """Keep a job that waits for nodes, or end Slurm's hold or delay of it."""
+    """Keep a job that waits for nodes, or end its hold or delay, or allow it more nodes."""
     job, last = run.pending_job, run.last
     if job is None:
         return None
@@ -154,7 +154,7 @@ def _pending(run: RunObservation) -> Decision | None:
             return Decision(action=Action.RELEASE, job_id=job.job_id, reason="Slurm could not start it on a node")
         reason = f"Slurm failed {times} times to start job {job.job_id}: type scontrol release {job.job_id}"
         return _over(reason, "failed")
-    # Without a restart, the user requested the delay.
+    # If the job was never restarted, the user requested the delay.
     delay = (job.eligible or 0.0) - run.now if job.reason == "BeginTime" and job.restarts else 0.0
     if _MIN_DELAY_SECONDS < delay < _MAX_DELAY_SECONDS:
         reason = "requeued; waiting only for Slurm's requeue delay"
@@ -167,7 +167,7 @@ def _pending(run: RunObservation) -> Decision | None:
 
 
 def _ending(run: RunObservation) -> Decision | None:
-    """Wait for a job that is ending. It takes minutes if its node is dead, and may hang in the kernel for ever."""
+    """Wait for an ending job, but not for ever. It takes minutes if a node is dead, and may hang in the kernel."""
     alive = run.alive_jobs
     if not alive or any(job.state is not JobState.ENDING for job in alive):
         return None
@@ -184,7 +184,7 @@ def _starting(run: RunObservation) -> Decision | None:
         # Slurm ends such a job only at its time limit: agents on its other nodes wait for the head node's.
         return _resubmit(run, job, f"{job.batch_host}, its first node, was lost before its agents started")
     waited = run.now - (job.started or run.now)
-    # The head node's agent may be waiting for space in the run directory. squeue's list may be older than the ledger.
+    # An agent without a claim may wait for space in the run directory, or squeue's list may be older than the ledger.
     lives = (run.end_missing or run.heartbeat_at is not None) and run.silent_seconds < STALE_SECONDS
     if waited < _CLAIM_SECONDS or lives:
         return _keep(f"job {job.job_id} is starting")
@@ -192,7 +192,7 @@ def _starting(run: RunObservation) -> Decision | None:
 
 
 def _running(run: RunObservation) -> Decision | None:
-    """Keep a job whose agents work on the last attempt or submit the next one, or replace the job."""
+    """Keep a job whose agents work on the last attempt or submit the next job; replace or cancel any other job."""
     job, last = run.running_jobs[-1] if run.running_jobs else None, run.last
     if job is None:
         return None
@@ -269,7 +269,7 @@ def _gone(run: RunObservation) -> str:
 
 
 def _never_starts(run: RunObservation) -> Decision | None:
-    # Slurm itself requeues a job whose node fails.
+    # Restarts count, too, because Slurm itself requeues a job whose node fails.
     times = max([run.queued_jobs, *(job.restarts for job in run.jobs if run.last is None)])
     gave_up = f"given up: its job ended {times} times before it started"
     return _over(gave_up, "failed") if times >= _MAX_STARTS else None

@@ -1,4 +1,4 @@
-"""The supervisor's observation of each run: its directory, jobs and heartbeats. Runs on the login node."""
+"""Observes each run for the supervisor: its directory, jobs and heartbeats. Runs on the login node."""
 
 import os
 import time
@@ -19,7 +19,7 @@ from hpc.slurm.squeue import SlurmJob
 
 @dataclass(frozen=True, kw_only=True)
 class RunObservation:
-    """The facts about a run from which `decide` decides, as plain data. Times are seconds since the epoch."""
+    """The facts about a run that `decide` uses, as plain data. Times are seconds since the epoch."""
 
     complete: bool = False
     cancelled: bool = False
@@ -27,30 +27,30 @@ class RunObservation:
     scancelled: bool = False
     """Whether the ledger records that the run's last job was cancelled with scancel."""
     refusal: str | None = None
-    """Why the run's last job started no attempt."""
+    """Reason why the run's last job started no attempt; None if no reason is recorded."""
     attempts: Sequence[Attempt] = ()
     submitted: bool = True
     """Whether the ledger names a job."""
     jobs: Sequence[SlurmJob] = ()
-    """The jobs in squeue, also ended ones, the oldest first."""
+    """The run's jobs in squeue, including ended jobs, the oldest first."""
     headless: frozenset[str] = frozenset()
-    """Ids of jobs that hold nodes, but have lost the node of their script and made no attempt."""
+    """Ids of running jobs that have lost the node of their script, and did not make the last attempt."""
     last_job_state: JobState = JobState.UNKNOWN
-    """The last job's state in squeue or, if it is no longer there, in Slurm's accounting."""
+    """State of the last job in squeue or, if squeue does not list it, in Slurm's accounting."""
     heartbeat_at: float | None = None
-    """Time of the last heartbeat of the head node's agent."""
+    """Time of the last heartbeat of the head node's agent; None before the first."""
     queued_jobs: int = 0
-    """The number of jobs that were queued since the last attempt."""
+    """Number of requeues and new jobs since the last attempt."""
     handed_over_at: float | None = None
-    """Time at which the last of these jobs was queued."""
+    """Time of the last requeue, new job or release since the last attempt; None if none was recorded."""
     handover_unfinished: bool = False
-    """Whether a process that may have ended the old job began to submit the next one, and did not record it."""
+    """Whether a process claimed the next job without recording it. The process may have ended the old job."""
     handover_deadline: float = 0.0
-    """Time until which that process may finish; 0 if it died."""
+    """Time until which the process of an unfinished handover may finish; 0 if it died."""
     excluded: Sequence[str] = ()
-    """Nodes that the last job avoids, because they failed the run."""
+    """Nodes that the last job excludes: those of --exclude, and those that failed the run."""
     excludable: Sequence[str] = ()
-    """The `excluded` nodes that its partition can do without now."""
+    """Nodes that the pending job could exclude now, because the partition has enough others."""
     now: float
 
     @property
@@ -60,7 +60,7 @@ class RunObservation:
 
     @property
     def attempt(self) -> int:
-        """The number of the last attempt; 0 before the first."""
+        """Number of the last attempt; 0 before the first."""
         return self.last.attempt if self.last else 0
 
     @property
@@ -76,57 +76,57 @@ class RunObservation:
 
     @property
     def failures(self) -> int:
-        """The number of failures without progress that share the last one's budget, the last one included."""
+        """Number of failures without progress that share the budget of the last failure, which is included."""
         return budget_of(self.attempts).failures
 
     @property
     def alive_jobs(self) -> list[SlurmJob]:
-        """Jobs that are pending, running or ending."""
+        """Jobs that have not ended: they are pending, running, suspended or ending."""
         return [job for job in self.jobs if job.state.alive]
 
     @property
     def running_jobs(self) -> list[SlurmJob]:
-        """Jobs that hold nodes; the job of the last attempt is last."""
+        """Running jobs; the job of the last attempt comes last."""
         return sorted((job for job in self.jobs if job.state is JobState.RUNNING), key=self.made_last_attempt)
 
     @property
     def pending_job(self) -> SlurmJob | None:
-        """The job that waits for nodes; None if another one holds nodes."""
+        """The newest pending job; None if the run has none, or has a running job."""
         pending = [job for job in self.jobs if job.state is JobState.PENDING]
         return pending[-1] if pending and not self.running_jobs else None
 
     @property
     def silent_seconds(self) -> float:
         """Seconds since the last heartbeat of the last attempt's agents."""
-        # Just after a claim, the heartbeat is the previous attempt's. If a clock is ahead, its claim is in the future.
+        # Just after a claim, the heartbeat is the previous attempt's. A clock that is ahead puts a claim in the future.
         started = self.last.started if self.last and self.last.started <= self.now else None
         known = [at for at in (started, self.heartbeat_at) if at is not None]
         return self.now - max(known, default=self.now)
 
     @property
     def idle_seconds(self) -> float:
-        """Seconds since the last activity for the run."""
+        """Seconds since the last heartbeat, end of an attempt, requeue, new job or release."""
         worked = self.now - self.silent_seconds if self.last else 0.0
         return self.now - max(worked, self.last.ended or 0.0 if self.last else 0.0, self.handed_over_at or 0.0)
 
     def made_last_attempt(self, job: SlurmJob) -> bool:
-        """Return whether this start of a job made the last attempt. Its number of restarts identifies the start."""
+        """Return whether the present start of a job, which its number of restarts identifies, made the last attempt."""
         return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedRun:
-    """A run at one moment."""
+    """A run as it was at one moment."""
 
     run: RunDir
     known: RunObservation
     history: History
     heartbeat_mtime: float | None
-    """The modification time of the file `alive`, by its storage's clock."""
+    """Modification time of the run's file `alive`, by its storage's clock; None without the file."""
 
 
 def observe(run: RunDir, jobs: Mapping[str, Sequence[SlurmJob]], storage_now: float) -> ObservedRun:
-    """Read the state of a run. Raises OSError if its directory was deleted, or is closed to this user.
+    """Observe a run. Raises OSError if its directory was deleted, or cannot be read by this user.
 
     `jobs` comes from `jobs_by_script`. `storage_now` is the `storage_time` of the directory that holds the runs.
     """

@@ -1,4 +1,4 @@
-"""Performs a decision of the supervisor. This may be interrupted at any point and repeated. Runs on the login node."""
+"""Performs a decision of the supervisor; may be interrupted at any point and repeated. Runs on the login node."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
     """Perform a decision.
 
     Raises:
-        TorchrelayError: Slurm refuses it or does not answer, or the run directory is a copy.
+        TorchrelayError: Slurm refuses the action or does not answer, or the run directory was copied or moved.
         OSError: the run directory was deleted, or its storage is full.
     """
     run, job_id = observed.run, decision.job_id
@@ -55,11 +55,11 @@ def perform(observed: ObservedRun, decision: Decision) -> None:
 
 
 def _requeue(observed: ObservedRun, decision: Decision) -> None:
-    """Requeue a job that has ended, or submit a new one if Slurm refuses that."""
+    """Requeue a job that has ended, or submit a new job if Slurm refuses the requeue."""
     try:
         slurm.requeue(str(decision.job_id))
     except slurm.SlurmRefusalError:
-        _resubmit(observed, replace(decision, job_id=None, cause=None))  # its end is recorded
+        _resubmit(observed, replace(decision, job_id=None, cause=None))  # the end is recorded
     else:
         _record(observed, Requeued(job_id=str(decision.job_id)))
 
@@ -70,7 +70,7 @@ def _record(observed: ObservedRun, event: Event) -> None:
 
 
 def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
-    """Record the end of the attempt if the ledger lacks it. Returns False if another process did so first."""
+    """Record the end of the attempt if the ledger lacks it. Returns False if another process recorded it first."""
     last, run, cause = observed.known.last, observed.run, decision.cause
     if last is None or cause is None:
         return True
@@ -79,7 +79,7 @@ def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
 
 
 def _release(observed: ObservedRun, decision: Decision) -> None:
-    """Let a delayed or held job start now, but not on nodes that failed the run."""
+    """Let a delayed or held job start now, on nodes that have not failed the run."""
     if decision.action is Action.START_NOW and slurm.makes_job_directories():
         _resubmit(observed, decision)
         return
@@ -87,7 +87,7 @@ def _release(observed: ObservedRun, decision: Decision) -> None:
         excluded = handover.nodes_to_exclude(RunSpec.load(observed.run), observed.history)
         if set(excluded) != set(observed.known.excluded):
             _exclude(observed, decision, excluded)
-    except TorchrelayError as error:  # the job starts even then
+    except TorchrelayError as error:  # the job starts nevertheless
         print(f"hpc supervise: {observed.run.name}: nodes that failed it are not excluded: {error}", file=sys.stderr)
     if decision.action is Action.RELEASE:
         slurm.release(str(decision.job_id))

@@ -1,4 +1,4 @@
-"""This node's network addresses: those at which its agent may be reached, and their interfaces. Runs on compute nodes.
+"""The network addresses at which this node's agent may be reached, and their interfaces. Runs on compute nodes.
 
 Host names often do not work: a node's own name resolves to 127.0.1.1, and the names of others to a network that is
 closed between compute nodes, or not at all. So the head node's agent publishes all its addresses in its claim. The
@@ -22,7 +22,7 @@ def own_addresses(interface: str | None = None) -> list[str]:
 
 
 def head_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
-    """Return where to try the head node, in this order. With an interface, omit its name, which may lead elsewhere."""
+    """Return the hosts at which to try the head node: its name, which may mislead, only if no interface is given."""
     return [*([] if interface else [name]), *addresses]
 
 

@@ -1,7 +1,7 @@
-"""How long others have been silent, by the clock of an agent that may itself have been suspended. Runs in every agent.
+"""Measures the silence of other agents without the time in which this agent was suspended. Runs in every agent.
 
-Slurm stops all processes of a job that it suspends (SUSPEND, GANG), and a virtual machine stops while it is moved: then
-nobody could listen. A thread that only ticks tells such a pause from a loop that waits for slow storage.
+Slurm stops all processes of a job that it suspends (SUSPEND, GANG), and a virtual machine stops while it is moved: a
+stopped agent hears nothing. A thread that only ticks tells such a pause from a loop that waits for slow storage.
 """
 
 import threading
@@ -11,7 +11,7 @@ _TICK_SECONDS, _SUSPENDED_SECONDS = 0.1, 2.0
 
 
 class AgentClock:
-    """Measures how long ago something was, counting from the end of this agent's last suspension."""
+    """Measures the time since an event, at most since the end of this agent's last suspension."""
 
     def __init__(self) -> None:
         self._ticked = self._resumed = time.monotonic()
@@ -21,11 +21,11 @@ class AgentClock:
         while True:
             time.sleep(_TICK_SECONDS)
             now = time.monotonic()
-            # Before _ticked, which `since` reads first.
+            # Set _resumed before _ticked, because `since` reads _ticked first.
             self._resumed = now if now - self._ticked > _SUSPENDED_SECONDS else self._resumed
             self._ticked = now
 
     def since(self, moment: float) -> float:
-        """Return the seconds from a time of time.monotonic(), or the end of a later suspension, to the last tick."""
+        """Return the seconds from a time.monotonic() value, or from the end of a later suspension, to the last tick."""
         ticked = self._ticked
         return max(0.0, ticked - max(moment, self._resumed))

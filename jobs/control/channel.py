@@ -1,8 +1,8 @@
 """The control channel: a connection from every agent of an attempt to the head node's agent.
 
-Runs on compute nodes. Every agent sends its status twice a second, and gets the directive back if that has changed.
-Slurm notices a dead node after minutes, and files on shared storage show after up to a minute; this takes seconds.
-Connections are authenticated with the attempt's secret, which stands in the run directory (hpc.base.transport).
+Runs on compute nodes. Every other agent sends its status at least twice a second, and gets a changed directive back.
+The channel reveals a dead node in seconds. Slurm takes minutes, and a file on shared storage up to a minute to show.
+Connections are authenticated with the attempt's secret, which is in the run directory (hpc.base.transport).
 """
 
 import threading
@@ -17,7 +17,7 @@ from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import Answer, Directive, NodeStatus, Phase, decode
 from jobs.node_attempt import log
 
-# Five seconds of silence are a dead node; a busy machine or a switch that reboots a port may be silent for two.
+# A node counts as dead after five seconds of silence; a busy machine or a switch that reboots a port may take two.
 LOST_SECONDS = 5.0
 _SEND_SECONDS = 0.5
 _SEND_WAITING_SECONDS = 0.1
@@ -28,24 +28,24 @@ _SERVER_LIMITS = Limits(timeout_seconds=2 * LOST_SECONDS, max_message_bytes=2**2
 _CLIENT_LIMITS = Limits(timeout_seconds=_ANSWER_SECONDS, max_message_bytes=2**20)
 _PURPOSE = "control"
 ALONE = "127.0.0.1"
-"""The address of a node that no other one reaches."""
+"""Address of this node while no other node is connected."""
 
 
 def _hangs(status: NodeStatus, unreported_seconds: float, timeout_seconds: float) -> bool:
     """Return whether an agent hangs before the training: its main thread, which reports often, waits for a mount.
 
-    During the training it may wait: the ranks go on without the shared storage as long as they need none.
+    During the training the agent may wait: the ranks go on as long as they need no shared storage.
     """
     return status.phase is Phase.STARTING and unreported_seconds > timeout_seconds
 
 
 def _after_break(heard: float) -> float:
-    """Return when an agent whose connection has just ended, or is refused, counts as last heard."""
+    """Return the time at which an agent counts as last heard after its connection has ended or was refused."""
     return min(heard, time.monotonic() - (LOST_SECONDS - _RECONNECT_SECONDS))
 
 
 class ControlServer:
-    """The head node's end of the channel: has the last status of every node, and the directive for all."""
+    """The head node's end of the channel: keeps the last status of every node, and the directive for all nodes."""
 
     head_is_silent = False
     clock_skew_seconds = 0.0
@@ -55,12 +55,12 @@ class ControlServer:
     ) -> None:
         """Listen on one of `ports`, or, if there are none, on one that the kernel chooses.
 
-        If this agent hangs for `timeout_seconds` before the training, it does not answer the others any more, and they
+        If this agent hangs for `timeout_seconds` before the training, it no longer answers the other agents, which
         count it as lost.
         """
         self._num_nodes = num_nodes
         self.directive = Directive()
-        """Assigned as a whole, so that no lock is needed."""
+        """Directive for all nodes, always assigned as a whole, so that no lock is needed."""
         self.status = NodeStatus(node_rank=0)
         """This node's own status."""
         self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
@@ -75,7 +75,7 @@ class ControlServer:
         self.port, self.check = self._server.port, self._server.check
 
     def report(self, **changes: Any) -> None:
-        """Change this node's own status."""
+        """Change fields of this node's own status."""
         self._reported_at = time.monotonic()
         self.status = replace(self.status, **changes)
         self._take(self.status)
@@ -90,7 +90,7 @@ class ControlServer:
         return dict(self._statuses)
 
     def address(self, node_rank: int) -> str:
-        """Return the address at which the others reach a node that has reported: it has connected from there."""
+        """Return the address at which the others reach a node: that from which it has connected, or this node's own."""
         return self._addresses.get(node_rank, self.own_address)
 
     def silent_seconds(self, node_rank: int) -> float | None:
@@ -118,14 +118,14 @@ class ControlServer:
                 node_rank = status.node_rank
                 if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                     return
-                # Send it only if it has changed: it names all members, and a large job's head would do nothing else.
+                # Send only a changed directive: it names all members, and a large job's head would do nothing else.
                 directive = self.directive
                 changed = {} if directive is sent else {"directive": directive.as_json}
                 connection.send({"time": steady_time(), **changed})
                 sent = directive
         except OSError as error:
             if not isinstance(error, ConnectionError):
-                node_rank = None  # no answer: the silence is counted
+                node_rank = None  # a timeout: only the silence counts
             raise
         finally:
             if node_rank is not None:
@@ -152,14 +152,14 @@ class ControlClient:
         self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
         self.directive, self.status = Directive(), status
         self.clock_skew_seconds = 0.0
-        """The head's clock minus ours, as of the first answer."""
+        """Seconds by which the head's clock was ahead of this node's at the first answer."""
         self.met = threading.Event()
-        """Set with the head's first answer."""
+        """Set when the head has answered for the first time."""
         self.head_has_ended = False
-        """Whether the silent head's agent has ended, as `ControlServer.has_ended` says it of others."""
+        """Whether the silent head's agent has ended: its kernel has closed or refused the connection."""
         self.hosts, self._port, self._secret = hosts, port, secret
         self.head_address = self.own_address = ALONE
-        """The addresses at which this node reaches the head, and the others reach this node."""
+        """Addresses at which this node reaches the head, and at which other nodes reach this one."""
         self.clock, self._heard = AgentClock(), time.monotonic()
         self._changed, self._closed = threading.Event(), threading.Event()
         self._defect: Exception | None = None
@@ -167,7 +167,7 @@ class ControlClient:
         self._thread.start()
 
     def report(self, **changes: Any) -> None:
-        """Change this node's status. It is sent at once if the others wait for the change."""
+        """Change fields of this node's status, and send it at once if other nodes wait for the change."""
         self._reported_at = time.monotonic()
         before, self.status = self.status, replace(self.status, **changes)
         keys = ("phase", "round", "caches")
@@ -182,12 +182,12 @@ class ControlClient:
 
     @property
     def silent_seconds(self) -> float:
-        """How long the head has been silent."""
+        """Seconds for which the head has been silent."""
         return self.clock.since(self._heard)
 
     @property
     def head_is_silent(self) -> bool:
-        """Whether the head node's agent has been silent for too long."""
+        """Whether the head node's agent, once met, has been silent for more than LOST_SECONDS."""
         return self.met.is_set() and self.silent_seconds > LOST_SECONDS
 
     def close(self) -> None:
@@ -199,9 +199,9 @@ class ControlClient:
     def _keep_connected(self) -> None:
         closing = False
         while not closing:
-            # After `close`, too, the last status is sent once: the connection may have just broken.
+            # After `close`, connect once more to send the last status: the connection may have just broken.
             closing = self._closed.is_set()
-            # Once met, a broken connection to the head must not be followed by attempts at addresses that lead nowhere.
+            # Once the head has answered, reconnect only to the address that worked: others may lead nowhere.
             for host in [self.head_address] if self.met.is_set() else self.hosts:
                 try:
                     with connect((host, self._port), self._secret, _PURPOSE, _CLIENT_LIMITS) as connection:
@@ -213,7 +213,7 @@ class ControlClient:
                         log(f"the connection to the head node's agent ends: {error}")
                     self._heard, self.head_has_ended = _after_break(self._heard), True
                 except OSError:
-                    pass  # no answer: the silence is counted
+                    pass  # a timeout: only the silence counts
                 except Exception as error:  # noqa: BLE001 - `check` raises it, and this thread reports the agent's end
                     self._defect = error
                 if self.met.is_set():
@@ -221,7 +221,7 @@ class ControlClient:
             self._closed.wait(_SEND_SECONDS)
 
     def _exchange(self, connection: Connection) -> None:
-        """Send the status and read the answer, again and again, until that fails or the client is closed."""
+        """Send the status and read the answer repeatedly, until the connection fails or the client is closed."""
         while True:
             closing = self._closed.is_set()
             self._changed.clear()

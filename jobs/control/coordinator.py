@@ -1,6 +1,6 @@
-"""The head node's agent coordinates the attempt: which nodes are lost, what failed, who trains, when it is over.
+"""Decides for the whole attempt which nodes are lost, what failed, who trains, and when the attempt is over.
 
-Runs on compute nodes. It looks at the statuses of all agents a few times a second, and never waits.
+Runs in the head node's agent. It checks the statuses of all agents a few times a second, and never waits.
 
 A failure is a failed rank, a lost node, or a hang. It is recorded as `interruption` if the attempt goes on, and as the
 cause in `attempt_ended` if not.
@@ -33,25 +33,25 @@ _FRESH_SECONDS = 0.9
 # Other agents, which have lost contact with this one, may have ended the attempt. The check reads shared
 # storage, so not every poll makes it.
 _END_CHECK_SECONDS = 5.0
-# A failure that is older than this is not the reason for what happens now.
+# A failure that is older than this does not explain a lack of nodes now.
 _RECENT_SECONDS = LINK_SECONDS + 60.0
-# Rounds that end sooner than this because torchrun failed are counted.
+# Only rounds in which torchrun fails sooner than this count as failed rounds.
 _SHORT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What interrupted the training, or ended the attempt."""
+    """A failure that interrupted the training or ended the attempt."""
 
     cause: Cause
     failed_at: float
     noticed_at: float
-    """Seconds since the epoch, both."""
+    """Seconds since the epoch, like `failed_at`."""
     step: int | None
-    """The last step that any rank had done; None of a user's script, whose steps are not known."""
+    """The last step that any rank had done; None if unknown, as in a user's script that reports no steps."""
     detail: str
     signature: str | None = None
-    """By which the same failure is known (hpc.run.budget)."""
+    """Text by which the same failure is recognized (hpc.run.budget)."""
     rank: int | None = None
     node: str | None = None
 
@@ -62,15 +62,15 @@ class Coordinator:
     def __init__(self, node: NodeAttempt, server: ControlServer, stop: StopRequest) -> None:
         self._node, self._server, self._stop = node, server, stop
         self.failure: Failure | None = None
-        """What ended the attempt; None if it ended well, or was asked to stop."""
+        """Failure that ended the attempt; None if the attempt ended well, or was asked to stop."""
         self.done = False
-        """Whether the torchrun of every member ended with 0."""
+        """Whether every member's torchrun has ended with 0."""
         self.lost: dict[int, float] = {}
-        """Node ranks that are silent, and since when, in seconds since the epoch."""
+        """Time at which each silent node was last heard, in seconds since the epoch, by node rank."""
         self.bad_nodes: set[int] = set()
         """Node ranks that failed the preflight, or whose storage or device hangs."""
         self.stuck: set[int] = set()
-        """Those of them with an unkillable rank: for a long time, Slurm can neither end nor requeue this job there."""
+        """Bad nodes with an unkillable rank: Slurm can neither end nor requeue this job on them for a long time."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self._began = self._announced = self._end_checked = time.monotonic()
@@ -89,7 +89,7 @@ class Coordinator:
         return self._stop.name or next(others, None)
 
     def poll(self) -> None:
-        """Look at the statuses once, and act."""
+        """Check all statuses once: handle failures, then choose the members of the round or end the attempt."""
         if self._server.directive.over:
             return
         self._find_lost_nodes()
@@ -109,7 +109,7 @@ class Coordinator:
     # --- what failed ---
 
     def _find_lost_nodes(self) -> None:
-        """Record nodes that have fallen silent or are back. Members that fell silent together are one failure."""
+        """Record nodes that have fallen silent or are back. Members that fall silent together count as one failure."""
         for node_rank in [node_rank for node_rank in self.lost if not self._server.is_silent(node_rank)]:
             del self.lost[node_rank]
             self._node.record(NodeReturned(node=self._name(node_rank)))
@@ -134,7 +134,7 @@ class Coordinator:
 
     def _find_failed_ranks(self) -> None:
         if self._server.directive.paused:
-            return  # the agents kill the ranks, and those that are killed last lose their peers and fail
+            return  # the agents kill the ranks, and the ranks killed last fail because they lose their peers
         statuses = self._server.statuses().values()
         reported = {each for status in statuses for each in status.failures}
         root = self._root_failure.find(reported, all_heard=self._all_heard())
@@ -149,8 +149,8 @@ class Coordinator:
         failure = self._failure(
             Cause(root.cause), root.failed_at, detail, rank=root.rank, node=root.node, signature=signature
         )
-        # Use its own step, not the furthest rank's: the same failure happens at the same step, whether the other ranks
-        # finish that step or not.
+        # Use the failed rank's own step, not the furthest: the same failure happens at the same step, whether the other
+        # ranks finish that step or not.
         known = failure.step is not None and root.step is not None
         self._handle(replace(failure, step=root.step) if known else failure)
 
@@ -161,9 +161,9 @@ class Coordinator:
         return all((self._server.silent_seconds(node_rank) or 0.0) < _FRESH_SECONDS for node_rank in others)
 
     def _abort_hung_ranks(self, heartbeats: dict[int, RankHeartbeat]) -> None:
-        """If ranks hang, have all killed. torchrun restarts them, but not on a node where they cannot be killed."""
+        """Have all ranks killed if some hang. torchrun restarts them, except on a node where they cannot be killed."""
         if self.lost.keys() & set(self._server.directive.members) or not self._all_heard():
-            return  # the ranks wait for a node that is dead, or may be
+            return  # the ranks wait for a node that is or may be dead
         hang = find_hang(heartbeats, self._node.spec.recovery.hang_timeout)
         if hang is None or self._stop:
             return
@@ -177,11 +177,11 @@ class Coordinator:
         self.bad_nodes |= stuck
         self._direct(abort_count=self._server.directive.abort_count + 1)
         cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
-        # The same hang is at the same step. If the program does not promise steps, only the heartbeats may have it.
+        # The same hang happens at the same step, known only from heartbeats if the program does not promise steps.
         signature = None if stuck else "" if self._node.spec.program.reports_steps else f"after step {self.last_step}"
         since = steady_time() - hang.seconds
         self._handle(self._failure(cause, since, hang.detail, rank=hang.rank, node=name, signature=signature))
-        # Every rank that was started until now is killed.
+        # All ranks started until now are killed, so their failures are explained.
         self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
@@ -189,17 +189,17 @@ class Coordinator:
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record an interruption, or end the attempt, if no budget is left or another process has ended it already."""
+        """Record a failure as interruption, or end the attempt if no budget is left or another process has ended it."""
         if handover.has_ended(self._node.run, self._node.attempt.attempt):
             self._end()
             return
         self._last_failure, self.last_step = failure, 0
         self._root_failure.explained_until = max(self._root_failure.explained_until, failure.failed_at)
-        # The interruptions of this attempt are taken from memory: a full disk may not have recorded them.
+        # Take the interruptions of this attempt from memory: because of a full disk they may not be recorded.
         *earlier, this = attempts_of(
             each
             for each in self._node.history().events
-            # Ranks that have replaced those that failed may train already.
+            # Leave out the starts of ranks that have already replaced the failed ones.
             if not isinstance(each, TrainStarted) or each.time < failure.failed_at
         )
         self._interruptions.append(
@@ -233,7 +233,7 @@ class Coordinator:
             )
 
     def _node_of(self, rank: int) -> int | None:
-        """Return the node rank of a rank, None if unknown. Lost nodes do not count: their old status may name it."""
+        """Return the node rank of a rank; None if unknown. Skips lost nodes, whose old status may name the rank."""
         present = [(node, status) for node, status in self._server.statuses().items() if node not in self.lost]
         return next((node for node, status in present for each in status.heartbeats if each.rank == rank), None)
 
@@ -243,7 +243,7 @@ class Coordinator:
     # --- who trains ---
 
     def _choose_members(self) -> None:
-        """Announce the next round, or the end, if it is time."""
+        """Announce another round or a pause, or end the attempt, if the states of the nodes require it."""
         directive, statuses = self._server.directive, self._server.statuses()
         if self._is_over_for_others():
             self._end()
@@ -279,7 +279,7 @@ class Coordinator:
             self._direct(paused=True)
 
     def _awaited(self) -> frozenset[int]:
-        """Return the lost nodes whose link may come back."""
+        """Return the node ranks of lost nodes whose link may come back."""
         server, lost = self._server, self.lost.keys() - self.bad_nodes
         silent = {rank: server.silent_seconds(rank) or 0.0 for rank in lost if not server.has_ended(rank)}
         recent = [rank for rank, seconds in silent.items() if seconds < LINK_SECONDS]
@@ -289,15 +289,15 @@ class Coordinator:
     def _is_over_for_others(self) -> bool:
         """Return whether other agents have ended the attempt. If the user has cancelled the run, make all agents stop.
 
-        Looks every _END_CHECK_SECONDS, and returns False in between.
+        Checks every _END_CHECK_SECONDS, and returns False in between.
         """
         if time.monotonic() - self._end_checked < _END_CHECK_SECONDS:
             return False
         self._end_checked = time.monotonic()
         run = self._node.run
         if is_cancelled_now(run):
-            # The agents stop as on the SIGTERM of scancel, which has not reached them, or not yet: to end the attempt
-            # here would kill ranks that save.
+            # Have the agents stop as on the SIGTERM of scancel, which has not reached them yet: ending the attempt here
+            # would kill ranks that save.
             self._direct(stop=True)
         return handover.has_ended(run, self._node.attempt.attempt)
 
@@ -312,13 +312,13 @@ class Coordinator:
         preflight = self._node.spec.program.preflight is not None and not checked
         number, port = before.round + 1, statuses[members[0]].port
         self._node.record(RoundStarted(round=number, port=port, members=members))
-        # The agents have killed the ranks of the last round, or kill them now: the end of one is no failure.
+        # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.
         self._root_failure.explained_until = steady_time()
         host = self._server.address(members[0])
         self._direct(round=number, members=members, host=host, port=port, preflight=preflight, paused=False)
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
-        """Return the failure that left too few nodes, or one that says why there never were enough."""
+        """Return the recent failure that left too few nodes, or else one that names the failed and lost nodes."""
         out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.BAD_NODE}}
         failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
         failed += [f"lost contact with {few(list(map(self._name, sorted(self.lost))))}"] if self.lost else []
@@ -337,6 +337,6 @@ class Coordinator:
 
     def _end(self, failure: Failure | None = None, *, done: bool = False) -> None:
         self.failure, self.done = failure, done
-        # The first member saves its snapshot if the head has none: it must be alive.
+        # The first member must be alive, because it saves its snapshot if the head node has none.
         members = tuple(node_rank for node_rank in self._server.directive.members if node_rank not in self.lost)
         self._direct(over=True, members=members)

@@ -1,6 +1,6 @@
-"""What the agents of an attempt send each other: statuses to the head node's agent, its directive back. Pure data.
+"""Messages between the agents of an attempt: statuses to the head node's agent, and its directive back. Pure data.
 
-Both are whole states: a new connection begins with them, and what a broken one has lost does no harm.
+Each message is a whole state, so a message that a broken connection has lost does no harm.
 """
 
 from dataclasses import asdict, dataclass
@@ -16,39 +16,39 @@ from jobs.staging.coordination import NodeCache, StagingPlan
 
 
 class Phase(StrEnum):
-    """What an agent is doing."""
+    """State of a node's agent in an attempt."""
 
     STARTING = "starting"
-    """Staging, or not heard from yet."""
+    """The agent is staging, or has not reported yet."""
     READY = "ready"
-    """Waiting for a round that includes this node."""
+    """The agent waits for a round that includes its node."""
     RUNNING = "running"
-    """In a round."""
+    """The node takes part in a round."""
     ENDED = "ended"
-    """Its torchrun of the round has ended, and it waits for the next directive."""
+    """The round's torchrun has ended on this node, and the agent waits for the next directive."""
     FAILED = "failed"
-    """It cannot take part in this attempt."""
+    """The node cannot take part in this attempt."""
     BAD_NODE = "bad_node"
-    """The same, and the fault is the node's: the next attempt avoids it."""
+    """The node cannot take part because of a fault of its own, so the next attempt avoids it."""
     LEFT = "left"
-    """All its processes of this attempt have ended."""
+    """The node has ended its ranks, and takes no further part in this attempt."""
 
 
 OVER = frozenset({Phase.FAILED, Phase.BAD_NODE, Phase.LEFT})
-"""Phases after which an agent does nothing more."""
+"""Phases in which an agent takes no further part in the attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankHeartbeat:
-    """One rank, as its node's agent sees it."""
+    """State of one rank, as its node's agent sees it."""
 
     rank: int
     step: int
     phase: str
     state: str
-    """The kernel's letter for the process: T is stopped, D cannot be killed."""
+    """The kernel's letter for the state of the process: T is stopped, D cannot be killed."""
     still_seconds: float
-    """Since its last sign of life, by the clock of its node."""
+    """Seconds since the rank's last sign of life, by its node's clock."""
     step_seconds: float | None
     busy_seconds: float | None
 
@@ -66,60 +66,60 @@ class RankFailure:
     signal: str | None
     cause: Cause
     step: int | None
-    """The last step that it had done; None if unknown."""
+    """Last step that the rank had done; None if unknown."""
     detail: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStatus:
-    """What the head node's agent knows of one node."""
+    """State of one node, as its agent reports it to the head node's agent."""
 
     node_rank: int
     phase: Phase = Phase.STARTING
     round: int = 0
-    """The round that it is in, or was in last."""
+    """Number of the node's current or last round; 0 before its first."""
     exit_code: int = 0
-    """Of that round's torchrun, once it has ended."""
+    """Exit code of the node's last torchrun that has ended; 0 if this node left its round before."""
     port: int = 0
     """A free port, in case this node hosts the next rendezvous."""
     detail: str = ""
-    """Why it failed."""
+    """Why the node failed; empty if it has not."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
     failures: tuple[RankFailure, ...] = ()
-    """The last few, of all rounds."""
+    """The last few failures of the node's ranks, in any round."""
     signal: str | None = None
     """The first signal that asked this node to stop."""
     caches: tuple[NodeCache, ...] = ()
-    """What it has of each data set."""
+    """State of the node's copy of each data set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Directive:
-    """What the head node's agent wants of all agents."""
+    """Instructions of the head node's agent to all agents."""
 
     round: int = 0
-    """0: wait."""
+    """Number of the current round; 0 before the first one."""
     members: tuple[int, ...] = ()
-    """Node ranks that take part in the round; the first one hosts its rendezvous."""
+    """Node ranks that take part in the round. The first member hosts the rendezvous."""
     host: str = ""
-    """At which the others reach the first one."""
+    """Address at which the other members reach the first one."""
     port: int = 0
     paused: bool = False
-    """The members end their ranks and wait for another round: for a lost node, or after repeated failures."""
+    """Whether the members end their ranks and wait for another round: for a lost node, or after repeated failures."""
     preflight: bool = False
-    """The round only checks its members, before a user's script that would not."""
+    """Whether the round only checks its members, because the user's script would not check them."""
     abort_count: int = 0
     """Counts the head's requests to kill all ranks; an agent kills its own each time the number rises."""
     stop: bool = False
-    """The run was cancelled: all agents stop, as on SIGTERM."""
+    """Whether the run was cancelled, so that all agents stop as on SIGTERM."""
     over: bool = False
-    """The attempt ends: end all ranks."""
+    """Whether the attempt is over, so that all agents end their ranks."""
     plans: tuple[StagingPlan, ...] = ()
-    """By data set: which node reads what."""
+    """Plan of each data set, which says which node reads what."""
 
     @cached_property
     def as_json(self) -> dict[str, Any]:
-        """The fields, made once for all nodes: a copy of a thousand members takes a millisecond."""
+        """The fields as a dict, made once for all nodes: copying a thousand members takes a millisecond."""
         return asdict(self)
 
 
@@ -128,9 +128,9 @@ class Answer:
     """The head node's answer to a status."""
 
     time: float
-    """The clock of the head node, in seconds since the epoch."""
+    """Time of the head node's clock, in seconds since the epoch."""
     directive: Directive | None = None
-    """None: it has not changed since the last answer of this connection."""
+    """The directive; None if it has not changed since the last answer on this connection."""
 
 
 _Message = TypeVar("_Message", NodeStatus, Answer)

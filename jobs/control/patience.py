@@ -1,4 +1,4 @@
-"""How long an attempt waits for nodes that have fallen silent, before it gives up its allocation. Runs in every agent.
+"""Decides how long an attempt waits for silent nodes before it gives up its allocation. Runs in every agent.
 
 A link that is lost for seconds (a bond that fails over, a virtual machine that moves) looks like a dead node. Slurm may
 take hours to allocate other nodes. So the ranks are ended at once, and the allocation is kept for some time.
@@ -12,17 +12,17 @@ from hpc.base.errors import TorchrelayError
 from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAttempt, log
 
-# After a minute without a heartbeat of the head node's agent the supervisor continues the run, and the snapshots in the
-# memory of the other nodes are lost.
+# Below a minute: after a minute without a heartbeat of the head node's agent the supervisor continues the run, and the
+# snapshots in the memory of the other nodes are lost.
 LINK_SECONDS = 45.0
-"""How long agents wait for a silent node whose link may come back."""
+"""Seconds for which agents wait for a silent node whose link may come back."""
 IDLE_SECONDS = 15.0
-"""The same if a new job can start at once on idle nodes and this job's others: it costs only its start and staging."""
+"""Shorter wait if a new job can start at once on idle nodes and this job's others, at the cost of start and staging."""
 _ASK_SECONDS = 5.0
 
 
 class Patience:
-    """Tells how long to wait for silent nodes, by what Slurm knows of them. A thread asks Slurm in the background."""
+    """Decides how long to wait for silent nodes from their states in Slurm, which a background thread asks for."""
 
     def __init__(self, node: NodeAttempt) -> None:
         self._node = node
@@ -47,7 +47,7 @@ class Patience:
             dead = slurm.dead_nodes(list(names))
             idle = slurm.idle_nodes(resources.partition)
             idle -= {*names, *(slurm.hostnames(resources.exclude) if resources.exclude else ())}
-            # The other nodes of this job become free when it ends, but then others may wait for them.
+            # The other nodes of this job become free when it ends, but other jobs in the queue may get them.
             with_own = idle.union(self._node.allocation.hostnames).difference(names)
             can_start = len(idle) >= needed or (len(with_own) >= needed and not slurm.has_queue(resources.partition))
         except TorchrelayError as error:

@@ -13,11 +13,11 @@ _HANG_STEPS, _HANG_MIN_SECONDS = 20.0, 60.0
 # Starting, compiling (the first step), saving and the end have no usual duration.
 _OTHER_PHASES_SECONDS = 900.0
 _TIMED_PHASES = frozenset({"load", "step", "evaluate"})
-# What a user's script does between two signs of life is not known: it may evaluate, or save.
+# Between two signs of life, a user's script may do anything, such as evaluate or save.
 _SCRIPT_PHASE = "script"
 _STOPPED = "T"
 _STUCK = {_STOPPED: "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
-# Straggler: twice the usual step time for 10 s on end; a hundredth of a second is noise.
+# A straggler works at least twice as long per step as usual, for 10 s on end; differences below 20 ms are noise.
 _SLOW_FACTOR, _SLOW_MIN_SECONDS, _SLOW_FOR_SECONDS = 2.0, 0.02, 10.0
 
 
@@ -26,7 +26,7 @@ class Hang:
     """Ranks that show no sign of life."""
 
     rank: int | None
-    """The one that the others wait for, if that is known."""
+    """Rank for which the others wait; None if unknown."""
     seconds: float
     detail: str
     unkillable: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class Hang:
 
 
 def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
-    """Return how many seconds a rank may show no sign of life in its present phase. `setting` is --hang-timeout."""
+    """Return for how many seconds a rank may show no sign of life in its phase. `setting` is --hang-timeout."""
     given = None if setting == "auto" else duration_seconds("--hang-timeout", setting)
     steps = _HANG_STEPS * (heartbeat.step_seconds or 0.0)
     is_timed = heartbeat.phase in _TIMED_PHASES and heartbeat.step_seconds is not None
@@ -46,10 +46,10 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
 
 
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
-    """Return the hang if every rank has exceeded its timeout, or if a stopped rank has; None if neither is so.
+    """Return the hang if every rank, or a stopped one, has exceeded its timeout; None if not.
 
-    Ranks that wait in a step for one that saves are not a hang. But a stopped process does not save: whatever phase the
-    others wait in, they wait for ever.
+    Ranks that wait in a step for one that saves do not hang. For a stopped process, however, the others wait for ever,
+    in whatever phase they are.
     """
     late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
     is_everybody = bool(late) and len(late) == len(heartbeats)
@@ -106,7 +106,7 @@ class StragglerDetector:
         busy = {rank: each.busy_seconds for rank, each in heartbeats.items() if each.busy_seconds is not None}
         if not busy:
             return []
-        # Of two ranks the faster one, of many the median.
+        # The usual time is that of the faster of two ranks, or the median of many.
         usual = sorted(busy.values())[(len(busy) - 1) // 2]
         found, now, limit = [], time.monotonic(), max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS)
         slow = {rank: seconds for rank, seconds in busy.items() if seconds >= limit}
@@ -114,6 +114,6 @@ class StragglerDetector:
             del self._slow_since[rank]
         for rank, seconds in slow.items():
             if now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
-                self._slow_since[rank] = float("inf")  # once is enough
+                self._slow_since[rank] = float("inf")  # report each straggler only once
                 found.append(Straggler(rank=rank, busy_seconds=seconds, usual_seconds=usual))
         return found

@@ -3,19 +3,19 @@
 Two controllers act when a rank dies (docs/explanation/architecture.md says why there are two):
 
 - torchrun, on each node, restarts the round's ranks at once, as often as necessary (--max-restarts=1000000). It knows
-  nothing of steps, budgets, or of nodes that are silent. It does not wait for the coordinator: most runs go on, and the
-  restarted ranks often train already when the coordinator decides.
+  no steps, budgets or silent nodes. It does not wait for the coordinator: most runs go on, and the restarted ranks
+  often train already when the coordinator decides.
 - The coordinator (jobs.control.coordinator) decides whether the run goes on, and on which nodes. It never restarts
   ranks in a round: it ends the attempt, announces another round, or has hung ranks aborted, for torchrun to restart.
 
-So the coordinator sees what torchrun's restart leaves of one failure: several ranks that have ended, on several nodes,
-reported in any order. This module finds the one that failed:
+So for one failure the coordinator sees several ended ranks, on several nodes, reported in any order. This module finds
+the rank that failed:
 
-- It waits until every node has reported what ended together.
-- Ranks that were started before the last interruption ended because of it: they are no failures of their own.
-- A rank that dies of SIGABRT soon after the coordinator had all ranks aborted has no failure of its own, either, nor
-  have those that lose it as a peer: the directive may arrive late, when torchrun has already restarted the ranks.
-- Ranks whose last log line reports a lost peer come after those that failed by themselves.
+- It waits until every node has reported the ranks that ended together.
+- It ignores ranks that were started before the last interruption, because they ended as its consequence.
+- It also ignores a rank that dies of SIGABRT soon after the coordinator had all ranks aborted, and ranks that lose it
+  as a peer: the directive may arrive late, when torchrun has already restarted the ranks.
+- It prefers ranks that failed by themselves to ranks whose last log line reports a lost peer.
 """
 
 import time
@@ -41,14 +41,14 @@ class RootFailure:
         self.explained_until = 0.0
         """Ranks started before this time (seconds since the epoch) ended because of an interruption already known."""
         self.aborted_at = -inf
-        """When the coordinator last had all ranks aborted (seconds since the epoch)."""
+        """Time at which the coordinator last had all ranks aborted (seconds since the epoch)."""
         self._handled: set[RankFailure] = set()
         self._settling_since: float | None = None
 
     def find(self, reported: set[RankFailure], *, all_heard: bool) -> RankFailure | None:
-        """Return the failure that the coordinator must handle now. None: there is none, or agents have yet to report.
+        """Return the failure that the coordinator must handle now; None if there is none, or agents have yet to report.
 
-        `all_heard`: all members have just reported. A silent one may be the dead node that made the others fail.
+        `all_heard` is whether all members have just reported: a silent one may have died and made the others fail.
         """
         unhandled = reported - self._handled
         aborted = [each.started_at for each in reported if self._is_aborted(each)]
@@ -67,7 +67,7 @@ class RootFailure:
         # When a node fails the preflight, ranks on the other nodes exit too, perhaps earlier; the bad node is the
         # cause all the same.
         root = min(roots, key=lambda each: (each.cause != Cause.BAD_NODE, is_consequence(each.detail), each.failed_at))
-        # Restarted ranks may have failed, too, meanwhile: that is the next failure.
+        # Restarted ranks may have failed meanwhile: their failure is the next one.
         self.explained_until = max(root.failed_at, root.started_at + _TOGETHER_SECONDS)
         self._handled |= {each for each in unhandled if each.started_at <= self.explained_until}
         return root
@@ -77,6 +77,6 @@ class RootFailure:
 
 
 def _has_lost(aborted: list[float], failure: RankFailure) -> bool:
-    """Return whether a rank failed because it lost a peer that was started with it, and aborted."""
+    """Return whether a rank failed because it lost an aborted peer that was started together with it."""
     together = any(abs(failure.started_at - started_at) < _TOGETHER_SECONDS for started_at in aborted)
     return together and is_consequence(failure.detail)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from jobs.control.messages import Directive, NodeStatus, Phase
 
 _ABLE = frozenset({Phase.READY, Phase.RUNNING, Phase.ENDED})
-# How long ready nodes wait for one that may still be staging, if they could start without it.
+# Ready nodes wait this long for one that may still be staging, although they could start without it.
 _WAIT_SECONDS = 60.0
-# A node that has not reported by then never will: its file systems are not mounted, or its network is closed.
+# A node that has not reported within this time never will: its file systems are not mounted, or its network is closed.
 _FIRST_REPORT_SECONDS = 600.0
 # A port can be taken between its test and its use; five failures in a row have another cause.
 _MAX_FAILED_ROUNDS = 5
@@ -19,20 +19,20 @@ class MembershipView:
     """The states of the nodes and the limits of the run, from which `decide_round` chooses the members of a round."""
 
     num_nodes: int
-    """In the allocation."""
+    """Number of nodes in the allocation."""
     min_nodes: int
     max_nodes: int
-    """How many nodes the run trains on. Those beyond max_nodes are spares."""
+    """The most nodes on which the run trains. Further nodes are spares."""
     statuses: Mapping[int, NodeStatus]
-    """By node rank, of nodes that have reported."""
+    """Status by node rank, of the nodes that have reported."""
     excluded: frozenset[int]
-    """Nodes that are lost, or failed the preflight."""
+    """Node ranks that are lost, have failed the preflight, or hang."""
     awaited: frozenset[int] = frozenset()
-    """Lost nodes whose link may come back."""
+    """Node ranks of lost nodes whose link may come back."""
     waited_seconds: float
-    """Since the attempt began."""
+    """Seconds since the attempt began."""
     failed_rounds: int
-    """In a row, in which torchrun itself failed."""
+    """Number of successive rounds in which torchrun itself failed."""
 
     @property
     def able(self) -> list[int]:
@@ -51,20 +51,20 @@ class MembershipView:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundDecision:
-    """The decision: go on, a round of other nodes, or the end."""
+    """Decision whether the round goes on, another round follows, or the attempt ends."""
 
     members: tuple[int, ...] = ()
-    """Node ranks of the next round. Empty, without `done` or `failed`: the round goes on."""
+    """Node ranks of the next round; empty if no other round follows now."""
     done: bool = False
-    """Every member's torchrun has ended with 0."""
+    """Whether every member's torchrun has ended with 0."""
     failed: str = ""
-    """Why the attempt cannot go on."""
+    """Reason why the attempt cannot go on; empty if it can."""
     wait: bool = False
-    """Too few nodes are left for the round, and others may come."""
+    """Whether the round must pause: too few nodes are left for it, but others may come."""
 
 
 def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
-    """Decide whether the current round goes on, ends, or is followed by one of other nodes."""
+    """Decide whether the current round goes on, ends the attempt, or is followed by another round."""
     able = view.able
     if directive.members and not directive.paused and set(directive.members) <= set(able):
         return _continue_round(directive, view)
@@ -92,7 +92,7 @@ def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision
     """Decide whether the round has ended, or other nodes should join it. All its members must be able to take part."""
     members = [view.statuses[node_rank] for node_rank in directive.members]
     if any(status.phase is Phase.READY and status.round == directive.round for status in members):
-        return RoundDecision(members=_choose(directive, view))  # it lost its link for a moment, and ended its ranks
+        return RoundDecision(members=_choose(directive, view))  # a member lost its link briefly, and ended its ranks
     ended = [status for status in members if status.phase is Phase.ENDED and status.round == directive.round]
     if any(status.exit_code for status in ended):
         if view.failed_rounds >= _MAX_FAILED_ROUNDS:

@@ -1,1 +1,1 @@
-"""This node's torchrun and its ranks: start, watch, stop. Runs on compute nodes."""
+"""Starts, watches and stops this node's torchrun and its ranks. Runs on compute nodes."""

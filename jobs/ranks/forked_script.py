@@ -46,9 +46,9 @@ def run_script(program: Sequence[str]) -> None:
     except BaseException as error:  # noqa: BLE001  # the interpreter would print it, too
         trace = _own_part(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(trace), trace)
-    # The interpreter would also take half a second to free torch's modules.
+    # Do only this part of the interpreter's exit: freeing torch's modules as well would take half a second.
     end_threads_and_run_exit_functions()
-    # Their reader may have gone.
+    # The reader of stdout or stderr may have gone.
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -56,20 +56,20 @@ def run_script(program: Sequence[str]) -> None:
 
 
 def _become_main_process(program: Sequence[str]) -> None:
-    """Undo all differences between this process and one that has executed Python."""
+    """Undo all differences between this process and a Python that was started for the program."""
     is_module = program[0] == "-m"
     sys.argv = ["-m", *program[2:]] if is_module else list(program)
     sys.orig_argv = [sys.executable, "-u", *program]
-    # Also as `__mp_main__`: multiprocessing's child processes use that name for the main module.
+    # Add `__mp_main__`, too: the child processes of multiprocessing use that name for the main module.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
-    # The process wrapper has put _ROOT there. torchrun's script has put nothing there, because it runs with -P.
+    # The process wrapper has inserted _ROOT. Python has inserted no script's directory, because torchrun runs with -P.
     sys.path.remove(_ROOT)
     sys.path.insert(0, str(Path.cwd() if is_module else Path(program[0]).parent))
-    # The user's code may have packages of the same names.
+    # Forget our packages: the user's code may have packages of the same names.
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]
-    # As with `python -u`: what a rank prints is in its log at once, also if it is killed.
+    # As with `python -u`, the output of a rank is in its log at once, even if the rank is killed.
     for name, descriptor, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         before = getattr(sys, f"__{name}__")
         raw = io.FileIO(descriptor, mode, closefd=False)
@@ -82,7 +82,7 @@ def _become_main_process(program: Sequence[str]) -> None:
     of_multiprocessing, of_subprocess = process_classes()
     _make_terminable(of_multiprocessing, "SigIgn", "SigCgt")
     _make_terminable(of_subprocess, "SigIgn")
-    # Python reseeds its own generator after a fork. Those of numpy and torch would be the same on all ranks.
+    # Python reseeds its own generator after a fork. The generators of numpy and torch would be the same on all ranks.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
@@ -90,9 +90,9 @@ def _become_main_process(program: Sequence[str]) -> None:
 
 
 def _make_terminable(kind: Any, *masks: str) -> None:
-    """Make `terminate` of one class of child processes end those that ignore or, with SigCgt, handle SIGTERM, too.
+    """Make `kind.terminate` kill children whose SIGTERM is in one of `masks`: SigIgn (ignored) or SigCgt (handled).
 
-    A rank ignores SIGTERM until it has a handler, as that of `relay`, and its forked children inherit either: a pool
+    A rank ignores SIGTERM until it has a handler, such as that of `relay`. Its forked children inherit both, so a pool
     would wait forever for its workers.
     """
     terminate = kind.terminate

@@ -1,4 +1,4 @@
-"""This node's ranks as seen from outside: their heartbeats and failures, polled and reported. Runs in every agent."""
+"""Polls and reports the heartbeats and failures of this node's ranks, from outside the ranks. Runs in every agent."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ from jobs.control.patience import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
-# Enough that a head node's agent that is busy for a moment misses no failure; the ledger has all of them.
+# Enough that the head node's agent, if briefly busy, misses no failure; the event files have all of them.
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
 _LONGEST_VALUE = 50
@@ -35,7 +35,7 @@ def _is_seconds(value: Any) -> bool:
     return value is None or (is_number and 0 <= value < inf)
 
 
-# A user's script may write its heartbeats itself, so each field that is there must pass this check.
+# A user's script may write its heartbeats itself, so each field that is present must pass this check.
 _HEARTBEAT: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("pid", "rank", "step"), (_is_whole, "a whole number")),
     **dict.fromkeys(("step_seconds", "busy_seconds"), (_is_seconds, "a number of seconds, or null")),
@@ -44,7 +44,7 @@ _HEARTBEAT: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 class LocalRanks:
-    """Reads what the ranks of one node write, round after round."""
+    """Reads the heartbeats and failures that the ranks of one node write, round after round."""
 
     def __init__(self, node_dir: NodeDir, num_ranks: int, host: str, clock: AgentClock) -> None:
         self._node_dir, self._num_ranks, self._host, self._clock = node_dir, num_ranks, host, clock
@@ -54,11 +54,11 @@ class LocalRanks:
         self._mentioned = set[tuple[int, str]]()
         self.failures: tuple[RankFailure, ...] = ()
         """The last few failures, the newest last."""
-        # An agent that was killed has left the files that its ranks wrote, which belong to an earlier attempt.
+        # Files may be left from the ranks of an earlier attempt whose agent was killed.
         self._remove_files()
 
     def begin(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
-        """Begin a round: remove what the ranks of the last one left. `exit_codes` are the causes by exit code."""
+        """Begin a round: remove the files of the last round's ranks. `exit_codes` has the causes by exit code."""
         self._round, self._exit_codes, self._last_signs = number, dict(exit_codes), {}
         self._remove_files()
 
@@ -72,7 +72,7 @@ class LocalRanks:
             path.unlink(missing_ok=True)
 
     def running(self) -> Iterator[Path]:
-        """Return the files of the process wrappers that run, or were killed."""
+        """Yield the files of the process wrappers that run or were killed; the others have removed theirs."""
         return self._node_dir.exits.glob("running-*.json")
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
@@ -99,7 +99,7 @@ class LocalRanks:
         return tuple(found)
 
     def _heartbeat(self, local_rank: int) -> dict[str, Any] | None:
-        """Return a rank's heartbeat; None if there is none, or if a field is wrong, which is printed once."""
+        """Return a rank's heartbeat; None if there is none, or if a field is wrong, which is logged once."""
         fields = _read(self._node_dir.heartbeat(local_rank))
         for name, (is_right, wanted) in _HEARTBEAT.items():
             if fields and name in fields and not is_right(fields[name]):
@@ -111,7 +111,7 @@ class LocalRanks:
         return fields
 
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
-        """Return the failures of ranks since the last call. Their times are by the clock of the head node."""
+        """Return the failures of ranks since the last call, with times by the head node's clock."""
         found = []
         records = [(path, _read(path)) for path in sorted(self._node_dir.exits.glob("[0-9]*.json"))]
         for path, fields in (*records, *self._vanished()):
@@ -139,7 +139,7 @@ class LocalRanks:
                 {
                     "rank": fields["rank"],
                     "started_at": fields["started_at"],
-                    # When it was last seen alive: what fails because of it fails later.
+                    # Time at which it was last seen alive, and so before the failures that it causes.
                     "failed_at": max(fields["started_at"], self._looked_at),
                     "exit_code": -signal.SIGKILL,
                     "signal": signal.SIGKILL.name,
@@ -151,7 +151,7 @@ class LocalRanks:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if it has none, or none yet."""
+    """Return the JSON object in a file; None if the file is missing or has no complete object."""
     try:
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -168,7 +168,7 @@ class NodeMonitor:
         """The run's files on this node."""
         self.ranks = LocalRanks(self.node_dir, node.spec.resources.ranks_per_node, node.host, channel.clock)
         self.callbacks = list[Callable[[], None]]()
-        """Called at every poll."""
+        """Functions that every poll calls."""
         self._patience = Patience(node)
         self._is_not_forked = False
         self.last_step = 0
@@ -181,7 +181,7 @@ class NodeMonitor:
         return bool(self._stop) or self._channel.directive.over or self._head_is_lost()
 
     def _head_is_lost(self) -> bool:
-        """Return whether the head node is silent, and this node need not wait for it any longer."""
+        """Return whether the head node has been silent for so long that this node no longer waits for it."""
         channel = self._channel
         if not isinstance(channel, ControlClient) or not channel.head_is_silent:
             return False
@@ -201,7 +201,7 @@ class NodeMonitor:
             log(detail)
 
     def _report_slow_start(self) -> None:
-        """Report once that ranks are not forked, and so must import torch themselves."""
+        """Report once that this node's ranks are not forked, and so must import torch themselves."""
         if self._is_not_forked or (reason := _read(self.node_dir.not_forked)) is None:
             return
         self._is_not_forked = True
@@ -209,7 +209,7 @@ class NodeMonitor:
         log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
     def poll(self) -> None:
-        """Look at the ranks, report, and run the callbacks; do nothing if the last time was just now."""
+        """Report the state of the ranks and run the callbacks; do nothing if the last poll was less than 0.2 s ago."""
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _INTERVAL_SECONDS

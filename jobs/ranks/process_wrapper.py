@@ -5,17 +5,17 @@ Runs as a script, without site-packages, so that it starts in milliseconds and a
     process_wrapper.py torchrun PROGRAM ARGS...                 runs torchrun, and ends when all its processes have
     process_wrapper.py container PROGRAM ARGS...                becomes the program, which starts a container
     process_wrapper.py rank LOG_DIR NODE_DIR PROGRAM ARGS...    runs the program as one rank, and records how it failed
-    process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a module of ours, in a fork of this process
-    process_wrapper.py rank LOG_DIR NODE_DIR script FILE.py ARGS...  and for a user's script, or `-m MODULE ARGS...`
-    process_wrapper.py own ...                                  a rank of the last two forms, without a fork
+    process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a torchrelay module, in a fork
+    process_wrapper.py rank LOG_DIR NODE_DIR script FILE.py ARGS...  the same for a user's script or `-m MODULE`
+    process_wrapper.py own ...                                  runs a rank of the last two forms without a fork
 
 In the last two forms of `rank`, this process is a fork of torchrun, which has imported what the ranks need (torchrun's
 `--run-path`, training.runtime.torchrun_main), so that a restarted rank imports nothing. If torchrun has used the GPU
 driver, however, its forks cannot use it: each rank then starts a Python of its own, which takes longer.
 
 Signals are ignored here because that survives exec, and because the agent, which has threads, must not run code
-between fork and exec. Logs and failures are written here because torchrun numbers its log files by local rank and
-restart, and reports how a rank ended only when it gives up. People look for the rank, and for the first that failed.
+between fork and exec. Logs and failures are written here because people look for a rank's log and for the rank that
+failed first: torchrun numbers its log files by local rank and restart, and reports failures only when it gives up.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 
-# First, before what PYTHONPATH names: a user's code may have a package of the same name.
+# Look here before PYTHONPATH: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.base.environment import HEARTBEAT
 from hpc.base.kernel import adopt_orphans, children, end_children, open_files, set_parent_death_signal
@@ -38,7 +38,7 @@ from jobs.compat import has_queried_gpus_before_the_fork
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
-# Sent by the agent (jobs.ranks.torchrun), and by the kernel when the agent has ended.
+# The agent (jobs.ranks.torchrun) sends this signal, and so does the kernel when the agent has ended.
 _END = signal.SIGRTMIN
 _END_SECONDS = 1.0
 _TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
@@ -65,7 +65,7 @@ def _end_torchrun(*_: object) -> None:
     if not running:
         os._exit(1)
     for pid in running:
-        with contextlib.suppress(PermissionError):  # another user's, by sudo or su
+        with contextlib.suppress(PermissionError):  # a process of another user, by sudo or su
             os.kill(pid, signal.SIGKILL)
 
 
@@ -86,9 +86,9 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     """Run one rank, record its failure if it fails, and end as it ended. Returns only if it did not fail."""
     set_parent_death_signal()
     if program[0] in _IN_A_FORK:
-        # torchrun makes sessions only for what it executes. The agent kills them: wrapper, rank and loader workers.
+        # torchrun starts sessions only for programs that it executes. The agent takes a fork without one for stuck.
         os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own handler
     # Write no core files: a rank that hangs is aborted, and its memory would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -100,21 +100,21 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
             _write_whole(exits, "not-forked", {"detail": reason})
         program = (sys.executable, "-P", os.path.abspath(__file__), "own", *program)
     os.environ[HEARTBEAT] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
-    # By the clock that nobody sets, and that all processes of a node share.
+    # time.monotonic() cannot be set, and is the same for all processes of a node.
     started, kills = time.monotonic(), _out_of_memory_kills()
-    # If this process is killed, its file is all that tells the agent of the rank.
+    # If this process is killed, the agent learns of the rank only from this file.
     running = f"running-{os.getpid()}.json"
     with contextlib.suppress(OSError):
         _write_whole(exits, running, {"rank": rank, "pid": os.getpid(), "started_at": started})
-    # torchrun ends the ranks of a round in which another one has failed: SIGTERM comes before SIGKILL. Slurm, too, may
-    # send SIGTERM to all processes: then the rank saves.
+    # On SIGTERM, remove the file: torchrun is ending the ranks because another one has failed, and SIGKILL follows. If
+    # Slurm sends SIGTERM to all processes, the rank saves.
     pid, status = _run(program, lambda *_: _remove(os.path.join(exits, running)))
     if status and os.path.exists(os.path.join(exits, "stopping")):
-        # torchrun would end the other ranks, which still save, and start all of them again.
+        # On a failure, torchrun would end the other ranks, which still save, and restart all ranks.
         status = 0
     by_signal = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     if status:
-        names = {each.value: each.name for each in signal.Signals}  # real-time signals have none
+        names = {each.value: each.name for each in signal.Signals}  # real-time signals have no names
         record = {
             "rank": rank,
             "started_at": started,
@@ -127,7 +127,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         }
         _record_failure(exits, f"{time.monotonic_ns():020d}-{local_rank}.json", record)
     _remove(os.path.join(exits, running))
-    # torchrun adopts the processes that are still left, and waits for them.
+    # Processes that are left after that become children of torchrun, which waits for them.
     end_children(_END_SECONDS)
     _end_as(status)
 
@@ -144,7 +144,7 @@ def _end_as(status: int) -> None:
 
 
 def _say(text: str) -> None:
-    """Print a line. A full disk must not change how this process ends, and a buffer would be flushed at the end."""
+    """Print a line unbuffered. A full disk must not change how this process ends, not even by a flush at its end."""
     with contextlib.suppress(OSError):
         os.write(1, f"{text}\n".encode(errors="backslashreplace"))
 
@@ -154,7 +154,7 @@ def _print_to(log: str) -> int:
     try:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError as error:
-        _say(f"{log} cannot be written: {error}")  # into the agent's log
+        _say(f"{log} cannot be written: {error}")  # this line goes into the agent's log
         return 0
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -162,10 +162,10 @@ def _print_to(log: str) -> int:
 
 
 def _run(program: tuple[str, ...], on_sigterm: Callable[..., None] | signal.Handlers) -> tuple[int, int]:
-    """Run the program to its end and return its pid and wait status. It does not outlive this process."""
+    """Run the program to its end, and return its pid and wait status. The program does not outlive this process."""
     parent = os.getpid()
     adopt_orphans()
-    # The program ignores SIGTERM until it installs a handler: by the handler, the agent knows that a rank can save.
+    # The program ignores SIGTERM until it installs a handler, which tells the agent that the rank can save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pid = os.fork()
     if pid:
@@ -265,7 +265,7 @@ def _record_failure(exits: str, name: str, record: Mapping[str, object]) -> None
     """Record a failure for the agent.
 
     A failure that is not recorded does not count, so the ranks would repeat it for ever. If its record cannot be
-    written, torchrun is killed, because the agents count that, too.
+    written, torchrun is killed, because the agents count the failures of torchrun, too.
     """
     try:
         _write_whole(exits, name, record)

@@ -10,20 +10,20 @@ from typing import Self
 
 from hpc.run.spec_file import Program
 
-# Packages whose import neither starts threads nor queries GPUs: forks would not work after either.
+# Packages whose import neither starts threads nor queries GPUs. After either, forks would not work.
 _SAFE_TO_FORK = frozenset({"PIL", "numpy", "timm", "torch", "torchvision"})
-# Modules of these packages that do query GPUs.
+# Modules of the packages above whose import does query GPUs.
 _NOT_SAFE = re.compile(r"torch\.(testing\._internal|utils\.(benchmark|cpp_extension|jit))\b")
 
 
 def program_argv(program: Program, start: Path, places: Mapping[str, object]) -> list[str]:
     """Return the arguments of Python: the file, or `-m` and the module, and the program's own arguments.
 
-    `start` is the directory in which it starts. In the program's own arguments, the names of `places` in braces are
-    replaced by their values; all other braces stay.
+    `start` is the directory in which the program starts. In the program's own arguments, the names of `places` in
+    braces are replaced by their values; all other braces stay.
     """
     first, *others = program.argv
-    # The path is normalized, as in `../train.py`, because the script's directory becomes the first of sys.path.
+    # Normalize a path such as `../train.py`, because the script's directory becomes the first entry of sys.path.
     named = [first, others.pop(0)] if first == "-m" else [os.path.normpath(start / first)]
 
     def value(match: re.Match[str]) -> str:
@@ -34,12 +34,12 @@ def program_argv(program: Program, start: Path, places: Mapping[str, object]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class TopLevel:
-    """What a Python file does at its top level."""
+    """Imports and use of the environment at the top level of a Python file."""
 
     imports: tuple[str, ...] = ()
     """Modules that may be imported before the ranks fork."""
     prepares_imports: bool = False
-    """It uses os.environ before an import: variables such as OMP_NUM_THREADS are read when torch is imported."""
+    """Whether the file uses os.environ before an import: torch reads variables such as OMP_NUM_THREADS on import."""
 
     @classmethod
     def read(cls, program: Program, start: Path, import_path: Sequence[str]) -> Self:
@@ -54,7 +54,7 @@ class TopLevel:
         try:
             return cls() if path is None else cls.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            return cls()  # the rank fails with it, and says more
+            return cls()  # the rank fails with the same error, and says more
 
     @classmethod
     def parse(cls, source: bytes) -> Self:
@@ -72,7 +72,7 @@ class TopLevel:
 
 
 def _imported(statement: ast.stmt) -> Iterator[str]:
-    """Yield the modules that a statement imports, and the names imported from these, which may be modules, too."""
+    """Yield the modules that a statement imports, and the names that it imports from a module: they may be modules."""
     if isinstance(statement, ast.Import):
         yield from (alias.name for alias in statement.names)
     elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:

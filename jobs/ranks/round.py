@@ -1,7 +1,7 @@
-"""One round on one node: torchrun and what it runs, from its start to its end or the next directive.
+"""Runs one round on one node: torchrun and its ranks, until they end or the directive changes.
 
-Runs on compute nodes. The ranks run the program in the run's spec. It finds in its environment TORCHRELAY_RUN_DIR,
-TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA; on SIGUSR2 or SIGTERM it should save and exit with 0.
+Runs on compute nodes. The ranks run the program in the run's spec. Its environment has TORCHRELAY_RUN_DIR,
+TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA. On SIGUSR2 or SIGTERM the program should save and exit with 0.
 """
 
 import os
@@ -41,28 +41,28 @@ _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
 _WITHOUT_RANKS_SECONDS = 5.0
 # How long to wait for killed ranks at the end of the attempt, when no other ranks will need their GPUs.
 _LEAVE_SECONDS = 5.0
-# Stale NFS handles recover within seconds.
+# A start that fails is retried for this long: stale NFS handles recover within seconds.
 _START_SECONDS, _START_PAUSE_SECONDS = 30.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What the ranks of this node start with."""
+    """Settings with which the ranks of this node start."""
 
     data: Path | None
-    """This node's copy; None: the run reads none."""
+    """Path of the data on this node; None if the run reads no data."""
     python: str
-    """The interpreter of torchrun and its ranks: this process's own, a copy's on this node's disk, or the user's, which
-    may be one of a container."""
+    """Path of the interpreter of torchrun and its ranks: this process's own, a staged copy's, or the user's, which may
+    be in a container."""
     threads: int
-    """Per rank."""
+    """Number of threads per rank."""
 
 
 def run_round(
     node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, stop: StopRequest, directive: Directive,
     setup: RankSetup,
 ) -> int | None:  # fmt: skip
-    """Take part in a round. Returns torchrun's exit code; None if this node left the round before that."""
+    """Take part in a round. Returns torchrun's exit code; None if this node left the round before torchrun ended."""
     program = _program(node, directive)
     monitor.begin_round(directive.round, program.exit_codes)
     started = _start(node, channel, monitor, directive, setup)
@@ -102,7 +102,7 @@ def run_round(
 
 
 def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that ask a rank to save and exit; it gets the first of them that it handles."""
+    """Return the signals that ask a rank to save and exit, in order: a rank gets the first one that it handles."""
     if spec.stop_signal:
         return [signal.Signals[spec.stop_signal]]
     # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
@@ -111,7 +111,6 @@ def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals
 
 
 def _program(node: NodeAttempt, directive: Directive) -> Program:
-    """Return the program of a round: the run's own, or its preflight, which checks the nodes."""
     program = node.spec.program
     return program.preflight if directive.preflight and program.preflight else program
 
@@ -119,7 +118,7 @@ def _program(node: NodeAttempt, directive: Directive) -> Program:
 def _start(
     node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, directive: Directive, setup: RankSetup
 ) -> Torchrun | None:
-    """Start torchrun. Returns None if the round was over first. Raises OSError if all tries of half a minute fail."""
+    """Start torchrun. Returns None if the round ended before. Raises OSError if the start fails for half a minute."""
     deadline = time.monotonic() + _START_SECONDS
     while True:
         try:
@@ -154,7 +153,7 @@ def _command(
     environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
     environment |= RANK_VARIABLES[spec.device]
     environment |= _rank_variables(node, setup.data, node_dir)
-    # The user's own PYTHONPATH, with what --setup has added and without our packages.
+    # Use the user's own PYTHONPATH, with the additions of --setup and without our packages.
     given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
     path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
     program, code = _program(node, directive), spec.code_directory(run)
@@ -175,7 +174,7 @@ def _command(
     environment = {**rank_variables(run, spec), **environment, PRELOAD: ",".join(preload)}
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, [*wrapper, *words])
     if spec.container is not None:
-        # Our own code is in the run's directory, too.
+        # The mount of the run's directory also holds our own code.
         mounts = [run.path, *([code] if spec.in_place else []), node_dir.path, *([setup.data] if setup.data else [])]
         # The wrapper runs again in the container: torchrun must end with it, and must ignore Slurm's signals.
         wrapped = [python, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
@@ -184,7 +183,7 @@ def _command(
 
 
 def _rank_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> dict[str, str]:
-    """Return what a program finds in its environment, in addition to the variables of torchrun and of trackers."""
+    """Return our variables in a program's environment, in addition to those of torchrun and of trackers."""
     return {
         RUN_DIR: str(node.run.path),
         ATTEMPT: str(node.attempt.attempt),
@@ -235,8 +234,8 @@ def rank_environment(
     if allocation.cluster == "local" and len(visible) == num_gpus * allocation.num_nodes:
         first = allocation.node_rank * num_gpus
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + num_gpus])
-    # Where jobs are not confined to their GPUs, a run without GPUs would take another job's. What Slurm has given all
-    # the same, such as a part of a GPU (--sbatch gres=shard:1), is named in `base`, which overrides this.
+    # Where jobs are not confined to their GPUs, a run without GPUs would take another job's. If Slurm has still given
+    # it one, such as a part of a GPU (--sbatch gres=shard:1), `base` names that GPU and overrides this.
     hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return {**hidden, **base, **changes}
 
@@ -259,7 +258,7 @@ def activated_environment(base: Mapping[str, str], python: str, prefix: str = sy
 
 
 def is_environment(python: str) -> bool:
-    """Return whether an interpreter is that of a venv or of conda; False for one that modules or the system provide."""
+    """Return whether an interpreter is in a venv or conda environment, not of the system or an environment module."""
     prefix = Path(python).parent.parent
     return Path(prefix, "pyvenv.cfg").is_file() or Path(prefix, "conda-meta").is_dir()
 

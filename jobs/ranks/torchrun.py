@@ -1,4 +1,4 @@
-"""This node's torchrun: start it, forward a stop signal to its ranks, end it. Runs on compute nodes.
+"""Starts this node's torchrun, forwards stop signals to its ranks, and ends it. Runs on compute nodes.
 
 Slurm delivers a step's signal to every process of the step. torchrun would answer by killing its ranks before they
 could save; so it ignores SIGTERM and SIGUSR2 (jobs.ranks.process_wrapper), and so do the ranks until they have
@@ -27,17 +27,17 @@ _POLL_SECONDS = 0.05
 _END = signal.SIGRTMIN
 # Longer than the wrapper waits for processes that SIGKILL does not end.
 _KILL_SECONDS = 40.0
-# A fork takes milliseconds.
+# A fork that takes longer than this is stuck: it usually takes milliseconds.
 _FORK_SECONDS = 30.0
 
 
 class Torchrun:
-    """One torchrun, its rank wrappers and their ranks. Nothing of it outlives this object."""
+    """One torchrun, its rank wrappers and their ranks. None of these processes outlives the `with` block."""
 
     def __init__(
         self, argv: list[str], environment: Mapping[str, str], directory: Path, *, contained: bool = False
     ) -> None:
-        """Start torchrun. `contained`: the command line starts a container, and in it the process wrapper again."""
+        """Start torchrun. If `contained`, `argv` starts a container, in which the process wrapper runs again."""
         self._contained = contained
         self._process = subprocess.Popen(
             [sys.executable, "-S", str(PROCESS_WRAPPER), "container" if contained else "torchrun", *argv],
@@ -56,7 +56,7 @@ class Torchrun:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None while torchrun runs."""
+        """Exit code of torchrun; None while it runs."""
         return self._process.poll()
 
     def ranks(self) -> list[int]:
@@ -69,7 +69,7 @@ class Torchrun:
         return [wrapper for torchrun in torchruns for wrapper in children(torchrun)]
 
     def _wrappers(self) -> list[int]:
-        """Return the pid of torchrun's wrapper, if it runs: with a container, the wrapper inside it."""
+        """Return the process id of torchrun's wrapper if it runs; with a container, of the wrapper inside."""
         if not self._contained:
             return [self._process.pid]
         return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER)]
@@ -104,7 +104,7 @@ class Torchrun:
         """Make the ranks print their stacks and die, and kill those that do not die. torchrun restarts them.
 
         On SIGABRT Python's faulthandler prints the stacks of all threads, even if one waits for a device or another
-        rank. A stopped process does nothing.
+        rank. A stopped process does not react, and is killed.
         """
         ranks = self.ranks()
         for pid in ranks:
@@ -126,7 +126,7 @@ class Torchrun:
             for wrapper in wrappers:
                 _send(wrapper, _END)
             if wrappers:
-                # Apptainer ends by itself, too, and unmounts its image.
+                # Give Apptainer the time to end by itself, because it then unmounts its image.
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(seconds)
             self._process.kill()
@@ -151,7 +151,6 @@ def _leads_session(pid: int) -> bool:
 
 
 def _executes(pid: int, *scripts: Path) -> bool:
-    """Return whether a process runs one of these Python scripts."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError):

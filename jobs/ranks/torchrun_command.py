@@ -1,4 +1,4 @@
-"""The rendezvous of a round's nodes: port, address, interface, and torchrun's command line. Runs on compute nodes."""
+"""The rendezvous of a round's nodes, and torchrun's command line and environment for it. Runs on compute nodes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from hpc.base.environment import SECRET
 
 TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
-"""It is started by its path, because a user's PYTHONPATH must not replace it."""
+"""Path of our torchrun. It is started by its path, because a user's PYTHONPATH must not replace it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +23,13 @@ class Rendezvous:
     """Address of the first node, to which the others report (training.runtime.node_rendezvous)."""
     port: int
     node: int
-    """This node's place among them."""
+    """This node's index among the members of the round."""
     ports: Sequence[int] = ()
-    """On one of which the ranks' store listens; none: the kernel chooses."""
+    """Ports on one of which the ranks' store listens; if empty, the kernel chooses the port."""
 
     @property
     def id(self) -> str:
-        """A name, which everybody may see. A process of an earlier attempt, on the same port, has another secret."""
+        """Public name. Only the secret excludes a process of an earlier attempt on the same port."""
         return f"{self.run}-{self.attempt}-{self.round}"
 
 
@@ -56,7 +56,7 @@ def torchrun_argv(
         f"--rdzv-conf=rank={rendezvous.node}{ports}",
         f"--local-addr={address}",
         *(("--run-path", "--start-method=fork") if program[0].endswith(".py") else ("--no-python",)),
-        # Without it torchrun refuses a script's `--n 4`, as an abbreviation of several flags of its own.
+        # Without `--`, torchrun refuses a script's `--n 4` as an abbreviation of several flags of its own.
         "--",
         # For torchrun, `$$` stands for `$`.
         program[0], *(argument.replace("$", "$$") for argument in program[1:]),
@@ -64,10 +64,10 @@ def torchrun_argv(
 
 
 def torchrun_environment(rendezvous: Rendezvous, ranks: dict[str, str]) -> dict[str, str]:
-    """Return the environment of this node's torchrun. Its ranks get the same, except the secret. Pure."""
+    """Return the environment of this node's torchrun. Its ranks get all of it except the secret. Pure."""
     return {
         **ranks,
-        # Only this user may read it, unlike the arguments.
+        # Only this user may read the environment of a process, unlike its arguments.
         SECRET: rendezvous.secret,
         # All nodes have the same number of ranks: torchrun need not ask the others for theirs.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",

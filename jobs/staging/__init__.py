@@ -2,13 +2,15 @@
 
 It runs once per node, before torchrun starts and so outside any collective.
 
+    node_staging.py        staging and packing together with the other nodes
     stager.py              one staging: find a copy, or make one
-    source.py              the listing of a source, divided into batches; reading them
+    source.py              listing a source, dividing it into batches, and reading them
     copy.py                copying batches from the source and from peers
-    peers.py               data from node to node
-    coordination.py        which node reads which batches
+    peers.py               transfers between nodes
+    coordination.py        the plan: which node reads which batches
     archive.py             unpacking
     store.py               the cache on this node's disk, and the manifest of each copy
     copy_progress.py       progress and cancellation
     python_environment.py  the Python environment, which is staged as an archive
+    unpack_environment.py  its copy on this node
 """

@@ -5,7 +5,7 @@ that end early, and knows no zip archives. So tarfile and zipfile only read here
 
 - names stay below the target; only files, directories and links; no name twice;
 - symlinks are made last, so that no file is ever written through one, and none may lead outside;
-- the archive must have its end, and what it unpacks to must fit the disk, the number of its entries included.
+- the archive must not end early, and its content must fit the disk, with the overhead of each entry.
 """
 
 import bz2
@@ -41,11 +41,11 @@ _LONGEST_HEADER_BYTES, _LONGEST_LINK = 2**20, 4096
 _EXTENDED_HEADERS = frozenset({
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
 })  # fmt: skip
-# A program that lists or removes a tree recurses once per level.
+# Programs that list or remove a tree recurse once per level.
 _DEEPEST = 100
-# File systems do not store later times.
+# Some file systems do not store later times.
 _LATEST_TIME = 2**33
-# RuntimeError: the archive is encrypted, compressed in an unknown way, or nested too deeply.
+# RuntimeError means that the archive is encrypted, compressed in an unknown way, or nested too deeply.
 _DAMAGE = (
     tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
     RuntimeError, OverflowError,
@@ -61,17 +61,17 @@ _ZIP_TYPES = {
     0: tarfile.REGTYPE, stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE
 }  # fmt: skip
 _Read = Callable[[int], bytes]
-"""Returns the next bytes of a member's content. It must be called before the next member is taken."""
+"""Function that returns the next bytes of a member. Call it before taking the next member."""
 
 
 def unpack(archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> tuple[CopiedFile, ...]:
     """Unpack an archive into a directory. Returns the entries of its files for the manifest.
 
     Args:
-        archive: its name ends with one of `jobs.staging.source.ARCHIVES`.
+        archive: path with a name that ends with one of `jobs.staging.source.ARCHIVES`.
         target: an empty directory to which no other user can write.
         available: bytes that the unpacked files may take on the disk.
-        update: receives the bytes unpacked so far; returns whether to stop.
+        update: receives the number of bytes unpacked so far, and returns whether to stop.
 
     Raises:
         StagingStopped: `update` returned true.
@@ -101,7 +101,7 @@ def _damage_reported(archive: Path) -> Iterator[None]:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """Raises an error where tarfile would mistake damage for the archive's end, and for headers of excessive size."""
+    """A header, which raises an error if it is too large, or if tarfile would mistake damage for the archive's end."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
@@ -126,7 +126,7 @@ check_tar_headers(_TarInfo, _check_header)
 
 
 class _RetryingFile(io.FileIO):
-    """An archive, which may be on shared storage: reads are tried again after errors."""
+    """An archive file that retries reads after errors, because it may be on shared storage."""
 
     def read(self, size: int | None = -1) -> bytes:
         return read_with_retries(str(self.name), partial(super().read, size), threading.Event()) or b""
@@ -151,7 +151,7 @@ def _members(archive: Path) -> Iterator[Iterator[tuple[tarfile.TarInfo, _Read]]]
 
 def _tar_members(tar: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, _Read]]:
     for info in tar:
-        # After a header the file is at the content; `extractfile` would copy the content twice more.
+        # After a header, the file is at the member's content, which `extractfile` would copy twice more.
         yield info, tar.fileobj.read
         vars(tar)["members"].clear()  # tarfile keeps a kilobyte for each member
 
@@ -234,7 +234,7 @@ class _Unpacker:
         try:
             checksums = tuple(self._write_chunks(descriptor, member, read))
             if 0 <= member.mtime < _LATEST_TIME:
-                # Byte code records the whole seconds of its source, and Python compares them.
+                # Keep whole seconds: byte code records those of its source, and Python compares them.
                 os.utime(descriptor, (time.time(), int(member.mtime)))
         finally:
             os.close(descriptor)
@@ -272,6 +272,6 @@ class _Unpacker:
             except FileExistsError:
                 raise self._refusal(link, "is in it twice") from None
         top = os.path.realpath(self._target)
-        for link, path in links:  # after all are made: one may lead out through another
+        for link, path in links:  # check after all are made, because one may lead out through another
             if not Path(os.path.realpath(path)).is_relative_to(top):
                 raise self._refusal(link, f"is a link to {link.linkname!r}, outside of the archive")

@@ -1,6 +1,6 @@
-"""How the nodes of a job share the staging of one data set: cache states and the plan. Pure.
+"""States and plan with which the nodes of a job share the staging of one data set. Pure.
 
-`jobs.staging.node_staging` exchanges them between the node agents of a job.
+`jobs.staging.node_staging` exchanges them between the agents of the nodes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ class Address(NamedTuple):
     node: str
     """The node's name."""
     host: str
-    """The host at which the other nodes reach it."""
+    """The host name or address at which the other nodes reach the node."""
     port: int
 
 
@@ -23,7 +23,7 @@ class CacheStatus(StrEnum):
     """State of one node's copy of a data set."""
 
     MISSING = "missing"
-    """The node is about to make a copy."""
+    """The node makes a copy, or is about to."""
     COMPLETE = "complete"
     WAITING = "waiting"
     """Another job on this node is making the same copy."""
@@ -58,7 +58,7 @@ class StagingPlan:
 
 
 class StagingGroup:
-    """The nodes of a job, seen from one of them. This base class stands for a node without peers: it reads all."""
+    """The nodes of a job, seen from one of them. This base class is for a node without peers."""
 
     is_head = True
     """Whether this node lists the source."""
@@ -89,7 +89,7 @@ class StagingGroup:
 def choose_owners(caches: Iterable[tuple[Address, CacheStatus]]) -> tuple[Address, ...] | None:
     """Return the nodes that have the data, or, if none has, those that will read them; None while that is unknown.
 
-    `caches` has the address of the server (port 0: no server) and the status of each node that has reported.
+    `caches` has the server's address (port 0 if there is no server) and the status of each node that has reported.
     """
     known = list(caches)
     for wanted in (CacheStatus.COMPLETE, CacheStatus.MISSING):

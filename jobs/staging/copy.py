@@ -20,8 +20,8 @@ from jobs.staging.peers import ChunkStore, Peer, PeerError
 from jobs.staging.source import FileChunk, SourceListing, read_chunk
 from jobs.staging.store import CopiedFile, checksum, write_all
 
-# Two readers keep one and a half cores busy, and further ones only contend; but storage with a high latency answers
-# several requests at a time.
+# Two readers keep one and a half cores busy. Further readers only contend, unless the storage has a high latency and
+# answers several requests at a time.
 _SOURCE_THREADS, _MAX_SOURCE_THREADS, _PEER_THREADS = 2, 8, 2
 _POLL_SECONDS = 0.1
 _JOIN_SECONDS = 5.0
@@ -34,7 +34,7 @@ class CopyStats:
     from_source: int = 0
     from_peers: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Number of batches by reason, which peers should have sent but which were read from the source."""
+    """Number of batches by reason why a peer did not send them, so that they were read from the source."""
 
     @property
     def bytes(self) -> int:
@@ -49,11 +49,11 @@ class Copy:
         self._listing, self._target, self._chunks = listing, target, chunks
         self.stats = CopyStats()
         self.checksums: dict[int, tuple[str, ...]] = {}
-        """The checksums of the chunks, by number of each copied batch."""
+        """Checksums of the chunks of each copied batch, by the batch's number."""
         self._to_read: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._read_seconds = self._write_seconds = 0.0
-        """Total seconds of all readers."""
+        """Seconds that all readers together have spent on reading and on writing."""
         self._at_storage = 0
         """Number of threads that read or write now."""
         self._error: BaseException | None = None
@@ -61,13 +61,13 @@ class Copy:
         self._peers = dict[Address, Peer]()
 
     def run(self, owners: Sequence[Address], own: tuple[str, int], secret: str, watch: Watch) -> None:
-        """Copy all files, into directories that exist.
+        """Copy all files. Their directories must exist.
 
         Batch b belongs to owner b modulo the number of owners; if there are none, this node reads all.
 
         Args:
             owners: the addresses of the nodes that read the data, or already have them.
-            own: name of this node and port of its server, which need not be an owner's.
+            own: name of this node, which need not be an owner, and port of its server.
             secret: the secret with which the nodes authenticate each other.
             watch: receives the progress, and returns whether to stop.
 
@@ -91,8 +91,8 @@ class Copy:
             self._cancel(error)
             raise
         finally:
-            # A thread that continued would write into a directory that is being removed. But a thread that hangs in a
-            # read must not delay the agent until Slurm kills it.
+            # Wait for the threads, which would write into a directory that is being removed. But a thread that hangs
+            # in a read must not delay the agent until Slurm kills it.
             deadline = time.monotonic() + _JOIN_SECONDS
             for thread in (*readers, *fetchers):
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -113,7 +113,7 @@ class Copy:
         for threads in (fetchers, readers):
             while alive := [thread for thread in threads if thread.is_alive()]:
                 report()
-                # A thread that is alive is joined: joining one that ended before the others would spin.
+                # Join a live thread: joining a thread that has ended would return at once and make this loop spin.
                 alive[0].join(_POLL_SECONDS)
             self._to_read.put(None)
         if self._error is not None:
@@ -144,11 +144,11 @@ class Copy:
             peer.close()
 
     def _new_buffer(self) -> memoryview:
-        """Return a buffer for one chunk. A thread reuses it: fresh memory for each chunk costs as much as copying."""
+        """Return a buffer that a thread reuses for all chunks: new memory for each chunk costs as much as copying."""
         return memoryview(bytearray(self._listing.batch_bytes))
 
     def _read_batches(self) -> None:
-        """Read batches from the source until the queue gives None, its end. Put None back for the other readers."""
+        """Read batches from the source until the queue gives None. Put None back to end the other readers, too."""
         buffer = self._new_buffer()
         while (number := self._to_read.get()) is not None and not self._cancelled.is_set():
             checksums = []

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 _POLL_SECONDS, _JOIN_SECONDS = 0.05, 5.0
-# A process that has not asked for this long was suspended with its job, and so was its storage.
+# A process that has not polled for this long was suspended with its job: its storage has not hung meanwhile.
 _SUSPENDED_SECONDS = 2.0
-# Interval of the heartbeats for processes that wait for this one's copy.
+# Interval of the heartbeats to processes that wait for the copy that this one makes.
 _HEARTBEAT_SECONDS = 5.0
 _Result = TypeVar("_Result")
 
@@ -43,14 +43,14 @@ class CopyProgress:
 
 
 Watch = Callable[[CopyProgress | None], bool]
-"""Called several times a second with the progress, or None while staging waits; returns whether to stop."""
+"""Function called several times a second with the progress, or None while staging waits. Returns whether to stop."""
 
 
 class CancellableWait:
     """The waits of one staging: for other nodes, other processes, or storage that may hang."""
 
     def __init__(self, watch: Watch, timeout_seconds: float = float("inf")) -> None:
-        """Wait at most `timeout_seconds` for storage that makes no progress."""
+        """Prepare the waits. Storage may make no progress for `timeout_seconds`."""
         self._watch, self._heartbeat_at = watch, 0.0
         self._timeout_seconds = timeout_seconds
         self._done: int | None = None
@@ -61,10 +61,10 @@ class CancellableWait:
     def update(self, progress: CopyProgress | None, done: int | None = None) -> bool:
         """Report the progress and send the heartbeat. Returns whether to stop.
 
-        `done` counts the storage's work where `progress` does not; None if nothing is asked of the storage.
+        `done` counts the storage's work if `progress` does not; None if no work of the storage is awaited.
 
         Raises:
-            NoProgressError: the count has been the same for too long.
+            NoProgressError: the storage has made no progress for too long.
         """
         self._check_progress(progress.bytes_done if progress and progress.at_storage else done)
         if self.heartbeat is not None and time.monotonic() - self._heartbeat_at > _HEARTBEAT_SECONDS:
@@ -99,9 +99,9 @@ class CancellableWait:
 
         Args:
             work: the call.
-            progress: returns its progress.
+            progress: returns the progress of `work`.
             cancel: set when staging is asked to stop; the thread then has some seconds to end before it is abandoned.
-            done: returns the count of the storage's work for `update`.
+            done: returns the `done` of `update`.
 
         Raises:
             StagingStopped: staging was asked to stop.

@@ -3,8 +3,8 @@
 The nodes coordinate through the control channel: each reports the state of its copy, and the head node publishes a plan
 that says which node reads what (jobs.staging.coordination).
 
-Packed data (`--pack`) is an entry of the cache like any other: the next attempt checks its sizes (after a reboot, its
-checksums) and uses it again, and it is deleted when it is old or the disk is full.
+Packed data (`--pack`) are an ordinary entry of the cache: the next attempt checks the sizes (after a reboot, the
+checksums) and uses the entry again; it is deleted when it is old or the disk is full.
 """
 
 import os
@@ -52,7 +52,7 @@ class NodeGroup(StagingGroup):
         self._published_at: float | None = None
 
     def head(self, port: int) -> Address:
-        """Return the head node's address with a port."""
+        """Return the address of a port of the head node."""
         channel = self._channel
         host = channel.own_address if isinstance(channel, ControlServer) else channel.head_address
         return Address(self._allocation.head, host, port)
@@ -76,7 +76,7 @@ class NodeGroup(StagingGroup):
         self._channel.report(caches=(*others, NodeCache(source=self._source, status=status, port=port)))
 
     def withdraw(self) -> None:
-        """Continue without a copy on this node: the others need not wait for its copy, or for its plan."""
+        """Continue without a copy on this node, so that no other node waits for its copy or its plan."""
         self.report(CacheStatus.UNAVAILABLE, 0)
         if self._current() is None:
             self._publish(StagingPlan(source=self._source, version="", listing_port=0, owners=(), done=True))
@@ -115,7 +115,7 @@ class NodeStaging:
     """Stages this node's data and environment."""
 
     def __init__(self, node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, resources: ExitStack) -> None:
-        # The resources keep the copies in use until they are closed, when the attempt is over.
+        # `resources` keeps the copies in use until it is closed at the end of the attempt.
         self.node, self.channel, self.monitor, self._resources = node, channel, monitor, resources
 
     def stage_data(self) -> Path | None:
@@ -144,12 +144,12 @@ class NodeStaging:
         return packed
 
     def group(self, source: Path) -> NodeGroup:
-        """Make the group of the attempt's nodes for one source."""
+        """Return the group of the attempt's nodes that stage one source."""
         node = self.node
         return NodeGroup(node.allocation, self.channel, source, node.attempt.secret, node.spec.network.ports)
 
     def stage(self, source: Path) -> Staged:
-        """Stage one source, and record how it went. Raises as `stage_data` does."""
+        """Stage one source, and record the result. Raises the same errors as `stage_data`."""
         node, group = self.node, self.group(source)
         if group.is_head:
             self.monitor.callbacks.append(group.update)
@@ -183,7 +183,7 @@ class NodeStaging:
         return staged
 
     def watch(self, source: Path) -> Watch:
-        """Make a callback that polls the monitor during a copy, records the progress, and returns whether to stop."""
+        """Return a callback that polls the monitor during a copy, records the progress, and returns whether to stop."""
         next_event = time.monotonic() + _FIRST_SECONDS
 
         def poll(progress: CopyProgress | None) -> bool:
@@ -248,11 +248,11 @@ def _make_packed(entry: CacheEntry, folder: Path, size: int, waiting: Cancellabl
     began = time.monotonic()
 
     def progress() -> CopyProgress:
-        # Count the written blocks of 512 bytes: sizes do not tell, because the files are sparse.
+        # Count the written blocks of 512 bytes: the files are sparse, so their sizes do not show the progress.
         done = sum(512 * path.stat().st_blocks for path in entry.path.glob(".*/*.npy") if path.exists())
         return CopyProgress(activity="packing", bytes_done=done, seconds=time.monotonic() - began)
 
-    # The packer has its own session: a terminal's Ctrl-C reaches only the agent, Slurm's signals reach both.
+    # The packer has its own session, so that a terminal's Ctrl-C reaches only the agent; Slurm's signals reach both.
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True) as packer:
         try:
             waiting.run_in_thread(packer.wait, progress)

@@ -1,8 +1,8 @@
-"""Data from node to node: a server of this node's batches, and a client of another's. Runs on compute nodes.
+"""Transfers between nodes: a server of this node's batches, and a client of another node's. Runs on compute nodes.
 
 A request is a message `{"version", "batch"}`, with a batch's number or null for the listing. The answer is a message
-with checksums, and the bytes; or `failed`, or `waiting` as long as the owner has not read the batch. Both ends prove
-that they have the attempt's secret (hpc.base.transport). The bytes are checked against the checksums of what was read.
+with checksums, followed by the bytes; or a message `failed`; or `waiting` while the owner has not read the batch. Both
+ends prove that they have the attempt's secret (hpc.base.transport). The receiver checks the bytes by the checksums.
 """
 
 import os
@@ -21,7 +21,7 @@ from jobs.staging.store import checksum
 # An owner that has not read a batch yet answers `waiting` every 5 s. After 60 s in which the owner read nothing, the
 # client gives up on it.
 _WAITING_SECONDS, _STALLED_SECONDS = 5.0, 60.0
-# A client that asks several owners in turn may come back late.
+# Long, because a client asks several owners in turn and may come back late.
 _SERVER_LIMITS = Limits(timeout_seconds=3600.0, max_message_bytes=2**12)
 # An answer has a checksum for every chunk of a batch.
 _CLIENT_LIMITS = Limits(timeout_seconds=20.0, max_message_bytes=2**26)
@@ -35,11 +35,11 @@ class PeerError(Exception):
 
 
 class ChunkStore:
-    """What this node has of one data set: more and more batches while it copies, in the end all."""
+    """The batches of one data set that this node has, and sends to peers."""
 
     def __init__(self, listing: SourceListing, data: Path) -> None:
         self.listing = listing
-        # The directory is opened because it is renamed when the copy is complete.
+        # Keep the directory open, because it is renamed when the copy is complete.
         self._directory = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._checksums: dict[int, tuple[str, ...]] = {}
         self._changed = threading.Condition()
@@ -48,14 +48,14 @@ class ChunkStore:
         """Number of batches that this node has read from the source, which shows its progress to a waiting peer."""
 
     def put(self, number: int, checksums: tuple[str, ...], *, read: bool = False) -> None:
-        """Add a batch. `read`: this node has read it from the source."""
+        """Add a batch. `read` is whether this node has read it from the source."""
         with self._changed:
             self.batches_read += read
             self._checksums[number] = checksums
             self._changed.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Report that no more batches will come."""
+        """Tell peers that wait for a batch that no more batches will come."""
         with self._changed:
             self._failed = reason
             self._changed.notify_all()
@@ -104,7 +104,7 @@ class PeerServer:
         """Serve on one of `ports`, or, if there are none, on one that the kernel chooses."""
         self.listings: dict[str, bytes] = {}
         self.chunk_stores: dict[str, ChunkStore] = {}
-        """The listings and the stores, by version of the data set."""
+        """Stores by version of the data set, as in `listings`."""
         self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
         self.port, self.close, self.check = self._server.port, self._server.close, self._server.check
 
@@ -169,7 +169,7 @@ class Peer:
             raise PeerError(f"{self._name} does not send the listing ({error!r})") from error
 
     def ask(self, number: int) -> tuple[str, ...]:
-        """Wait until the other node has a batch, and return the checksums of its chunks. Then `receive` each chunk.
+        """Wait until the other node has a batch, and return the checksums of its chunks. Then call `receive` for each.
 
         Raises PeerError if the batch does not come.
         """

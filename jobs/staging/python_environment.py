@@ -71,7 +71,7 @@ class PythonEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDescription:
-    """The data with which a node uses a copy; stored in the archive as `DESCRIPTION`."""
+    """Paths, version and links with which a node uses a copy. The archive has them in the file `DESCRIPTION`."""
 
     python: str
     torch: str

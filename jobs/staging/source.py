@@ -1,4 +1,4 @@
-"""The source of a data set: listing its files, dividing them into batches, and reading these. Runs on compute nodes.
+"""Lists the source of a data set, divides its files into batches, and reads the batches. Runs on compute nodes.
 
 One node of a job lists the source and sends the listing to the others: listing a million files takes a shared file
 system minutes.
@@ -22,7 +22,7 @@ from hpc.base.errors import TorchrelayError
 from jobs.staging.copy_progress import stop_if
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
-# Enough to keep a parallel file system busy; a local one needs only one.
+# Enough threads to keep a parallel file system busy; a local one needs only one.
 _LISTING_THREADS = 8
 _POLL_SECONDS = 0.2
 # A restarting server or a stale NFS handle recovers within seconds.
@@ -35,9 +35,9 @@ _Result = TypeVar("_Result")
 
 
 def absolute(path: Path) -> Path:
-    """Return the absolute path of a source: under two names, a data set would be copied twice.
+    """Return the absolute path of a source, because a data set with two paths would be copied twice.
 
-    Symlinks stay, as in `datasets/current`.
+    Symlinks such as `datasets/current` are not resolved.
     """
     return Path(os.path.abspath(path))  # noqa: PTH100 - pathlib leaves `..` in
 
@@ -100,7 +100,7 @@ class SourceListing:
         for file in self.files:
             digest.update(repr(tuple(file)).encode())
         digest.update(repr(self.directories).encode())
-        # The name is not hidden, and not too long for file systems.
+        # The result must not be a hidden name, nor too long for file systems.
         return f"{self.source.name.lstrip('.')[:_LONGEST_NAME]}-{digest.hexdigest()[:16]}"
 
     @cached_property
@@ -110,7 +110,7 @@ class SourceListing:
 
     @cached_property
     def batches(self) -> tuple[Batch, ...]:
-        """The batches of the data set: one request reads or fetches one."""
+        """The batches of the data set, each of which is read or fetched as a whole."""
         batches, batch, left = list[Batch](), list[FileChunk](), self.batch_bytes
         for number, file in enumerate(self.files):
             for offset in range(0, max(1, file.size), self.batch_bytes):  # also one chunk for an empty file
@@ -143,7 +143,7 @@ class SourceListing:
 
 
 def pack_records(head: Any, records: Sequence[Any]) -> bytes:
-    """Return compressed JSON lines. One document with a million files would hold the GIL, and heartbeats would stop."""
+    """Return compressed JSON lines. One document with a million files would hold the GIL and stop the heartbeats."""
     compressor = zlib.compressobj(level=1)
     groups = (records[first : first + _RECORDS_PER_LINE] for first in range(0, len(records), _RECORDS_PER_LINE))
     chunks = [compressor.compress(json.dumps(line).encode() + b"\n") for line in itertools.chain([head], groups)]
@@ -179,7 +179,7 @@ class SourceWalk:
     def __init__(self, source: Path) -> None:
         self._source = source
         self._files: dict[str, list[SourceFile]] = {}
-        """The files by directory; the name of the source is empty."""
+        """Files by directory relative to the source, whose own key is empty."""
         self._queue: queue.Queue[_Directory] = queue.Queue()
         self._errors = list[BaseException]()
         self._ended = threading.Event()
@@ -206,7 +206,7 @@ class SourceWalk:
             raise TorchrelayError(
                 f"{error.filename} cannot be listed ({error.strerror}): restore it, remove it, or give data without it"
             ) from error
-        # Sorting ten million names in one call would hold the GIL for half a minute: this node would count as lost.
+        # Sort by directory: sorting ten million names at once holds the GIL for half a minute, and the node seems lost.
         directories = sorted(self._files)
         files = tuple(file for name in directories for file in self._files[name])
         return SourceListing(source=source, files=files, directories=tuple(directories[1:]))

@@ -34,9 +34,9 @@ from jobs.staging.store import (
 
 # The head node assigns the batches within seconds; if its plan does not come, this node reads everything.
 _PLAN_SECONDS = 60.0
-# The longest time for which a node keeps its archive after unpacking, for peers that still fetch it.
+# A node keeps its archive for at most this long after unpacking, for peers that still fetch it.
 _KEEP_ARCHIVE_SECONDS = 60.0
-# Archives of images unpack to about their own size; unpacking needs this multiple of it.
+# Archives of images unpack to about their own size; the room for unpacking is this multiple of that size.
 _UNPACKED_FACTOR = 1.1
 
 
@@ -76,7 +76,7 @@ class NoRoomError(TorchrelayError):
 
 
 class Stager:
-    """One staging. Until it is closed the copy cannot be deleted, and peers can fetch it."""
+    """One staging. Until the stager is closed, the copy cannot be deleted, and peers can fetch it."""
 
     def __init__(
         self,
@@ -91,9 +91,9 @@ class Stager:
 
         Args:
             stage_dir: a directory on this node's disk.
-            group: the nodes of the job; by default this one alone.
+            group: the nodes of the job; by default only this node.
             watch: receives the progress several times a second, and returns whether to stop.
-            keep_seconds: copies that were unused for this long are deleted; with 0, closing deletes this one, too.
+            keep_seconds: copies that were unused for this long are deleted; with 0, closing also deletes this copy.
             timeout_seconds: the longest time that reading the source may take without progress.
         """
         self._stage_dir, self._keep_seconds = stage_dir, keep_seconds
@@ -122,7 +122,7 @@ class Stager:
 
         Raises:
             StagingStopped: `watch` returned true.
-            BadNodeError: this node reads nothing from the source: its mount hangs.
+            BadNodeError: the source's mount or the disk of the copy hangs on this node.
             TorchrelayError: the source cannot be read, or the cache directory is not safe to use.
         """
         began = time.monotonic()
@@ -137,7 +137,7 @@ class Stager:
                 f"or the disk of {self._stage_dir} hangs there; leave the node out with --exclude, or wait longer with "
                 "--stage-timeout"
             ) from None
-        # Asked again: the node that shares it may have begun at the same moment.
+        # Ask again, because another node that shares the directory may have begun at the same moment.
         shared = None if staged.in_place else self._shared or open_store(self._stage_dir).why_shared()
         return replace(
             staged,
@@ -259,7 +259,7 @@ class Stager:
         self._group.report(CacheStatus.COMPLETE, self._server.port)
 
     def _make(self, entry: CacheEntry, listing: SourceListing, num_damaged: int) -> Staged:
-        # Deleting a million files takes minutes.
+        # Run it in a thread, because deleting a million files takes minutes.
         shortage = self._wait.run_in_thread(lambda: self._make_room(entry, listing))
         if shortage:
             return self._read_in_place(listing, shortage)
@@ -342,7 +342,7 @@ class Stager:
             try:
                 return unpack(archive, target, available_bytes(target), update)
             finally:
-                if archive == listing.source:  # a change would explain the damage
+                if archive == listing.source:  # a change of the source would explain the damage
                     [file] = listing.files
                     check_unchanged(str(archive), archive.stat(), (file.size, file.modified_ns))
 

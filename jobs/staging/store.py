@@ -227,7 +227,7 @@ class CacheEntry:
             return True  # the file is missing, or the disk has a read error
 
     def lock_for_use(self) -> int | None:
-        """Prevent the copy's deletion until the returned descriptor is closed. None: another process is deleting it."""
+        """Prevent the copy's deletion until the returned descriptor is closed. Returns None if it is being deleted."""
         descriptor = open_lock(self._use_lock)
         if not try_lock(descriptor, shared=True):
             os.close(descriptor)
@@ -245,7 +245,7 @@ class CacheEntry:
         try:
             heartbeat, seen_at = 0, 0.0
             while not try_lock(descriptor):
-                # The heartbeat is not compared with the time of day, which somebody may set.
+                # Compare heartbeats with each other, not with the time of day, which somebody may set.
                 if (newest := os.fstat(descriptor).st_mtime_ns) != heartbeat:
                     heartbeat, seen_at = newest, time.monotonic()
                 if time.monotonic() - seen_at > _STALLED_SECONDS:
@@ -304,7 +304,7 @@ class CacheEntry:
         shutil.rmtree(partial)
 
     def mark_used(self) -> None:
-        """Record a use now. The locks get the same time: a job that cleans up /tmp would delete old ones."""
+        """Record that the copy is used now, also in its lock files: a job that cleans up /tmp would delete old ones."""
         for path in (self.path, self._use_lock, self._copy_lock):
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path)
@@ -318,11 +318,11 @@ class CacheStore:
 
     @property
     def locks(self) -> Path:
-        """Directory of the lock files. If these were ever deleted, two processes could lock two files of one name."""
+        """Directory of the lock files. If one were deleted, two processes could lock two files of the same name."""
         return self.root / "locks"
 
     def why_shared(self) -> str | None:
-        """Return why this may not be this node's own disk; None if it seems to be. Leaves its name for others."""
+        """Return why the cache may not be on this node's own disk, else None. Leaves this node's name for others."""
         own, last = os.uname().nodename, self.locks / "node"
         before = last.read_text().strip() if last.exists() else own
         with contextlib.suppress(OSError):  # the disk may be full
@@ -353,7 +353,7 @@ class CacheStore:
         remove_abandoned(self.root, ".*.partial", is_abandoned)
 
     def delete_unused(self, keep_seconds: float) -> list[str]:
-        """Delete the copies that were not used for this long. Returns their names."""
+        """Delete the copies that were not used for `keep_seconds`. Returns their names."""
         old = [entry for entry in self.entries() if time.time() - entry.used_at > keep_seconds]
         return [entry.name for entry in old if entry.delete()]
 

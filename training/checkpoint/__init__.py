@@ -1,1 +1,1 @@
-"""Saved state: capture, durable checkpoints, snapshots in memory, restore. Runs on every rank."""
+"""Saves a training's state as durable checkpoints and as snapshots in memory, and restores it. Runs on every rank."""

@@ -1,4 +1,4 @@
-"""Loads --weights into a model that begins its training. Runs on every rank; rank 0 reads the file."""
+"""Loads --weights into a model at the start of its training. Runs on every rank; rank 0 reads the file."""
 
 import re
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
-# Other programs save the weights below one of these keys, and with these prefixes.
+# Other programs save the weights under one of these keys, and prefix their names with these.
 _KEYS = ("model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.")
-# torchvision saved its DenseNets before their layers got their present names.
+# torchvision's files of DenseNets have the names that their layers had before a renaming.
 _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 
 
@@ -30,7 +30,7 @@ def load_initial_weights(context: RunContext, state: TrainState, group: ProcessG
     """Load `--weights` into the model and its moving average. All ranks must call this.
 
     Returns:
-        A sentence that names the file and the layers that are new.
+        A text that names the file and the layers that keep new, random weights.
 
     Raises:
         SharedError: the file cannot be read, or holds another model's weights.
@@ -49,10 +49,10 @@ def load_initial_weights(context: RunContext, state: TrainState, group: ProcessG
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the tensors in a file by the names that they have in the model's code. Run no pickled code.
+    """Return the tensors in a file by the names that they have in the model. Pickled code is not run.
 
     Raises:
-        UserError: the file cannot be read, or holds something else.
+        UserError: the file cannot be read, or does not hold tensors by name.
     """
     try:
         is_safe = path.suffix == ".safetensors"
@@ -73,7 +73,7 @@ def _own_name(name: str) -> str:
 
 
 def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors that fit a model, and the layers of its head that have no fitting tensors and stay random.
+    """Return the tensors that fit a model, and the names of its head's layers without such tensors (they stay random).
 
     Raises:
         UserError: a layer outside the head has no fitting tensors.
@@ -81,12 +81,12 @@ def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) ->
     own, head = model.state_dict(), head_name(model)
     fits = [name for name, value in own.items() if name in found and found[name].shape == value.shape]
     fitting = {name: found[name] for name in fits}
-    # The counters are missing in files from before torch 0.4.1; only a BatchNorm without momentum uses them.
+    # Files from before torch 0.4.1 lack these counters, which only a BatchNorm without momentum uses.
     wanting = [name for name in own.keys() - fitting.keys() if not name.endswith("num_batches_tracked")]
     layers = {name.rpartition(".")[0] for name in wanting}
     wrong = sorted(layer for layer in layers if layer != head and not layer.startswith(f"{head}."))
     if wrong:
         missing = f"it has no weights of the right shape for {len(wrong)} of the layers, such as {wrong[0]}"
         raise UserError(f"--weights is {path}, which does not fit this model: {missing}")
-    # All tensors of a layer are loaded, or none.
+    # Load all tensors of a layer, or none.
     return {name: value for name, value in fitting.items() if name.rpartition(".")[0] not in layers}, sorted(layers)

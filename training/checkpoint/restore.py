@@ -1,8 +1,8 @@
 """Finds the newest usable state, and loads it on all ranks. Runs on every rank.
 
-The candidates are rank 0's checkpoints, and the snapshots of the first rank of each node. The rank that has the newest
-one reads it and broadcasts it to the others, tensor by tensor from file to device. If it is not usable, it is discarded
-and the next newest is tried. So one rank at a time reads, and no rank needs the storage of another one.
+The candidates are rank 0's checkpoints, and the snapshots of each node's first rank. The rank that has the newest
+candidate reads it and broadcasts it to the others, tensor by tensor from file to device. A candidate that is not usable
+is discarded, and the next newest is tried. So one rank at a time reads, and no rank needs the storage of another one.
 
 If the state is sharded, all candidates are rank 0's. From a checkpoint, which must be on storage that all ranks see,
 each rank reads the parts that it needs. From a snapshot each rank reads its own shards; only snapshots that every rank
@@ -34,7 +34,7 @@ from training.runtime.run_context import RunContext
 
 @dataclass(frozen=True)
 class Restorer:
-    """Finds and loads a state. All ranks make the same calls."""
+    """Finds and loads the newest usable state. All ranks make the same calls."""
 
     context: RunContext
     state: TrainState
@@ -42,11 +42,10 @@ class Restorer:
     logger: RunLogger
 
     def restore(self) -> Candidate | None:
-        """Load the newest valid state whose metrics, validation and best model are in the run directory.
+        """Load the newest usable state, and return it, or None if no state is usable. All ranks must call this.
 
-        All ranks must call this.
-
-        Removes snapshots that are not usable or newer than the restored step. Returns None if there is no state.
+        A snapshot is usable if its metrics, validation and best model are in the run directory. Snapshots that are not
+        usable or newer than the restored step are removed.
 
         Raises:
             SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
@@ -56,7 +55,7 @@ class Restorer:
         restored = restore_newest(self.candidates(), self.load, self.group.control, directory)
         node, rank_info = self.context.node_dir, self.group.rank_info
         if node and rank_info.local_rank == 0:
-            # Ranks of another world size or strategy have written the other snapshots of this node.
+            # Other snapshots of this node are from ranks of another world size or strategy.
             ranks = range(self.group.rank, self.group.rank + rank_info.local_world_size)
             own = {shard_directory(rank, self.group.world_size) for rank in ranks}
             full = {path.name for path in list_checkpoints(node.snapshots)}
@@ -68,8 +67,8 @@ class Restorer:
         checkpoints = self.context.run_dir.checkpoints if self.group.is_rank_zero else None
         found = find_candidates(self.group.rank, checkpoints, snapshot_directory(self.context, self.group))
         if self.state.sharded:
-            # Combine only shards of one attempt: two attempts may have had different flags, and then their states of
-            # the same step differ.
+            # Combine only shards of one attempt: two attempts may have had different flags, so that their states at the
+            # same step differ.
             origins = {candidate: _step_and_attempt(candidate) for candidate in found if not candidate.durable}
             gathered = self.group.all_gather_json(list(origins.values()))
             common = set.intersection(*({(step, attempt) for step, attempt in each} for each in gathered))
@@ -78,7 +77,7 @@ class Restorer:
         return found
 
     def is_sharded_snapshot(self, candidate: Candidate) -> bool:
-        """Return whether a state is a snapshot of which each rank has its shards in its own directory."""
+        """Return whether a state is a sharded snapshot, for which each rank has a directory of its own."""
         return self.state.sharded and not candidate.durable
 
     def load(self, candidate: Candidate) -> bool:
@@ -107,7 +106,7 @@ class Restorer:
 
     @torch.no_grad()
     def broadcast(self, found: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
-        """Copy the tensors that rank `source` has found to where they belong on every rank, and return them."""
+        """Copy the tensors `found` on rank `source` into the state's memory on every rank, and return them."""
         allocate, tensors = self.state.allocator(), dict[str, Tensor]()
         received = self.group.broadcast_tensors(found, source)
         for name, value in self.context.beat_with_each("start", received):
@@ -128,8 +127,8 @@ class Restorer:
                 text, tensors = _read(path, with_tensors=not self.state.sharded)
                 self.state.check_compatible(json.loads(text), path.name)
         except (OSError, TorchrelayError) as error:
-            # The storage does not answer, or the flags do not fit the state. Skip a snapshot and try the next state;
-            # for a checkpoint, stop and tell the user.
+            # The storage does not answer, or the flags do not fit the state. The next state may replace a snapshot. For
+            # a checkpoint, the training must end, and tell the user.
             if not candidate.durable:
                 return b"", {}, str(error)
             if isinstance(error, OSError):
@@ -138,7 +137,7 @@ class Restorer:
         return text, tensors, problem
 
     def discard(self, candidate: Candidate, path: Path, reason: str) -> None:
-        """Warn, and reject or remove a state so that no attempt tries it again."""
+        """Warn, and reject a checkpoint or remove a snapshot, so that no attempt tries it again."""
         self.logger.console.warn(f"{candidate.source} {path} is not used: {reason}")
         self.logger.event(CheckpointRejected(path=str(path), reason=reason))
         if candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate):
@@ -146,7 +145,7 @@ class Restorer:
 
 
 def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
-    """Return the step and the attempt of a snapshot; the attempt is -1 if it cannot be read."""
+    """Return the step and the attempt of a snapshot. The attempt is -1 if the snapshot cannot be read."""
     try:
         return candidate.step, json.loads((candidate.path / STATE_VALUES).read_bytes())["attempt"]
     except (OSError, ValueError, KeyError):
@@ -154,10 +153,10 @@ def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
 
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[bytes, dict[str, Tensor]]:
-    """Return the values of an intact state and, `with_tensors`, its full tensors, put together from shards.
+    """Return the values of an intact state (JSON) and, if `with_tensors`, its full tensors, joined from shards.
 
     Raises:
-        UserError: another version of the trainer made it.
+        UserError: another version of the trainer made the state.
         TorchrelayError: the storage cannot be read.
     """
     try:

@@ -1,8 +1,8 @@
 """Saves and loads states in shards (`--strategy fsdp`). A rank can load its shards from files of any number of ranks.
 
-Runs on every rank. The files are safetensors in the form of torch's distributed checkpoints (DCP): each says where its
-shards begin in the full tensors. DCP reads them. We write them ourselves: DCP's writer would first negotiate which rank
-writes what, though that is fixed here, and make another copy.
+Runs on every rank. The files are safetensors in the format of torch's distributed checkpoints (DCP): each says where
+its shards begin in the full tensors. DCP reads the files, but does not write them: its writer would first negotiate
+which rank writes what, which is fixed here, and would make another copy.
 """
 
 import json
@@ -27,7 +27,7 @@ from training.relay.checkpoint_files import WriteFiles, describe_file, save_chec
 from training.runtime.compat import shard_offsets
 from training.runtime.process_group import ProcessGroup
 
-# torch.distributed.checkpoint.HuggingFaceStorageReader looks for these.
+# Keys that torch.distributed.checkpoint.HuggingFaceStorageReader expects.
 _SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
@@ -38,19 +38,19 @@ def shard_file(group: ProcessGroup) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """Describes which part of a state a rank holds; by default all of it."""
+    """The part of a state that a rank holds, by default the whole state."""
 
     file: str = STATE_TENSORS
     offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Where in the full tensors the rank's shards begin, in each dimension, by name. Other tensors are replicated."""
+    """Offset of the rank's shard in each sharded tensor, per dimension, by name. Other tensors are replicated."""
     is_copy: bool = False
     """Whether a rank of another node holds the same shards, and writes them (--fsdp-sharding hybrid)."""
 
     def write(self, tensors: Mapping[str, Tensor], directory: Path, *, replicated: bool) -> None:
-        """Write the shards, and the replicated tensors if they are wanted.
+        """Write the rank's shards to a file in `directory`, with the replicated tensors if `replicated`.
 
         Raises:
-            OSError: the disk is full, for example.
+            OSError: the file cannot be written, such as on a full disk.
         """
         own = () if self.is_copy else self.offsets
         wanted = {name: value for name, value in tensors.items() if replicated or name in own}
@@ -63,19 +63,19 @@ class ShardLayout:
 
 
 def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
-    """Return what this rank holds of the tensors, on its device, and where its shards begin in the full tensors."""
+    """Return the shards and replicated tensors that this rank holds, on its device, and their layout."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, and DDP does without
 
     sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
     offsets = {name: shard_offsets(value) for name, value in sharded.items()}
-    # The last dimension of the mesh shards; the one before it, if there is one, replicates.
+    # The mesh's last dimension shards. With --fsdp-sharding hybrid, the dimension before it replicates.
     is_copy = any(any(value.device_mesh.get_coordinate()[:-1]) for value in sharded.values())
     shards = {name: _local(value) for name, value in tensors.items()}
     return shards, ShardLayout(file=shard_file(group), offsets=offsets, is_copy=is_copy)
 
 
 def _local(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor."""
+    """Return this rank's shard of a sharded tensor, or a replicated tensor itself."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
@@ -84,9 +84,9 @@ def _local(tensor: Any) -> Tensor:
 
 
 def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
-    """Read the tensors of a state as this rank holds them, from the file that the same rank wrote.
+    """Read this rank's shards of a state from the file that the same rank wrote, with the same world size.
 
-    The world size must be the same as when the file was written.
+    Replicated tensors are read whole.
     """
     saved = load_file(directory / shard_file(group))
     allocate = state.allocator(lambda tensor: _local(tensor).shape)
@@ -97,19 +97,19 @@ def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> 
 
 
 def read_shards(directory: Path, state: TrainState) -> dict[str, Tensor]:
-    """Read the tensors of a state as this rank holds them, from any number of shard files or one full file."""
+    """Read this rank's shards of a state from any number of shard files, or from one full file."""
     return _load(directory, state.allocator())
 
 
 def read_full(directory: Path) -> dict[str, Tensor]:
-    """Read the full tensors of a state into the host's memory. A single file is mapped, and read when used."""
+    """Read the full tensors of a state into host memory. A single full file is memory-mapped."""
     if (directory / STATE_TENSORS).exists():
         return load_file(directory / STATE_TENSORS)
     return _load(directory, lambda _name, like: torch.empty_like(like, device="cpu"))
 
 
 def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-    """Load tensors into the memory that `allocate` finds for a name and a tensor of the saved shape and type."""
+    """Load tensors into memory from `allocate`, which gets a name and a meta tensor of the saved shape and dtype."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # as above
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
 
@@ -119,7 +119,7 @@ def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[st
         for name, value in found.items()
     }
     with warnings.catch_warnings():
-        # `no_dist`, because a rank needs no other to load its own shards, makes DCP warn that it is alone.
+        # A rank loads its shards without the others (`no_dist`), of which DCP would warn.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
     return tensors
@@ -134,12 +134,12 @@ def save_sharded(
 ) -> None:  # fmt: skip
     """Write a checkpoint as `save_checkpoint` does, with a file of each rank. All ranks must call this.
 
-    Rank 0 makes the directory and publishes it; `write_files` writes the file of a rank's shards, on rank 0 the other
-    files too. All ranks must see the same storage. `group` needs a control group that nothing else uses meanwhile.
+    Rank 0 makes the directory and publishes it. `write_files` writes the file of a rank's shards, and on rank 0 also
+    the other files. All ranks must see the same storage. Nothing else may use `group.control` meanwhile.
 
     Raises:
-        OSError: on all ranks, if some rank could not write; the older checkpoints are all there.
-        TorchrelayError: on rank 0, from `check`; the others raise an OSError.
+        OSError: on all ranks, if a rank could not write. All older checkpoints are kept.
+        TorchrelayError: on rank 0, from `check`; the other ranks then raise OSError.
     """
     failure: Exception | None = None
     if group.is_rank_zero:
@@ -158,7 +158,7 @@ def save_sharded(
 
 
 def _write_on_all_ranks(group: ProcessGroup, write_files: WriteFiles, temporary: Path) -> dict[str, Any]:
-    """Let all ranks write into a directory, and return the manifest's entries for their files."""
+    """Have all ranks write into a directory, and return the manifest's entries for their files. Runs on rank 0."""
     group.broadcast_bytes(os.fsencode(temporary))
     results = group.all_gather_json(_write_own(group, write_files, temporary))
     problem = next((problem for _, problem in results if problem), "")
@@ -168,7 +168,7 @@ def _write_on_all_ranks(group: ProcessGroup, write_files: WriteFiles, temporary:
 
 
 def _write_own(group: ProcessGroup, write_files: WriteFiles, temporary: Path) -> tuple[dict[str, Any], str]:
-    """Write this rank's shards durably; return the manifest's entry for them, and what went wrong, or `""`."""
+    """Write this rank's shards durably, and return their manifest entry and an error message or `""`."""
     name = shard_file(group)
     try:
         write_files(temporary)

@@ -1,7 +1,7 @@
-"""Snapshots: states in a node's memory, in the format of checkpoints. Runs on ranks and in the node agent; no torch.
+"""Saves snapshots as checkpoints, and checks the memory for them. Runs on ranks and in the node agent; no torch.
 
-Ranks write them (`training.checkpoint.writer`). When the ranks have died, the node agent saves the newest one as a
-checkpoint. Two are kept while a third is written, so there is memory for three at most.
+Snapshots are states in a node's memory, in the format of checkpoints. Ranks write them (`training.checkpoint.writer`).
+When the ranks have died, the node agent saves the newest one as a checkpoint. Two are kept while a third is written.
 """
 
 import json
@@ -29,12 +29,12 @@ from training.relay.checkpoint_files import (
 def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], None] | None = None) -> int | None:
     """Save the newest usable snapshot of a node as a checkpoint of the run, unless a checkpoint is at least as new.
 
-    Deletes no older checkpoint. Call it when no rank writes any more. Agents of several nodes may call it at once.
-    `check` raises if the checkpoint may not be published. Returns the step of the snapshot that was saved; None if
-    there was nothing to save.
+    No older checkpoint is deleted. Call this when no rank writes any more; agents of several nodes may do so at once.
+    `check` raises if the checkpoint may not be published. Returns the step of the saved snapshot, or None if none had
+    to be saved.
 
     Raises:
-        OSError: the snapshot cannot be read, or the checkpoint cannot be written, and no part of it remains.
+        OSError: the snapshot cannot be read, or the checkpoint cannot be written. No part of it remains.
     """
     saved = list_checkpoints(run.checkpoints)
     newest = step_of(saved[0]) if saved else 0
@@ -44,14 +44,14 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
         files = read_checkpoint(path)
         if isinstance(files, str):
             continue
-        # The state of a user's script (training.relay) is another file, and refers to no results.
+        # A user's script (training.relay) saves another file, which depends on no results.
         if STATE_VALUES in files and missing_results(json.loads(files[STATE_VALUES]), run):
             continue
         try:
             save_checkpoint(run.checkpoints, step_of(path), partial(_write_files, files), keep=None, check=check)
         except OSError:
             if checkpoint_path(run.checkpoints, step_of(path)).exists():
-                return None  # the agent of another node has just saved it
+                return None  # another node's agent has just saved this step
             raise
         return step_of(path)
     return None
@@ -65,10 +65,10 @@ def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
 
 
 def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
-    """Return what results of a state the run directory lacks: metrics, validation or best model; empty if it has all.
+    """Return which results of a state (metrics, validation, best model) the run directory lacks, or an empty text.
 
-    If rank 0's node is lost, the snapshot of another node may be newer than the last metrics that rank 0 wrote.
-    Resuming from that snapshot would leave a gap in the metrics.
+    If rank 0's node is lost, another node's snapshot may be newer than the last metrics that rank 0 wrote. Resuming
+    from that snapshot would leave a gap in the metrics.
     """
     progress = values["progress"]
     last = last_json_line(run.train_metrics)
@@ -90,7 +90,7 @@ def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
 
 
 def missing_space(directory: Path, size_bytes: int) -> str:
-    """Return why snapshots of this size do not fit into a node's memory; empty if they do.
+    """Return why snapshots of this size do not fit into a node's memory, or an empty text if they do.
 
     Raises:
         OSError: the directory cannot be read.
@@ -100,7 +100,7 @@ def missing_space(directory: Path, size_bytes: int) -> str:
     free = disk.f_bavail * disk.f_frsize
     if free < missing:
         return f"{directory} has {_in_megabytes(free)} free, and snapshots need {_in_megabytes(missing)} more"
-    # The copy in the host's memory that they are written from comes on top.
+    # Snapshots are written from a copy in host memory, which takes as much again as one of them.
     available, missing = available_memory_bytes(), missing + size_bytes
     if available < missing:
         return f"{_in_megabytes(available)} of memory are available, and snapshots need {_in_megabytes(missing)}"
@@ -108,7 +108,7 @@ def missing_space(directory: Path, size_bytes: int) -> str:
 
 
 def remove_others(directory: Path, keep: Collection[str]) -> None:
-    """Remove all snapshots whose names are not in `keep`: no rank of this attempt on this node can use those."""
+    """Remove the snapshots in a directory whose names are not in `keep`."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name not in keep:
             remove_published(path)

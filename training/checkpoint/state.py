@@ -1,8 +1,8 @@
-"""The state of a training: everything that must survive an interruption, in one place. Runs on every rank.
+"""Owns the state of a training: everything that must survive an interruption. Runs on every rank.
 
-Each part registers with TrainState under a name, and has `state_dict` and `load_state_dict`. A state is saved as the
-tensors of all parts by `part/key` (safetensors), and all else by part (JSON): no pickles. Random numbers are computed
-from counters (`training.runtime.counter_rng`), so there are no generators to save.
+Each part registers with TrainState under a name, and has `state_dict` and `load_state_dict`. A state is saved as two
+files without pickles: all tensors, named `part/key` (safetensors), and all other values by part (JSON). Random numbers
+are computed from counters (`training.runtime.counter_rng`), so no generator is saved.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from training.runtime.compat import scaler_tensors
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress
 
-# Not finite if the training has diverged: such a state must not replace a good one.
+# The loss in a state. If it is not finite, the training has diverged: the state must not replace a good one.
 LOSS = "loss_meter/loss"
 
 
@@ -35,22 +35,22 @@ _Part = TypeVar("_Part", bound=Saveable)
 
 @dataclass(kw_only=True)
 class TrainState:
-    """The parts of a training's state, and the copies of it that are under way."""
+    """The parts of a training's state, and the copies of the state that the GPU still makes."""
 
     model: nn.Module
     optimizer: Optimizer
     scaler: GradScaler
     ema: Ema | None
     identity: dict[str, Any]
-    """Settings and data that a saved state must have in common with this one."""
+    """Settings and data that must be equal in a saved state that is restored."""
     attempt: int
-    """The number of this attempt at the run: snapshots of shards match only within one."""
+    """Number of this attempt at the run. Sharded snapshots of different attempts do not match."""
     sharded: bool
     """Whether each rank holds a shard of every parameter and of its optimizer state (FSDP)."""
     progress: Progress = field(default_factory=Progress)
     _parts: dict[str, Saveable] = field(default_factory=dict, init=False)
     copies: list[DeviceCopy] = field(default_factory=list, init=False)
-    """Copies from the GPU, for which `wait_for_copies` waits."""
+    """Unfinished copies from the GPU to the host, for which `wait_for_copies` waits."""
 
     def __post_init__(self) -> None:
         """Register the parts that every training has."""
@@ -62,10 +62,10 @@ class TrainState:
         self.register("progress", self.progress)
 
     def register(self, name: str, part: _Part) -> _Part:
-        """Save and restore this part too. Return the part.
+        """Add a part that is saved and restored, and return it.
 
-        Its state dict maps names to tensors, which the training may go on changing, or to what JSON holds. All ranks
-        call `state_dict` at the same step, so it may communicate.
+        Its state dict maps names to tensors, which the training may go on changing, or to JSON values. All ranks call
+        its `state_dict` at the same step, so `state_dict` may communicate.
         """
         self._parts[name] = part
         return part
@@ -74,7 +74,7 @@ class TrainState:
         """Return the tensors of all parts, on their devices, and all other values. All ranks must call this.
 
         Raises:
-            SharedError: there are more unreadable images than are allowed.
+            SharedError: more images are unreadable than --max-corrupt-images.
         """
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {"identity": self.identity, "attempt": self.attempt}
@@ -87,10 +87,10 @@ class TrainState:
     def allocator(
         self, shape_of: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape
     ) -> Callable[[str, Tensor], Tensor]:
-        """Return a function that finds memory for a saved tensor, given its name and any tensor of its type and shape.
+        """Return a function that returns memory for a saved tensor, given its name and a tensor of its shape and dtype.
 
-        A model's tensors go into those of this state, an optimizer's into new memory on the device, and all others into
-        new memory of the host. `shape_of` returns the shape in which a tensor of this state is saved.
+        For a model's tensor that is this state's own tensor; for an optimizer's, new memory on the device; for others,
+        new host memory. `shape_of` returns the shape in which a tensor of this state is saved.
         """
         models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
         own: dict[str, Tensor] = {
@@ -100,19 +100,19 @@ class TrainState:
 
         def allocate(name: str, like: Tensor) -> Tensor:
             part, _, key = name.partition("/")
-            # `load_state_dict` refuses what does not fit.
+            # For a tensor that does not fit, allocate its saved shape: `load_state_dict` refuses it.
             if name in own and like.shape == shape_of(own[name]):
                 return own[name]
             parameter = parameters[int(key.split("/")[0])] if part == "optimizer" else None
             if parameter is not None and like.shape == shape_of(parameter):
-                # In its parameter's memory format: with another one the optimizer would take a slower path.
+                # Use the parameter's memory format: with another one the optimizer would take a slower path.
                 return torch.empty_like(parameter, dtype=like.dtype)
             return torch.empty(like.shape, dtype=like.dtype)
 
         return allocate
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore a state of this run (`check_compatible`), whose tensors are in memory of the `allocator`."""
+        """Restore a compatible state, whose tensors are in memory from `allocator`."""
         for name, part in self._parts.items():
             prefix = f"{name}/"
             saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -124,7 +124,7 @@ class TrainState:
         """Check that the values of a saved state belong to this run.
 
         Raises:
-            UserError: a flag that the state depends on has changed, the data has, or another version made the state.
+            UserError: the data or a flag that the state depends on has changed, or another version made the state.
         """
         saved = values.get("identity", {})
         if missing := sorted((self._parts.keys() - values.keys()) | (self.identity.keys() - saved.keys())):
@@ -141,15 +141,15 @@ class TrainState:
                 raise UserError(f"--data has {label} {value}, but {before}: use the same data, or another --run-dir")
 
     def wait_for_copies(self) -> None:
-        """Let the GPU finish the copies under way, before the state is changed. The host does not wait."""
+        """Make the GPU finish its copies of the state before it changes the state. The host does not wait."""
         while self.copies:
             self.copies.pop().make_device_wait()
 
 
 class _ScalerState:
-    """Saves a loss scale as tensors on the device: GradScaler's own `state_dict` waits for the device.
+    """Saves the loss scale as tensors on the device, since GradScaler's own `state_dict` waits for the device.
 
-    The state is empty without `--amp fp16`.
+    Without `--amp fp16`, the state is empty.
     """
 
     def __init__(self, scaler: GradScaler) -> None:
@@ -159,7 +159,7 @@ class _ScalerState:
         scaler = self._scaler
         if not scaler.is_enabled():
             return {}
-        # Before its first step the scaler has neither.
+        # Before its first step, the scaler has no tensors yet.
         scale, tracker = scaler_tensors(scaler)
         if scale is None or tracker is None:
             return {"scale": torch.tensor(scaler.get_scale()), "growth_tracker": torch.tensor(0, dtype=torch.int32)}
@@ -180,12 +180,12 @@ class _ModelState:
         return self._model.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        # Sharded tensors were read in shards.
+        # If the model is sharded, its tensors were already read as shards.
         load_full_state_dict(self._model, state_dict.items(), sharded=False)
 
 
 class _OptimizerState:
-    """Saves an optimizer's state by `index of the parameter/key`, and its parameter groups."""
+    """Saves an optimizer's state as `PARAMETER_INDEX/KEY`, and its parameter groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -203,7 +203,7 @@ class _OptimizerState:
             if torch.is_tensor(value):
                 index, key = name.split("/")
                 state.setdefault(int(index), {})[key] = value
-        # The learning rate is the last step's; all other settings follow the flags, which may have changed.
+        # Restore the last step's learning rate. Other settings come from the flags, which may have changed.
         current, saved = self._optimizer.state_dict()["param_groups"], state_dict["param_groups"]
         groups = [{**group, "lr": before["lr"]} for group, before in zip(current, saved, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -1,8 +1,8 @@
-"""Writes states while the training goes on: durable checkpoints, and snapshots in a node's memory. Runs on every rank.
+"""Writes checkpoints and snapshots while the training continues. Runs on every rank.
 
-A StateWriter captures the state and starts a copy of it to the host's memory; a thread writes the copy to a
-destination. Rank 0 writes checkpoints, and the first rank of each node that node's snapshots. If the state is sharded,
-every rank writes its shards.
+A StateWriter captures the state and starts to copy it to host memory; a thread writes the copy to a destination. Rank 0
+writes checkpoints, and the first rank of each node writes that node's snapshots. If the state is sharded, every rank
+writes its shards.
 
 A copy from a GPU runs on its own CUDA stream. Before the state changes again, the GPU waits for the copy
 (`TrainState.wait_for_copies`); the thread that trains does not.
@@ -40,16 +40,16 @@ _BLOCK_BYTES, _ALIGNMENT = 2**26, 64
 
 
 def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
-    """Return the state as it is. All ranks must call this; on a GPU the host does not wait for it.
+    """Return the present state. All ranks must call this; the host does not wait for a GPU.
 
-    Batch statistics differ by rank. A copy of rank 0's is saved, because the next forward pass changes them.
+    Batch statistics differ by rank, so rank 0's are saved. They are copies, since the next forward pass changes them.
 
     Returns:
-        The tensors, or this rank's shards of them, on the device; only the loss and batch statistics are copies. Then
-        all other values, as JSON holds them, and the layout of the shards.
+        The tensors or this rank's shards, on the device (only loss and batch statistics are copies), all other values
+        for JSON, and the layout of the shards.
 
     Raises:
-        SharedError: there are more unreadable images than are allowed.
+        SharedError: more images are unreadable than --max-corrupt-images.
     """
     tensors, values = state.state_dict()
     models = {"model/": state.model} | ({"ema/": state.ema.model} if state.ema else {})
@@ -63,9 +63,9 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
 
 
 def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Allocate host memory for tensors like these, by name. For a GPU's it is pinned, so that the GPU copies fast.
+    """Allocate host memory for tensors of these shapes and dtypes, by name. It is pinned if they are on a GPU.
 
-    The memory comes in few blocks: torch rounds each piece of pinned memory up to a power of two.
+    It is allocated in few blocks, since torch rounds each piece of pinned memory up to a power of two.
     """
     blocks: list[list[str]] = [[]]
     size = 0
@@ -86,12 +86,12 @@ def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _aligned(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes up in a block, so that the next one may have any type."""
+    """Return the bytes that a tensor takes in a block, rounded up so that the next one may have any dtype."""
     return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class HostCopy:
-    """Holds a copy of a state in the host's memory, which the training does not touch. Each copy reuses the memory."""
+    """Holds a copy of a state in host memory, which the training does not change. Each copy reuses the memory."""
 
     def __init__(self) -> None:
         self._tensors: dict[str, Tensor] = {}
@@ -102,16 +102,16 @@ class HostCopy:
 
     @property
     def is_allocated(self) -> bool:
-        """Return whether there has been a copy, so that the next one need not allocate memory."""
+        """Whether an earlier copy has allocated the memory."""
         return bool(self._tensors)
 
     def start(self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout) -> DeviceCopy | None:
         """Start to copy a captured state. The previous copy must have been written.
 
-        Returns what the device must wait for before it changes the state; None: the copy is complete.
+        Returns the copy for which the device must wait before it changes the state, or None if it is complete.
         """
         self._tensors |= host_memory({name: tensors[name] for name in tensors if name not in self._tensors})
-        # Referenced until the copy is complete, or the device could reuse the memory of the captured tensors.
+        # Keep references until the copy is complete: the device could reuse the memory of the captured tensors.
         self._captured, self._layout, self._values = list(tensors.values()), layout, values
         if tensors[LOSS].is_cuda:
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
@@ -123,21 +123,21 @@ class HostCopy:
         return self._device_copy
 
     def wait(self) -> None:
-        """Wait until the copy is complete. Runs in the thread that writes."""
+        """Wait until the copy is complete. Runs in the writer's thread."""
         if self._device_copy:
             self._device_copy.wait()
         self._captured = []
 
     @property
     def is_finite(self) -> bool:
-        """Return whether the loss in the copy is finite. The copy must be complete."""
+        """Whether the loss in the copy is finite. The copy must be complete."""
         return math.isfinite(float(self._tensors[LOSS]))
 
     def write(self, directory: Path, *, replicated: bool = True) -> None:
-        """Write the files of the copy, which must be complete. Write what all ranks hold only if `replicated`.
+        """Write the files of the complete copy: this rank's shards, and if `replicated` all other tensors and values.
 
         Raises:
-            OSError: the disk is full, for example.
+            OSError: a file cannot be written, such as on a full disk.
         """
         self._layout.write(self._tensors, directory, replicated=replicated)
         if replicated:
@@ -148,10 +148,10 @@ class HostCopy:
 
 
 class CheckpointDestination:
-    """Writes to `checkpoints/` of the run directory. If a write fails, the training goes on."""
+    """Writes checkpoints to the run directory. If a write fails, the training continues."""
 
     skips_while_busy = False
-    """Whether to skip a state while the previous one is being written, instead of waiting for that."""
+    """Whether to skip a state, rather than wait, while the previous one is being written."""
 
     def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
         self.interval = parse_interval("checkpoint_every", context.config.checkpoint_every)
@@ -162,8 +162,8 @@ class CheckpointDestination:
         self._save = partial(save_sharded, group.new_group()) if sharded else save_checkpoint
 
     def prepare(self, _size_bytes: int) -> bool:
-        """Wait until the state may be written. Returns whether this rank writes."""
-        # The state refers to the best model, which must be on the disk before it.
+        """Wait until a state may be written. Returns whether this rank writes."""
+        # The state refers to the best model, which must be on the disk first.
         self._logger.wait()
         return self._writes
 
@@ -171,9 +171,9 @@ class CheckpointDestination:
         """Write a checkpoint, then delete all but the newest --keep-checkpoints. Runs in the writer's thread.
 
         Raises:
-            OSError: it could not be written; no older one was deleted.
+            OSError: the checkpoint could not be written. No older one was deleted.
         """
-        # The state refers to the metrics, which must be on the disk before it.
+        # The state refers to the metrics, which must be on the disk first.
         self._logger.wait_for_metrics()
 
         def write_files(directory: Path) -> None:
@@ -183,7 +183,7 @@ class CheckpointDestination:
         self._save(self._directory, step, write_files, self._keep, check=self._logger.check_is_newest)
 
     def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
-        """Record that the checkpoint was saved, or that it failed; warn of a failure."""
+        """Record the saved checkpoint, or record and warn of `error`. Times are in seconds."""
         if error is None:
             self._logger.event(
                 CheckpointSaved(step=step, seconds=seconds["seconds"], copy_seconds=seconds["copy_seconds"])
@@ -196,7 +196,7 @@ class CheckpointDestination:
 
 
 class SnapshotDestination:
-    """Writes snapshots to a node's memory. If they cannot be written, the training goes on without them."""
+    """Writes snapshots to a node's memory. If a write fails, the training continues without it."""
 
     def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
         self.directory = snapshot_directory(context, group)
@@ -204,7 +204,7 @@ class SnapshotDestination:
         if self.directory:
             self.interval = parse_interval("snapshot_every", context.config.snapshot_every)
         sharded = context.config.strategy == "fsdp"
-        # Shards are usable only if all ranks have those of the same step.
+        # No rank may skip a step alone: shards are usable only if all ranks have those of the same step.
         self.skips_while_busy = not sharded
         self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
         self._group, self._logger = group, logger
@@ -212,7 +212,7 @@ class SnapshotDestination:
         self._warned = False
 
     def prepare(self, size_bytes: int) -> bool:
-        """Return whether this rank writes snapshots and the node's memory has space. Warn if it has none."""
+        """Return whether this rank writes snapshots and they fit into the node's memory. Warns if they do not fit."""
         if not self.directory:
             return False
         try:
@@ -226,22 +226,22 @@ class SnapshotDestination:
         return not problem
 
     def write(self, step: int, copy: HostCopy) -> None:
-        """Write a snapshot, and delete all but the newest."""
+        """Write a snapshot, and keep the newest two. Raises OSError if it cannot be written."""
         self._logger.wait_for_metrics()
         if self.directory:
             save_snapshot(self.directory, step, copy.write)
 
     def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
-        """Warn of a failure."""
+        """Warn of `error`."""
         if error:
             self._warn(str(error))
 
     def _warn(self, reason: str) -> None:
-        """Warn once that there are no snapshots. Each save tries again."""
+        """Warn, only once, that snapshots are off. Each save still tries again."""
         if self._warned:
             return
         self._warned = True
-        # Rank 0 prints what concerns the training; this concerns the node.
+        # The logger's console prints on rank 0 only, but this concerns the node of any rank.
         console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
         console.warn(f"snapshots are off on this node ({reason}): a crash may cost all steps since the last checkpoint")
         self._logger.event(SnapshotOff(reason=reason))
@@ -253,12 +253,12 @@ class SnapshotDestination:
 
 
 def shard_directory(rank: int, world_size: int) -> str:
-    """Return the name of the directory of one rank's snapshots of its shards."""
+    """Return the name of the directory for a rank's sharded snapshots."""
     return f"rank-{rank:05d}-of-{world_size:05d}"
 
 
 def snapshot_directory(context: RunContext, group: ProcessGroup) -> Path | None:
-    """Return where this rank writes the snapshots of its node, or of its own shards; None: it writes none."""
+    """Return the directory for the snapshots of this rank (FSDP) or of its node; None if this rank writes none."""
     if context.node_dir and context.config.strategy == "fsdp":
         return context.node_dir.snapshots / shard_directory(group.rank, group.world_size)
     return context.node_dir.snapshots if context.node_dir and group.rank_info.local_rank == 0 else None
@@ -274,7 +274,7 @@ class StateWriter:
         self, destination: CheckpointDestination | SnapshotDestination, state: TrainState, group: ProcessGroup
     ) -> None:
         self._destination, self._state, self._group = destination, state, group
-        # CUDA gives each new thread the node's first GPU. Every rank would take memory on that GPU.
+        # CUDA gives each new thread the node's first GPU, on which every rank would then take memory.
         choose_device = partial(torch.cuda.set_device, group.device) if group.device.type == "cuda" else None
         self._copy, self._background = HostCopy(), BackgroundWriter(choose_device)
         self._unwritten_step: int | None = None
@@ -283,23 +283,23 @@ class StateWriter:
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
-        """Restart the interval as if this step were saved. If `due`, treat the step as unsaved, and save soon."""
+        """Restart the interval as if this step were saved. If `due`, it counts as unsaved, and a save is due."""
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
 
     @property
     def cost_seconds(self) -> float:
-        """Return the seconds that the last save took from the training. A GPU's wait is 0 until it is known."""
+        """Seconds that the last save took from the training. The GPU's wait counts once it is known."""
         waited = self._device_copy.stall_seconds if self._device_copy else 0.0
         return self._stall_seconds + self._thread_seconds + waited
 
     @property
     def is_saved(self) -> bool:
-        """Return whether this step's state counts as saved, or `save` was called for it: the same on all ranks."""
+        """Whether `save` was called for this step, or it counts as saved. The same on all ranks."""
         return self._state.progress.step == self._saved_step
 
     def due_by_time(self) -> bool:
-        """Return whether the interval has passed on this rank's clock. Clocks differ: act on one rank's answer only."""
+        """Return whether the interval has passed. Since the ranks' clocks differ, act on one rank's answer only."""
         interval = self._destination.interval
         if interval.seconds is None:
             return False
@@ -307,14 +307,14 @@ class StateWriter:
         return time.monotonic() - self._saved_at >= max(interval.seconds, min_interval)
 
     def due_by_step(self) -> bool:
-        """Return whether the step is a multiple of the interval."""
+        """Return whether the step is a multiple of the interval's steps."""
         steps = self._destination.interval.steps
         return steps is not None and self._state.progress.step % steps == 0
 
     def due_within(self, boundaries: int) -> bool:
-        """Return whether to request a save now: the last one is written, and another is due in `boundaries` boundaries.
+        """Return whether to request a save that is due in `boundaries` boundaries, when the ranks have agreed on it.
 
-        The ranks will have agreed on the request by then.
+        While the last save is being written, this returns False.
         """
         if self._background.busy:
             return False
@@ -327,10 +327,10 @@ class StateWriter:
         """Start to save the state, unless it `is_saved`. All ranks must call this.
 
         A destination with `skips_while_busy` gets no state while the last one is being written. Returns the seconds
-        that the training waited for the copy.
+        that the copy took, or on a GPU its start.
 
         Raises:
-            SharedError: there are more unreadable images than are allowed.
+            SharedError: more images are unreadable than --max-corrupt-images.
         """
         step, began, copy_seconds = self._state.progress.step, time.monotonic(), 0.0
         if self.is_saved:
@@ -348,7 +348,7 @@ class StateWriter:
                 self._state.copies.append(self._device_copy)
             copy_seconds = time.monotonic() - copying_since
             self._background.submit(partial(self._write, step, copy_seconds))
-        # The first copy allocates memory, which takes longer than any other.
+        # Do not count the first copy: it allocates memory, which takes longer than any later copy.
         allocates = self._copy.is_allocated and not was_allocated
         self._stall_seconds = 0.0 if allocates else time.monotonic() - began
         return copy_seconds
@@ -357,7 +357,7 @@ class StateWriter:
         began, thread_began = time.monotonic(), time.thread_time()
         self._copy.wait()
         if not self._copy.is_finite:
-            # The training ends when it finds that it has diverged. Until then the older states are the better ones.
+            # The training has diverged and will end when it notices. Keep the older states, which are good.
             return
         problem = None
         try:
@@ -367,15 +367,15 @@ class StateWriter:
         self._unwritten_step = step if problem else None
         seconds = {"seconds": round(time.monotonic() - began, 3), "copy_seconds": round(copy_seconds, 4)}
         self._destination.report(step, seconds, problem)
-        # Where the ranks compute on the CPU, the thread takes CPU time from them.
+        # Ranks that compute on CPUs share them with this thread, so its CPU time is a cost.
         self._thread_seconds = time.thread_time() - thread_began if self._group.device.type == "cpu" else 0.0
 
     def wait(self) -> None:
-        """Wait until the last state is written, or could not be."""
+        """Wait until the last state is written, or its write has failed."""
         self._background.wait()
 
     def finish(self) -> None:
-        """Wait for the last state, and try again if it could not be written: there may be space by now."""
+        """Wait for the last state, and retry it once if its write failed: the disk may have space by now."""
         self.wait()
         if self._unwritten_step is not None:
             self._write(self._unwritten_step, 0.0)

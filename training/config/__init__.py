@@ -1,1 +1,1 @@
-"""The training flags, and the checks that need no GPU. Imports neither torch nor torchvision."""
+"""Owns the training flags, and the checks that need no GPU. Imports neither torch nor torchvision."""

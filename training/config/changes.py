@@ -1,7 +1,7 @@
 """Decides which training flags may change in a run that has begun: by `hpc resume`, by `hpc fork`, or not at all.
 
-`hpc resume` changes no step; `hpc fork` continues from the saved state with other steps; the flags on which that state
-depends need a new run. Pure; runs on the login node. Every rank compares IDENTIFYING.
+`hpc resume` may change no step; `hpc fork` continues from the saved state and may change the next steps. Flags on which
+that state depends need a new run. Pure; runs on the login node. Ranks compare IDENTIFYING.
 """
 
 from collections.abc import Collection
@@ -18,9 +18,9 @@ IDENTIFYING = (
     *("model", "batch_size", "seed", "optimizer", "nesterov", "ema_decay", "layer_decay"),
     *("image_size", "eval_image_size", "eval_crop_pct", "interpolation", "val_split", "freeze_backbone", "head_hidden"),
 )
-"""The flags that a saved state depends on: with another value it would be another run."""
+"""The flags on which a saved state depends. A training with another value needs a new run."""
 ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
-# These flags say how a training begins, and have no effect on a saved state.
+# These flags affect only the first step of a training, not a saved state.
 _OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
 # In these schedules every learning rate depends on the number of epochs.
 _PLANNED = frozenset({"cosine", "one-cycle"})
@@ -30,19 +30,19 @@ class Begun(NamedTuple):
     """A training that has begun."""
 
     run: str
-    """Its name or directory, as typed."""
+    """The run's name or directory, as the user typed it."""
     epoch: int
-    """The epoch that it is in, or was in when it ended; 0 before the first step."""
+    """Number of the epoch that has begun last; 0 before the first step."""
     ended: str | None
-    """Why a complete training ended early: a name of `training.engine.early_stopping`; None: after its last epoch."""
+    """PATIENCE or MAX_HOURS of `training.engine.early_stopping` if a complete training ended early, else None."""
     complete: bool
 
 
 def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
     """Refuse training flags that `hpc resume` may not set.
 
-    `names` are the flags on the command line, without dashes in front; `run` is the run's name as the user typed it;
-    `best` is the directory of its best model.
+    `names` are the flags on the command line, without leading dashes; `run` is the run's name as the user typed it;
+    `best` is the directory of the run's best model.
 
     Raises:
         UserError: says what to type instead.
@@ -58,7 +58,7 @@ def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
 
 
 def refuse_on_fork(changed: Collection[str], best: Path) -> None:
-    """Refuse changes of fields on which the saved state depends, or which have no effect on it.
+    """Refuse changed fields on which the saved state depends, or which affect only the start of a training.
 
     Raises:
         UserError: says what to type instead.
@@ -72,7 +72,7 @@ def refuse_on_fork(changed: Collection[str], best: Path) -> None:
 
 
 def check_adjusted(before: TrainConfig, after: TrainConfig, begun: Begun) -> None:
-    """Refuse a number of epochs that would change steps already done, and flags that add no steps to a complete one.
+    """Refuse --epochs that would change the steps done, and flags that add no steps to a complete training.
 
     Raises:
         UserError: says what to type instead.

@@ -1,8 +1,8 @@
 """Parses the command line of `python -m training` and of programs with the same flags. Runs where they run.
 
-Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`).
-Ranks that a node agent starts read `spec.json` instead (`training.config.training_spec`), because this module imports
-tyro and YAML, which takes a quarter of a second.
+Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`). Ranks that a node agent starts
+read `spec.json` instead (`training.config.training_spec`), because this module imports tyro and YAML, which takes a
+quarter of a second.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ def recipes() -> tuple[str, ...]:
 
 
 def recipe_path(name: str) -> Path:
-    """Return the file of a recipe.
+    """Return the path of a recipe's file.
 
     Raises:
         UserError: no recipe has this name.
@@ -47,17 +47,17 @@ def recipe_path(name: str) -> Path:
 
 
 def flag_names(options: type[Any]) -> dict[str, bool]:
-    """Return the names of a dataclass's flags, without dashes in front; the value is True for a switch."""
+    """Return the names of a dataclass's flags, without leading dashes. The value is True for a switch."""
     return {program.flag_name(field): field.type is bool for field in program.flags(options)}
 
 
 def with_files(
     given: Mapping[str, Any], known: Mapping[str, bool], defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Complete the given flags from `--config`, `--recipe` and `defaults`; the earlier source wins.
+    """Add flags from the files of `--config` and `--recipe`, and from `defaults`, to the given flags.
 
-    The file of `--config` may name a recipe. `known` has the flags that a file may set, as `flag_names` returns them.
-    Defaults of other flags are left out.
+    Of several values of a flag, the first one in this order counts: given, `--config`, `--recipe`, `defaults`. The file
+    of `--config` may name a recipe. Files may set the flags in `known`, from `flag_names`; other defaults are ignored.
 
     Raises:
         UserError: a file cannot be read or has an unknown flag, or the recipe does not exist.
@@ -73,7 +73,7 @@ def with_files(
 def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, Any]:
     """Add a data set if the flags of a training name neither data nor a recipe.
 
-    It is Fashion-MNIST if Debian's copy is installed, else scikit-learn's digits with the flags of their recipe.
+    The data set is Fashion-MNIST if Debian's copy is installed, else scikit-learn's digits with their recipe.
     """
     if {"data", "synthetic", "recipe"} & given.keys():
         return dict(given)
@@ -83,7 +83,7 @@ def with_data(given: Mapping[str, Any], known: Mapping[str, bool]) -> dict[str, 
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge settings. `over` wins, but a list in `over` is appended to the values that `base` has for the flag."""
+    """Merge settings. Values in `over` replace those in `base`, but a list is appended to the values in `base`."""
     both = base.keys() & {name for name, value in over.items() if isinstance(value, list)}
     return {**base, **over, **{name: [*_listed(base[name]), *over[name]] for name in both}}
 
@@ -93,10 +93,10 @@ def _listed(value: Any) -> list[Any]:
 
 
 def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> dict[str, Any]:
-    """Read the settings of a file, by the names of flags: `batch_size: 256` sets `--batch-size`.
+    """Return the settings in a YAML file by the names of flags: `batch_size: 256` sets `--batch-size`.
 
     Raises:
-        UserError: the file cannot be read, or has a flag that is not `known` (None: all are).
+        UserError: the file cannot be read, or has a flag that is not in `known`. If `known` is None, any may be set.
     """
     where = f"{flag} {path}"
     try:
@@ -112,7 +112,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
         if known is not None and name not in {*known, "recipe"}:
             hint = did_you_mean(name, known, "hpc submit --help-all lists the flags")
             raise UserError(f"{where}: there is no flag {key!r}: {hint}")
-        # Nested lists can repeat each other (YAML aliases) until their text does not fit in memory.
+        # Refuse nested lists: with YAML aliases, a small file can hold more text than fits in memory.
         if not all(isinstance(each, str) for each in _listed(value)):
             raise UserError(f"{where}: {key} is nested: give one value, or a list for --sbatch and --setup")
         if known and known.get(name) and value not in {"true", "false"}:
@@ -124,7 +124,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
 # --- parsing ---
 
 
-# The type of `--recipe`, wherever flags are read.
+# The type of `--recipe` in all programs.
 RecipeName = Annotated[
     str | None,
     tyro.conf.arg(
@@ -156,7 +156,7 @@ Options = TypeVar("Options", bound=TrainFlags)
 
 
 def parse_flags(options: type[Options], argv: Sequence[str], prog: str, *, prints: bool = True) -> Options:
-    """Parse a command line that holds training flags. `prints` is False on ranks that must print no help.
+    """Parse a command line with training flags. Help (`--help`) is printed only if `prints`, as on rank 0.
 
     Raises:
         UserError: a flag is wrong, or no model has the given name.

@@ -1,4 +1,4 @@
-"""The layouts of data directories, recognized by the names of their files; packed data by their index.
+"""Recognizes the layout of a data directory by the names of its files, or by its index if it is packed.
 
 Runs on the login node and on every rank; imports no torch.
 """
@@ -18,7 +18,7 @@ DIGITS, DIGITS_FILE = "digits", "digits.csv.gz"
 NAMED_DATA = f"{FASHION_MNIST} or {DIGITS}"
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
-# Matched case-insensitively: Train/ and Validation/ are common too.
+# Directory names in lower case; Train/ and Validation/ are recognized, too.
 _PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 IDX_STEMS = {
     "train_images": "train-images-idx3-ubyte",
@@ -31,7 +31,7 @@ Kind = Literal["idx", "digits", "cifar10", "cifar100", "image-folder", "packed"]
 
 @dataclass(frozen=True, kw_only=True)
 class CifarFiles:
-    """The published names of a CIFAR data set's files, and the keys of labels and class names in these files."""
+    """The published names of the files of a CIFAR data set, and the keys of labels and class names in the files."""
 
     directory: str
     train: tuple[str, ...]
@@ -68,26 +68,26 @@ LAYOUTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataLayout:
-    """The layout of a data directory, found without reading the data."""
+    """The layout of a data directory, and the directories of its parts."""
 
     kind: Kind
     path: Path
-    """The directory with all data, which is copied to nodes."""
+    """Directory with all data, which is copied to the nodes."""
     train: Path
-    """The directory of an image folder's class directories; `path` for other kinds."""
+    """Directory with the class directories of an image folder; `path` for other kinds."""
     val: Path | None
-    """The directory for validation; None: a part of the training set is held out."""
+    """Directory of the validation set; None if there is none, so that a part of the training set is held out."""
     test: Path | None
-    """The directory for the test; None: there is no test set."""
+    """Directory of the test set; None if there is none."""
 
 
 def resolve_data(name: str) -> Path:
-    """Turn --data into an absolute path. `fashion-mnist` is Debian's copy; `./fashion-mnist` is a directory.
+    """Return --data as an absolute path.
 
-    `digits` are the 1,797 handwritten digits of 8 x 8 pixels in scikit-learn's package.
+    The name `fashion-mnist` means Debian's copy, and `digits` scikit-learn's 1,797 handwritten digits of 8 x 8 pixels.
 
     Raises:
-        UserError: --data is one of these names, and its package is not installed.
+        UserError: --data is one of these names, but its package is not installed.
     """
     if name == DIGITS:
         return _digits_directory()
@@ -102,14 +102,14 @@ def resolve_data(name: str) -> Path:
 
 
 def title_of(data: Path) -> str | None:
-    """Return the title of a data set that `resolve_data` knows by name; None for others."""
+    """Return the title of a data set that `resolve_data` knows by name, or None for other data."""
     if data == FASHION_MNIST_DIRECTORY:
         return "Fashion-MNIST (60,000 images)"
     return "scikit-learn's handwritten digits (1,797 images)" if _digits_layout(data) else None
 
 
 def _digits_directory() -> Path:
-    package = find_spec("sklearn")  # does not import it, which takes a second
+    package = find_spec("sklearn")  # an import would take a second
     for directory in (package.submodule_search_locations or ()) if package else ():
         if (path := Path(directory, "datasets", "data")).is_dir():
             return path
@@ -119,10 +119,10 @@ def _digits_directory() -> Path:
 
 
 def check_data(path: Path) -> DataLayout:
-    """Recognize the layout of a data directory. It stops at the first image, so it is quick for huge data.
+    """Return the layout of a data directory. The search stops at the first image, so it is quick for huge data.
 
     Raises:
-        UserError: it does not exist, is not a directory, cannot be read, or has no known layout.
+        UserError: the directory does not exist, cannot be read, or has no known layout.
     """
     try:
         if not path.exists():
@@ -167,7 +167,7 @@ def _packed_layout(path: Path) -> DataLayout | None:
 
 
 def find_idx(directory: Path, stem: str) -> Path | None:
-    """Find the IDX file of that name, plain or compressed; None if neither exists."""
+    """Return the path of an IDX file, plain or compressed, or None if neither exists."""
     candidates = (directory / stem, directory / f"{stem}.gz")
     return next((file for file in candidates if file.is_file()), None)
 
@@ -197,7 +197,7 @@ def _cifar_layout(path: Path) -> DataLayout | None:
         (kind, place)
         for kind, place in places
         if (place.name == CIFAR[kind].directory and place.is_dir())
-        # One file named `train` or `meta` does not make a CIFAR data set.
+        # Require several files: one file named `train` or `meta` does not make a CIFAR data set.
         or all((place / name).is_file() for name in (CIFAR[kind].train[0], CIFAR[kind].meta))
     ]
     if not found:
@@ -226,12 +226,12 @@ def _folder_layout(path: Path) -> DataLayout:
 
 
 def _part(path: Path, names: tuple[str, ...]) -> Path | None:
-    """Find the directory of a part of the data; None: there is none.
+    """Return the directory of a part of the data, with one of these names, or None if there is none.
 
     A directory that itself holds images is not a part but a class, such as the vehicle `train`.
 
     Raises:
-        UserError: there are several such directories.
+        UserError: several directories have such names.
     """
     with os.scandir(path) as entries:
         named = sorted(entry.path for entry in entries if entry.name.lower() in names and entry.is_dir())
@@ -242,7 +242,7 @@ def _part(path: Path, names: tuple[str, ...]) -> Path | None:
 
 
 def is_image(name: str) -> bool:
-    """Return whether a file has an image's name."""
+    """Return whether a file's name has the suffix of an image and is not hidden."""
     return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
 
 

@@ -1,4 +1,4 @@
-"""Reads the site's and the user's default flags, in files with the keys of `--config`. Runs where flags are parsed."""
+"""Reads the default flags of the site and the user from files like those of `--config`. Runs on the login node."""
 
 import os
 from collections.abc import Mapping
@@ -18,19 +18,19 @@ _SITE = Path("/etc") / _FILE
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """Default values from one place, by the names of flags."""
+    """Default values of flags from one file, by the names of the flags."""
 
     source: str
     settings: Mapping[str, Any]
 
 
 def files() -> tuple[Path, ...]:
-    """Return the paths of the site's and the user's file, which may not exist. The user's defaults win."""
+    """Return the paths of the site's and the user's file, which may not exist."""
     return _SITE, platformdirs.user_config_path() / _FILE
 
 
 def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
-    """Read the defaults of the files that exist, the site's first. `known` are the flags that they may set; None: any.
+    """Return the defaults of the files that exist, the site's first. They may set the flags in `known`, or any if None.
 
     Raises:
         UserError: a file cannot be read, or has an unknown flag or a recipe.
@@ -47,5 +47,5 @@ def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
 
 
 def merge(defaults: list[Defaults]) -> dict[str, Any]:
-    """Merge defaults; later ones win."""
+    """Merge defaults. Later ones, such as the user's, replace earlier ones."""
     return reduce(command_line.overlay, (one.settings for one in defaults), {})

@@ -1,4 +1,4 @@
-"""The task that `hpc evaluate` gives the ranks: a model, and a part of some data.
+"""Owns the task that `hpc evaluate` gives the ranks: a model, and the split of the data to evaluate on.
 
 Runs on the login node and on every rank; imports no torch.
 """
@@ -15,27 +15,27 @@ Split = Literal["test", "val", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """One evaluation, as in its run's spec. The model is in the run's own directory."""
+    """An evaluation, as in its run's spec. The run's own directory has a copy of the model."""
 
     source: str
-    """The run, or the exported file, that the model comes from."""
+    """Run or exported file from which the model comes."""
     checkpoint: str | None = None
-    """The run's model: `best`, `last` or a step; None: it is an exported file."""
+    """Which model of the run: `best`, `last` or a step. None for an exported file."""
     step: int | None = None
-    """Step of the model; None: not known."""
+    """Optimizer steps of the model's training; None if unknown."""
     epoch: int | None = None
     split: SplitChoice = "auto"
     other_data: bool = False
-    """True if the data is not the training's, so that none of it is held out."""
+    """Whether the data is not that of the training, so that all of it can be used."""
 
 
 def choose_split(task: EvaluationTask, layout: DataLayout, val_split: float) -> Split:
-    """Choose the part of the data to evaluate on; `val_split` is the share that is held out if there is no `val/`.
+    """Return the split to evaluate on. `val_split` is the held-out share of data without a validation set.
 
     `auto` means the test set, else the validation set, else all images, if the training has seen none of them.
 
     Raises:
-        UserError: the data has no such part.
+        UserError: the data does not have the split.
     """
     has = {"test": layout.test is not None, "val": layout.val is not None or val_split > 0, "train": True}
     splits: tuple[Split, ...] = ("test", "val", "train")

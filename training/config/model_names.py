@@ -1,8 +1,8 @@
-"""The names of models and of their pretrained weights, and the weights' files in torch's cache.
+"""Knows the names of models and pretrained weights, and finds the weights in torch's cache.
 
-Runs on the login node, which may have internet access where the compute nodes have none, and on every rank. It reads
-torchvision's source instead of importing torchvision, because the import takes 4 seconds and a login node may lack
-torch. A list of our own would fit only one version.
+Runs on every rank and on the login node, which may have internet access that compute nodes lack. It reads torchvision's
+source instead of importing torchvision, because the import takes 4 seconds and a login node may lack torch. A list of
+our own would fit only one version.
 """
 
 import importlib.util
@@ -27,14 +27,14 @@ OWN_MODELS = {
 
 
 TIMM = "timm:"
-"""Prefix of the names of timm's models."""
+"""Prefix of --model for timm's models."""
 _REGISTERED = re.compile(
     r"^@register_model(?:\((?:(?:name=)?[\"'](\w+)[\"'])?\))?\n(?:@.*\n)*def (\w+)\(", re.MULTILINE
 )
 
 
 def _sources(package: str) -> list[Path]:
-    """Return the source files of a package's models; none if it is not installed."""
+    """Return the source files of a package's models, or no files if the package is not installed."""
     spec = importlib.util.find_spec(package)
     places = spec.submodule_search_locations if spec else None
     return sorted((Path(places[0]) / "models").glob("*.py")) if places else []
@@ -42,23 +42,23 @@ def _sources(package: str) -> list[Path]:
 
 @cache
 def models_of(package: str) -> tuple[str, ...]:
-    """Return the names of torchvision's or timm's classifiers; empty if the package is not installed."""
+    """Return the names of the classifiers of `torchvision` or `timm`, or no names if it is not installed."""
     sources = (source.read_text(encoding="utf-8") for source in _sources(package))
     return tuple(sorted(match[1] or match[2] for source in sources for match in _REGISTERED.finditer(source)))
 
 
 def check_model(name: str) -> None:
-    """Make sure that a model has this name.
+    """Check that a model of this name exists.
 
     Raises:
-        UserError: no model has it (the message lists similar names), or timm is not installed.
+        UserError: no model has the name (the message lists similar names), or timm is not installed.
     """
     if name.startswith(TIMM):
         need_package("timm", "timm", f"--model {name}")
         known = tuple(f"{TIMM}{model}" for model in models_of("timm"))
     else:
         known = (*OWN_MODELS, *models_of("torchvision"))
-    # The name of pretrained weights may follow the name of a timm model.
+    # A timm model's name may have a suffix, `.` and the name of pretrained weights.
     if (name.partition(".")[0] if name.startswith(TIMM) else name) in known:
         return
     if len(known) == len(OWN_MODELS):
@@ -68,7 +68,7 @@ def check_model(name: str) -> None:
 
 
 def resolve_weights(model: str, weights: str) -> Path:
-    """Find the file of `--weights`: a path, or a name of torchvision's weights for the model.
+    """Return the file of `--weights`, which is a path, or a name of torchvision's weights for the model.
 
     Raises:
         UserError: the file does not exist or is damaged. The message says how to get it.
@@ -95,14 +95,14 @@ def resolve_weights(model: str, weights: str) -> Path:
         raise UserError(
             f"--weights {weights} of {model} is not in {path.parent}: where there is internet, type {command}"
         )
-    # The names of torchvision's files end with the beginning of their SHA-256.
+    # The names of torchvision's files end with the first digits of their SHA-256.
     if not sha256_of(path).startswith(path.stem.rpartition("-")[2]):
         raise UserError(f"--weights {weights} of {model} is damaged: where there is internet, type {command}")
     return path
 
 
 def cache_directory() -> Path:
-    """Return the directory of torch.hub's downloads."""
+    """Return the directory into which torch.hub downloads weights."""
     caches = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     home = Path(os.environ.get("TORCH_HOME", caches / "torch")).expanduser()
     return home / "hub" / "checkpoints"
@@ -110,7 +110,7 @@ def cache_directory() -> Path:
 
 @cache
 def torchvision_weights(model: str) -> dict[str, str]:
-    """Return the names of a model's weights with their URLs; empty if torchvision lacks it or is not installed."""
+    """Return the URLs of a torchvision model's weights by name, or an empty dict if torchvision lacks the model."""
     for source in _sources("torchvision"):
         text = source.read_text(encoding="utf-8")
         if function := re.search(rf"^def {model}\(.*?weights: Optional\[(\w+)\]", text, re.MULTILINE | re.DOTALL):

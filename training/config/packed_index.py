@@ -1,6 +1,6 @@
-"""The index of a packed data set: its files, their sizes and checksums. Runs everywhere; imports no torch, no NumPy.
+"""Reads and writes the index of a packed data set. Runs everywhere; imports neither torch nor NumPy.
 
-A packed data set is a directory of `.npy` files and this index, which is written last.
+A packed data set is a directory of `.npy` files and an index with their sizes and checksums, which is written last.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ class PackedFile:
     name: str
     bytes: int
     sha256: str
-    """SHA-256 of the content; for pixels, of all images' SHA-256 (32 bytes each)."""
+    """SHA-256 of the content; for pixels, SHA-256 of the SHA-256 (32 bytes) of each image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,37 +33,37 @@ class PackedPart:
     """The training, validation or test set."""
 
     name: str
-    """train, val or test."""
+    """`train`, `val` or `test`."""
     images: int
     corrupt: tuple[int, ...]
-    """Indices of the images that could not be decoded; their pixels are black."""
+    """Indices of the images that could not be decoded, whose pixels are black."""
     pixels: PackedFile
-    """uint8 [images, size, size, 3]"""
+    """File of the pixels, uint8 [images, size, size, 3]."""
     labels: PackedFile
-    """int64 [images]"""
+    """File of the labels, int64 [images]."""
     names: PackedFile
-    """Paths of the images below `source`, as bytes [images]."""
+    """File of the images' paths below `source`, bytes [images]."""
 
     @property
     def files(self) -> tuple[PackedFile, ...]:
-        """All files of the part."""
+        """The three files of the part."""
         return (self.labels, self.names, self.pixels)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackIndex:
-    """A packed data set."""
+    """The index of a packed data set."""
 
     size: int
     """Side of the images in pixels."""
     classes: tuple[str, ...]
     parts: tuple[PackedPart, ...]
     source: str
-    """The directory that was packed."""
+    """Directory that was packed."""
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the content; it does not depend on the directories of the source and of the packed data."""
+        """SHA-256 of the index without `source`, so that it does not change if a directory moves."""
         content = {name: value for name, value in asdict(self).items() if name != "source"}
         return hashlib.sha256(json.dumps([VERSION, content]).encode()).hexdigest()
 
@@ -74,7 +74,7 @@ class PackIndex:
 
 
 def write_index(directory: Path, index: PackIndex) -> None:
-    """Write the index, whole or not at all. It completes the packed data set."""
+    """Write the index, whole or not at all, which completes the packed data set."""
     write_json(directory / INDEX, {"version": VERSION, "fingerprint": index.fingerprint, **asdict(index)})
 
 
@@ -82,7 +82,7 @@ def read_index(directory: Path) -> PackIndex:
     """Read the index of a packed data set.
 
     Raises:
-        UserError: it cannot be read, is torn, was edited, or is of another version.
+        UserError: the index cannot be read, is damaged, was edited, or has another version.
     """
     path = directory / INDEX
     try:
@@ -110,7 +110,7 @@ def _parse_index(content: dict[str, Any]) -> PackIndex:
 
 
 def check_files(directory: Path, index: PackIndex) -> None:
-    """Make sure that all files exist and have their sizes.
+    """Check that all files exist and have the sizes in the index.
 
     Raises:
         UserError: names the first file that is missing or truncated.

@@ -1,6 +1,6 @@
-"""The values that the training flags take, and the combinations that are refused or have no effect.
+"""Checks the values of the training flags, and finds combinations that cannot work or have no effect.
 
-Pure; runs on the login node and on every rank. `config` is a TrainConfig, whose module imports this one.
+Pure; runs on the login node and on every rank. `config` is a TrainConfig, typed Any since its module imports this one.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def _is_number(value: Any) -> bool:
 
 _LARGEST_SEED = 2**63 - 1
 
-# field: (what it accepts, what to use instead)
+# By field: a test that accepted values pass, and what to use instead.
 _VALUES: dict[str, tuple[Test, str]] = {
     "data": (lambda v: isinstance(v, str), f"give a directory, {NAMED_DATA}"),
     "model": (
@@ -115,10 +115,10 @@ _VALUES: dict[str, tuple[Test, str]] = {
 
 
 def parse_step_epochs(text: str) -> tuple[int, ...]:
-    """Read `30` (every 30 epochs) or `150,225` (these epochs).
+    """Parse `30` (every 30 epochs) or `150,225` (at these epochs).
 
     Raises:
-        UserError: the text is neither.
+        UserError: the text has another form.
     """
     if re.fullmatch(r"\d+(,\d+)*", text):
         epochs = tuple(int(part) for part in text.split(","))
@@ -131,10 +131,10 @@ _RANGES = {"crop_scale": (1.0, "0.08,1"), "crop_ratio": (math.inf, "3/4,4/3")}
 
 
 def parse_range(field: str, text: str) -> tuple[float, float]:
-    """Read two positive numbers, the least and the greatest, such as `0.08,1` or `3/4,4/3`.
+    """Parse two positive numbers, the smaller one first, such as `0.08,1` or `3/4,4/3`.
 
     Raises:
-        UserError: the text is something else, or the numbers are larger than they may be.
+        UserError: the text has another form, or a number is too large for the field.
     """
     largest, example = _RANGES[field]
     numbers = [float(_fraction(part)) for part in str(text).split(",")]
@@ -147,10 +147,10 @@ def parse_range(field: str, text: str) -> tuple[float, float]:
 
 
 def parse_crop_pct(text: str) -> Fraction:
-    """Read a number above 0 and up to 1, such as `224/256` or `0.875`.
+    """Parse a number above 0 and up to 1, such as `224/256` or `0.875`.
 
     Raises:
-        UserError: the text is something else.
+        UserError: the text is not such a number.
     """
     if 0 < (number := _fraction(text)) <= 1:
         return number
@@ -158,14 +158,14 @@ def parse_crop_pct(text: str) -> Fraction:
 
 
 def _fraction(text: str) -> Fraction:
-    """Return the number that a text spells; 0 for any other text."""
+    """Return a text such as `3/4` or `0.75` as a number, or 0 for any other text."""
     try:
         return Fraction(text)
     except (ValueError, TypeError, ZeroDivisionError):
         return Fraction()
 
 
-# (the conflict, why and what to use)
+# A test that is true for conflicting flags, and the message: the reason, and what to use.
 _CONFLICTS: tuple[tuple[Test, str], ...] = (
     (lambda c: not (c.data or c.synthetic), f"--data is missing: give a directory, {NAMED_DATA}, or use --synthetic"),
     (
@@ -209,7 +209,7 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
 _NOT_WITH_FSDP = ("ema_decay", "sync_bn", "compile", "static_graph", "compress_gradients")
 
 
-# (a field, the condition under which it has an effect, why it has none if the condition is not met)
+# A field, a test that is true if the field has an effect, and the reason why it has none.
 _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("lr_step_epochs", lambda c: c.lr_scheduler == "step", "it applies to --lr-scheduler step"),
     (
@@ -243,7 +243,7 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
 
 
 def without_effect(config: Any) -> list[str]:
-    """Return a line for each flag of a TrainConfig that differs from its default and has no effect: why it has none."""
+    """Return a warning for each flag of a TrainConfig that differs from its default but has no effect."""
     lines = []
     for name, has_effect, why in _EFFECTS:
         value = getattr(config, name)
@@ -258,7 +258,7 @@ def check_validation(config: Any, *, validates: bool) -> None:
     """Refuse flags that need a validation set, unless there is one (`validates`).
 
     Raises:
-        UserError: names the flag.
+        UserError: a flag needs validation data.
     """
     if validates:
         return

@@ -1,4 +1,4 @@
-"""How often a state is saved: --checkpoint-every, --snapshot-every. Pure; runs on the login node and on every rank."""
+"""Parses --checkpoint-every and --snapshot-every. Pure; runs on the login node and on every rank."""
 
 import re
 from dataclasses import dataclass
@@ -9,18 +9,18 @@ from hpc.base.text import flag
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """The interval between saves; with neither steps nor seconds, nothing is saved."""
+    """The interval between saves, in steps or seconds. With neither, nothing is saved."""
 
     steps: int | None = None
     seconds: float | None = None
     max_overhead: float | None = None
-    """Largest part of the training's time that saving may take: if it takes more, `seconds` grow."""
+    """Largest share of the time that saving may take. If saving takes more, the interval grows; None for no limit."""
 
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
 # Half of the 1 % that the help promises, because some costs of a snapshot cannot be measured while it is taken.
 _AUTO = Interval(seconds=1.0, max_overhead=0.005)
-# field: words that it takes besides steps and durations
+# By field: the words that it accepts besides steps and durations.
 INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
     "checkpoint_every": {},
     "snapshot_every": {"auto": _AUTO, "off": Interval()},
@@ -28,10 +28,10 @@ INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
 
 
 def parse_interval(field: str, text: str) -> Interval:
-    """Read `500` (steps), `30s`, `10m` or `2h`, or a word of INTERVAL_WORDS.
+    """Parse `500` (steps), a duration such as `30s`, `10m` or `2h`, or a word in INTERVAL_WORDS.
 
     Raises:
-        UserError: the text is none of these, or zero.
+        UserError: the text has another form, or is zero.
     """
     words = INTERVAL_WORDS[field]
     if text.strip() in words:

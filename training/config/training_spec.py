@@ -1,4 +1,4 @@
-"""The part of a run's spec that its trainer reads, and the program that the node agents run for it.
+"""Owns the part of a run's spec that its trainer reads, and the program that node agents run for a training.
 
 Runs on the login node and on every rank. Imports neither torch nor tyro.
 """
@@ -21,7 +21,7 @@ MODULES = (
     "torchvision.models",
     "torchvision.transforms.v2",
 )
-"""Modules that every rank of the trainer needs; the process that forks the ranks imports them."""
+"""Modules that every rank of the trainer needs. The process that forks the ranks imports them once per node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class Training:
     train: TrainConfig
     recipe: str | None = None
     forked_from: str | None = None
-    """The checkpoint of another run with which the training began; None: it began with the first step."""
+    """Checkpoint of another run with which the training began; None if the training is not a fork."""
     evaluation: EvaluationTask | None = None
-    """The task of `hpc evaluate`, with the flags that concern an evaluation; None: the run trains."""
+    """Task of `hpc evaluate`; None for a training."""
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Training":
-        """Return the training with these fields. Raises LookupError, TypeError or ValueError if one is wrong."""
+        """Return the training with these fields. Raises LookupError, TypeError or ValueError if a field is wrong."""
         task = fields.get("evaluation")
         return cls(
             **{**fields, "train": TrainConfig(**fields["train"])} | {"evaluation": task and EvaluationTask(**task)}
@@ -45,7 +45,7 @@ class Training:
 
 
 def trainer_program(*, has_data: bool) -> Program:
-    """Return the program of a training or an evaluation. Its nodes stage data if `has_data`, else they generate it."""
+    """Return the program of a training or an evaluation. Without data (`has_data`), images are generated."""
     arguments = spec_argv(
         "{torchrelay_spec}", "{run_dir}", "{attempt}", "{torchrelay_node_dir}", data="{data}" if has_data else None
     )
@@ -69,7 +69,7 @@ def spec_argv(
 ) -> list[str]:
     """Return the arguments of `python -m training` for a rank that reads its flags from a spec.
 
-    `data` is the directory that the node has staged.
+    `data` is the directory of the data on the node, if the run has data.
     """
     optional = {"data": data or "", "fault": fault}
     argv = [f"--spec={spec}", f"--run-dir={run_dir}", f"--attempt={attempt}", f"--node-dir={node_dir}"]
@@ -77,15 +77,15 @@ def spec_argv(
 
 
 def is_from_spec(argv: Sequence[str]) -> bool:
-    """Return whether `spec_argv` made these arguments."""
+    """Return whether these arguments come from `spec_argv`."""
     return bool(argv) and argv[0].startswith("--spec=")
 
 
 def rank_options(argv: Sequence[str]) -> tuple[RankOptions, EvaluationTask | None]:
-    """Return the options and the evaluation, if any, of a rank whose arguments `spec_argv` made.
+    """Return the options of a rank whose arguments come from `spec_argv`, and its evaluation or None.
 
     Raises:
-        OSError: the storage does not answer; another start may succeed.
+        OSError: the storage does not answer, but another start may succeed.
         UserError: the spec is not JSON, or has flags of another version.
     """
     given = dict(argument.removeprefix("--").split("=", 1) for argument in argv)

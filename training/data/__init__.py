@@ -1,1 +1,1 @@
-"""Data sets, their loading, and the order of the samples. Runs on every rank."""
+"""Owns the data sets, their loading, and the order of their samples. Runs on every rank."""

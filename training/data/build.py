@@ -1,7 +1,7 @@
-"""Opens a data set of any layout: reads it, holds out a part for validation, sets up the augmentation.
+"""Opens a data set of any layout, holds out a part for validation, and sets up the augmentation.
 
-Runs on every rank. Images in memory may lie on the rank's device, which then makes the batches. The same operations
-shift, mirror and erase images on any device, so a rank gets the same images, bit by bit.
+Runs on every rank. Images in memory may be on the rank's device, which then makes the batches. The same operations
+shift, mirror and erase images on any device, so the images are the same, bit by bit.
 """
 
 import hashlib
@@ -29,8 +29,8 @@ from training.runtime.counter_rng import Purpose, derive_key, permutation
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _SAMPLED_FOR_STATISTICS = 5000
 _SYNTHETIC_STEPS, _SYNTHETIC_POOL = 100, 1024
-# --data-on-device auto takes a small part of a GPU, because the model must still fit. It is enough for the MNIST family
-# and CIFAR on any GPU.
+# The share of a GPU's free memory that --data-on-device auto may take, since the model must still fit. It is enough for
+# the MNIST family and CIFAR on any GPU.
 _AUTO_SHARE = 1 / 10
 
 _Pair = tuple[Tensor, Tensor]
@@ -39,11 +39,11 @@ _Pair = tuple[Tensor, Tensor]
 def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_index: bytes = b"") -> Data:
     """Open the data. If there is no validation set, hold out a part of the training set, chosen by the seed.
 
-    Images of a folder and packed images are resized to `folder_size` pixels; in evaluations to --eval-image-size, if
-    given. For an image folder, `file_index` is what rank 0's `load_or_build_index` returned; if empty, one is built.
+    Images of a folder and packed images are resized to `folder_size` pixels, or in evaluations to --eval-image-size if
+    given. For an image folder, `file_index` is from rank 0's `load_or_build_index`; an index is built if it is empty.
 
     Raises:
-        UserError: files are missing, torn, or do not fit together.
+        UserError: files are missing, damaged, or do not fit together.
     """
     as_dataset = partial(
         ImageDataset,
@@ -108,7 +108,7 @@ def _load_in_memory(
 
 
 def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDataset], classes: tuple[str, ...]) -> Data:
-    """Make the data of a folder or of packed images: augment `train`, and hold out `val` if there is none."""
+    """Return the data of an image folder or of packed images. A part of `train` is held out if there is no `val`."""
     train, val, test = parts["train"], parts.get("val"), parts.get("test")
     if val is None:
         held_out, kept = _hold_out(config, len(train))
@@ -132,7 +132,7 @@ def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDatase
 
 
 def synthetic_data(config: TrainConfig, size: int) -> Data:
-    """Generate images of the size that the model sees: 100 steps an epoch, and no validation or test set."""
+    """Return generated images of `size` x `size` pixels: 100 steps per epoch, and no validation or test set."""
     classes = 10 if config.model in OWN_MODELS else 1000
     shape = (min(config.batch_size, _SYNTHETIC_POOL), 3, size, size)
     pool = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(config.seed))
@@ -155,7 +155,7 @@ def synthetic_data(config: TrainConfig, size: int) -> Data:
 
 
 def _hold_out(config: TrainConfig, samples: int) -> tuple[Tensor, Tensor]:
-    """Return the indices to hold out and to train on, each sorted."""
+    """Return the sorted indices to hold out, and the sorted indices to train on."""
     order = permutation(derive_key(config.seed, Purpose.HOLD_OUT), samples)
     count = round(samples * config.val_split)
     if count == samples:
@@ -175,10 +175,10 @@ def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
 
 
 def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Data:
-    """Move the data to the device if --data-on-device asks for it; `auto` does if a GPU has ten times their size free.
+    """Move the images to the device for --data-on-device `on`, or for `auto` if they fit into 1/10 of its free memory.
 
     Raises:
-        UserError: --data-on-device is on, and the data cannot be there.
+        UserError: --data-on-device is on, but the images cannot be on the device.
     """
     wanted = config.data_on_device
     if wanted == "off" or (wanted == "auto" and device.type == "cpu"):
@@ -194,7 +194,7 @@ def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Dat
 
 
 def _why_not_on_device(parts: list[ImageSource], device: torch.device, wanted: str) -> str:
-    """Return why the data cannot be on the device, and what to use; empty if it can."""
+    """Return why the images cannot be on the device, and what to use, or an empty text if they can."""
     needed = 0
     for part in parts:
         if not isinstance(part, MemoryImages | SyntheticImages):
@@ -206,6 +206,6 @@ def _why_not_on_device(parts: list[ImageSource], device: torch.device, wanted: s
 
 
 def too_large(needed: int, free: int, wanted: str) -> str:
-    """Return why `needed` bytes do not fit into a GPU with `free` bytes, and what to use; empty if they fit."""
+    """Return why `needed` bytes do not fit into a GPU with `free` bytes, and what to use, or an empty text."""
     fit = needed <= free * (_AUTO_SHARE if wanted == "auto" else 1)
     return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: use auto"

@@ -1,4 +1,4 @@
-"""The data sets: images in memory, generated images, and images that are read one by one.
+"""Defines the data sets: images in memory, generated images, and images that are read one by one.
 
 Runs on every rank and in its loader workers. A data set is indexed with a `BatchRequest` and returns augmented images.
 """
@@ -19,21 +19,21 @@ from training.data.transforms.crop import center_crop
 from training.runtime.process_group import SharedError
 
 _MAX_NAMES = 20
-# More corrupt images than this in a row have a common cause.
+# So many corrupt images in a row have a common cause, such as a damaged copy.
 _MAX_CORRUPT_IN_A_ROW = 100
 _NO_INDICES = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryImages:
-    """Images of one size, in the memory of the host or of a device. The batches are made where the images are."""
+    """Images of one size in the memory of the host or a device, which then makes the batches."""
 
     images: Tensor
-    """uint8 [n, C, H, W]"""
+    """Pixels, uint8 [n, C, H, W]."""
     labels: Tensor
-    """int64 [n], on the CPU."""
+    """Labels, int64 [n], on the CPU."""
     title: str
-    """Names the part of the data in messages, such as `the training set`."""
+    """Name of the part of the data in messages, such as `the training set`."""
     augmentation: Augmentation | None = None
 
     def __len__(self) -> int:
@@ -54,18 +54,18 @@ class MemoryImages:
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
     def name(self, index: int) -> str:
-        """Name an image: `image 17 of the training set`."""
+        """Return an image's name for messages, such as `image 17 of the training set`."""
         return f"image {index} of {self.title}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticImages:
-    """Any number of generated images, all taken from a small pool: a request costs almost nothing."""
+    """Any number of images from a small generated pool, so that a request costs almost nothing."""
 
     images: Tensor
-    """uint8 [m, 3, size, size]: the pool of noise, in pinned memory where there is a GPU."""
+    """Pool of noise, uint8 [m, 3, size, size], in pinned memory if there is a GPU."""
     labels: Tensor
-    """int64 [n]"""
+    """Labels, int64 [n]."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -78,46 +78,46 @@ class SyntheticImages:
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
     def name(self, index: int) -> str:
-        """Name an image: `generated image 17`."""
+        """Return an image's name for messages, such as `generated image 17`."""
         return f"generated image {index}"
 
 
 class ImageStore(Protocol):
-    """Gives the images of a folder or of packed data by index."""
+    """A source of images by index, such as an image folder or packed data."""
 
     def read(self, index: int) -> Tensor | None:
         """Return the image (uint8 [h, w, 3]), or None if it is corrupt.
 
         Raises:
-            UserError: this node cannot read it.
+            UserError: this node cannot read the image.
         """
 
     def name(self, index: int) -> str:
         """Return the image's path, for messages."""
 
     def fix(self) -> str:
-        """Return what to do if many images are corrupt."""
+        """Return an instruction for the user if many images are corrupt."""
 
     def identity(self) -> bytes:
-        """Return bytes that identify the images, and do not depend on where their directory lies."""
+        """Return bytes that identify the images, independent of the path of their directory."""
 
     def part(self, indices: Tensor) -> "ImageStore":
-        """Return the images with these indices as a store."""
+        """Return a store of the images with these indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
-    """Images of a store. The next readable image replaces a corrupt one, on every rank alike."""
+    """Images of a store. The next readable image replaces a corrupt one, in the same way on every rank."""
 
     store: ImageStore
     labels: Tensor
-    """int64 [n]"""
+    """Labels, int64 [n]."""
     size: int
-    """Side in pixels that images are resized to."""
+    """Side, in pixels, to which images are resized."""
     crop_pct: float
-    """Side of the centre crop of an evaluation, as a part of the image's shorter side."""
+    """Side of the center crop in an evaluation, as a share of the image's shorter side."""
     interpolation: Interpolation
-    """Interpolation of the crop in an evaluation."""
+    """Interpolation when the center crop of an evaluation is resized."""
     augmentation: Augmentation | None = None
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ class ImageDataset:
 
     def __getitem__(self, request: BatchRequest) -> Batch:
         """Return a request's images (uint8 [n, 3, size, size])."""
-        # The channels of a pixel lie together, as decoders write them and models like them.
+        # Use interleaved channels, the fastest memory format for decoders and models.
         images = torch.empty(len(request.indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
         shown, corrupt, size = [], set[int](), (self.size, self.size)
         for place, sample in enumerate(request.indices):
@@ -148,11 +148,11 @@ class ImageDataset:
         return self.store.name(index)
 
     def part(self, indices: Tensor) -> "ImageDataset":
-        """Return the images with these indices as a data set."""
+        """Return a data set of the images with these indices."""
         return replace(self, store=self.store.part(indices), labels=self.labels[indices])
 
     def _next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:
-        """Find the first readable image from `index` on; add the images before it to `corrupt`."""
+        """Return the index of the first readable image from `index` on, and the image. Adds others to `corrupt`."""
         most = min(len(self), _MAX_CORRUPT_IN_A_ROW)
         for place in range(index, index + most):
             candidate = place % len(self)
@@ -165,7 +165,7 @@ class ImageDataset:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The parts of a data set, and what they have in common."""
+    """The training, validation and test set of a data set, and their common properties."""
 
     train: ImageSource
     val: ImageSource | None
@@ -178,11 +178,11 @@ class Data:
     """Height and width in pixels of the training images, as the data set returns them."""
     in_memory: bool
     cheap: bool
-    """True if batches for training are made so fast that loader workers do not pay."""
+    """Whether batches are made so fast that loader workers do not pay off."""
     fingerprint: str
-    """Changes when images or labels are added, removed or reordered; not when their directory moves."""
+    """Digest that changes if images or labels are added, removed or reordered, but not if their directory moves."""
     on_device: bool = False
-    """True if all images lie on the rank's device, which makes the batches."""
+    """Whether all images are on the rank's device, which then makes the batches."""
 
     @property
     def size(self) -> int:
@@ -194,7 +194,7 @@ def check_corrupt_limit(source: ImageSource, corrupt: Sequence[int], limit: int)
     """Check that no more than `limit` images are unreadable.
 
     Raises:
-        SharedError: there are more; lists them.
+        SharedError: more images are unreadable. The message lists the first ones.
     """
     if len(corrupt) > limit:
         names = ", ".join(map(source.name, corrupt[:_MAX_NAMES])) + (", ..." if len(corrupt) > _MAX_NAMES else "")

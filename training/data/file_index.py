@@ -1,8 +1,8 @@
-"""The index of an image folder's files: rank 0 builds it, caches it in the run directory and broadcasts it as bytes.
+"""Lists the files of an image folder. Runs on rank 0, which caches the list and sends it to all ranks, and in packers.
 
-Listing a million files on a shared file system takes minutes. The cache is valid while no class directory has changed;
-the check takes one `stat` of each. A directory changes when a name in it is added, removed or renamed, but not when
-a file's content changes. Packers use this module too; it imports no torch.
+To list a million files on a shared file system takes minutes. The cache is valid while no class directory has changed,
+which takes one `stat` per directory to check. A directory changes when a name in it is added, removed or renamed, but
+not when the content of a file changes. Imports no torch.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from hpc.base.errors import UserError
 from hpc.base.files import write_atomic
 from training.config.dataset_layout import DataLayout, is_class_directory, is_image
 
-# Two changes within one tick of a file system's clock look the same, and some clocks tick in seconds. So an index is
-# cached only if its directories have been unchanged for longer than that.
+# Two changes within one tick of a file system's clock get the same time, and some clocks tick in seconds. So an index
+# is cached only if its directories have been unchanged for more than a tick.
 _TICK_NS = 2 * 10**9
 _FORMAT = b"file index 1"
 _PARTS = "train", "val", "test"  # fields of DataLayout
@@ -27,12 +27,12 @@ _PARTS = "train", "val", "test"  # fields of DataLayout
 
 @dataclass(frozen=True, kw_only=True)
 class SplitIndex:
-    """The images below one directory of class directories."""
+    """The images of a part of the data, such as the training set."""
 
     names: np.ndarray
-    """Paths below the directory as bytes [n]: one array, because workers that touch a list copy its pages."""
+    """Paths below the part's directory, bytes [n]. An array, since loader workers would copy the pages of a list."""
     labels: np.ndarray
-    """int64 [n]"""
+    """Labels, int64 [n]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,21 +40,21 @@ class FileIndex:
     """All images of a folder."""
 
     classes: tuple[str, ...]
-    """The names of the training set's class directories, sorted: a class's number is its position."""
+    """Sorted names of the training set's class directories. The number of a class is its position."""
     parts: dict[str, SplitIndex]
 
 
 def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
     """Return the serialized index, from the file `cache` if no class directory has changed.
 
-    The file is replaced if it is outdated, torn, or foreign. `now_ns` is the time in nanoseconds since 1970.
+    Otherwise the index is built, and the file replaced. `now_ns` is the time in nanoseconds since 1970.
 
     Raises:
-        UserError: `build_index` raises it, or a directory cannot be read.
+        UserError: a directory cannot be read, or val/ or test/ has a class that the training set lacks.
     """
     try:
         fingerprint, changed_ns = _fingerprint(layout)
-        # numpy raises nearly everything on a torn or foreign file: then the index is built again.
+        # NumPy may raise any error for a damaged file, for which the index is then built again.
         with suppress(Exception):
             cached = cache.read_bytes()
             if _arrays(cached)["fingerprint"].item() == fingerprint:
@@ -72,9 +72,9 @@ def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
 
 
 def _fingerprint(layout: DataLayout) -> tuple[str, int]:
-    """Return a digest of the class directories and their change times, and the latest time in nanoseconds.
+    """Return a digest of the class directories and their times, and the latest of these times in nanoseconds.
 
-    The modification time can be set, as rsync does; the inode's change time cannot.
+    The inode's change time is included, because programs such as rsync set the modification time.
     """
     digest, newest = hashlib.sha256(_FORMAT), 0
     for part, root in image_roots(layout).items():
@@ -87,7 +87,7 @@ def _fingerprint(layout: DataLayout) -> tuple[str, int]:
 
 
 def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
-    """Turn the index into bytes: a NumPy archive without pickles."""
+    """Return the index as the bytes of a NumPy archive without pickles."""
     arrays = {"fingerprint": np.array(fingerprint), "classes": np.array([os.fsencode(name) for name in index.classes])}
     for name, part in index.parts.items():
         arrays |= {f"{name} names": part.names, f"{name} labels": part.labels}
@@ -97,7 +97,7 @@ def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
 
 
 def deserialize(content: bytes) -> FileIndex:
-    """Read the index that `serialize` wrote."""
+    """Return the index in bytes from `serialize`."""
     arrays = _arrays(content)
     present = (name for name in _PARTS if f"{name} names" in arrays)
     parts = {name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present}
@@ -131,7 +131,7 @@ def build_index(layout: DataLayout) -> FileIndex:
 
 
 def image_roots(layout: DataLayout) -> dict[str, Path]:
-    """Return for each part of the data the directory that holds its class directories."""
+    """Return the directory with the class directories of each part of the data, by the part's name."""
     return {name: root for name in _PARTS if (root := getattr(layout, name)) is not None}
 
 

@@ -1,7 +1,7 @@
 """Decodes image files, and reads the images of class directories by index.
 
-Runs on ranks, in loader workers and in packers; imports torch only where it decodes to tensors, so that packers start
-quickly. EXIF rotation is ignored, as in torchvision's ImageFolder, for packed images and files alike.
+Runs on ranks, in loader workers and in packers. It imports torch only to decode to tensors, so that packers start
+quickly. EXIF rotation is ignored, as in torchvision's ImageFolder, also in packed images.
 """
 
 import io
@@ -25,35 +25,35 @@ _Result = TypeVar("_Result")
 JpegDecoder = Callable[["Tensor", int], "Tensor"]
 
 _JPEG = b"\xff\xd8\xff"
-# A smaller JPEG has too few pixels for Pillow to refuse it as a decompression bomb: 8 x 8 of them take 2 bits or more.
+# Pillow refuses no smaller JPEG as a decompression bomb: 8 x 8 pixels take at least 2 bits, so it has too few pixels.
 _HARMLESS_BYTES = 500_000
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result | None:
-    """Return the result of `use` for the image, opened but not decoded; None if the content is not a whole image."""
+    """Return the result of `use` for the opened, not yet decoded image, or None if the image is not whole."""
     try:
         with Image.open(io.BytesIO(content)) as file:
             return use(file)
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001  # Pillow's decoders raise nearly everything on broken files
+    except Exception:  # noqa: BLE001  # Pillow's decoders may raise any error
         return None
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert an image to three channels of 8 bits."""
     if image.mode.startswith("I;16"):
-        # Pillow would clip: all but the darkest 256 of 65,536 grays would become white.
+        # Pillow would clip the values: all but the darkest 256 of 65,536 grays would become white.
         image = image.point(lambda value: value / 256).convert("L")
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def jpeg_decoder() -> JpegDecoder | None:
-    """Return torchvision's JPEG decoder, if it has one.
+    """Return torchvision's JPEG decoder, or None if it has none.
 
-    It uses the same library as Pillow and gives the same pixels, but writes into the tensor itself: 1.1 instead of
-    1.5 ms for 500 x 375 pixels. Its Python function warns that it will be removed (0.29); then Pillow decodes all.
+    It uses the same library as Pillow and gives the same pixels, but writes directly into the tensor: 1.1 instead of
+    1.5 ms for 500 x 375 pixels. torchvision 0.29 warns that it will be removed. Then Pillow decodes all images.
     """
     try:
         import torch  # noqa: PLC0415  # packers need no torch
@@ -65,7 +65,7 @@ def jpeg_decoder() -> JpegDecoder | None:
 
 
 def decode_image(content: bytes, decode_jpeg: JpegDecoder | None) -> "Tensor | None":
-    """Decode an image to uint8 [h, w, 3]; None if it is corrupt. Pillow decodes what torchvision refuses."""
+    """Return an image as uint8 [h, w, 3], or None if it is corrupt. Pillow decodes images that torchvision refuses."""
     import torch  # noqa: PLC0415  # packers need no torch
 
     if (
@@ -86,9 +86,9 @@ class FolderImages:
 
     root: Path
     names: np.ndarray
-    """Paths below `root` as bytes [n]: one array, because workers that touch a list copy its pages."""
+    """Paths below `root`, bytes [n]. An array, since loader workers would copy the pages of a list."""
     decode_jpeg: JpegDecoder | None = field(default_factory=jpeg_decoder)
-    """Found once, before loader workers are forked; None: Pillow decodes all."""
+    """JPEG decoder, found once before loader workers are forked; None if Pillow decodes all images."""
 
     def read(self, index: int) -> "Tensor | None":
         """Return the image (uint8 [h, w, 3]), or None if the file holds no whole image.
@@ -111,15 +111,15 @@ class FolderImages:
         return str(self._path(index))
 
     def fix(self) -> str:
-        """Return what to do if many images are corrupt."""
+        """Return an instruction for the user if many images are corrupt."""
         return "copy the data again"
 
     def identity(self) -> bytes:
-        """Return the names as bytes."""
+        """Return the images' paths as bytes."""
         return self.names.tobytes()
 
     def part(self, indices: "Tensor") -> "FolderImages":
-        """Return some of the images."""
+        """Return a store of the images with these indices."""
         return replace(self, names=self.names[indices.numpy()])
 
     def _path(self, index: int) -> Path:

@@ -18,10 +18,10 @@ from hpc.base.errors import UserError
 from training.config.dataset_layout import CIFAR, DIGITS_FILE, IDX_STEMS, Kind, check_data, find_data, find_idx
 
 _ROLES = ("images", "labels")
-# A pickled array names this function, by a private name.
+# numpy's function in pickled arrays, which has a private name.
 _RECONSTRUCT = np.empty(0).__reduce__()[0]
-# Fashion-MNIST: Xiao, Rasul and Vollgraf, 2017. The format has no field for names, so the data set is recognized by the
-# CRC of its training labels.
+# Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017) is recognized by the CRC of its training labels: the format has no
+# field for class names.
 _FASHION_MNIST_CRC = 0x2ED6E46A
 _FASHION_MNIST = "T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot"
 
@@ -29,13 +29,13 @@ _kept = dict[Path, Tensor]()
 
 
 def keep_data() -> None:
-    """Keep the IDX files of this process's `--data` in memory, so that ranks that it forks later need not read them.
+    """Read the IDX files of this process's `--data` into memory, so that ranks that it forks need not read them.
 
-    This is the slow part of `read_idx_pair`. The rest would start threads, which must not run before a fork.
+    The rest of `read_idx_pair` is quick, and would start threads, which must not run before a fork.
 
     Raises:
         OSError: the directory cannot be read.
-        UserError: it has no known layout, or a file is torn.
+        UserError: the directory has no known layout, or a file is damaged.
     """
     argument = next((word for word in sys.argv if word.startswith("--data=")), None)
     if argument is None:
@@ -48,19 +48,19 @@ def keep_data() -> None:
 
 
 def read_idx(path: Path) -> Tensor:
-    """Read the uint8 tensor in an IDX file (http://yann.lecun.com/exdb/mnist/), plain or compressed.
+    """Return the uint8 tensor in an IDX file (http://yann.lecun.com/exdb/mnist/), plain or compressed.
 
     The format: two zero bytes, a type (8: unsigned byte), the number of dimensions, each dimension as a big-endian
     32-bit number, then the data.
 
     Raises:
-        UserError: the file is torn, or not an IDX file of unsigned bytes.
+        UserError: the file is damaged, or not an IDX file of unsigned bytes.
     """
     if path in _kept:
         return _kept[path]
     try:
         raw = path.read_bytes()
-        # Make it writable, because torch warns about tensors on read-only memory.
+        # Use writable memory, because torch warns about tensors on read-only memory.
         data = bytearray(gzip.decompress(raw) if path.suffix == ".gz" else raw)
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read ({error}): replace it") from error
@@ -75,10 +75,10 @@ def read_idx(path: Path) -> Tensor:
 
 
 def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Read images (uint8 [n, 1, H, W] or [n, C, H, W]) and labels (int64 [n]) of a part, `train` or `test`.
+    """Return images (uint8 [n, C, H, W]) and labels (int64 [n]) of a part, `train` or `test`.
 
     Raises:
-        UserError: a file is missing or torn, or the two do not belong together.
+        UserError: a file is missing or damaged, or the two files do not belong together.
     """
     files = []
     for role in _ROLES:
@@ -98,18 +98,18 @@ def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
-    """Return Fashion-MNIST's class names if these are its labels, else the numbers."""
+    """Return Fashion-MNIST's class names if these are its training labels, else the class numbers as texts."""
     crc = zlib.crc32(train_labels.to(torch.uint8).numpy().tobytes())
     return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))
 
 
-# Alpaydin and Kaynak: "Optical recognition of handwritten digits" (UCI, 1998), its test part. Most of the first digits
-# were written by other people than the last ones.
+# The digits are the test part of Alpaydin and Kaynak, "Optical recognition of handwritten digits" (UCI, 1998). The last
+# 360 are our test set: most of the digits before them were written by other people.
 _DIGITS_TESTED = 360
 
 
 def read_digits(directory: Path, part: str) -> tuple[Tensor, Tensor]:
-    """Read images (uint8 [n, 1, 8, 8]) and labels (int64 [n]) of a part, `train` or `test`, of scikit-learn's digits.
+    """Return images (uint8 [n, 1, 8, 8]) and labels (int64 [n]) of a part, `train` or `test`, of scikit-learn's digits.
 
     Each line of the file has 64 values from 0 to 16, and the label.
 
@@ -128,7 +128,7 @@ def read_digits(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 _SIDE = 32
-# numpy 1 pickled the old module name, numpy 2 pickles the new one.
+# Pickles of numpy 1 have the first module name, those of numpy 2 the second.
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
@@ -138,7 +138,7 @@ _ALLOWED = {
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Allows only what an array of numbers needs, because a pickle can make its reader call any function."""
+    """Loads only arrays of numbers, because a pickle can make its reader call any function."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         try:
@@ -148,12 +148,12 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def read_cifar(directory: Path, kind: Kind, part: str, classes: int) -> tuple[Tensor, Tensor]:
-    """Read images (uint8 [n, 3, 32, 32]) and labels (int64 [n]; CIFAR-100's fine ones) of a part, `train` or `test`.
+    """Return images (uint8 [n, 3, 32, 32]) and labels (int64 [n], CIFAR-100's fine ones) of part `train` or `test`.
 
     The files (https://www.cs.toronto.edu/~kriz/cifar.html) are pickles of dictionaries.
 
     Raises:
-        UserError: a file is missing, torn, or something else.
+        UserError: a file is missing, damaged, or not a CIFAR file.
     """
     files = CIFAR[kind]
     names = files.train if part == "train" else (files.test,)
@@ -163,7 +163,7 @@ def read_cifar(directory: Path, kind: Kind, part: str, classes: int) -> tuple[Te
 
 
 def read_cifar_names(directory: Path, kind: Kind) -> tuple[str, ...]:
-    """Read the class names. Raises what `read_cifar` raises."""
+    """Return the class names. Raises UserError if the file is missing, damaged, or not a CIFAR file."""
     path = directory / CIFAR[kind].meta
     names = _read_pickle(path).get(CIFAR[kind].names_key)
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
@@ -187,7 +187,7 @@ def _read_pickle(path: Path) -> dict[Any, Any]:
     try:
         with path.open("rb") as file:
             content = _ArraysOnly(file, encoding="latin1").load()
-    except Exception as error:  # unpickling a torn file raises nearly everything
+    except Exception as error:  # unpickling a damaged file may raise any error
         raise UserError(f"{path} cannot be read ({error}): copy the data again") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds no dictionary: copy the data again")

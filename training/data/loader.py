@@ -1,7 +1,7 @@
-"""Lets loader workers make batches, and copies each batch to the device while the step before it computes.
+"""Loads batches in loader workers, and copies each to the device while the device computes the previous step.
 
-Runs on every rank. A data set is indexed with a `BatchRequest`, so that one call makes one rank's part of a batch, in
-the rank or in a loader worker. No data set draws random numbers itself.
+Runs on every rank. A data set is indexed with a `BatchRequest`, so that one call makes a rank's part of a batch, in the
+rank or in a loader worker. Data sets have no random state of their own.
 """
 
 import gc
@@ -27,20 +27,20 @@ from training.runtime.compat import stop_workers
 
 
 class Batch(NamedTuple):
-    """The answer to a request. A loader can pin it, because it is a tuple."""
+    """The images and labels of a request. It is a tuple, so that a DataLoader can pin it."""
 
     images: Tensor
-    """uint8 [n, C, H, W], on the data set's device."""
+    """Pixels, uint8 [n, C, H, W], on the data set's device."""
     labels: Tensor
-    """int64 [n]: the labels of the images that are shown."""
+    """Labels of these images, int64 [n]."""
     indices: Tensor
-    """int64 [n]: the requested images' indices in the data set, without the numbers of repetitions."""
+    """Indices of the requested images in the data set, int64 [n], without repetition numbers."""
     corrupt: Tensor
-    """int64 [k]: the indices, each once, of images that cannot be read; others are shown instead."""
+    """Distinct indices of unreadable images, int64 [k]. Other images take their places in the batch."""
 
 
 class ImageSource(Protocol):
-    """Gives images and labels on request."""
+    """A data set that returns images and labels on request."""
 
     @property
     def labels(self) -> Tensor:
@@ -53,31 +53,31 @@ class ImageSource(Protocol):
         """Return a request's images.
 
         Raises:
-            UserError: this node cannot read them, or too many of them in a row are corrupt.
+            UserError: this node cannot read an image, or too many images in a row are corrupt.
         """
 
     def name(self, index: int) -> str:
-        """Name an image in a message."""
+        """Return an image's name for messages."""
 
 
-# Slurm delivers a step's signals to all its processes. A worker that died of one would take the rank down with it
-# before the rank has saved (KempnerInstitute/KempnerForge#177).
+# Slurm sends signals to all processes of a job step. A worker that died of a signal would end its rank before the rank
+# has saved (KempnerInstitute/KempnerForge#177).
 _IGNORED_BY_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
-# A worker that is stuck in storage outlives its rank, even if killed. While it has these files open, the driver keeps
-# the rank's GPU memory, and the next attempt has too little (NVIDIA/Megatron-LM#3684). Workers use no GPU.
+# Workers, which use no GPU, close these files. A killed worker that waits for storage outlives its rank; while it has
+# the files open, the driver keeps the rank's GPU memory from the next attempt (NVIDIA/Megatron-LM#3684).
 _GPU_FILES = "/dev/nvidia"
 _START_SECONDS = 30.0
-_PREFETCHED = 2  # requests that a loader gives to each worker in advance
+_PREFETCHED = 2  # number of requests that a loader gives to each worker in advance
 
 
 @contextmanager
 def load_batches(
     source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
 ) -> Iterator[Iterator[Batch]]:
-    """Yield the requested batches in order, made by `workers` processes or, with 0, in this one.
+    """Yield the requested batches in order, made by `workers` processes or, with 0 workers, in this process.
 
-    Workers end with the context. After an exception they end with the process, which has no time to wait for them. If
-    the context did not end them, Python would send them SIGTERM, which they ignore, and wait for them.
+    At the end of the context, workers are stopped: Python's own exit would send them SIGTERM, which they ignore, and
+    wait for them. After an exception, they end with the process instead.
     """
     # A forked worker need not import torch again, which takes seconds.
     context = multiprocessing.get_context("fork")
@@ -91,7 +91,7 @@ def load_batches(
         multiprocessing_context=context if workers else None,
         pin_memory=pin_memory,
         worker_init_fn=partial(_start_worker, started),
-        # Without its own generator a loader draws from the global one, and resumed runs would drift.
+        # Without a generator of its own, the loader would draw from the global one, and resumed runs would differ.
         generator=torch.Generator(),
     )
     batches = _fork_workers(loader, started) if workers else iter(loader)
@@ -101,7 +101,7 @@ def load_batches(
 
 
 class _Requests:
-    """Requests that can be iterated over again, as long as none after the first `first` of them has been taken."""
+    """Requests over which to iterate again, as long as only the first `first` of them have been taken."""
 
     def __init__(self, requests: Iterable[BatchRequest], first: int) -> None:
         self._rest = iter(requests)
@@ -114,10 +114,10 @@ class _Requests:
 def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any]:
     """Start the loader's workers, and return its batches once all of them run."""
     while True:
-        # Fork workers with the signals blocked, because one could die before it ignores them.
+        # Block the signals during the fork, because a worker could die of one before it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)
-        # A worker must not collect the rank's garbage: to destroy what belongs to a GPU aborts a forked process
-        # (seen with torch 2.11 on an H200).
+        # Freeze the rank's objects, so that workers do not collect them: destroying an object of a GPU aborts a forked
+        # process (seen with torch 2.11 on an H200).
         gc.freeze()
         try:
             batches: Any = iter(loader)
@@ -127,21 +127,21 @@ def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any
         deadline = time.monotonic() + _START_SECONDS
         if all(started.acquire(timeout=max(0.0, deadline - time.monotonic())) for _ in range(loader.num_workers)):
             return cast("Iterator[Any]", batches)
-        # Before Python 3.12 a child can hang in the fork for ever, if another thread, such as one of gloo's, begins to
-        # call Python at that moment (python/cpython#112275; seen with 3.11.2 in our and in Lightning's workers).
+        # Before Python 3.12, a child can hang in the fork if another thread, such as one of gloo's, begins to call
+        # Python at that moment (python/cpython#112275; seen with 3.11.2 in our and in Lightning's workers).
         print(f"loader workers did not start within {_START_SECONDS:.0f} s: starting others", flush=True)
         for worker in stop_workers(batches):
             worker.kill()
             worker.join(_START_SECONDS)
         while started.acquire(block=False):
-            pass  # forget the killed workers that had started
+            pass  # do not count killed workers that had started
 
 
 def _start_worker(started: Semaphore, _number: int) -> None:
-    """Report that this new worker runs, let it die with the rank, and close the rank's GPU files in it."""
+    """Report that this worker runs, make it die with its rank, and close its copies of the rank's GPU files."""
     started.release()
-    # torch's workers check for their parent every five seconds only. As long as they keep a dead rank's sockets open,
-    # the other ranks wait for it.
+    # torch's workers look for their parent only every five seconds. While they keep a dead rank's sockets open, the
+    # other ranks wait for it.
     die_with_parent(_IGNORED_BY_WORKERS)
     for descriptor in open_files(_GPU_FILES):
         os.close(descriptor)
@@ -153,7 +153,7 @@ def load_device_batches(
 ) -> Iterator[Iterator[Batch]]:
     """Yield the batches of `load_batches` with images and labels on a rank's device.
 
-    A thread of the loader pins workers' batches; without workers, a batch is pinned when it is copied.
+    A thread of the loader pins batches from workers. Without workers, a batch is pinned when it is copied.
     """
     on_gpu = device.type == "cuda"
     with load_batches(source, requests, workers, pin_memory=on_gpu and workers > 0) as batches:
@@ -161,7 +161,7 @@ def load_device_batches(
 
 
 def to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy values to the device through pinned memory; the host does not wait for the copy."""
+    """Return values on the device, copied through pinned memory. The host does not wait for the copy."""
     if device.type == "cpu" or values.device.type != "cpu":
         return values
     return values.pin_memory().to(device, non_blocking=True)
@@ -169,25 +169,25 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream of all loaders: a batch's memory belongs to its stream, and no other stream reuses it."""
+    """Return the stream of all loaders on a device. They share one, since no other stream can reuse its memory."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
 
 
 def prefetch_to_device(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
-    """Yield the batches, each copied to the GPU while the step before it computes.
+    """Yield the batches, each copied to the GPU while the GPU computes the previous step.
 
-    Copies run in a side stream, and so does a data set's work on the GPU. Each batch is requested one step early.
+    Copies, and a data set's work on the GPU, run in a side stream. Each batch is requested one step early.
     """
     side = _side_stream(device)
-    # A data set on the GPU may still be on its way there.
+    # The copy of a data set to the GPU may not be complete yet.
     side.wait_stream(torch.cuda.current_stream(device))
     ready = _begin_copy(batches, device, side)
     while ready is not None:
         current = torch.cuda.current_stream(device)
-        # Wait before the next copy begins: the step has to wait for this copy alone.
+        # Wait before the next copy begins, so that the step waits only for this one.
         current.wait_stream(side)
         for tensor in (ready.images, ready.labels):
-            # Their memory belongs to the side stream, which must not reuse it before the step is done with it.
+            # The side stream owns the tensor's memory, and must not reuse it before the step has used it.
             tensor.record_stream(current)
         batch, ready = ready, _begin_copy(batches, device, side)
         yield batch

@@ -1,4 +1,4 @@
-"""Packed data: decoded images in files that are mapped into memory, so all processes of a node share the page cache.
+"""Reads packed data: decoded images in memory-mapped files, for which all processes of a node share the page cache.
 
 Runs on every rank and in its loader workers.
 """
@@ -20,19 +20,19 @@ from training.config.packed_index import AGAIN, PackedPart, PackIndex
 
 @dataclass(frozen=True, kw_only=True)
 class PackedImages:
-    """All images of a part, or some of them."""
+    """All or some images of a part of a packed data set."""
 
     directory: Path
     source: Path
     pixels: Tensor
-    """uint8 [images of the part, size, size, 3]: a mapped file, read-only."""
+    """Pixels of all the part's images, uint8 [images, size, size, 3]: a memory-mapped file, read-only."""
     names: np.ndarray
-    """Paths of all the part's images below `source`, which was packed, as bytes: a mapped file too."""
+    """Paths of all the part's images below `source`, the directory that was packed, as bytes: a memory-mapped file."""
     corrupt: frozenset[int]
-    """The part's indices of images that could not be decoded."""
+    """Indices, in the part, of images that could not be decoded."""
     fingerprint: str
     indices: Tensor
-    """int64 [n]: the part's indices of these images."""
+    """Indices of these images in the part, int64 [n]."""
 
     def read(self, index: int) -> Tensor | None:
         """Return the image (uint8 [size, size, 3]), or None if it is corrupt."""
@@ -44,15 +44,15 @@ class PackedImages:
         return str(self.source / os.fsdecode(self.names[int(self.indices[index])]))
 
     def fix(self) -> str:
-        """Return what to do if many images are corrupt."""
+        """Return an instruction for the user if many images are corrupt."""
         return f"replace them and pack again to {self.directory}"
 
     def identity(self) -> bytes:
-        """Return the packed data's fingerprint, and these images' indices."""
+        """Return the fingerprint of the packed data and the indices of these images as bytes."""
         return self.fingerprint.encode() + self.indices.numpy().tobytes()
 
     def part(self, indices: Tensor) -> "PackedImages":
-        """Return some of the images."""
+        """Return a store of the images with these indices."""
         return replace(self, indices=self.indices[indices])
 
 
@@ -60,7 +60,7 @@ def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[Pack
     """Open the images of a part and their labels (int64 [n]).
 
     Raises:
-        UserError: a file is missing, is truncated, or holds something else.
+        UserError: a file is missing, damaged, or of another shape or type.
     """
     shape = (part.images, index.size, index.size, 3)
     pixels = _as_tensor(_map_array(directory / part.pixels.name, np.uint8, shape))
@@ -81,7 +81,7 @@ def open_part(directory: Path, index: PackIndex, part: PackedPart) -> tuple[Pack
 
 
 def _map_array(path: Path, kind: type[np.generic], shape: tuple[int, ...]) -> np.ndarray:
-    """Map the array in a file into memory, without reading its values yet."""
+    """Memory-map the array in a file, and check its shape and type."""
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -95,6 +95,6 @@ def _map_array(path: Path, kind: type[np.generic], shape: tuple[int, ...]) -> np
 
 def _as_tensor(array: np.ndarray) -> Tensor:
     with warnings.catch_warnings():
-        # torch cannot know that nobody writes to it.
+        # torch cannot know that nothing writes to the tensor.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         return torch.from_numpy(array)

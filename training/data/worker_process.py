@@ -1,4 +1,4 @@
-"""Lets the processes that a rank starts, such as loader workers, end with it, and not before. Imports no torch."""
+"""Makes processes that a rank starts, such as loader workers, end with the rank and not before. Imports no torch."""
 
 import multiprocessing
 import os
@@ -14,6 +14,6 @@ def die_with_parent(ignored: Iterable[signal.Signals]) -> None:
         signal.signal(number, signal.SIG_IGN)
     kernel.set_parent_death_signal()
     parent = multiprocessing.parent_process()
-    # The kernel sends nothing if the parent died before the call.
+    # If the parent died before that call, the kernel sends no signal.
     if parent is not None and os.getppid() != parent.pid:
         os._exit(1)

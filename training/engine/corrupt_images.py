@@ -1,4 +1,4 @@
-"""Shares the training set's unreadable images: each rank meets some, all ranks must know all. Runs on every rank."""
+"""Tells all ranks which images of the training set cannot be read: each rank meets only some. Runs on every rank."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,30 +13,30 @@ from training.runtime.process_group import ProcessGroup
 
 
 class CorruptImages:
-    """The unreadable images of the training set that any rank has met. A part of the training's state."""
+    """The unreadable images of the training set that any rank has met. Saved with the training's state."""
 
     def __init__(self, source: ImageSource, limit: int, group: ProcessGroup, logger: RunLogger) -> None:
         self._source, self._limit, self._group, self._logger = source, limit, group, logger
         self.indices: list[int] = []
-        """The images that all ranks know, sorted; always the same list."""
+        """Sorted indices of the images that all ranks know. The list is changed in place, never replaced."""
         self._unshared: set[int] = set()
 
     def add(self, indices: Iterable[int]) -> None:
-        """Add images that this rank has met."""
+        """Add the indices of unreadable images that this rank has met."""
         self._unshared |= set(indices) - set(self.indices)
 
     @property
     def has_unshared(self) -> bool:
-        """True if this rank knows of images that other ranks may not know."""
+        """Whether this rank has met images that other ranks may not know."""
         return bool(self._unshared)
 
     def share(self) -> None:
         """Share the images that each rank has met. All ranks must call this.
 
         Raises:
-            SharedError: there are more images than are allowed.
+            SharedError: more images are unreadable than the limit allows.
         """
-        # Such images are rare, and summing a number is faster than gathering lists.
+        # Unreadable images are rare, and summing a number is faster than gathering lists.
         some_unshared = bool(self._group.all_reduce(torch.tensor(len(self._unshared))))
         found = set().union(*self._group.all_gather_json(list(self._unshared))) if some_unshared else set()
         self._unshared = set()
@@ -48,7 +48,7 @@ class CorruptImages:
         check_corrupt_limit(self._source, self.indices, self._limit)
 
     def state_dict(self) -> dict[str, Any]:
-        """Share the images, and return the indices of all. All ranks must call this."""
+        """Share the images, and return all indices. All ranks must call this."""
         self.share()
         return {"indices": list(self.indices)}
 

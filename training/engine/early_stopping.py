@@ -1,4 +1,4 @@
-"""Ends a training before its last epoch if it does not improve, or if --max-hours have passed. Runs on every rank."""
+"""Ends a training early if it no longer improves, or after --max-hours. Runs on every rank."""
 
 import math
 import time
@@ -16,7 +16,7 @@ _MESSAGES = {
 
 
 class EarlyStopping:
-    """Counts the hours of all attempts, by rank 0's clock. A part of the training's state."""
+    """Decides when a training ends early. Its state is the training time of all attempts, by rank 0's clock."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -25,38 +25,38 @@ class EarlyStopping:
         self._began = time.monotonic()
 
     def start_clock(self) -> None:
-        """Start counting now: connecting, compiling and restoring do not count."""
+        """Start to count time: connecting, compiling and restoring, which come before, do not count."""
         self._began = time.monotonic()
 
     @property
     def spent_seconds(self) -> float:
-        """Seconds of all attempts that led to the present state."""
+        """Seconds that all attempts took to reach the present state."""
         return self._earlier_seconds + time.monotonic() - self._began
 
     @property
     def out_of_time(self) -> bool:
-        """True if the hours are over, by this rank's clock."""
+        """Whether --max-hours have passed, by this rank's clock."""
         return self.spent_seconds >= self._limit_seconds
 
     def reason(self, progress: Progress, group: ProcessGroup) -> str | None:
-        """Return why the training must end now; None if it goes on. All ranks must call this."""
+        """Return PATIENCE or MAX_HOURS if the training must end now, else None. All ranks must call this."""
         if out_of_patience(self._config, progress):
             return PATIENCE
         return MAX_HOURS if group.all_gather_json(self.out_of_time)[0] else None
 
     def message(self, reason: str) -> str:
-        """Return the reason in words."""
+        """Return the message for a reason that `reason` returned."""
         return _MESSAGES[reason].format(config=self._config)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds so far."""
+        """Return the seconds of all attempts so far."""
         return {"spent_seconds": self.spent_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Take over the seconds of earlier attempts."""
+        """Restore the seconds of earlier attempts."""
         self._earlier_seconds = state_dict["spent_seconds"]
 
 
 def out_of_patience(config: TrainConfig, progress: Progress) -> bool:
-    """Return whether too many epochs had no higher validation accuracy."""
+    """Return whether --early-stopping-patience epochs have passed without a higher validation accuracy."""
     return 0 < config.early_stopping_patience <= progress.evaluated_epochs - progress.best_epoch

@@ -1,4 +1,4 @@
-"""Runs the evaluation of `hpc evaluate` on every rank, from opening the model and the data to writing `final/`.
+"""Evaluates a model for `hpc evaluate`, from opening the model and the data to writing `final/`. Runs on every rank.
 
 An interrupted evaluation starts again from its first image, because it writes its result only at the end.
 """
@@ -38,7 +38,7 @@ class EvaluationRun:
         """Open the model and the data.
 
         Raises:
-            SharedError: on every rank, if some rank cannot read the model or the data, or they do not fit together.
+            SharedError: on every rank, if a rank cannot read the model or the data, or the data does not fit the model.
         """
         self._context, self._group, self._task = context, group, task
         console = Console(enabled=group.is_rank_zero)
@@ -95,7 +95,7 @@ class EvaluationRun:
         )
 
     def _before_batch(self) -> None:
-        """Exchange flags between two batches, so that a request to stop need not wait for the end of the evaluation."""
+        """Exchange flags between two batches, so that a stop need not wait for the end of the evaluation."""
         self._context.heartbeat.beat("evaluate", self._batches)
         self._stop_consensus.exchange(StepFlags(signal=signals.received()))
         self._context.fault.inject("evaluate", self._batches, self._group.rank)
@@ -128,13 +128,13 @@ class EvaluationRun:
 
 
 def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, card: ModelCard) -> tuple[Split, Data]:
-    """Open the data, prepared as `card` says, and choose the part to evaluate on.
+    """Open the data for a model with the card `card`, and choose the split to evaluate on.
 
     Raises:
-        SharedError: on every rank, if some rank cannot read the data.
+        SharedError: on every rank, if a rank cannot read the data.
     """
     given = context.config
-    # An evaluation augments nothing and makes no steps, so it needs no other flag of the training.
+    # Other flags of a training concern augmentation and steps, which an evaluation does not have.
     config = TrainConfig(data=given.data, seed=given.seed, val_split=given.val_split)
     with group.raise_on_all_ranks():
         layout = check_data(resolve_data(config.data))
@@ -147,10 +147,10 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
 
 
 def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
-    """Return the images, prepared for the model and labelled with the numbers of its classes.
+    """Return the images with the model's preparation, and labels that are the model's class numbers.
 
     Raises:
-        UserError: the images have another size or other channels, or classes that the model does not know.
+        UserError: the model does not take images of this size or these channels, or does not know a class.
     """
     card = model.card
     channels, height, width = shape = (data.channels, *data.shape)
@@ -169,9 +169,9 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
 
 
 def labels_of_model(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
-    """Translate labels (int64 [n]) for `classes` into labels for `known`, the model's classes, by the classes' names.
+    """Translate labels (int64 [n]) of `classes` into labels of `known`, the model's classes, by the names of classes.
 
-    IDX files have numbers instead of names. A label then means the class of that number, if the model has equally many.
+    IDX files have class numbers, not names: if the data and the model have equally many classes, labels stay unchanged.
 
     Raises:
         UserError: the model does not know a class.

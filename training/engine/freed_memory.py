@@ -1,15 +1,15 @@
 """Keeps freed memory in the process for the next step. Runs on every rank, before its loader workers fork.
 
-A step on a CPU allocates and frees the same tensors each time. By default glibc returns much of that to the kernel,
-which then clears the pages again. How much depends on the order of the first allocations: one start of a training made
-up to 27,000 page faults a step; a second start made 400, and was 45 % faster (small-cnn, 64 images of 64 pixels;
-docs/explanation/performance.md).
+Each step on a CPU allocates and frees the same tensors. By default glibc returns much of the freed memory to the
+kernel, which must clear its pages before they are used again. The amount depends on the order of the first allocations:
+one start of a training made up to 27,000 page faults a step; a second start made 400, and was 45 % faster (small-cnn,
+64 images of 64 pixels; docs/explanation/performance.md).
 """
 
 import contextlib
 import ctypes
 
-# mallopt(3). The second value is the largest that glibc takes.
+# Parameters and values of mallopt(3). _LARGEST_BYTES is the largest mmap threshold that glibc accepts.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER, _LARGEST_BYTES = 2**31 - 1, 32 * 2**20
 

@@ -1,4 +1,4 @@
-"""Connects the ranks, opens the data, builds the model and trains, or evaluates. Runs on every rank; imports torch."""
+"""Connects the ranks, opens the data, and trains or evaluates a model. Runs on every rank; imports torch."""
 
 import gc
 from dataclasses import asdict, replace
@@ -23,13 +23,13 @@ from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 
-# Objects that hold DDP live until the process ends, which runs no destructors: DDP's destructor holds Python's lock
+# Keeps objects that hold DDP alive until the process ends, so that DDP's destructor never runs: it holds Python's lock
 # while it joins a gloo thread, which may wait for that lock. With torch 2.11, one in ten stopped ranks hung there.
 _ALIVE: list[EvaluationRun | Trainer] = []
 
 
 def launch(context: RunContext, rank_info: RankInfo) -> None:
-    """Train or evaluate with all other ranks, from connecting to disconnecting.
+    """Train or evaluate together with all other ranks, from connecting to disconnecting.
 
     Raises:
         UserError: a flag, the data or the run directory is wrong.
@@ -51,20 +51,20 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         _ALIVE.append(work)
         work.logger.event(Preflight(**asdict(report)))
         work.logger.event(convert(versions(), Software))
-        # The objects so far live to the end. Frozen, they cost the garbage collector no time, and its counters do not
-        # make loader workers copy their pages.
+        # The present objects live to the end. Once frozen, they cost the garbage collector no time, and it does not
+        # write to them, which would make loader workers copy their pages.
         gc.freeze()
         gc.enable()
         work.run()
-    # Not in a `finally`: after an error it would wait for ranks that may be dead.
+    # Not in a `finally`: after an error, disconnecting would wait for ranks that may be dead.
     disconnect()
 
 
 def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
-    """Open the data and build the model.
+    """Open the data, build the model, and return their trainer.
 
     Raises:
-        SharedError: on every rank, if a flag or the data is wrong on some rank.
+        SharedError: on every rank, if a flag or the data is wrong on any rank.
     """
     config = context.config
     with group.raise_on_all_ranks():

@@ -1,4 +1,4 @@
-"""The loss of a training. Runs on every rank, on its device; evaluations always report the cross entropy."""
+"""Computes the loss of a training, on each rank's device. Evaluations always report the cross entropy instead."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch.nn import functional
 
 from training.config.train_config import TrainConfig
 
-# A mixed image shows a class if more than this part of it is of the class; less is too little to see.
+# A mixed image shows a class if more than this share of the image is of the class; less is too little to see.
 _SHOWN = 0.2
 
 
 class Loss:
-    """Computes the loss of logits and targets. Weights do not depend on the batch, so ranks need not agree on them."""
+    """Computes the loss of logits and targets. Class weights depend on the training set only, not on the batch."""
 
     def __init__(self, config: TrainConfig, labels: Tensor, classes: int, device: torch.device) -> None:
         """Prepare the loss for a training set with these labels (int64 [n])."""
@@ -19,9 +19,9 @@ class Loss:
         self._weights = balanced_weights(labels, classes).to(device) if config.class_weights == "balanced" else None
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum of the images' losses. The targets are labels [n], or the shares of mixed images [n, classes].
+        """Return the sum of the images' losses. Targets are labels [n], or class shares of mixed images [n, classes].
 
-        The binary cross entropy is that of Wightman, Touvron and Jegou, "ResNet strikes back" (2021): each class that a
+        The binary cross entropy follows Wightman, Touvron and Jegou, "ResNet strikes back" (2021): each class that a
         mixed image shows is a full target, and the loss of an image is the mean over all classes.
         """
         if not self._binary:
@@ -35,10 +35,10 @@ class Loss:
 
 
 def balanced_weights(labels: Tensor, classes: int) -> Tensor:
-    """Return each class's weight, float [classes]: n / (k * its images) for n images of k classes; 0 if it has none.
+    """Return the weight of each class, float [classes]: n / (k * the class's images) for n images of k classes.
 
-    Their mean over the images is 1, so the loss and the learning rate keep their scale. King and Zeng, "Logistic
-    regression in rare events data" (2001).
+    A class without images has weight 0. The mean weight over the images is 1, so the loss and the learning rate keep
+    their scale. King and Zeng, "Logistic regression in rare events data" (2001).
     """
     counts = torch.bincount(labels, minlength=classes).double()
     weights = len(labels) / (counts.count_nonzero() * counts)

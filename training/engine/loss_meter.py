@@ -1,7 +1,7 @@
 """Measures loss, accuracy, images and time since the last line of metrics. Runs on every rank.
 
-Sums stay on the device. The host reads those of a logged step while the device computes the next step, so the device
-never has to idle.
+Sums stay on the device. The host reads the sums of a logged step while the device computes the next step, so the device
+is never idle.
 """
 
 import math
@@ -18,7 +18,7 @@ from training.runtime.rank_device import HostValues
 
 
 class DivergedError(TorchrelayError):
-    """The loss is not finite, on every rank. Another attempt would diverge too."""
+    """Raised on every rank if the loss is not finite. Another attempt would diverge too."""
 
     exit_code = EXIT_DIVERGED
 
@@ -32,26 +32,26 @@ class Means(NamedTuple):
 
     loss: float
     accuracy: float
-    """The share of all ranks' images that were predicted correctly."""
+    """Share of all ranks' images that were predicted correctly."""
     data_wait_share: float
-    """The share of the time that ranks waited for data."""
+    """Mean share of the training time that a rank waited for data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """The sums of all ranks as of a step, on their way to the host."""
+    """The sums of all ranks after step `step`, which the device may still be computing."""
 
     step: int
     values: HostValues
-    """Sum of losses, correct predictions, shares of the ranks' time that they waited for data."""
+    """The sums, over all ranks, of losses, of correct predictions, and of each rank's `data_wait_share`."""
     images: int
     steps: int
     finite_steps: Tensor
-    """int64: steps of this rank with a finite sum of losses."""
+    """Number of this rank's steps with a finite sum of losses (int64)."""
     group: ProcessGroup
 
     def means(self) -> Means | None:
-        """Wait for the device, and return the means; None: the loss is not finite. Any thread may call this."""
+        """Wait for the device, and return the means, or None if the loss is not finite. Any thread may call this."""
         loss, correct, waited = self.values.read()
         if not math.isfinite(loss):
             return None
@@ -59,7 +59,7 @@ class Totals:
         return Means(loss / images, correct / images, waited / self.group.world_size)
 
     def check(self) -> None:
-        """Wait for the device, and check the loss. All ranks must call this.
+        """Wait for the device, and check that the loss is finite. All ranks must call this.
 
         Raises:
             DivergedError: the loss is not finite.
@@ -73,9 +73,9 @@ class Totals:
 class LossMeter:
     """Sums losses, correct predictions, images and training time since the last line of metrics.
 
-    Losses and correct predictions count this rank's images; images and steps count all ranks'. The losses are float32
-    numbers of similar size. Summed as float64 they are not rounded, so the sum depends neither on the number of ranks
-    nor on when a state was saved. A part of the training's state.
+    Losses and correct predictions are this rank's; images and steps are those of all ranks. The losses are float32
+    numbers of similar size, whose sum in float64 is not rounded: so it depends neither on the number of ranks nor on
+    when a state was saved. Saved with the training's state.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -85,24 +85,24 @@ class LossMeter:
         self.images = 0
         self._steps = 0
         self._finite_steps = torch.zeros((), dtype=torch.int64, device=group.device)
-        """Steps with a finite sum. Once the sum is not finite, it stays so."""
+        """Number of steps with a finite sum of losses. A sum that is not finite stays so."""
         self._timed_images = 0
         self._started: float | None = None
         self._waited = 0.0
         self._earlier_seconds = 0.0
 
     def begin_step(self) -> None:
-        """Start the clock if this is the first step: the start of a process is not training time."""
+        """Start the clock at the first step: the start of the process is not training time."""
         if self._started is None:
             self._started = time.monotonic()
 
     def add_wait(self, seconds: float) -> None:
-        """Count time that this rank has waited for a batch. Until the clock has started, that does not count."""
+        """Add the seconds that this rank has waited for a batch, unless the clock has not started yet."""
         if self._started is not None:
             self._waited += seconds
 
     def add(self, loss: Tensor, correct: Tensor) -> None:
-        """Add some of this rank's images: the sum (float32) of their losses, and the number predicted correctly."""
+        """Add a micro-batch: the sum (float32) of its losses, and the number of images predicted correctly."""
         self.loss += loss.detach()
         self.correct += correct
 
@@ -114,7 +114,7 @@ class LossMeter:
         self._finite_steps += torch.isfinite(self.loss)
 
     def totals(self, step: int) -> Totals:
-        """Return all ranks' sums after step `step`. All ranks must call this; the host does not wait for it."""
+        """Return all ranks' sums after step `step`. All ranks must call this; the host does not wait for the sums."""
         waited = torch.full_like(self.loss, self._waited / max(self._seconds, 1e-9))
         # Use one all-reduce for all sums: each one waits for all ranks.
         sums = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct, waited]))
@@ -129,12 +129,12 @@ class LossMeter:
 
     @property
     def _seconds(self) -> float:
-        """Training time since the last line of metrics."""
+        """Seconds of training time since the last line of metrics."""
         return 0.0 if self._started is None else time.monotonic() - self._started
 
     @property
     def train_seconds(self) -> float:
-        """Training time of all steps that led to the present state, by all attempts."""
+        """Seconds of training time, over all attempts, of the steps that led to the present state."""
         return self._earlier_seconds + self._seconds
 
     def images_per_second(self) -> float:
@@ -142,7 +142,7 @@ class LossMeter:
         return self._timed_images / max(self._seconds, 1e-9)
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count this time as training time."""
+        """Exclude these seconds from the training time."""
         if self._started is not None:
             self._started += seconds
 
@@ -150,7 +150,7 @@ class LossMeter:
         """Reset the sums, after a line of metrics."""
         self._earlier_seconds = self.train_seconds
         self._started, self._waited = time.monotonic(), 0.0
-        # Times 0, a loss that is not finite stays so. Then no state is saved from here on.
+        # A loss that is not finite stays so when it is multiplied by 0, so that no state is saved from here on.
         self.loss.mul_(0)
         self.correct.zero_()
         self.images = self._timed_images = self._steps = 0
@@ -163,7 +163,7 @@ class LossMeter:
         return {**sums, "images": self.images, "train_seconds": self.train_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Continue from a saved state. Its sums include all ranks, so rank 0 alone counts them."""
+        """Restore a saved state. Its sums are those of all ranks, so only rank 0 takes them over."""
         for name, mine in (("loss", self.loss), ("correct", self.correct)):
             mine.copy_(state_dict[name] if self._group.is_rank_zero else torch.zeros(()))
         self.images, self._earlier_seconds = state_dict["images"], state_dict["train_seconds"]

@@ -1,6 +1,6 @@
-"""Optimizers by name, and the learning rate as a pure function of the step and the validations. Runs on every rank.
+"""Makes the optimizer, and computes the learning rate of each step. Runs on every rank.
 
-A schedule keeps its memory in `Progress`, which is saved.
+The learning rate is a pure function of the flags and the saved `Progress`.
 """
 
 import math
@@ -27,8 +27,8 @@ def _sgd(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Optim
     nesterov = config.nesterov and config.momentum > 0
     optimizer = SGD(groups, momentum=config.momentum, nesterov=nesterov, **settings)
     if settings.get("fused") and config.momentum:
-        # torch allocates the momentum in the first step. If GradScaler lets the kernel skip that step (fp16), nothing
-        # is written, and old content of the memory would become the momentum.
+        # torch allocates the momentum in the first step without clearing it. If GradScaler lets the kernel skip that
+        # step (fp16), the momentum would be what the memory held before.
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return optimizer
@@ -42,7 +42,7 @@ def _adamw(groups: Groups, config: TrainConfig, settings: dict[str, Any]) -> Opt
     return AdamW(groups, betas=(config.momentum, config.adam_beta2), **settings)
 
 
-# By the names of `training.config.train_config.Optimizer`.
+# Keys are the names in `training.config.train_config.Optimizer`.
 OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
@@ -51,10 +51,10 @@ OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """Make an optimizer of the parameters that require gradients. On CUDA it is fused if possible (fewer kernels).
+    """Make the optimizer of the parameters that require gradients: on CUDA a fused one if possible (fewer kernels).
 
     Parameters without decay always have their own groups, so --decay-norm-and-bias may change during a run. A group's
-    `lr_scale` is its share of the learning rate (`set_learning_rate`); the first group has 1.
+    `lr_scale` is its share of the learning rate; the first group has 1.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     decayed, scales = decayed_names(model), layer_scales(model, config.layer_decay)
@@ -77,7 +77,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 def decayed_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters with weight decay: the weights of linear layers, convolutions and attention.
 
-    Biases, norms, embeddings, tokens, scales and biases of positions have none, whatever their shape.
+    Biases, norms, embeddings, tokens, scales and position biases have no decay, whatever their shape.
     """
     spared = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     # timm models list further exclusions in `no_weight_decay()`.
@@ -90,10 +90,10 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return each parameter's share of the learning rate, by name: 1, times `decay` for each block after its own.
+    """Return each parameter's share of the learning rate, by name: `decay` to the power of the blocks after its own.
 
-    Clark et al., "ELECTRA" (2020); Bao et al., "BEiT" (2021), with these layers for vision transformers: the
-    embeddings, the blocks, the head.
+    See Clark et al., "ELECTRA" (2020), and Bao et al., "BEiT" (2021), for vision transformers, whose layers are the
+    embeddings, the blocks and the head.
     """
     found = depths(model)
     deepest = max(found.values())
@@ -101,7 +101,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Set the learning rate of the next step."""
+    """Set the learning rate of the next step, scaled by each group's `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
@@ -115,17 +115,17 @@ _ONE_CYCLE_FIRST, _ONE_CYCLE_LAST = 1 / 25, 1e-4
 
 
 class LrPosition(NamedTuple):
-    """A step's position in a training."""
+    """The position of a step in a training, in steps."""
 
     step: int
-    """Steps done before this one."""
+    """Number of steps done before this one."""
     warmup_steps: int
     steps_per_epoch: int
     total_steps: int
 
     @property
     def share(self) -> float:
-        """The share of the steps after the warm-up that are done: 0 to 1."""
+        """Share of the steps after the warm-up that are done, from 0 to 1."""
         return (self.step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
 
 
@@ -140,20 +140,20 @@ def _step(config: TrainConfig, position: LrPosition) -> float:
 
 
 def _one_cycle(_config: TrainConfig, position: LrPosition) -> float:
-    """Follow Smith and Topin, "Super-convergence" (2018): torch's OneCycleLR in two phases, with constant momentum."""
+    """Return the share of torch's OneCycleLR in two phases. Smith and Topin, "Super-convergence" (2018)."""
     top, last = max(0, position.warmup_steps - 1), max(1, position.total_steps - 1)
     if position.step < top:
         return _cosine(_ONE_CYCLE_FIRST, 1.0, position.step / top)
     return _cosine(1.0, _ONE_CYCLE_FIRST * _ONE_CYCLE_LAST, (position.step - top) / max(1, last - top))
 
 
-# The share of the highest learning rate, by the names of `training.config.train_config.LrScheduler`.
-# Cosine: Loshchilov and Hutter, "SGDR" (2017), without restarts.
+# Each function returns the share of the highest learning rate. Keys are `training.config.train_config.LrScheduler`.
+# "cosine" is Loshchilov and Hutter, "SGDR" (2017), without restarts.
 SCHEDULES: dict[str, Callable[[TrainConfig, LrPosition], float]] = {
     "cosine": lambda config, position: _cosine(1.0, config.min_lr / highest_learning_rate(config), position.share),
     "step": _step,
     "one-cycle": _one_cycle,
-    # Progress.lr_factor lowers it.
+    # `follow_plateau` lowers it through Progress.lr_factor.
     "plateau": lambda *_: 1.0,
     "constant": lambda *_: 1.0,
 }
@@ -171,7 +171,7 @@ def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int)
 
 
 def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:
-    """Lower the learning rate if validations do not improve for too long, like torch's ReduceLROnPlateau."""
+    """Lower the rate of the plateau schedule if `val_loss` stops improving, like torch's ReduceLROnPlateau."""
     if config.lr_scheduler != "plateau":
         return
     if progress.plateau_loss is None or val_loss < progress.plateau_loss * (1 - _THRESHOLD):

@@ -1,7 +1,8 @@
 """Checks that each device computes correctly and that all ranks communicate. Runs on every rank, before a training.
 
-`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script. It runs
-in the user's environment (--python), so it imports only the standard library, torch, and our modules that do so too.
+`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script. Since it
+runs in the user's environment (--python), it may import nothing but the standard library, torch, and our modules that
+import no more.
 """
 
 import faulthandler
@@ -34,30 +35,30 @@ Check that this machine's device computes correctly. To check all GPUs of a mach
 
   torchrun --nproc-per-node 4 -m training.engine.preflight"""
 _REPEATS = 3
-# These sizes make the bandwidth count more than the latency, and take a fraction of a second.
+# At these sizes, bandwidth matters more than latency, and an all-reduce takes a fraction of a second.
 _MEGABYTES = {"cpu": 2, "cuda": 64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """The result of the preflight. It is the same on all ranks, except for what each measures: bandwidth and time."""
+    """The result of a preflight. Ranks differ only in the bandwidth and the seconds that they measured."""
 
     world_size: int
     device: str
     """Models of all ranks' GPUs, or `CPU`."""
     allreduce_gb_per_second: float | None
-    """Bus bandwidth of the fastest all-reduce, as nccl-tests defines it: 2 (n - 1) / n x bytes / time, which each of n
-    ranks sends, so that it does not depend on n. None: there is only one rank."""
+    """Bus bandwidth of the fastest all-reduce of n ranks, as nccl-tests defines it: 2 (n - 1) / n x bytes / time, which
+    does not depend on n. None if there is only one rank."""
     seconds: float
 
 
 @device_of_the_node()
 def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightReport:
-    """Let all devices compute and all ranks communicate.
+    """Check that all devices compute correctly and that all ranks communicate. All ranks must call this.
 
     Raises:
         BadNodeError: this rank's device or network returned wrong results.
-        TorchrelayError: the device or network of another rank did.
+        TorchrelayError: the device of another rank returned wrong results.
     """
     began = time.monotonic()
     falsify = fault.inject("preflight", 0, group.rank)
@@ -72,7 +73,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
     if problems:
         raise TorchrelayError(f"this rank passed the check, but another rank failed: {next(iter(problems.values()))}")
     if group.device.type == "cuda":
-        # Leave the training the memory that the preflight used.
+        # Free the preflight's memory, which the training needs.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(group.device)
     bandwidth = None
@@ -89,7 +90,7 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
 
 
 def _computations(device: torch.device, *, falsify: bool) -> Iterator[tuple[str, int, int]]:
-    """Compute what models compute. Yields a name, how many elements are wrong, and how many there are."""
+    """Run the operations of models. Yields an operation's name, its number of wrong elements, and of all elements."""
     for side, dtype, periods in _products(device):
         yield "a matrix product", count_wrong(device, side, dtype, periods, falsify=falsify), side**2
     if device.type == "cpu":
@@ -101,10 +102,10 @@ def _computations(device: torch.device, *, falsify: bool) -> Iterator[tuple[str,
 
 
 def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, int]]]:
-    """List the products that a device must compute: side and dtype of the matrices, and the periods of their numbers.
+    """Return the products that a device must compute: side and dtype of the matrices, and the periods of their numbers.
 
     All partial sums are whole numbers that the dtype holds, so a product is exact in any order of summation, also with
-    TF32. The sums stay small: the periods have no common factor, so over their product the terms add up to 0.
+    TF32. Sums stay small since the periods have no common factor: as many terms as their product add up to 0.
     """
     small = (256, torch.float32, (17, 13))
     if device.type == "cpu":
@@ -117,10 +118,10 @@ def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, i
 def count_wrong(
     device: torch.device, side: int, dtype: torch.dtype, periods: tuple[int, int], *, falsify: bool = False
 ) -> int:
-    """Count the elements that a device gets wrong in a product of two square matrices of small whole numbers.
+    """Return how many elements a device gets wrong in a product of two square matrices of small whole numbers.
 
-    The rows of the left matrix and the columns of the right one repeat, and so does their product. So the CPU computes
-    only a small part of it, however large the matrices are.
+    The rows of the left matrix and the columns of the right one repeat, and so does their product. So the CPU has to
+    compute only a small part of the product, however large the matrices are.
     """
     left_period, right_period = periods
     numbers = torch.arange(side)
@@ -134,7 +135,7 @@ def count_wrong(
 
 
 def wrong_in_convolution(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Count the wrong elements, and all elements, of a convolution and the gradients of its input and weights.
+    """Return the number of wrong elements, and of all, of a convolution and the gradients of its input and weights.
 
     All numbers are -1, 0 or 1, and no sum has more than 256 terms: so each partial sum is a whole number that bfloat16
     holds, and the result is exact in any order. A stride of 2 rules out Winograd's algorithm, which is not exact.
@@ -156,9 +157,9 @@ def _convolve(images: Tensor, weights: Tensor, gradient: Tensor) -> list[Tensor]
 
 
 def wrong_in_attention(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Count the wrong elements, and all elements, of an attention and the gradient of its values.
+    """Return the number of wrong elements, and of all, of an attention and the gradient of its values.
 
-    All keys are the same, so each query gets the mean of the values: multiples of 1/64, exact in any order.
+    All keys are the same, so each query gets the mean of the values, a multiple of 1/64 that is exact in any order.
     """
     count = 64
     keys = torch.ones(2, 2, count, count, device=device, dtype=dtype)
@@ -167,7 +168,7 @@ def wrong_in_attention(device: torch.device, dtype: torch.dtype, *, falsify: boo
     values = (places[:, None] < places).to(dtype).expand(2, 2, -1, -1).clone().requires_grad_()
     result = functional.scaled_dot_product_attention(keys, keys, values)
     with warnings.catch_warnings():
-        # These sums are exact in any order, and the training has chosen its kernels (training.runtime.determinism).
+        # training.runtime.determinism makes torch warn of such kernels, but these sums are exact in any order.
         warnings.filterwarnings("ignore", ".*non-deterministic algorithm")
         [gradient] = torch.autograd.grad(result, values, torch.ones_like(result))
     found = [result.detach().clone(), gradient]
@@ -201,7 +202,7 @@ def _describe_device(group: ProcessGroup) -> str:
 
 
 def connect_and_check() -> tuple[ProcessGroup, PreflightReport]:
-    """Connect the ranks and run the preflight; print an error in one line, and exit with its code."""
+    """Connect the ranks and run the preflight. At an error, print it in one line and exit with its code."""
     try:
         group = connect(rank_info_from(os.environ))
         return group, run_preflight(group)
@@ -211,7 +212,7 @@ def connect_and_check() -> tuple[ProcessGroup, PreflightReport]:
 
 
 def main(run_dir: str = "", attempt: str = "1") -> int:
-    """Check, print, and record the result in the run if there is one."""
+    """Run the preflight, print its result, and record it in the run if `run_dir` is given."""
     if run_dir in {"-h", "--help"}:
         print(_HELP)
         return 0
@@ -227,7 +228,7 @@ def main(run_dir: str = "", attempt: str = "1") -> int:
 
 
 def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
-    # A user's environment may lack the package that the types of events need (hpc.run.events).
+    # Plain dicts: a user's environment may lack the package that the types of events need (hpc.run.events).
     ledger, known = run.events / f"attempt-{attempt:03d}-trainer.jsonl", {"time": time.time(), "attempt": attempt}
     try:
         ledger.parent.mkdir(parents=True, exist_ok=True)

@@ -20,21 +20,21 @@ from training.engine.preflight import connect_and_check
 from training.runtime.process_group import ProcessGroup, disconnect
 from training.runtime.rank_device import device_name
 
-# jobs.node_probe looks for this.
+# jobs.node_probe finds the result by this prefix.
 _PREFIX = "benchmark: "
 _TRIES = 3
 _PING_PONGS = 20
 # Messages of 1 KiB show the latency; those of 16 MiB, on GPUs 256 MiB, the bandwidth that gradients need.
 _EXPONENTS = {"cpu": (10, 13, 16, 20, 24), "cuda": (10, 13, 16, 20, 24, 28)}
-# A message takes a tenth of a second on a link of a gigabit, and is large enough to fill a fast link.
+# Such a message takes a tenth of a second on a gigabit link, and is large enough for the bandwidth of a fast link.
 _PAIR_BYTES = {"cpu": 2**23, "cuda": 2**26}
 _MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = 2**28
 
 
 def pair_rounds(nodes: int) -> list[list[tuple[int, int]]]:
-    """Arrange all pairs of nodes in rounds, by the circle method. No node is in two pairs of a round."""
-    # With an odd number, one node rests in each round.
+    """Return all pairs of nodes in rounds, by the circle method. No node is in two pairs of a round."""
+    # With an odd number of nodes, one of them rests in each round.
     places: list[int | None] = [*range(nodes), *([None] if nodes % 2 else [])]
     rounds = []
     for _ in range(len(places) - 1):
@@ -71,7 +71,7 @@ def _rank_speed(group: ProcessGroup, node: str) -> RankSpeed:
 
 
 def _fastest(group: ProcessGroup, work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest try; the first one does not count. All ranks try at the same time."""
+    """Return the seconds of the fastest try but the first one, a warm-up. All ranks try at the same time."""
     found = []
     for _ in range(_TRIES + 1):
         distributed.barrier(group=group.control)
@@ -100,7 +100,7 @@ def _all_reduce(group: ProcessGroup) -> list[dict[str, Any]]:
 
 
 def _pairs(group: ProcessGroup, node_of_rank: list[str]) -> list[dict[str, Any]]:
-    """Measure all pairs of nodes. The first node of a pair reports the result, and all ranks return all results."""
+    """Return the speeds of all pairs of nodes, the same on every rank. The first node of a pair reports its speed."""
     per_node = group.rank_info.local_world_size
     own, found = group.rank // per_node, []
     for pairs in pair_rounds(group.world_size // per_node):
@@ -120,7 +120,7 @@ def _pairs(group: ProcessGroup, node_of_rank: list[str]) -> list[dict[str, Any]]
 
 
 def _ping_pong(group: ProcessGroup, other: int, *, begins: bool) -> tuple[float, float]:
-    """Measure the seconds of a small message to another rank (one way), and the GB/s of a large one."""
+    """Return the seconds of a small message to another rank (one way), and the GB/s of a large one."""
     small = torch.zeros(1, device=group.device)
     large = torch.zeros(_PAIR_BYTES[group.device.type] // 4, device=group.device)
     latency = min(_there_and_back(group, small, other, begins=begins) for _ in range(_PING_PONGS)) / 2
@@ -140,7 +140,7 @@ def _there_and_back(group: ProcessGroup, message: torch.Tensor, other: int, *, b
 
 
 def main(node: str) -> int:
-    """Check, measure, and print. `node` is this node's name."""
+    """Run the preflight and the measurements, and print the result. `node` is this node's name."""
     group, _ = connect_and_check()
     found = measure(group, node)
     if group.is_rank_zero:

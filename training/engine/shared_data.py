@@ -1,4 +1,4 @@
-"""Gives all ranks the list of files before they read the data, and checks that their data is the same. Every rank."""
+"""Sends rank 0's list of files to all ranks, and checks that all ranks have the same data. Runs on every rank."""
 
 import time
 
@@ -9,12 +9,12 @@ from training.data.file_index import load_or_build_index
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 
-# Two batches of each worker take memory that snapshots need, too, and no GPU trains faster than this number decodes.
+# Each worker holds two batches in memory, which snapshots need too. No GPU trains faster than 32 workers decode.
 _MAX_WORKERS = 32
 
 
 def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayout | None) -> bytes:
-    """Return rank 0's index of an image folder on every rank; empty for other data. All ranks must call this.
+    """Return rank 0's index of an image folder on every rank, or no bytes for other data. All ranks must call this.
 
     Raises:
         SharedError: rank 0 cannot read the folder.
@@ -36,12 +36,12 @@ def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
 
 
 def check_same(data: Data, group: ProcessGroup) -> None:
-    """Check that the copies of the data on all nodes are the same.
+    """Check that all ranks have the same images and labels. All ranks must call this.
 
     For an image folder, all ranks use rank 0's index. A file that another node lacks is noticed when it is read.
 
     Raises:
-        SharedError: some rank has other data.
+        SharedError: a rank has other data.
     """
     found = group.all_gather_json([len(data.train), data.fingerprint])
     other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)

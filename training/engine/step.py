@@ -1,4 +1,4 @@
-"""One optimizer step: all ranks train on a global batch, each on its share. Runs on every rank."""
+"""Makes an optimizer step of all ranks, each on its share of the global batch. Runs on every rank."""
 
 from contextlib import nullcontext
 
@@ -23,7 +23,7 @@ from training.runtime.run_context import RunContext
 
 
 class Stepper:
-    """Makes steps. All state is in the TrainState."""
+    """Makes optimizer steps. All state that must survive is in the TrainState."""
 
     def __init__(
         self,
@@ -38,13 +38,13 @@ class Stepper:
         self.preprocess, self.loss, self.fault = preprocess, loss, context.fault
         self.wrapped = wrap_for_training(state.model, self.config, group)
         self.unrepeatable: list[str] = []
-        """The model's operations without a deterministic kernel on this device, found by the warm-up."""
+        """Names of the model's operations that have no deterministic kernel on this device; `warm_up` finds them."""
 
     def warm_up(self, channels: int, size: int) -> None:
-        """Make a backward pass that changes nothing, on blank images of this many channels and pixels a side.
+        """Make a backward pass on blank images of `channels` and `size` x `size` pixels, which changes no state.
 
-        DDP rebuilds its buckets after the first backward pass, which changes the order of summation for three and more
-        ranks. Because that pass is not a step, the steps of a resumed run add up in the order of an uninterrupted one.
+        After its first backward pass, DDP rebuilds its buckets, which changes the order of summation for three or more
+        ranks. Since that pass is not a step, the steps of a resumed run sum in the order of an uninterrupted one.
 
         Raises:
             SharedError: the model needs more images per rank, cannot be compiled, or has no deterministic kernels.
@@ -54,7 +54,7 @@ class Stepper:
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         images = min(2, self.schedule.batch_size // (self.group.world_size * self.config.grad_accum_steps))
         if self.config.compile:
-            # Use the size of this rank's first micro-batch: code compiled for another size would not be used.
+            # Use the size of this rank's first micro-batch: torch would compile again for another size.
             schedule, per_group = self.schedule, self.schedule.samples_per_group
             start, end = split_range(schedule.batch_size, self.group.rank, self.group.world_size, per_group)
             images = split_range(end - start, 0, self.config.grad_accum_steps, per_group)[1]
@@ -64,7 +64,7 @@ class Stepper:
                 logits = self.wrapped(self.preprocess(blank))
                 logits.float().sum().backward()
         except ValueError as error:
-            # Batch normalisation needs more than one value.
+            # Batch normalization needs more than one value.
             raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error
         except RuntimeError as error:
             if self.config.compile and (reason := compiler_error(error)):
@@ -83,15 +83,15 @@ class Stepper:
     def step(self, batch: Batch, loss_meter: LossMeter) -> None:
         """Make one optimizer step.
 
-        DDP and FSDP average gradients over the ranks. Each rank's sum is scaled so that the average is the mean over
-        the global batch, however unequal the shares. With gradient accumulation, DDP communicates in the backward pass
-        of the last micro-batch alone.
+        DDP and FSDP average gradients over the ranks. Each rank's sum is scaled so that this average is the mean over
+        the global batch, even if the ranks' shares differ. With gradient accumulation, DDP communicates only in the
+        backward pass of the last micro-batch.
         """
         config, state, progress = self.config, self.state, self.state.progress
         optimizer, scaler = state.optimizer, state.scaler
         loss_meter.begin_step()
         seed_generators(self.group.device, derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
-        # Only after an evaluation: going through all modules takes half a millisecond.
+        # Needed only after an evaluation, and visiting all modules takes half a millisecond.
         if not state.model.training:
             set_train_mode(state.model)
         set_learning_rate(optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
@@ -121,7 +121,7 @@ class Stepper:
     def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> tuple[Tensor, Tensor]:
         """Return the sum of a micro-batch's losses, and the number of images predicted correctly.
 
-        A mixed image counts as its larger part, as in torchvision's references.
+        The class of a mixed image is that of its larger part, as in torchvision's references.
         """
         inputs = self.preprocess(images)
         with autocast(self.config, self.group.device):

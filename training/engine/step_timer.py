@@ -1,8 +1,8 @@
-"""Measures a rank's step times and its own work in them, which tells a straggler from the ranks that wait for it.
+"""Measures a rank's step times and its own work, which tells a straggler from the ranks that wait for it.
 
-Runs on every rank. With DDP all ranks' steps take as long as the slowest rank's. So each rank measures what it does
-alone: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
-statistics. The backward pass waits for the gradients of other ranks, and is not measured.
+Runs on every rank. With DDP, every rank's step takes as long as that of the slowest rank. So each rank also times its
+own work: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
+statistics. The backward pass, which waits for the gradients of other ranks, is left out.
 """
 
 import time
@@ -19,12 +19,12 @@ from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 from training.runtime.train_progress import Progress
 
-# A point in time: on a CPU in seconds; on a GPU an event in its queue, which has a time once the GPU has reached it.
+# A point in time: seconds on a CPU; on a GPU, an event in its queue that gets a time once the GPU reaches it.
 _Mark = float | torch.cuda.Event
 
 
 class StepTimer:
-    """Times the steps of one rank without making its device wait, and writes the times to the heartbeat."""
+    """Times a rank's steps without making its device wait, and hands the mean times to the heartbeat."""
 
     def __init__(self, context: RunContext, group: ProcessGroup, model: nn.Module) -> None:
         self._heartbeat, self._fault, self._rank = context.heartbeat, context.fault, group.rank
@@ -35,10 +35,10 @@ class StepTimer:
         self._entered: _Mark = 0.0
         self._forwards: list[tuple[_Mark, _Mark]] = []
         self._unread: deque[tuple[float, float, list[tuple[_Mark, _Mark]]]] = deque()
-        """For each step: its seconds in all, its seconds of loading, and the marks of its forward passes."""
+        """Per step not yet read: its seconds, its seconds of loading, and the marks of its forward passes."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
-        """For each step: its seconds in all, and those of this rank's own work."""
-        # With SyncBN and FSDP the forward pass waits for other ranks, so only the loading is measured.
+        """Per recent step: its seconds, and the seconds of this rank's own work."""
+        # With SyncBN or FSDP, the forward pass waits for other ranks, so only the loading is own work.
         if not context.config.sync_bn and context.config.strategy == "ddp":
             model.register_forward_pre_hook(self._enter)
             model.register_forward_hook(self._leave)
@@ -52,7 +52,7 @@ class StepTimer:
             self._forwards.append((self._entered, self._mark()))
 
     def batches(self, batches: Iterator[Batch], progress: Progress) -> Iterator[Batch]:
-        """Yield the batches, and time them: the wait for a batch is a part of the step that follows."""
+        """Yield the batches, and start to time a step before each: the wait for its batch is a part of the step."""
         while True:
             self._heartbeat.beat("load", progress.step)
             self._began = time.perf_counter()
@@ -62,12 +62,12 @@ class StepTimer:
                 return
             self.loading_seconds = time.perf_counter() - self._began
             self._heartbeat.beat("step", progress.step)
-            # Drop the passes that the warm-up and validations leave.
+            # Drop forward passes of the warm-up.
             self._forwards = []
             yield batch
 
     def step_done(self) -> None:
-        """Record a step that the CPU has finished. The device may still compute it."""
+        """Record a step that the CPU has finished. The device may still be computing it."""
         wall = time.perf_counter() - self._began
         self._unread.append((wall, self.loading_seconds, self._forwards))
         while self._unread:
@@ -91,7 +91,7 @@ class StepTimer:
 
 
 def _seconds_between(start: _Mark, end: _Mark) -> float | None:
-    """Return the seconds between two marks; None if the device has not reached the end."""
+    """Return the seconds between two marks, or None if the device has not reached `end`."""
     if isinstance(start, float):
         assert isinstance(end, float)  # noqa: S101  # marks of one device are of one kind
         return end - start

@@ -1,7 +1,7 @@
-"""The training loop: from the newest saved state to the end, or until a stop is requested. Runs on every rank.
+"""Runs the training loop from the newest saved state to the end, or until a stop is requested. Runs on every rank.
 
-All ranks do the same. The checkpoint at the end of an epoch precedes the validation. So if a validation is interrupted,
-the validation alone is repeated.
+The checkpoint at the end of an epoch precedes the validation. So after an interrupted validation, only the validation
+is repeated.
 """
 
 import math
@@ -77,7 +77,7 @@ class Trainer:
             attempt=context.attempt,
             sharded=config.strategy == "fsdp",
         )
-        # Whatever else must survive an interruption registers here too.
+        # Any other object that must survive an interruption registers here too.
         self.loss_meter = self.state.register("loss_meter", LossMeter(group))
         self.early_stopping = self.state.register("early_stopping", EarlyStopping(config))
         self.numerics = self.state.register("numerics", Numerics(config, group))
@@ -92,19 +92,19 @@ class Trainer:
         self.stop_consensus = StopConsensus(group.control)
         self.validator = self.make_validator(preprocess)
         self.totals: Totals | None = None
-        """The totals of the last logged step, if the loss has not been checked since."""
+        """The totals of the last logged step; None once its loss is checked."""
         self.ended: str | None = None
-        """Why the training has ended before the last epoch's end; None: it has not."""
+        """PATIENCE or MAX_HOURS if the training ended early, else None."""
 
     def make_validator(self, preprocess: Preprocess) -> Validator:
-        """Return the validator of the averaged model, if there is one, else of the trained model."""
+        """Return a validator of the averaged model (--ema-decay) if there is one, else of the trained model."""
         evaluated = replace(preprocess, size=self.config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
             config=self.config,
             model=self.state.ema.model if self.state.ema else self.state.model,
             preprocess=evaluated,
             group=self.group,
-            # Images in memory are not augmented in an evaluation: indexing them is faster than starting workers.
+            # An evaluation does not augment: to index images in memory is faster than to start workers.
             workers=0 if self.data.in_memory else self.workers,
         )
         return Validator(
@@ -118,7 +118,7 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the end, or until all ranks agree to stop; either way nothing is lost."""
+        """Train to the end, or until all ranks agree to stop. Both save the last step."""
         self.stepper.warm_up(self.data.channels, self.data.size)
         self.resume()
         try:
@@ -131,7 +131,7 @@ class Trainer:
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
                 self.logger.record_divergence(error.step, error.loss, self.schedule.batch(error.step), self.data.train)
-            # Wait for the writers after expected errors only; any other exception may come from a writer itself.
+            # Wait for the writers only after expected errors: other exceptions may come from a writer itself.
             self.finish_writing()
             raise
         finally:
@@ -140,7 +140,7 @@ class Trainer:
         self.stop_consensus.wait()
 
     def finish_writing(self) -> None:
-        """Wait until everything is on the disk whose writing has begun."""
+        """Wait until all writes that have begun are on the disk."""
         self.snapshot_writer.wait()
         self.checkpoint_writer.wait()
         self.logger.close()
@@ -148,13 +148,13 @@ class Trainer:
     # --- before the first step ---
 
     def resume(self) -> None:
-        """Resume from the newest state, or begin with step 1, and print which of the two."""
+        """Restore the newest state if there is one, and print and record where the training starts."""
         self.heartbeat.beat("start")
         began = time.monotonic()
         restored = Restorer(self.context, self.state, self.group, self.logger).restore()
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.context, self.state, self.group))
-        # A state that was only in a node's memory should soon be durable: what has failed may fail again.
+        # A snapshot, which only nodes' memory holds, should soon become a checkpoint: a failed node may fail again.
         self.checkpoint_writer.restart_interval(due=restored is not None and not restored.durable)
         self.snapshot_writer.restart_interval()
         self.early_stopping.start_clock()
@@ -184,7 +184,7 @@ class Trainer:
         self.heartbeat.beat("start", progress.step)
 
     def report_numerics(self, step: int) -> None:
-        """Report why the next steps may be rounded differently than in an uninterrupted training."""
+        """Warn if the next steps may be rounded differently than in an uninterrupted training, and say why."""
         if changes := self.numerics.changes:
             self.logger.event(NumericsChanged(step=step, changes=tuple(changes)))
             self.console.warn(
@@ -200,7 +200,7 @@ class Trainer:
     # --- steps ---
 
     def steps(self) -> Iterator[None]:
-        """Make a step before each yield until the training ends; set `ended` if it ends before its last epoch does."""
+        """Make a step before each yield until the training ends. Sets `ended` if the training ends early."""
         progress, group = self.state.progress, self.group
         self.validate_if_due()
         self.ended = self.early_stopping.reason(progress, group)
@@ -226,7 +226,7 @@ class Trainer:
                 self.loss_meter.add_wait(self.step_timer.loading_seconds)
                 self.corrupt_images.add(batch.corrupt.tolist())
                 self.stepper.step(batch, self.loss_meter)
-                # The loss is that of an earlier step: the device computes this one meanwhile.
+                # Check the last logged loss while the device computes this step.
                 self.check_loss()
                 self.step_timer.step_done()
                 if progress.step == first:
@@ -243,14 +243,13 @@ class Trainer:
                 yield
 
     def agree(self) -> StepFlags:
-        """Exchange flags with the other ranks, and return those that were agreed on at the exchange before.
+        """Exchange flags with the other ranks, and return the flags agreed on at the previous exchange.
 
         Raises:
-            StopRequested: some rank was sent a signal.
+            StopRequested: a rank received a signal.
         """
         is_rank_zero, steps_left = self.group.is_rank_zero, self.schedule.total_steps - self.state.progress.step
-        # No snapshot while the logger is still writing the best model: restore rejects a snapshot whose best model is
-        # missing.
+        # No snapshot while the logger writes the best model: the restore rejects one whose best model is missing.
         snapshot_due = (
             is_rank_zero and not self.logger.busy and self.snapshot_writer.due_within(self.stop_consensus.interval)
         )
@@ -262,7 +261,7 @@ class Trainer:
                 corrupt_images=int(self.corrupt_images.has_unshared),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
-            # Snapshots every few steps are then late by a quarter of that at most. Near the end, a stop is still heard.
+            # A snapshot is late by at most a quarter of its interval. A stop near the end is still agreed on in time.
             max_interval=min(self.snapshots.interval.steps or math.inf, steps_left) / 4,
         )
         if agreed.corrupt_images:
@@ -270,16 +269,16 @@ class Trainer:
         return agreed
 
     def save(self) -> None:
-        """Start to write a checkpoint, unless there is one of this step, or the loss is not finite."""
+        """Start to write a checkpoint, unless this step has one, or the loss is not finite."""
         if self.checkpoint_writer.is_saved:
             return
         self.heartbeat.beat("save", self.state.progress.step)
-        # Waiting for a slow disk counts as training time, copying does not.
+        # Copying the state is not training time, but waiting for a slow disk is.
         self.loss_meter.leave_out(self.checkpoint_writer.save())
         self.heartbeat.beat("step")
 
     def check_loss(self, *, now: bool = False) -> None:
-        """Check the loss of the last logged step. With `now`, check this step's too, for which the host waits.
+        """Check the loss of the last logged step, and if `now` also that of this step, for which the host waits.
 
         Raises:
             DivergedError: the loss is not finite.
@@ -291,7 +290,7 @@ class Trainer:
             self.loss_meter.totals(self.state.progress.step).check()
 
     def validate_if_due(self) -> None:
-        """Validate if an epoch has ended. That does not count as training time, but waiting for a slow disk does."""
+        """Validate if an epoch has ended. Validating is not training time, but waiting for a slow disk is."""
         began = time.monotonic()
         if result := self.validator.validate_if_due(self.before_batch):
             self.loss_meter.leave_out(time.monotonic() - began)
@@ -299,13 +298,13 @@ class Trainer:
             self.validator.record(result)
 
     def before_batch(self) -> None:
-        """Exchange flags between two batches of an evaluation, so that a request to stop need not wait for its end."""
+        """Exchange flags between two batches of an evaluation, so that a stop need not wait for its end."""
         self.heartbeat.beat("evaluate", self.state.progress.step)
         self.agree()
         self.context.fault.inject("evaluate", self.state.progress.step, self.group.rank)
 
     def save_and_stop(self, request: StopRequested) -> None:
-        """Save, and record how long that took since the signal arrived: the grace period must be longer."""
+        """Save, and record the seconds since the signal arrived, which the grace period must exceed."""
         requested_at = signals.received_at() or time.monotonic()
         self.check_loss(now=True)
         self.save()
@@ -318,7 +317,7 @@ class Trainer:
         self.console.print(f"stopped by {request.name} after step {step}")
 
     def log_if_due(self) -> None:
-        """Log the mean loss since the last time, every --log-every steps and at the end of an epoch."""
+        """Log the mean metrics since the last line, every --log-every steps and at the end of an epoch."""
         step, meter = self.state.progress.step, self.loss_meter
         if step % self.config.log_every and self.state.progress.samples_seen:
             return
@@ -337,7 +336,7 @@ class Trainer:
         meter.restart()
 
     def log(self, totals: Totals, known: dict[str, Any]) -> None:
-        """Log the metrics of a step, once the device has them. Runs in the logger's thread."""
+        """Wait for the device, and log the metrics of a step. Runs in the logger's thread."""
         if (means := totals.means()) is None:
             return
         step, total_steps, speed = totals.step, self.schedule.total_steps, known["images_per_second"]
@@ -356,7 +355,7 @@ class Trainer:
         )
 
     def allreduce(self, step_seconds: float) -> dict[str, float]:
-        """Return this rank's times of the gradients' all-reduce, for the log; empty with one rank or FSDP."""
+        """Return this rank's metrics of the gradients' all-reduce, or an empty dict with one rank or FSDP."""
         measured = allreduce_seconds(self.stepper.wrapped) if self.group.world_size > 1 else None
         if measured is None:
             return {}
@@ -367,15 +366,15 @@ class Trainer:
     # --- after the last step ---
 
     def complete(self) -> None:
-        """Test the model as it is after the last step, and write `final/`."""
+        """Test the model after the last step, and write `final/`."""
         if self.ended:
             step = self.state.progress.step
             self.console.print(f"the training ends early, after step {step}: {self.early_stopping.message(self.ended)}")
         try:
             self.validator.complete(self.before_batch, self.ended)
         except TorchrelayError:
-            # If `final/` cannot be written, only rank 0 raises this. It must still call clear_snapshots, as the other
-            # ranks do: that is a collective.
+            # If `final/` cannot be written, only rank 0 raises this. It must still call clear_snapshots, a collective
+            # that the other ranks call.
             self.clear_snapshots()
             raise
         self.clear_snapshots()
@@ -389,7 +388,7 @@ class Trainer:
 
 
 def describe(config: TrainConfig, data: Data, schedule: BatchSchedule, group: ProcessGroup, model: nn.Module) -> str:
-    """Say in one line what will be trained."""
+    """Return one line that describes the model, data, steps and optimizer."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     on_device = ", images in its memory" if data.on_device else ""
     return (

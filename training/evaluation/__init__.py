@@ -1,1 +1,1 @@
-"""Validation and test, and the files that describe a trained model. Runs on every rank."""
+"""Validates and tests models, and makes the files that describe them. Runs on every rank."""

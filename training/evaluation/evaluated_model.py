@@ -1,4 +1,4 @@
-"""A model to evaluate outside its training: from weights, from a checkpoint, or exported. Runs on every rank."""
+"""Loads a model to evaluate: weights, a checkpoint, or an exported file. Runs on every rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ from training.models.factory import FORMATS, Preprocess, build_model, first_line
 from training.models.parallel import load_full_state_dict, place_model
 from training.runtime.process_group import ProcessGroup
 
-# The parts of a checkpoint that hold weights. The moving average is first: if there is one, validations evaluate it.
+# The parts of a checkpoint that hold weights. Evaluations prefer the moving average, so it is first.
 _PARTS = ("ema/", "model/")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedModel:
-    """One model, ready for an `Evaluator`."""
+    """A model that is ready for an `Evaluator`."""
 
     card: ModelCard
     config: TrainConfig
@@ -34,11 +34,11 @@ class EvaluatedModel:
     model: nn.Module
     preprocess: Callable[[Tensor], Tensor]
     takes_any_size: bool
-    """True if images in memory may have another size than in its training."""
+    """Whether images in memory may have another size than in the model's training."""
 
 
 class ExportedClassifier(nn.Module):
-    """An exported file as a model. It runs on the CPU in float32, as when it was compared with its model."""
+    """An exported file as a model. It runs on the CPU in float32, as in the comparison at its export."""
 
     def __init__(self, classify: Classify, device: torch.device) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
 
 
 def _as_trained(config: TrainConfig, card: ModelCard) -> TrainConfig:
-    """Set the batch size of the training. It limits evaluations' batches, on which the last bits of results depend."""
+    """Set the training's batch size, which limits that of evaluations. The last bits of results depend on it."""
     return replace(config, batch_size=card.made_from.get("config", {}).get("batch_size", config.batch_size))
 
 
@@ -107,7 +107,7 @@ def _exported(card: ModelCard, model: ExportedClassifier, config: TrainConfig) -
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:
-    """Read a model's tensors by name, on the CPU, from its own file or a checkpoint."""
+    """Return a model's tensors by name, on the CPU, from its own file or a checkpoint."""
     try:
         if (directory / MODEL_WEIGHTS).exists():
             return load_file(directory / MODEL_WEIGHTS)

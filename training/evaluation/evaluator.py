@@ -1,7 +1,7 @@
-"""Exact evaluation: every sample counts once, and the result is bit-identical for any number of ranks.
+"""Evaluates a model exactly: each image counts once, and the result has the same bits for any number of ranks.
 
-Runs on every rank. The batches do not depend on the number of ranks. The ranks exchange counts, the loss of each batch
-and the prediction of each image, never averages, and check that each image was evaluated exactly once.
+Runs on every rank. The batches do not depend on the number of ranks. The ranks exchange no averages but counts, the
+loss of each batch and the prediction of each image, and check that each image was evaluated once.
 """
 
 import math
@@ -29,15 +29,15 @@ class Evaluation:
 
     loss: float
     labels: Tensor
-    """int64 [n]: true class of each image that was shown."""
+    """True class of each evaluated image, int64 [n]."""
     corrupt: tuple[int, ...]
-    """Indices of images that cannot be read; other images replaced them."""
+    """Indices of unreadable images, in whose place other images were evaluated."""
     predicted: Tensor
-    """int64 [n]: predicted class of each image."""
+    """Predicted class of each image, int64 [n]."""
     probability: Tensor
-    """float32 [n]: probability of the predicted class."""
+    """Probability of the predicted class of each image, float32 [n]."""
     top5_correct: int
-    """Number of images whose true class is among the five most likely."""
+    """Number of images whose true class is among the five most likely classes."""
 
     @property
     def correct(self) -> int:
@@ -51,34 +51,34 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """Top-1 accuracy, 0 to 1."""
+        """Top-1 accuracy, from 0 to 1."""
         return self.correct / self.total
 
     @property
     def top5_accuracy(self) -> float:
-        """Top-5 accuracy, 0 to 1."""
+        """Top-5 accuracy, from 0 to 1."""
         return self.top5_correct / self.total
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """Evaluates one model."""
+    """Evaluates a model on all ranks."""
 
     config: TrainConfig
     model: nn.Module
     preprocess: Callable[[Tensor], Tensor]
-    """Turns the images of a batch (uint8 [n, c, h, w]) into the model's inputs."""
+    """Function that turns the images of a batch (uint8 [n, c, h, w]) into the model's inputs."""
     group: ProcessGroup
     workers: int
 
     def evaluate(self, source: ImageSource, before_batch: Callable[[], object]) -> Evaluation:
-        """Evaluate on all of `source`; call `before_batch` before every batch, equally often on every rank."""
+        """Evaluate on all of `source`. `before_batch` is called before each batch, equally often on all ranks."""
         # All ranks evaluate with rank 0's batch statistics; in training each rank has its own.
         for buffer in self.model.buffers():
             torch.distributed.broadcast(buffer, 0)
         self.model.eval()
         rank, world_size, device = self.group.rank, self.group.world_size, self.group.device
-        # Do not divide this by the number of ranks: the loss would depend on it.
+        # Do not divide this by the number of ranks: the last bits of the loss would depend on that number.
         batch_size = min(_MAX_BATCH, self.config.batch_size)
         losses = torch.zeros(-(-len(source) // batch_size), dtype=torch.float64, device=device)
         times_evaluated = torch.zeros(len(source), dtype=torch.int64, device=device)
@@ -88,7 +88,7 @@ class Evaluator:
         top5_correct = torch.zeros((), dtype=torch.int64, device=device)
         corrupt: set[int] = set()
         requests = evaluation_requests(len(source), batch_size, rank, world_size)
-        # A worker makes one batch at a time, and starts for this evaluation alone.
+        # A worker makes a whole batch, and only for this evaluation: more workers than batches would be idle.
         workers = min(self.workers, -(-len(source) // (batch_size * world_size)))
         with load_device_batches(device, source, requests, workers) as batches:
             for number, batch in enumerate(batches):
@@ -108,7 +108,7 @@ class Evaluator:
         all_reduce = self.group.all_reduce
         result = Evaluation(
             labels=all_reduce(shown),
-            # One rank has a batch's loss or an image's prediction, all others have zero: their sum is not rounded.
+            # For each value, one rank has the result and all others have zero, so the sum is not rounded.
             loss=math.fsum(all_reduce(losses).tolist()) / len(source),
             corrupt=tuple(sorted(set().union(*self.group.all_gather_json(list(corrupt))))),
             predicted=all_reduce(predicted),
@@ -122,7 +122,7 @@ class Evaluator:
     def evaluate_weights(
         self, weights: Iterable[tuple[str, Tensor]], source: ImageSource, before_batch: Callable[[], object]
     ) -> Evaluation:
-        """Evaluate other weights, which come one after the other, and then restore the model's own."""
+        """Evaluate the model with other weights, tensor by tensor, and then restore its own."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         load_full_state_dict(self.model, weights, sharded=self.config.strategy == "fsdp")
         try:
@@ -132,7 +132,7 @@ class Evaluator:
 
     @torch.inference_mode()
     def _evaluate_batch(self, images: Tensor, labels: Tensor, top5_correct: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a batch's loss, predicted classes and their probabilities, and add to the count `top5_correct`."""
+        """Return a batch's loss, predicted classes and their probabilities. Adds the batch to `top5_correct`."""
         with autocast(self.config, self.group.device):
             logits = self.model(self.preprocess(images)).float()
         more_likely = (logits > logits.gather(1, labels[:, None])).sum(1)

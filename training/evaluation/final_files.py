@@ -1,4 +1,4 @@
-"""Makes the files of `final/` besides the model: CSV tables and sample predictions. Runs on rank 0."""
+"""Makes the CSV tables and the sample predictions in `final/`. Runs on rank 0."""
 
 import base64
 import csv
@@ -25,7 +25,7 @@ _HISTORY_COLUMNS = (
     *("val_loss", "val_accuracy", "val_top5_accuracy", "val_seconds"),
 )
 _SAMPLES = 12
-# Large enough to recognise a photograph; all samples together take less than a megabyte.
+# Pixels, enough to recognize a photograph; all samples together take less than a megabyte.
 _MAX_SIDE = 96
 
 
@@ -40,13 +40,13 @@ def confusion_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -
 def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> str:
     """Return a row for each class: counts, accuracy (recall), precision, F1, and the class it is most confused with.
 
-    A share whose denominator is zero is empty. The labels and predictions are int64 [n], by image.
+    A cell is empty if its denominator is zero. The labels and predictions of the images are int64 [n].
     """
     right = labels == predicted
     images, predictions, correct = (
         torch.bincount(values, minlength=len(classes)).tolist() for values in (labels, predicted, labels[right])
     )
-    # For each class, the one that most of its images were taken for, and how many: no matrix of all pairs is needed.
+    # The class with which each class is most confused, and the number of its images. Needs no matrix of all pairs.
     confused: dict[int, tuple[str, int]] = {}
     wrong = Counter(zip(labels[~right].tolist(), predicted[~right].tolist(), strict=True))
     for (true, other), times in sorted(wrong.items()):
@@ -72,10 +72,10 @@ def history_csv(train: Iterable[Record], evaluations: Iterable[Record]) -> str:
     rows = []
     last: Record = {"step": 0, "train_seconds": 0.0}
     for epoch, records in epochs.items():
-        # Each line is the mean over the steps since the line before it. An epoch's last line is at its end.
+        # Each line has the means over the steps since the previous line. An epoch's last line is at its end.
         pairs = list(zip([last, *records], records, strict=False))
         steps = [record["step"] - before["step"] for before, record in pairs]
-        # Saves and validations are not included: train_seconds leaves them out.
+        # The seconds do not include saves and validations, since train_seconds does not.
         seconds = [record["train_seconds"] - before["train_seconds"] for before, record in pairs]
         total_seconds = max(sum(seconds), 1e-9)
         last = records[-1]
@@ -114,7 +114,7 @@ def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) 
     """
     readable = sorted(set(range(len(source.labels))) - set(test.corrupt))
     count = min(_SAMPLES, len(readable))
-    # Take the middle of equal stretches: the first images of a folder are all of one class.
+    # Choose the middle of equal ranges: the first images of a folder are all of one class.
     even = [readable[(2 * number + 1) * len(readable) // (2 * count)] for number in range(count)]
     wrong = set((test.predicted != source.labels).nonzero().flatten().tolist()) - set(test.corrupt)
     mistakes = sorted(wrong, key=lambda index: (-float(test.probability[index]), index))[:_SAMPLES]
@@ -125,7 +125,7 @@ def samples_json(source: ImageSource, test: Evaluation, classes: Sequence[str]) 
 
 def _sample(source: ImageSource, test: Evaluation, classes: Sequence[str], kind: str, index: int) -> dict[str, Any]:
     pixels = source[BatchRequest(indices=(index,), epoch=None)].images[0].cpu()  # uint8 [C, H, W]
-    # Unless the image has 3 channels, show its first channel.
+    # If the image does not have 3 channels, show only its first channel.
     image = Image.fromarray(pixels.permute(1, 2, 0).numpy() if len(pixels) == 3 else pixels[0].numpy())
     image.thumbnail((_MAX_SIDE, _MAX_SIDE))
     png = io.BytesIO()

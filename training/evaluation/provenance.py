@@ -1,4 +1,4 @@
-"""The origin of a model: flags, data, code and versions, for `made_from` in `model.json`. Runs on rank 0."""
+"""Collects the origin of a model, `made_from` in `model.json`: flags, data, code and versions. Runs on rank 0."""
 
 import json
 from contextlib import suppress
@@ -16,7 +16,7 @@ from training.runtime.software import versions
 
 
 def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
-    """Return all that the model depends on, ready for JSON; None stands for what is not known."""
+    """Return everything on which the model depends, ready for JSON. Unknown values are None."""
     run, spec, revision = context.run_dir, dict[str, Any](), None
     with suppress(OSError, ValueError):
         spec = dict(json.loads(current_spec(run).read_bytes()))
@@ -30,7 +30,7 @@ def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str,
         "config": asdict(context.config),
         "spec": spec or None,
         "data": {
-            # Nodes train from copies: the spec has the path that the user gave.
+            # Nodes may train from copies of the data. The spec has the path that the user gave.
             "path": None if context.config.synthetic else spec.get("data") or context.config.data,
             "fingerprint": data.fingerprint,
             "images": {name: len(split) for name, split in splits.items() if split is not None},

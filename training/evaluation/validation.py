@@ -1,4 +1,4 @@
-"""Validation after each epoch, the test at the end, and the content of `best/` and `final/`.
+"""Validates a training after each epoch, tests it at the end, and makes `best/` and `final/`.
 
 Runs on every rank; rank 0 writes.
 """
@@ -29,36 +29,36 @@ from training.models.parallel import full_state_dict
 from training.monitoring.run_logger import RunLogger
 from training.runtime.run_context import RunContext
 
-# Fields of the best model in the result of the final one.
+# Fields of the best model's result that the final result includes.
 _BEST_FIELDS = ("step", "epoch", "val_accuracy", "val_loss")
-# With more classes the matrix has millions of cells, nearly all of them zero; classes.csv has those that matter.
+# With more classes, the matrix has millions of cells, nearly all zero; classes.csv has the relevant ones.
 _MAX_CONFUSION_CLASSES = 2000
 _TEST_FIELDS = ("accuracy", "top5_accuracy", "loss", "correct", "total")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Validator:
-    """Evaluates the model of a training, and writes the best and the final one."""
+    """Evaluates the model of a training, and writes the best and the final model."""
 
     context: RunContext
     evaluator: Evaluator
     preprocess: Preprocess
-    """Turns images into the model's inputs."""
+    """Function that turns images into the model's inputs."""
     data: Data
     state: TrainState
     corrupt_images: Sequence[int]
-    """The training images that could not be read so far; the training adds to it."""
+    """Indices of the unreadable training images met so far. The training changes the list."""
     logger: RunLogger
 
     def evaluate(self, source: ImageSource, split: str, before_batch: Callable[[], object]) -> Evaluation:
-        """Evaluate, log and print."""
+        """Evaluate the model on a split, and log and print the result."""
         progress = self.state.progress
         return evaluate_and_log(
             self.evaluator, source, split, before_batch, self.logger, (progress.step, progress.epoch)
         )
 
     def validate_if_due(self, before_batch: Callable[[], object]) -> Evaluation | None:
-        """Validate after an epoch, and return the result, which `record` must get; None if no validation was due."""
+        """Validate after an epoch, and return the result for `record`, or None if no validation was due."""
         progress = self.state.progress
         if progress.evaluated_epochs == progress.epoch or self.data.val is None:
             return None
@@ -74,7 +74,7 @@ class Validator:
         progress.evaluated_epochs = progress.epoch
 
     def complete(self, before_batch: Callable[[], object], ended: str | None) -> None:
-        """Test the model after the last step, and write `final/`; `ended`: why the training ended early, or None."""
+        """Test the model after the last step, and write `final/`. `ended` is why the training ended early, or None."""
         progress = self.state.progress
         test = self.evaluate(self.data.test, "test", before_batch) if self.data.test is not None else None
         best = self._test_best(test, before_batch)
@@ -91,14 +91,14 @@ class Validator:
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
-        """Test the best model, and add the result to `best/`. Returns its step, epoch and results; None: no best model.
+        """Test the best model, and add the result to `best/`. Returns its step, epoch and results, or None without one.
 
         `last` is the test of the model after the last step, which may be the best one.
         """
         progress, group = self.state.progress, self.evaluator.group
         if progress.best_accuracy is None:
             return None
-        # Unlike batches, waiting for `best/` and loading it have no usual duration.
+        # Waiting for `best/` and loading it may take any time, unlike a batch, so change the heartbeat's phase.
         self.context.heartbeat.beat("end")
         weights, saved = self.logger.load_best() or ({}, None)
         best = group.all_gather_json({name: saved[name] for name in _BEST_FIELDS} if saved else None)[0]
@@ -119,7 +119,7 @@ class Validator:
         return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}
 
     def _result(self) -> dict[str, Any]:
-        """Return the content of `result.json`, except the results of the test."""
+        """Return the content of `result.json` without the results of the test."""
         config, progress, preprocess = self.context.config, self.state.progress, self.preprocess
         size = {"channels": preprocess.channels, "size": preprocess.size}
         return {
@@ -142,14 +142,14 @@ class Validator:
         return made_from(self.context, self.data, self.evaluator.group)
 
     def _card(self) -> dict[str, bytes]:
-        """Return the content of `model.json`, by this name, on rank 0; elsewhere an empty dict."""
+        """Return the content of `model.json` by its name, or an empty dict on ranks other than 0."""
         if not self.evaluator.group.is_rank_zero:
             return {}
         card = make_card(self.context.config, self.data, self.preprocess, self._made_from)
         return {MODEL_CARD: card.to_json().encode()}
 
     def final_files(self, test: Evaluation | None) -> dict[str, bytes]:
-        """Return the tables and samples of `final/`, by file name, on rank 0; elsewhere an empty dict."""
+        """Return the tables and samples for `final/` by file name, or an empty dict on ranks other than 0."""
         if not self.evaluator.group.is_rank_zero:
             return {}
         run, classes = self.context.run_dir, self.data.classes
@@ -168,7 +168,7 @@ def evaluate_and_log(
     logger: RunLogger,
     model_after: tuple[int, int],
 ) -> Evaluation:
-    """Evaluate a model, log the result for `split`, and print it; `model_after`: the model's step and epoch.
+    """Evaluate a model, and log and print the result for `split`. `model_after` is the model's step and epoch.
 
     Raises:
         SharedError: more images are corrupt than --max-corrupt-images allows.
@@ -201,14 +201,14 @@ def evaluate_and_log(
 
 
 def tables_of(source: ImageSource, test: Evaluation, classes: tuple[str, ...], logger: RunLogger) -> dict[str, str]:
-    """Make the tables and samples of an evaluation, by the names of their files in `final/`."""
+    """Return the tables and samples of an evaluation by the names of their files in `final/`."""
     texts = {CLASSES: classes_csv(test.labels, test.predicted, classes)}
     if len(classes) <= _MAX_CONFUSION_CLASSES:
         texts[CONFUSION] = confusion_csv(test.labels, test.predicted, classes)
     try:
         texts[SAMPLES] = samples_json(source, test, classes)
     except UserError as error:
-        # Another rank could read the image. A missing sample must not cost the result of the training.
+        # The image was readable on another rank. A missing sample must not cost the result of the training.
         logger.console.warn(f"{SAMPLES} is missing: {error}")
     return texts
 
@@ -217,8 +217,8 @@ def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluatio
     """Return a warning if the model is not clearly better than always predicting the most frequent class, else None."""
     images, number = (int(value) for value in test.labels.bincount().max(0))
     share = images / test.total
-    # Allow two standard errors: a model that has diverged may hit some more images by chance. With a single class there
-    # is nothing to learn.
+    # Allow two standard errors: a model that has diverged may predict some more images correctly by chance. A single
+    # class cannot be learned.
     if share == 1 or test.accuracy > share + 2 * math.sqrt(share * (1 - share) / test.total):
         return None
     return (
@@ -229,5 +229,5 @@ def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluatio
 
 
 def numbers_of(test: Evaluation | None) -> dict[str, Any]:
-    """Return the numbers of a test by name; all are None if there was no test."""
+    """Return the numbers of a test by name. All are None if there was no test."""
     return {f"test_{name}": getattr(test, name, None) for name in _TEST_FIELDS}

@@ -1,1 +1,1 @@
-"""Trained models outside their training, for predict, export and the test."""
+"""Uses trained models outside their training: for `hpc predict`, `hpc export` and `hpc evaluate`."""

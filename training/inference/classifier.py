@@ -1,4 +1,4 @@
-"""A trained model that turns bytes of images into probabilities, rebuilt from `model.json` and its weights.
+"""Rebuilds a trained model from `model.json` and its weights, to turn images into probabilities.
 
 Runs wherever a model is exported or used; needs neither ranks nor a run directory.
 """
@@ -18,7 +18,7 @@ from training.models.parallel import load_full_state_dict
 
 
 class Classifier(nn.Module):
-    """The model, with the normalisation before it and a softmax after it."""
+    """A model with its normalization before it and a softmax after it."""
 
     mean: Tensor
     std: Tensor
@@ -40,16 +40,16 @@ class Classifier(nn.Module):
 
     @torch.inference_mode()
     def classify(self, images: Tensor) -> Tensor:
-        """Call `forward` in the precision of the model's test; the result is on the CPU."""
+        """Return the probabilities on the CPU, computed in the precision of the model's test."""
         with autocast(self.card.config(), self.mean.device):
             return self(images).cpu()  # type: ignore[no-any-return]
 
 
 def find_model(name: str) -> Path:
-    """Find the directory of a model: the given one, or `final/` of a run, else its `best/`.
+    """Return the directory of a model: the given directory, or `final/` of a run, or else its `best/`.
 
     Raises:
-        UserError: none of them holds a model.
+        UserError: none of these directories holds a model.
     """
     given = Path(name).expanduser()
     run = RunDir(given if given.exists() or given.is_absolute() else Path("runs") / given)

@@ -1,4 +1,4 @@
-"""`hpc export MODEL --format torch --output FILE`: a trained model as one file, for use elsewhere.
+"""`hpc export MODEL --format torch --output FILE`: writes a trained model as one file, for use elsewhere.
 
 Runs anywhere, as one process. The file is compared with the model on images of the test set before it is written.
 """
@@ -51,7 +51,7 @@ class ExportOptions:
 
 
 def main() -> int:
-    """Parse, export and print; return the exit code, unless an error is raised."""
+    """Run the program, and return its exit code."""
     print(export(program.parse(ExportOptions, sys.argv[1:], program.called("training.inference.export"))))
     return 0
 
@@ -61,7 +61,7 @@ def export(options: ExportOptions) -> str:
 
     Raises:
         UserError: an option cannot work.
-        TorchrelayError: the exporter fails, the file computes something else, or it cannot be written.
+        TorchrelayError: the exporter fails, the exported model's results differ, or the file cannot be written.
     """
     kind, output = FORMATS.get(options.format), options.output.expanduser()
     if kind is None:
@@ -100,7 +100,7 @@ def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
     """Return a split's name and images (uint8 [n, *card.image_shape]) from the model's data set.
 
     Raises:
-        UserError: the data set is missing, or not the model's.
+        UserError: the data set is missing, or is not that of the model.
     """
     name = given or card.made_from["data"]["path"]
     if not name:
@@ -120,7 +120,7 @@ def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
 
 @torch.inference_mode()
 def largest_difference(exported: Classify, classifier: Classifier, images: Tensor) -> float:
-    """Return the largest difference between two models' probabilities. The first image is a batch of its own."""
+    """Return the largest difference between two models' probabilities, for a batch of one image and one of the rest."""
     batches = [batch for batch in (images[:1], images[1:]) if len(batch)]
     return float(torch.cat([(exported(batch) - classifier(batch)).abs() for batch in batches]).max())
 

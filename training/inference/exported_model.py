@@ -1,7 +1,7 @@
-"""Exported models: `.pt2` and `.onnx` files. Runs wherever a model is exported or used; needs no run directory.
+"""Writes and loads exported models, `.pt2` and `.onnx` files. Runs where a model is exported or used.
 
-A file takes images (uint8 [n, channels, height, width], any n) and gives probabilities (float32 [n, classes]); it
-includes the normalisation and `model.json`, which describes how to prepare an image.
+An exported model takes images (uint8 [n, channels, height, width], any n) and returns probabilities (float32
+[n, classes]). It includes the normalization and `model.json`, which describes how to prepare an image.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from training.inference.model_card import ModelCard, read_card
 from training.models.factory import first_line
 
 Classify = Callable[[Tensor], Tensor]
-"""Turns images (uint8 [n, channels, height, width]) into probabilities (float32 [n, classes]), both on the CPU."""
+"""Function from images (uint8 [n, channels, height, width]) to probabilities (float32 [n, classes]), on the CPU."""
 
 _METADATA = "torchrelay"
 # The limit of protobuf.
@@ -33,21 +33,21 @@ _MAX_ONNX_BYTES = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A file format."""
+    """A file format of exported models."""
 
     suffix: str
     about: str
     serialize: Callable[[Classifier], bytes]
-    """Returns the content of the file. Raises what the exporter raises."""
+    """Function that returns the content of a file. It may raise any error of the exporter."""
     load: Callable[[bytes], tuple[str, Classify]]
-    """Returns the text of the model card in a file, and the model."""
+    """Function that returns the text of the model card in a file's content, and the model."""
     packages: tuple[str, ...] = ()
-    """Packages that it needs besides torch."""
+    """Packages that the format needs besides torch."""
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch: its exporters warn about their own code, its loader logs the traceback of each error."""
+    """Silence torch, whose exporters warn about their own code and whose loader logs the traceback of each error."""
     log = logging.getLogger("torch.export")
     disabled, log.disabled = log.disabled, True
     try:
@@ -83,7 +83,7 @@ def _serialize_onnx(classifier: Classifier) -> bytes:
         program = torch.onnx.export(
             _export(classifier), input_names=["images"], output_names=["probabilities"], dynamo=True, verbose=False
         )
-    assert program is not None  # noqa: S101  # None comes from the older exporter only
+    assert program is not None  # noqa: S101  # only the older exporter returns None
     model: Any = program.model_proto
     model.metadata_props.add(key=_METADATA, value=classifier.card.to_json())
     if (size := model.ByteSize()) > _MAX_ONNX_BYTES:
@@ -122,7 +122,7 @@ def require_packages(kind: Format) -> None:
     """Check that the packages of a format are installed.
 
     Raises:
-        UserError: one is missing; says what to type.
+        UserError: a package is missing. The message says what to type.
     """
     missing = [name for name in kind.packages if importlib.util.find_spec(name) is None]
     if missing:
@@ -130,7 +130,7 @@ def require_packages(kind: Format) -> None:
 
 
 def load_exported(path: Path, kind: Format) -> tuple[ModelCard, Classify]:
-    """Load an exported model.
+    """Return the model card and the model in an exported file.
 
     Raises:
         UserError: a package is missing, or the file cannot be read or has no model card.

@@ -1,7 +1,7 @@
-"""`model.json`, which says how to build the model, how to prepare images for it, and what it was made from.
+"""Owns `model.json`, which says how to build a model, how to prepare images for it, and how it was made.
 
-With it, a model can be rebuilt, or an exported one used, without the run directory. Rank 0 writes it; export and
-predict read it anywhere.
+With this file, a model can be rebuilt or an exported model used without the run directory. Rank 0 writes it; `hpc
+export` and `hpc predict` read it anywhere.
 """
 
 import json
@@ -20,32 +20,32 @@ FORMAT = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """One model's description."""
+    """The description of a model, the content of `model.json`."""
 
     model: str
-    """Architecture, as --model names it."""
+    """Architecture, a name for --model."""
     head_hidden: int
     transform_input: bool
-    """True if the model undoes the usual normalisation, as torchvision's pretrained GoogLeNet and Inception do."""
+    """Whether the model converts to another normalization, as torchvision's pretrained GoogLeNet and Inception do."""
     classes: tuple[str, ...]
     """Class names, in the order of the model's outputs."""
     crop_pct: float
-    """Side of the centre crop, as a part of the image's shorter side."""
+    """Side of the center crop, as a share of the image's shorter side."""
     image_shape: tuple[int, int, int]
-    """Channels, height and width of the bytes that the model takes; the crop is scaled to them."""
+    """Channels, height and width of the images that the model takes, to which the crop is scaled."""
     channels: int
-    """Channels after preprocessing: a single one is repeated as needed."""
+    """Number of channels after preprocessing, which repeats a single channel as needed."""
     size: int
-    """Side after preprocessing: normalised images of another `image_shape` are scaled to it."""
+    """Side after preprocessing, in pixels, to which normalized images of another `image_shape` are scaled."""
     mean: tuple[float, ...]
-    """Mean of each channel, for values from 0 to 1."""
+    """Mean of each channel, for pixel values from 0 to 1."""
     std: tuple[float, ...]
     amp: Literal["none", "bf16", "fp16"]
-    """Precision of the test."""
+    """Precision of the training and of the model's test."""
     made_from: Mapping[str, Any]
-    """Flags, data and versions: `training.evaluation.provenance`."""
+    """Flags, data and versions from `training.evaluation.provenance`."""
     interpolation: Interpolation = "bilinear"
-    """Interpolation with which images are scaled. Cards of earlier versions lack it: it was bilinear."""
+    """Interpolation with which images are scaled. Earlier versions, whose cards lack it, used bilinear."""
 
     def to_json(self) -> str:
         """Return the content of `model.json`."""
@@ -53,7 +53,7 @@ class ModelCard:
 
     @property
     def preprocessing(self) -> list[str]:
-        """The preparation of an image step by step, for people who implement it elsewhere."""
+        """The steps to prepare an image, for people who implement them elsewhere."""
         channels, height, width = self.image_shape
         side = self.size
         scaled = (
@@ -77,7 +77,7 @@ class ModelCard:
 
 
 def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from: Mapping[str, Any]) -> ModelCard:
-    """Make the card of this training's model, whose evaluations use `preprocess`."""
+    """Return the card of a training's model, whose evaluations use `preprocess`."""
     height, width = data.shape if data.in_memory else (preprocess.size, preprocess.size)
     return ModelCard(
         model=config.model,
@@ -97,10 +97,10 @@ def make_card(config: TrainConfig, data: Data, preprocess: Preprocess, made_from
 
 
 def read_card(text: str, source: str) -> ModelCard:
-    """Read a card from the content of `model.json`; `source` names the file in errors.
+    """Return the card in `text`, the content of `model.json`. `source` names the file in errors.
 
     Raises:
-        UserError: it is damaged, or of another version.
+        UserError: the card is damaged, or from another version.
     """
     try:
         content = json.loads(text)

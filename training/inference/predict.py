@@ -1,6 +1,6 @@
 """`python -m training.inference.predict MODEL IMAGES...`: predicts the classes of images.
 
-Runs anywhere, as one process, on a GPU if there is one. Images are prepared as in the evaluation of the training.
+Runs anywhere, as one process, on a GPU if one is usable. Images are prepared as in the evaluations of the training.
 """
 
 import csv
@@ -56,17 +56,17 @@ class PredictOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One image's prediction."""
+    """The prediction for an image."""
 
     path: Path
     top: tuple[tuple[str, float], ...] = ()
     """Classes and their probabilities, the most likely first."""
     error: str = ""
-    """Why the image cannot be read."""
+    """Reason why the image cannot be read; empty if it can."""
 
 
 def main() -> int:
-    """Parse, predict and print; return the exit code, unless an error is raised."""
+    """Run the program, and return its exit code."""
     options = program.parse(PredictOptions, sys.argv[1:], program.called("training.inference.predict"))
     predictions = predict(options)
     if options.json:
@@ -82,7 +82,7 @@ def main() -> int:
 
 
 def predict(options: PredictOptions) -> list[Prediction]:
-    """Predict the class of each image, in the order of `find_images`.
+    """Return the prediction for each image, in the order of `find_images`.
 
     Raises:
         UserError: an option cannot work, the model does not exist, or it takes neither gray nor color images.
@@ -135,10 +135,10 @@ def find_images(given: Sequence[Path]) -> Iterator[Path]:
 
 
 def load(model: str) -> tuple[ModelCard, Classify]:
-    """Load a model of a run, or an exported one.
+    """Return the card and the model of a run, or of an exported file.
 
     Raises:
-        UserError: it does not exist, or cannot be loaded.
+        UserError: the model does not exist, or cannot be loaded.
     """
     path = Path(model).expanduser()
     if not path.is_file():
@@ -155,7 +155,7 @@ def load(model: str) -> tuple[ModelCard, Classify]:
 
 
 def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tensor | str:
-    """Return the image (uint8 [*card.image_shape]) as the model's evaluation prepared it, or why it cannot be read."""
+    """Return the image (uint8 [*card.image_shape]), prepared as in evaluations, or why it cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -174,7 +174,7 @@ def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tenso
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
-    """Return the most likely classes of each image (a row), with their probabilities."""
+    """Return the most likely classes of each image, a row of `probabilities`, with their probabilities."""
     values, indices = probabilities.topk(min(top, len(classes)), dim=1)
     return [
         tuple((classes[index], value) for index, value in zip(*row, strict=True))

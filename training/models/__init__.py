@@ -1,1 +1,1 @@
-"""Models by name, their heads, DDP and FSDP, precision, moving averages. Runs on every rank."""
+"""Builds models and prepares them for training: heads, DDP and FSDP, precision, averages. Runs on every rank."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the backward pass computes each block again instead of keeping its results.
+"""Checkpoints activations: the backward pass recomputes each block, whose results are not kept.
 
 Runs on every rank. Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016).
 """
@@ -16,14 +16,14 @@ from training.runtime.compat import BatchNorm
 
 
 def checkpoint_activations(model: nn.Module) -> int:
-    """Keep only each block's input until the backward pass, which computes the block again with the same dropout.
+    """Make the model keep only each block's input, from which the backward pass recomputes the block (same dropout).
 
-    Results, the names of the model's tensors and evaluations do not change. Returns the number of such blocks. Single
-    layers are left out: they would save nothing, because their input is kept anyway.
+    Results, evaluations and the names of the model's tensors do not change. Returns the number of these blocks. Single
+    layers are left out: they would save no memory, because their input is kept anyway.
     """
     blocks = [block for block in blocks_in_order(model) if _is_worth_it(block)]
     for block in blocks:
-        # A later copy of the model would call the forward of this block, so the moving average is copied earlier.
+        # A later copy of the model would call the forward of this block. So the moving average must be copied before.
         block.forward = _recomputed(block)
     return len(blocks)
 
@@ -48,7 +48,7 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _keep_statistics(block: nn.Module) -> Iterator[None]:
-    """Let the second forward pass change copies of the batch statistics."""
+    """Make the second forward pass change copies of the batch statistics, not the statistics."""
     norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
     kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
     for norm, name, buffer in kept:

@@ -1,4 +1,4 @@
-"""The blocks of a model: each can be sharded, computed again, or trained at its own rate. Runs on every rank."""
+"""Finds the blocks of a model, to shard, recompute or train each at its own rate. Runs on every rank."""
 
 from collections.abc import Iterator
 
@@ -8,12 +8,12 @@ from training.models.factory import last_layer_name
 
 
 def is_row(module: nn.Module) -> bool:
-    """Return whether the module is a Sequential, or a list (a module without a forward)."""
+    """Return whether a module is a Sequential or a list, which is a module without a forward."""
     return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
 def row_members(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the members of the outermost Sequentials and lists inside a module."""
+    """Yield the members of Sequentials and lists in a module, but none inside another member."""
     for child in module.children():
         if is_row(module) and not is_row(child):
             yield child
@@ -34,7 +34,7 @@ def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def depths(model: nn.Module) -> dict[str, int]:
-    """Return, by parameter name, how many blocks come before the parameter in the order of the model's code.
+    """Return the number of blocks before each parameter, by its name, in the order of the model's code.
 
     Norms and embeddings belong to the block before them, or to the first one. The last layer is its own block.
     """

@@ -1,4 +1,4 @@
-"""The exponential moving average (EMA) of a model. Runs on every rank, on the model's device."""
+"""Averages a model's weights over its steps (EMA). Runs on every rank, on the model's device."""
 
 import copy
 
@@ -9,10 +9,10 @@ from training.runtime.compat import average_each, copy_each
 
 
 class Ema:
-    """A copy of a model whose weights are the exponential moving average of the model's.
+    """The exponential moving average of a model, a copy of the model with averaged weights.
 
-    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992). torch's AveragedModel waits
-    for the device in every step to find out whether it is the first.
+    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging" (1992). torch's AveragedModel is not
+    used: it waits for the device in every step to find out whether the step is the first one.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:

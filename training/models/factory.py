@@ -1,8 +1,8 @@
-"""Builds a model by its name, with its head; turns images into its inputs; selects its precision. Runs on every rank.
+"""Builds models by name, turns images into their inputs, and selects their precision. Runs on every rank.
 
-The head is the child of the model that holds the last layer, whose outputs are the classes; the rest is the backbone.
+The head is the model's child with the last layer, whose outputs are the classes; the rest is the backbone.
 
-torchvision is imported only for its own models: the import takes every rank two seconds.
+torchvision is imported only for its own models: the import takes two seconds on every rank.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from training.runtime.counter_rng import Purpose, derive_key
 FORMATS = {"channels-last": torch.channels_last, "contiguous": torch.contiguous_format}
 
 _DTYPES = {"none": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Models raise these for images of a size that they do not take.
+# Errors that models raise for images of a size that they do not take.
 _SIZE_ERRORS = (RuntimeError, ValueError, AssertionError)
 
 
 def input_size(config: TrainConfig, native: int | None) -> int:
-    """Return the side in pixels of the model's square inputs; `native`: the side of images in memory, else None."""
+    """Return the side, in pixels, of the model's square inputs. `native` is that of images in memory, else None."""
     if config.image_size is not None:
         return config.image_size
     if config.model in OWN_MODELS:
@@ -41,12 +41,12 @@ def input_size(config: TrainConfig, native: int | None) -> int:
 
 
 def input_channels(config: TrainConfig, native: int) -> int:
-    """Return the model's input channels: `native` (the data's) for our own models, else three."""
+    """Return the number of the model's input channels: for our own models the data's (`native`), else three."""
     return native if config.model in OWN_MODELS else 3
 
 
 def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return mean and standard deviation of the images that a timm model was made for; None: use the data's."""
+    """Return mean and standard deviation with which a timm model normalizes; None for other models."""
     if not model.startswith(TIMM):
         return None
     from training.models.timm_models import timm_settings  # noqa: PLC0415  # takes seconds
@@ -56,7 +56,7 @@ def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | N
 
 
 def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) -> nn.Module:
-    """Build a model with random weights, which follow from the seed; freeze its backbone if the flags ask for it.
+    """Return a model with random weights from the seed, and a frozen backbone if the flags ask for it.
 
     Raises:
         UserError: the model does not take images of this size, or a flag does not fit the model.
@@ -86,7 +86,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
         model.requires_grad_(requires_grad=False)
         model.get_submodule(head_name(model)).requires_grad_(requires_grad=True)
     if config.weights and hasattr(model, "transform_input"):
-        # torchvision's pretrained GoogLeNet and Inception were trained with another normalization, and convert to it.
+        # torchvision's pretrained GoogLeNet and Inception need another normalization, and then convert to it.
         vars(model)["transform_input"] = True
     return model.to(memory_format=FORMATS[config.memory_format])
 
@@ -105,7 +105,7 @@ def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> n
 
     arguments: dict[str, Any] = {}
     if name in {"googlenet", "inception_v3"}:
-        # Auxiliary classifiers change what forward returns; with normalization they are not needed.
+        # Auxiliary classifiers change the type of outputs, and are not needed with batch normalization.
         arguments = {"aux_logits": False, "init_weights": True}
     elif name == "maxvit_t":
         arguments = {"input_size": (size, size)}
@@ -117,7 +117,7 @@ def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> n
 
 @torch.no_grad()
 def _try_forward(model: nn.Module, channels: int, size: int) -> None:
-    """Run the model on one image; raises one of _SIZE_ERRORS if a layer does not take its size."""
+    """Run the model on one image. Raises one of _SIZE_ERRORS if a layer does not take its size."""
     model.eval()(torch.zeros(1, channels, size, size))
 
 
@@ -128,7 +128,7 @@ def first_line(error: Exception) -> str:
 
 def last_layer_name(model: nn.Module) -> str:
     """Return the name of the layer whose outputs are the classes."""
-    # timm models name this layer.
+    # timm's models have the name of this layer.
     named = getattr(model, "pretrained_cfg", {}).get("classifier")
     if isinstance(named, str):
         part = model.get_submodule(named)
@@ -145,7 +145,7 @@ def head_name(model: nn.Module) -> str:
 
 
 def add_hidden_layer(model: nn.Module, width: int) -> None:
-    """Insert a layer before the last one.
+    """Insert a hidden layer of `width` units before the last layer.
 
     Raises:
         UserError: the last layer is a convolution.
@@ -164,7 +164,7 @@ def no_stochastic_depth(rate: float | None, model: str) -> UserError:
 
 
 def set_drop_path(model: nn.Module, rate: float, name: str) -> None:
-    """Set the rate of stochastic depth of the last block; the rates of earlier blocks change in proportion.
+    """Set the rate of stochastic depth of the last block, and those of earlier blocks in proportion.
 
     Huang, Sun, Liu, Sedra and Weinberger, "Deep networks with stochastic depth" (2016).
 
@@ -180,7 +180,7 @@ def set_drop_path(model: nn.Module, rate: float, name: str) -> None:
 
 
 def set_train_mode(model: nn.Module) -> None:
-    """Call `model.train()`, except for frozen parts: their batch statistics do not change."""
+    """Call `model.train()`, but not for frozen children, whose batch statistics must not change."""
     model.train()
     for part in model.children():
         parameters = list(part.parameters())
@@ -190,10 +190,10 @@ def set_train_mode(model: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Preprocess:
-    """Turns the data's bytes into the model's floats, on the model's device."""
+    """Turns images (bytes) into the model's inputs (floats), on the model's device."""
 
     mean: Tensor
-    """Mean, float [c, 1, 1], of values from 0 to 1."""
+    """Mean of each channel, float [c, 1, 1], for pixel values from 0 to 1."""
     std: Tensor
     channels: int
     size: int
@@ -201,7 +201,7 @@ class Preprocess:
     memory_format: torch.memory_format = torch.channels_last
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Turn uint8 [n, c, h, w] into float [n, channels, size, size]; a single channel is repeated."""
+        """Turn uint8 [n, c, h, w] into float [n, channels, size, size]. A single channel is repeated."""
         # Compute in place: on a CPU, new memory for each result takes longer than the arithmetic.
         values = images.to(self.mean.device, non_blocking=True).float().div_(255).sub_(self.mean).div_(self.std)
         if values.shape[2:] != (self.size, self.size):
@@ -209,18 +209,18 @@ class Preprocess:
         values = values.expand(-1, self.channels, -1, -1)
         values = values.contiguous(memory_format=self.memory_format)
         if self.channels == 1 and self.memory_format == torch.channels_last:
-            # Images of one channel have both formats at once, and torch leaves them as they are. On a GPU, the
-            # gradient of the first weights then has other strides than DDP's buckets: it warns, and copies.
+            # Images of one channel have both memory formats at once, so torch does not change their strides. On a GPU,
+            # the gradient of the first weights then has other strides than DDP's buckets: DDP warns, and copies it.
             values = values.as_strided(values.shape, (self.size**2, 1, self.size, 1))
         return values
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """Return the context of `--amp`; FSDP has its own mixed precision (training.models.fsdp)."""
+    """Return the context of `--amp`. It does nothing with FSDP, which has its own mixed precision."""
     dtype = _DTYPES[config.amp] if config.strategy == "ddp" else None
     return torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
 
 def make_scaler(config: TrainConfig, device: torch.device) -> GradScaler:
-    """Make a loss scaler, which keeps float16 gradients from vanishing; it does nothing for other types."""
+    """Return a loss scaler, which keeps float16 gradients from vanishing. It does nothing without `--amp fp16`."""
     return GradScaler(device.type, enabled=config.amp == "fp16")

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: each rank holds a part of the model (torch's FSDP2, `fully_shard`). Runs on every rank.
+"""Shards a model over the ranks by torch's FSDP2 (`fully_shard`). Runs on every rank.
 
 Imported only for `--strategy fsdp`: the import takes a second. Zhao et al., "PyTorch FSDP: experiences on scaling fully
 sharded data parallel" (2023). Unlike torch's first FSDP, `fully_shard` keeps the names of the tensors.
@@ -18,7 +18,7 @@ from training.models.blocks import is_row, row_members
 from training.runtime.compat import BatchNorm
 from training.runtime.process_group import ProcessGroup, SharedError
 
-# A block with fewer weights is gathered with its surroundings: a message of its own would not pay off.
+# A block with fewer weights is gathered together with its parent: a message of its own would not pay off.
 _MIN_WEIGHTS = 2**15
 
 
@@ -37,7 +37,7 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
     if config.amp == "bf16":
         # autocast would keep copies of the whole model's weights until the backward pass.
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        # Batch normalization stays in float32, as with autocast. All such layers are one message.
+        # Batch normalization stays in float32, as with autocast. One message gathers all these layers.
         norms: list[nn.Module] = [module for module in model.modules() if isinstance(module, BatchNorm)]
         if norms:
             fully_shard(norms, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
@@ -48,7 +48,7 @@ def shard(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Modu
 
 
 def _mesh(config: TrainConfig, group: ProcessGroup) -> DeviceMesh:
-    """Arrange all ranks in one row, or, if --fsdp-sharding is hybrid, the ranks of each node in a row."""
+    """Return a mesh of all ranks in one row or, if --fsdp-sharding is hybrid, with a row per node."""
     per_node = group.rank_info.local_world_size
     if config.fsdp_sharding == "hybrid":
         sizes = group.all_gather_json(per_node)
@@ -61,10 +61,10 @@ def _mesh(config: TrainConfig, group: ProcessGroup) -> DeviceMesh:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """List the blocks to gather one at a time, inner ones first; the rest is gathered with the model itself.
+    """Return the blocks that are gathered one at a time, inner ones first. Other weights are gathered with the model.
 
     Blocks are the members of Sequentials and lists, and the model's children. A block's children are not sharded on
-    their own, because some blocks, such as attention, use their children's weights without calling them.
+    their own, because some blocks, such as attention, use their children's weights without calling the children.
     """
     found = [*row_members(model), *(child for child in model.children() if not is_row(child))]
     large = [part for part in dict.fromkeys(found) if sum(map(torch.numel, part.parameters())) >= _MIN_WEIGHTS]
@@ -72,10 +72,10 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class FsdpModel:
-    """A sharded model that is called like DDP: all parts of a step except the last are in `no_sync`.
+    """A sharded model with the interface of DDP: `no_sync` holds all micro-batches of a step but the last.
 
-    Unlike DDP's, `no_sync` postpones no reduction: gradients are reduced and sharded after every part, because
-    unsharded gradients would take the memory that FSDP saves.
+    Unlike DDP's, this `no_sync` postpones no reduction: gradients are reduced and sharded after each micro-batch,
+    because unsharded gradients would take the memory that FSDP saves.
     """
 
     def __init__(self, model: nn.Module, group: ProcessGroup, *, syncs_buffers: bool) -> None:
@@ -83,7 +83,7 @@ class FsdpModel:
         self._first_part = self._last_part = True
 
     def __call__(self, images: Tensor) -> Tensor:
-        """Map float [n, channels, h, w] to [n, classes]. With `syncs_buffers`, a step begins with rank 0's buffers."""
+        """Map float [n, channels, h, w] to [n, classes]. If `syncs_buffers`, each step begins with rank 0's buffers."""
         if self._syncs_buffers and self._first_part:
             buffers = dict(self._model.named_buffers())
             for name, value in self._group.broadcast_copies(buffers).items():
@@ -93,7 +93,7 @@ class FsdpModel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter the context for a part of a step that is not the last one."""
+        """Enter this context for each micro-batch of a step but the last."""
         self._last_part = False
         try:
             yield
@@ -102,7 +102,7 @@ class FsdpModel:
 
 
 def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's unsharded tensors, one after the other, on rank 0 alone. All ranks must exhaust the iterator."""
+    """Yield the names and full tensors of a model, on rank 0 only. All ranks must exhaust the iterator."""
     for name, value in model.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         if is_rank_zero:
@@ -110,7 +110,7 @@ def gather_tensors(model: nn.Module, *, is_rank_zero: bool) -> Iterator[tuple[st
 
 
 def shard_like(own: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's shard of `value`, cut like `own`. Every rank has the whole `value`, so nothing is sent."""
+    """Return this rank's shard of `value`, sharded like `own`. Every rank has the full `value`, so nothing is sent."""
     if not isinstance(own, DTensor):
         return value
     return distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)

@@ -1,6 +1,6 @@
-"""Prepares a model for training: DDP and the compiler, or FSDP. Runs on every rank.
+"""Prepares a model for training with DDP and the compiler, or with FSDP. Runs on every rank.
 
-None of these changes the names of the model's tensors, or its evaluation.
+None of these changes the names of the model's tensors or its evaluations.
 """
 
 from collections.abc import Iterable
@@ -25,14 +25,14 @@ from training.runtime.process_group import ProcessGroup, SharedError
 if TYPE_CHECKING:
     from training.models.fsdp import FsdpModel
 
-# On GPUs, DDP measures at most one of this number of steps.
+# On GPUs, DDP measures at most one step in this number of steps.
 _MEASURED_EVERY = 100
-# Shapes differ by number of ranks, by part of a step and in the warm-up, so torch's default limit is too low.
+# The shapes of batches differ between numbers of ranks and micro-batches: torch's default limit is too low.
 _MAX_SHAPES = 64
 
 
 def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
-    """Move the model, or with `--strategy fsdp` this rank's part of it, to the device, before the optimizer is made."""
+    """Move the model, or with `--strategy fsdp` its shard, to the device. Call this before the optimizer is made."""
     if config.strategy == "ddp":
         return model.to(group.device)
     from training.models.fsdp import shard  # noqa: PLC0415  # DDP saves this second
@@ -45,11 +45,11 @@ def wrap_for_training(
 ) -> "DistributedDataParallel | FsdpModel":
     """Wrap the model in DDP, or in `FsdpModel` if FSDP has sharded it.
 
-    In training each rank has its own batch statistics; saved states and evaluations use rank 0's. Gradients are views
-    of DDP's buckets, which saves a copy of all gradients.
+    In training, each rank has its own batch statistics; saved states and evaluations use those of rank 0. Gradients are
+    views of DDP's buckets, which saves a copy of all gradients.
 
     Raises:
-        SharedError: --checkpoint-activations is on, and the model has no blocks.
+        SharedError: --checkpoint-activations is on, but the model has no blocks.
     """
     if config.checkpoint_activations and not checkpoint_activations(model):
         raise SharedError(f"--checkpoint-activations finds no blocks to recompute in {config.model}: leave it out")
@@ -62,7 +62,7 @@ def wrap_for_training(
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=config.static_graph)
     # The constructor's argument has different names in torch 2.11 and 2.15.
     ddp.broadcast_buffers = has_other_buffers(model)
-    # To measure a step, the host waits for the events of the GPU's previous step.
+    # To measure a step, the host waits for the GPU's previous step, so measure rarely.
     rate = config.log_every if group.device.type == "cpu" else max(config.log_every, _MEASURED_EVERY)
     measure_allreduce(ddp, rate)
     if config.compress_gradients == "bf16":
@@ -73,8 +73,8 @@ def wrap_for_training(
 def has_other_buffers(model: nn.Module) -> bool:
     """Return whether a model has buffers other than batch statistics.
 
-    Batch statistics need no broadcast: in training, a forward pass reads only those of frozen layers, which are the
-    same on all ranks.
+    Batch statistics need no broadcast: a forward pass of training reads only those of frozen layers, which are equal on
+    all ranks.
     """
     norms = {buffer for module in model.modules() if isinstance(module, BatchNorm) for buffer in module.buffers()}
     return not norms.issuperset(model.buffers())
@@ -83,8 +83,8 @@ def has_other_buffers(model: nn.Module) -> bool:
 def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[float, float] | None:
     """Return the seconds of the gradients' all-reduce in the last step that DDP has measured on this rank.
 
-    The first number is from the start of the first bucket to the end of the last; the second is the part after this
-    rank's own backward pass, in which it only waited. None: the model uses FSDP, or DDP has measured no step yet.
+    The first number is the time from the start of the first bucket to the end of the last one; the second is its part
+    after this rank's backward pass, when the rank only waited. None with FSDP, or if DDP has measured no step yet.
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return None
@@ -101,7 +101,7 @@ def gradient_bytes(model: nn.Module, config: TrainConfig) -> int:
 
 
 def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> Iterable[tuple[str, Tensor]]:
-    """Return the model's unsharded tensors by name, one by one, on rank 0 alone. All ranks must exhaust them."""
+    """Return the names and full tensors of a model, on rank 0 only. All ranks must exhaust the iterable."""
     if not sharded:
         return model.state_dict().items() if group.is_rank_zero else ()
     from training.models.fsdp import gather_tensors  # noqa: PLC0415  # as above
@@ -113,12 +113,12 @@ def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> 
 def load_full_state_dict(
     model: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, sharded: bool, strict: bool = True
 ) -> None:
-    """Load unsharded tensors, which every rank gets one after the other; unless `strict`, some may be missing.
+    """Load full tensors, which every rank must have, into a model. Unless `strict`, some may be missing.
 
-    This avoids `nn.Module.load_state_dict`, which fails for torchvision's MNASNet because files lack its version.
+    This replaces `nn.Module.load_state_dict`, which fails for torchvision's MNASNet because files lack its version.
 
     Raises:
-        RuntimeError: the model lacks a tensor of this name and shape, or has tensors that are missing here.
+        RuntimeError: the model has no tensor of a name and shape or, if `strict`, a tensor of the model is missing.
     """
     own = model.state_dict()
     missing = set(own)
@@ -132,17 +132,17 @@ def load_full_state_dict(
 
 
 def _shard_like(own: Tensor, value: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that every rank has, if the model's own is sharded."""
+    """Return this rank's shard of `value` if the model's tensor `own` is sharded, else `value`."""
     from training.models.fsdp import shard_like  # noqa: PLC0415  # as above
 
     return shard_like(own, value)
 
 
 def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -> None:
-    """Compile the forward pass of training, and so its backward pass; evaluations stay eager.
+    """Compile the forward pass of training, and so its backward pass. Evaluations are not compiled.
 
-    All ranks compile at the same time, each in as many processes as it has `cores`. Results must not depend on the
-    shapes that a process has seen before, nor on timing: every shape gets its own code and, with `repeatable`,
+    All ranks compile at the same time, each in as many processes as it has `cores`. Results must depend neither on the
+    shapes that a process has seen before nor on timing: so every shape gets its own code and, if `repeatable`,
     `deterministic` turns off autotuning.
     """
     configure_compiler(cores, _MAX_SHAPES)
@@ -157,7 +157,7 @@ def compile_training(model: nn.Module, cores: int, *, repeatable: bool = True) -
 
 
 def compiler_error(error: RuntimeError) -> str:
-    """Return the first line of a failing compiler's message; empty for other errors."""
+    """Return the first line of a compiler's error, or an empty text for other errors."""
     if not is_compiler_error(error):
         return ""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))

@@ -1,19 +1,19 @@
-"""Our own models, for small images: a plain convolutional network and residual networks. Runs on every rank."""
+"""Defines our own models for small images: a convolutional network and residual networks. Runs on every rank."""
 
 from torch import Tensor, nn
 from torch.nn import functional
 
 
 def small_cnn(classes: int, channels: int, size: int) -> nn.Sequential:
-    """Build a convolutional network without batch normalization. It has 106,000 weights for 28 x 28 pixels.
+    """Return a convolutional network without batch normalization, with 106,000 weights for 28 x 28 pixels.
 
-    It has as many convolutions as it takes to reduce the image to 8 x 8 pixels. An image's result does not depend on
-    the rest of the batch.
+    It has as many convolutions as are needed to reduce the image to 8 x 8 pixels. An image's result does not depend on
+    the other images in the batch.
     """
     layers: list[nn.Module] = []
     width = 16
     while size > 8 or not layers:
-        # Pooling before the activation gives the same result with a quarter of the activations.
+        # Pool before the activation: the result is the same, with a quarter of the activations.
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
         channels, size, width = width, size // 2, min(2 * width, 64)
     layers += [nn.Flatten(), nn.Linear(channels * size * size, 64), nn.ReLU(), nn.Linear(64, classes)]

@@ -1,7 +1,7 @@
-"""Batch normalization over the images of all ranks. Runs on every rank.
+"""Normalizes over the batch of all ranks (--sync-bn). Runs on every rank.
 
-torch's own SyncBatchNorm refuses tensors on a CPU, and on a GPU makes the host wait three times in each layer to look
-for ranks without images. Here every rank has some.
+torch's own SyncBatchNorm refuses tensors on a CPU. On a GPU, it makes the host wait three times in each layer to look
+for ranks without images, but here every rank has images.
 """
 
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from training.runtime.compat import BatchNorm
 
 
 def convert_sync_batch_norm(model: nn.Module) -> nn.Module:
-    """Replace the model's batch normalization with one over the global batch."""
+    """Make the model's batch normalization use the global batch, and return the model."""
     for module in model.modules():
         if isinstance(module, BatchNorm):
             # Only `forward` changes: parameters, buffers and settings stay.
@@ -26,11 +26,11 @@ def convert_sync_batch_norm(model: nn.Module) -> nn.Module:
 class SyncBatchNorm(BatchNorm):
     """Batch normalization (Ioffe and Szegedy, 2015) with mean and variance over all ranks' images.
 
-    Ranks may have different numbers of images, but not none. Gradients flow through the statistics of all ranks.
+    Ranks may have different numbers of images, but at least one. Gradients flow through the statistics of all ranks.
     """
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalize [n, C, ...] per channel: by the global batch in training, else by the running statistics."""
+        """Normalize [n, C, ...] per channel, by the global batch in training, else by the running statistics."""
         if not self.training:
             return functional.batch_norm(
                 images, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
@@ -43,7 +43,7 @@ class SyncBatchNorm(BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """Each rank reduces its images to a mean and a deviation per channel; all gather these, and normalize alike."""
+    """Gathers each rank's mean and deviation per channel on all ranks, which then normalize in the same way."""
 
     @staticmethod
     def forward(
@@ -71,7 +71,7 @@ class _Normalize(torch.autograd.Function):
         )
         images_gradient = None
         if wanted[0]:
-            # DDP adds up the gradients of weight and bias; the images' gradients need the sums of all ranks here.
+            # DDP reduces the gradients of weight and bias, but the gradients of images need the sums of all ranks here.
             both = torch.cat([sums, products])
             distributed.all_reduce(both)
             sums, products = both.chunk(2)
@@ -82,7 +82,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _dense(values: Tensor) -> Tensor:
-    """Return the values in a memory format that the kernels take."""
+    """Return the values in a memory format that the kernels support."""
     return values if values.is_contiguous(memory_format=torch.channels_last) else values.contiguous()
 
 

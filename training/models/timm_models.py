@@ -1,4 +1,4 @@
-"""Models of the package timm (`--model timm:NAME`), imported only for them: it takes seconds. Runs on every rank."""
+"""Builds models of timm (`--model timm:NAME`), whose import takes seconds. Runs on every rank."""
 
 import importlib
 from typing import Any
@@ -11,10 +11,10 @@ from training.models.factory import no_stochastic_depth
 
 
 def timm_settings(model: str) -> Any:
-    """Return a model's settings: timm's PretrainedCfg of `timm:NAME` or `timm:NAME.TAG`.
+    """Return timm's settings (PretrainedCfg) of a model `timm:NAME` or `timm:NAME.TAG`.
 
     Raises:
-        UserError: timm is not installed, or has no such model.
+        UserError: timm is not installed, or does not have the model.
     """
     need_package("timm", "timm", f"--model {model}")
     timm = importlib.import_module("timm")
@@ -29,11 +29,11 @@ def timm_settings(model: str) -> Any:
 
 
 def build_timm_model(model: str, classes: int, size: int, drop_path: float | None) -> nn.Module:
-    """Build a model with random weights, for images of `size` pixels.
+    """Return a model with random weights for images of `size` x `size` pixels.
 
     Raises:
-        ValueError: it does not take images of this size.
-        UserError: it has no stochastic depth.
+        ValueError: the model does not take images of this size.
+        UserError: `drop_path` is set, but the model has no stochastic depth.
     """
     settings, arguments = timm_settings(model), dict[str, Any]()
     native = settings.input_size[-1]

@@ -1,1 +1,1 @@
-"""Metrics, events and TensorBoard. Runs on rank 0."""
+"""Writes metrics, events and results. Runs on every rank; rank 0 writes."""

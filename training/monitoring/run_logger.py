@@ -1,7 +1,7 @@
-"""Writes events, metrics (JSON lines and TensorBoard's), `best/` and `final/`. Runs on every rank; rank 0 writes.
+"""Writes events, metrics (JSON lines and TensorBoard), `best/` and `final/`. Runs on every rank; rank 0 writes.
 
-A resumed run first removes the metrics of steps after the restored one, so the files have neither gaps nor repetitions.
-While the disk is full, lines wait in memory.
+A resumed run first removes the metrics of steps after the restored one, so that the files have neither gaps nor
+repetitions. While the disk is full, metrics wait in memory.
 """
 
 import json
@@ -37,16 +37,16 @@ Files = Mapping[str, bytes]
 
 
 def keep_only(path: Path, wanted: Callable[[Record], bool]) -> None:
-    """Rewrite a file of JSON lines without unwanted and torn lines."""
+    """Remove torn lines, and records that are not `wanted`, from a file of JSON lines."""
     kept = "".join(json_line(record) for record in read_json_lines(path) if wanted(record))
     if path.exists() and kept.encode() != path.read_bytes():
         write_atomic(path, kept)
 
 
 class JsonLines:
-    """Appends to a file of JSON lines. Lines that a full disk refuses are written later.
+    """Appends to a file of JSON lines. If a write fails, such as on a full disk, a later `append` repeats it.
 
-    `check` is called before each write, and raises if this process may no longer write to the file.
+    `check` is called before each write, and raises an error if this process may no longer write to the file.
     """
 
     def __init__(self, path: Path, console: Console, check: Callable[[], None] | None = None) -> None:
@@ -55,7 +55,7 @@ class JsonLines:
         self._waiting: list[Record] = []
 
     def append(self, record: Record) -> None:
-        """Append a record, after the records that did not fit earlier."""
+        """Append a record, after those whose writes failed. Warns if the file cannot be written."""
         self._waiting.append(record)
         try:
             if self._check:
@@ -69,17 +69,17 @@ class JsonLines:
 
 
 class NoSpaceError(TorchrelayError):
-    """The disk has no space for the result of the run."""
+    """Raised if the disk has no space for the result of the run."""
 
     exit_code = EXIT_NO_SPACE
 
 
 class RunLogger:
-    """Writes the files that people and other programs read. On ranks other than 0 every call does nothing.
+    """Writes the files that people and other programs read. Without `writes`, on ranks other than 0, it writes nothing.
 
     Raises:
         UserError: the run directory cannot be made.
-        SucceededError: a later attempt has begun. Every method that publishes something raises it, too.
+        SucceededError: a later attempt has begun. Methods that write metrics or models raise it, too.
     """
 
     def __init__(self, run_dir: RunDir, attempt: int, console: Console, *, writes: bool) -> None:
@@ -105,23 +105,23 @@ class RunLogger:
                 raise UserError(f"--run-dir is {run_dir.path}, {reason}: use another directory") from error
 
     def check_is_newest(self) -> None:
-        """Raise SucceededError if a later attempt has begun: this one must not disturb it."""
+        """Raise SucceededError if a later attempt has begun, which this one must not disturb."""
         check_is_newest(self._run_dir, self._attempt)
 
     def resume(self, progress: Progress) -> None:
-        """Remove the metrics of steps after the restored one, and append from there."""
+        """Remove the metrics of steps after the restored `progress`."""
         self._first_step = progress.step + 1
         if self._writes:
             self.check_is_newest()
             keep_only(self._run_dir.train_metrics, lambda record: record["step"] <= progress.step)
-            # Keep the validations that the restored state includes; a test is repeated until `final/` exists.
+            # Keep only the validations that the restored state includes. A test is repeated until `final/` exists.
             keep_only(
                 self._run_dir.eval_metrics,
                 lambda record: bool(record["split"] == "val" and record["epoch"] <= progress.evaluated_epochs),
             )
 
     def event(self, event: Event) -> None:
-        """Append an event to the ledger."""
+        """Append an event to the ledger. Warns if that fails."""
         if not self._writes:
             return
         try:
@@ -130,9 +130,9 @@ class RunLogger:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {event.kind!r} is lost")
 
     def log_later(self, log: Callable[[], None]) -> None:
-        """Call `log` in the background, after the functions of earlier calls. It calls `log_metrics`.
+        """Call `log` in a background thread, after those of earlier calls. `log` calls `log_metrics`.
 
-        `log` may wait for the device, and for a slow disk.
+        `log` may wait for the device and for a slow disk.
         """
         if self._writes:
             self._metrics.enqueue(log)
@@ -142,7 +142,7 @@ class RunLogger:
         self._metrics.wait()
 
     def log_metrics(self, record: Record) -> None:
-        """Write the metrics of a logged step, or of an evaluation with its `split`. Call it within `log_later`."""
+        """Write the metrics of a step or, if `record` has a `split`, of an evaluation. Call this within `log_later`."""
         lines, scalars = self._train, ["loss", "accuracy", "lr", "images_per_second"]
         if "split" in record:
             lines, scalars = self._evaluations, ["loss", "accuracy"]
@@ -151,10 +151,10 @@ class RunLogger:
             return
         try:
             if self._tensorboard is None:
-                # Imported here, because all ranks would wait half a second for it before their first step.
+                # Import it here: at the top, all ranks would wait half a second for it before their first step.
                 from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415
 
-                # TensorBoard hides what an earlier attempt wrote from this step on.
+                # `purge_step` hides what an earlier attempt wrote for this step and later ones.
                 self._tensorboard = SummaryWriter(str(self._run_dir.tensorboard), purge_step=self._first_step)
             for name in scalars:
                 self._tensorboard.add_scalar(f"{record.get('split', 'train')}/{name}", record[name], record["step"])
@@ -177,9 +177,9 @@ class RunLogger:
             self.console.print(f"the {len(indices)} images of step {step} are in {self._run_dir.diverged}")
 
     def save_best(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
-        """Start replacing `best/` in the background. If the disk is full, `close` tries again.
+        """Start to replace `best/` in the background. If the write fails, `close` tries again.
 
-        The weights must not change meanwhile. `files` are the contents of further files, by name.
+        The weights must not change meanwhile. `files` are the contents of other files, by name.
         """
         if self._writes:
             self._best.submit(partial(self._publish_best, weights, result, files))
@@ -194,7 +194,7 @@ class RunLogger:
             self.console.warn(f"{self._run_dir.best} cannot be written ({error}): the training continues without it")
 
     def load_best(self) -> tuple[Weights, dict[str, Any]] | None:
-        """Load the weights and the result in `best/`; None if they cannot be read, or on ranks other than 0."""
+        """Return the weights and the result in `best/`, or None if they cannot be read or on ranks other than 0."""
         if not self._writes:
             return None
         self.wait()
@@ -207,7 +207,7 @@ class RunLogger:
             return None
 
     def add_best_test(self, test: dict[str, Any]) -> None:
-        """Add the test of the best model to its result."""
+        """Add the best model's test numbers to its result in `best/`."""
         if not self._writes:
             return
         try:
@@ -225,13 +225,13 @@ class RunLogger:
         return self._run_dir.best / _RESULT
 
     def save_final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
-        """Write `final/`, which marks the run as complete; takes the arguments of `save_best`.
+        """Write `final/`, which marks the run as complete. The arguments are those of `save_best`.
 
-        An evaluation passes no weights, because they are another run's.
+        An evaluation passes no weights, because they belong to another run.
 
         Raises:
             NoSpaceError: the disk is full. The newest checkpoint has the last step.
-            TorchrelayError: it cannot be written for another reason.
+            TorchrelayError: `final/` cannot be written for another reason.
         """
         if not self._writes:
             return
@@ -249,7 +249,7 @@ class RunLogger:
 
     @property
     def busy(self) -> bool:
-        """True while `best/` is being written."""
+        """Whether `best/` is being written."""
         return self._best.busy
 
     def wait(self) -> None:
@@ -257,7 +257,7 @@ class RunLogger:
         self._best.wait()
 
     def close(self) -> None:
-        """Finish all writing."""
+        """Wait for all writes, and write `best/` again if its last write failed."""
         self.wait_for_metrics()
         self.wait()
         if self._unpublished:

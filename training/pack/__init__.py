@@ -1,1 +1,1 @@
-"""`python -m training.pack`: decode an image folder once. Imports neither torch nor torchvision."""
+"""`python -m training.pack`: decodes an image folder once. Imports neither torch nor torchvision."""

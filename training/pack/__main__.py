@@ -1,7 +1,7 @@
 """`python -m training.pack SRC DST`: decodes an image folder once, so that trainings need not do it in every epoch.
 
 Runs anywhere, as one process that starts others; needs no torch. The files are made in a directory beside DST, which is
-renamed to DST when all are complete. A packer that was killed resumes with the images that have no record.
+renamed to DST when all files are complete. After a kill, the next packer continues with the images without a record.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class PackOptions:
 
 
 def main() -> int:
-    """Parse, pack or verify; return the exit code, unless an error is raised."""
+    """Run the program, and return its exit code."""
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     options = program.parse(PackOptions, sys.argv[1:], program.called("training.pack"))
     for name, minimum in (("size", 8), ("num_workers", 1)):
@@ -78,14 +78,14 @@ def main() -> int:
 
 
 def _identity(index: PackIndex) -> dict[str, Any]:
-    """Return what is equal for two packed data sets if they have the same images in the same size."""
+    """Return values that are equal for two packed data sets if they have the same images in the same size."""
     tables = {part.name: [part.labels.sha256, part.names.sha256] for part in index.parts}
     images = json.dumps([index.classes, tables]).encode()
     return {"size": index.size, "images": hashlib.sha256(images).hexdigest()}
 
 
 def _check_resumable(directory: Path, index: PackIndex) -> None:
-    """Check that the packed images in a directory are those of `index`; if none is packed, record those."""
+    """Check that a directory was begun for the images of `index`. If no image is packed yet, record these images."""
     path, identity = directory / _PLAN, _identity(index)
     if not has_records(directory):
         write_json(path, identity)
@@ -105,7 +105,7 @@ def _npy(array: np.ndarray) -> bytes:
 
 
 def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, np.ndarray]]:
-    """Return the index of the images, not yet with the pixels' files, and the arrays of labels and names by file name.
+    """Return the index without the files of pixels, and the arrays of labels and names by file name.
 
     Raises:
         UserError: SRC is not an image folder, a directory in it cannot be read, or DST is inside SRC.
@@ -140,10 +140,10 @@ def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, n
 
 
 def pack(options: PackOptions, workers: int) -> None:
-    """Make DST, unless it is complete already.
+    """Pack SRC into DST, unless DST is complete already.
 
     Raises:
-        UserError: SRC is not an image folder or has changed, or DST is something else.
+        UserError: SRC is not an image folder or has changed, or DST holds something else.
         TorchrelayError: another process packs into DST, or the disk is full.
     """
     src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
@@ -177,7 +177,7 @@ def pack(options: PackOptions, workers: int) -> None:
         write_index(directory, index)
         directory.rename(dst)
         fsync_directory(dst.parent)
-        for hidden in dst.glob(".*"):  # records, plan and lock, which nobody needs any more
+        for hidden in dst.glob(".*"):  # records, plan and lock, which are no longer needed
             hidden.unlink()
     megabytes = sum(file.bytes for file in index.files) / 2**20
     size = f"{images} images of {index.size} x {index.size} pixels, {megabytes:.0f} MB"
@@ -187,7 +187,7 @@ def pack(options: PackOptions, workers: int) -> None:
 
 
 def _is_packed(dst: Path, index: PackIndex) -> bool:
-    """Return whether DST is complete. Raises UserError if it exists, but is something else."""
+    """Return whether DST is complete. Raises UserError if DST holds something else."""
     if not (dst / INDEX).exists():
         if dst.exists() and (not dst.is_dir() or any(dst.iterdir())):
             raise UserError(f"{dst} exists and is not a packed data set: give a new directory")
@@ -200,7 +200,7 @@ def _is_packed(dst: Path, index: PackIndex) -> bool:
 
 @contextmanager
 def _working_directory(dst: Path) -> Iterator[Path]:
-    """Make and lock the directory that the files are made in."""
+    """Make and lock the directory in which the files are made. Removes it if no image was packed."""
     directory = dst.parent / f".{dst.name}.packing"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -208,7 +208,7 @@ def _working_directory(dst: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"{directory} cannot be made ({error.strerror}): give another DST") from error
     try:
-        # If the lock file is gone, another process has completed DST meanwhile.
+        # If the lock file does not exist any more, another process has completed DST meanwhile.
         if not try_lock(descriptor) or not (directory / _LOCK).exists():
             raise TorchrelayError(f"another process packs into {dst}: wait for it, or give another DST")
         try:
@@ -222,7 +222,7 @@ def _working_directory(dst: Path) -> Iterator[Path]:
 
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Start processes that decode. They ignore the signals that the packer handles, and die with it."""
+    """Start processes that decode. They ignore the signals that the packer handles, and die with the packer."""
     signals = ((signal.SIGTERM, signal.SIGINT),)
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), die_with_parent, signals)
     try:
@@ -233,7 +233,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _explained(directory: Path) -> Iterator[None]:
-    """Say in every error that the packed images are kept, and how to resume."""
+    """Add to each error of the body that the packed images are kept, and how to resume."""
     again = f"the same command resumes with the images packed in {directory}"
     try:
         yield
@@ -247,7 +247,7 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 def verify(dst: Path, workers: int) -> None:
-    """Compare a packed data set with its checksums.
+    """Compare the files of a packed data set with their checksums.
 
     Raises:
         UserError: DST is not a packed data set, or a file is damaged.

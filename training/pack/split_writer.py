@@ -1,8 +1,8 @@
-"""The pixels of one part of a data set: one array in a file, filled by several processes. Imports no torch.
+"""Packs the pixels of a part of a data set into a file, by several processes. Imports no torch.
 
-An array of records, one per image, says which images are done, and from which version of their files. A record is
-written when the pixels are durable. A packer that resumes, after a kill or a power failure, packs the images that have
-no record. Each image has its place, so the bytes do not depend on the number of processes.
+An array of records, one per image, says which images are done, and from which versions of their files. A record is
+written once the pixels are durable. After a kill or a power failure, the next packer packs the images that have no
+record. Each image has a fixed place in the file, so the bytes do not depend on the number of processes.
 """
 
 import hashlib
@@ -27,15 +27,15 @@ from training.data.transforms.crop import center_box
 CHANNELS = 3
 MISSING, DONE, CORRUPT = range(3)
 _RECORD = np.dtype([("state", "u1"), ("bytes", "<i8"), ("mtime_ns", "<i8"), ("sha256", "u1", 32)])
-# Images of one task, which takes some hundredths of a second.
+# Number of images in a task, which takes some hundredths of a second.
 _CHUNK = 16
 _LINE_SECONDS = 5.0
-# Tasks per process that are submitted in advance, so that no process waits while the packer writes records.
+# Number of tasks per process that are submitted in advance, so that no process waits while records are written.
 _AHEAD = 8
 
 
 class SplitWriter:
-    """Writes the files of one part of the data."""
+    """Writes the pixels and the records of a part of the data."""
 
     def __init__(self, path: Path, source: Path, names: np.ndarray, size: int) -> None:
         self.path, self.source, self.names, self.size = path, source, names, size
@@ -54,13 +54,13 @@ class SplitWriter:
         return self.source / os.fsdecode(self.names[index])
 
     def pack(self, pool: ProcessPoolExecutor, first: int) -> Future[np.ndarray]:
-        """Start packing a chunk; the future returns its records."""
+        """Start to pack the chunk from image `first` on. The future returns the records of the chunk."""
         records = np.array(self.records[first : first + _CHUNK])
         paths = [self.path_of(first + place) for place in range(len(records))]
         return pool.submit(pack_chunk, self.path, self._offset + first * self._image_bytes, self.size, paths, records)
 
     def record(self, first: int, records: np.ndarray) -> list[Path]:
-        """Write the records of a chunk, and return the paths of its corrupt images."""
+        """Write the records of the chunk from image `first` on, and return the paths of its corrupt images."""
         self.records[first : first + len(records)] = records
         return [self.path_of(first + place) for place in np.flatnonzero(records["state"] == CORRUPT).tolist()]
 
@@ -71,18 +71,18 @@ class SplitWriter:
 
     @property
     def file(self) -> PackedFile:
-        """The file of pixels, as the index describes it."""
+        """Description of the file of pixels for the index."""
         digest = hashlib.sha256(self.records["sha256"].tobytes()).hexdigest()
         return PackedFile(name=self.path.name, bytes=self.path.stat().st_size, sha256=digest)
 
     @property
     def corrupt(self) -> tuple[int, ...]:
-        """The indices of the images that could not be decoded."""
+        """Indices of the images that could not be decoded."""
         return tuple(np.flatnonzero(self.records["state"] == CORRUPT).tolist())
 
 
 def _existing(path: Path) -> np.memmap | None:
-    """Map an array that an earlier packer has made; None if there is none, or it is incomplete."""
+    """Return a memory-mapped array from an earlier packer, or None if it does not exist or is incomplete."""
     try:
         return open_memmap(path, mode="r+")
     except (OSError, ValueError):
@@ -90,13 +90,13 @@ def _existing(path: Path) -> np.memmap | None:
 
 
 def has_records(directory: Path) -> bool:
-    """Return whether a directory has a record of any packed image."""
+    """Return whether a directory has a record of a packed image."""
     found = (_existing(path) for path in directory.glob(".*-records.npy"))
     return any(records is not None and records["state"].any() for records in found)
 
 
 def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, workers: int) -> None:
-    """Pack all images that have no record, or whose files have changed since.
+    """Pack all images that have no record, or whose files have changed since their record.
 
     Raises:
         OSError: an image cannot be read, or the disk is full.
@@ -130,9 +130,9 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
 
 
 def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], records: np.ndarray) -> np.ndarray:
-    """Decode consecutive images and write them to a file, after `offset` bytes. Runs in a process of the pool.
+    """Decode consecutive images, and write them to a file from byte `offset` on. Runs in a process of the pool.
 
-    Takes the records (_RECORD [n]) as an earlier packer left them, and returns the new ones.
+    `records` (_RECORD [n]) are those of an earlier packer, by which done images are skipped. Returns the new records.
 
     Raises:
         OSError: an image cannot be read, or the disk is full.
@@ -148,7 +148,7 @@ def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], record
             content = bytes(image_bytes) if square is None else square.tobytes()
             pixels.seek(offset + place * image_bytes)
             left = memoryview(content)
-            while left:  # a disk that fills up writes only a part at first
+            while left:  # a disk that becomes full writes only a part before it raises an error
                 left = left[pixels.write(left) :]
             digest = np.frombuffer(hashlib.sha256(content).digest(), np.uint8)
             records[place] = (CORRUPT if square is None else DONE, *stamp, digest)
@@ -156,10 +156,10 @@ def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], record
 
 
 def as_square(image: Image.Image, size: int) -> np.ndarray:
-    """Return the middle of an image, uint8 [size, size, 3], scaled so that the image's shorter side becomes `size`.
+    """Return the middle square of an image, scaled to uint8 [size, size, 3].
 
-    A JPEG at least four times as large is decoded at a half, a quarter or an eighth of its size, which takes a
-    fraction of the time. That is still at least twice as large as the result, so the resize filter decides the quality.
+    A JPEG at least four times as large is decoded at a half, a quarter or an eighth of its size, which takes a fraction
+    of the time. This is still at least twice as large as the result, so the resize filter determines the quality.
     """
     scale = 2 * size / min(image.size)
     image.draft(None, (round(image.width * scale), round(image.height * scale)))
@@ -169,7 +169,7 @@ def as_square(image: Image.Image, size: int) -> np.ndarray:
 
 
 def pixels_sha256(path: Path, images: int, pool: ProcessPoolExecutor) -> str:
-    """Compute the checksum of a file of pixels, as `SplitWriter.file` has it."""
+    """Return the checksum of a file of pixels, to compare with that of `SplitWriter.file`."""
     digest = hashlib.sha256()
     for digests in pool.map(partial(_image_digests, path), range(0, images, _CHUNK), chunksize=_AHEAD):
         digest.update(digests)
@@ -177,6 +177,6 @@ def pixels_sha256(path: Path, images: int, pool: ProcessPoolExecutor) -> str:
 
 
 def _image_digests(path: Path, first: int) -> bytes:
-    """Compute the SHA-256 (32 bytes) of each image of a chunk. Runs in a process of the pool."""
+    """Return the SHA-256 (32 bytes) of each image in a chunk. Runs in a process of the pool."""
     images = np.load(path, mmap_mode="r", allow_pickle=False)[first : first + _CHUNK]
     return b"".join(hashlib.sha256(image).digest() for image in images)

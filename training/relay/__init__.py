@@ -11,14 +11,14 @@ For example::
                 loss = train(batch)
                 report(step=saved.step, loss=loss)
 
-A loop of another shape counts `saved.step` itself, and asks `should_stop()` after each step.
+A loop that does not use `saved.batches` sets `saved.step` itself, and calls `should_stop()` after each step.
 
-This package imports nothing else of torchrelay: a project that runs where torchrelay is not installed has a copy of the
-package, under the name `relay`. If no run of torchrelay has started the script, `should_stop` returns False, and the
-others do nothing. More is in docs/tutorials/own-script.md.
+The package imports no other part of torchrelay: a project that runs where torchrelay is not installed has a copy of it,
+named `relay`. In a script that torchrelay did not start, `should_stop` returns False, and `report` and `state` do
+nothing. docs/tutorials/own-script.md says more.
 
-Our own trainer uses the same stop signals, heartbeat, exchanges between ranks, files of checkpoints, and choice of the
-newest one. This module does not import `torch`: that takes seconds, in which a signal would not be noticed.
+Torchrelay's trainer uses the package's stop signals, heartbeat, exchanges between ranks and checkpoint files, too. This
+module does not import `torch`: the import takes seconds, in which a signal would not be noticed.
 """
 
 from typing import Any
@@ -31,13 +31,14 @@ __all__ = ["report", "should_stop", "state"]
 
 
 def report(*, step: int, **numbers: Any) -> None:
-    """Report how far the training is, for `hpc status`, `hpc report` and trackers, and so that a hang is noticed.
+    """Report the training's progress to `hpc status`, `hpc report` and trackers, and show that this rank is alive.
 
-    Each rank that calls it shows that it is alive; rank 0 writes the numbers.
+    Each rank may call this: the node agent notices if its calls cease. Only rank 0 writes the numbers.
 
     Args:
-        step: the optimizer steps done.
-        numbers: such as `loss`, `images_per_second`, `epoch`, `lr`. The host waits for tensors of one element.
+        step: the number of optimizer steps done.
+        numbers: values such as `loss`, `images_per_second`, `epoch`, `lr`: numbers, or tensors of one element. For a
+            tensor on a GPU, the host waits.
     """
     progress_files.beat(step)
     progress_files.metrics(step, numbers)
@@ -46,19 +47,19 @@ def report(*, step: int, **numbers: Any) -> None:
 def state(
     *, checkpoint_seconds: float = 600.0, snapshot_seconds: float = 1.0, keep: int = 2, **objects: Saveable
 ) -> SavedState:
-    """Keep these objects over interruptions. All ranks enter and leave the `with` block together.
+    """Keep the state of `objects` across interruptions. All ranks enter and leave the `with` block together.
 
-    Entering restores the newest state that any rank can reach. `saved.step` is the number of steps that are done:
-    `saved.batches(...)` counts it; a loop without it has to. `should_stop()`, which `saved.batches(...)` calls, takes
-    the snapshots and checkpoints that are due. Leaving without an exception saves the last step. Modules, optimizers
-    and schedulers are the same on all ranks (DDP), or in shards (FSDP2). Each rank saves its own state of all else,
-    such as a loader, and of the random number generators of torch and Python.
+    Entering the block restores the newest state that any rank can read. `saved.step` is the number of steps done;
+    `saved.batches(...)` counts it. `should_stop()`, which `saved.batches(...)` calls, saves the snapshots and
+    checkpoints that are due. Leaving the block without an exception saves the last step. Modules, optimizers and
+    schedulers must be equal on all ranks (DDP) or sharded (FSDP2), and are saved once. Each rank saves its own state of
+    other objects, such as a loader, and of the random number generators of torch and Python.
 
     Args:
         checkpoint_seconds: the seconds between checkpoints in the run directory.
-        snapshot_seconds: the seconds between snapshots in the memory of each node, from which the ranks go on if one of
-            them dies. They are fewer if they would take more than 1 % of the time. 0: no snapshots.
-        keep: how many checkpoints to keep.
+        snapshot_seconds: the seconds between snapshots in each node's memory, from which the ranks continue if one
+            dies. Snapshots are rarer if they would take more than 1 % of the time. 0 means no snapshots.
+        keep: the number of checkpoints to keep.
         objects: each has `state_dict` and `load_state_dict`, and the same name in every attempt.
     """
     return SavedState(objects, checkpoint_seconds, snapshot_seconds, keep)

@@ -1,6 +1,6 @@
-"""Owns the directories of saved states, such as `step-00001200/`: they are whole, with a manifest, or absent.
+"""Owns the directories of saved states, such as `step-00001200/`: each is complete, with a manifest, or absent.
 
-Ranks write them, as checkpoints on shared storage and as snapshots in a node's memory; node agents and the commands of
+Ranks write them as checkpoints on shared storage and as snapshots in a node's memory. Node agents and the commands of
 the login node read them. Imports no torch.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 _MANIFEST = "manifest.json"
 _NAME, _REJECTED = re.compile(r"step-(\d{8,})"), "rejected-"
-# Endings of a directory that is being written or removed, and of one that is being replaced.
+# Suffixes of a directory that is being written or removed, and of one that is being replaced.
 _UNFINISHED, _REPLACED = "tmp", "old"
-# Errors of file systems that have no fsync of directories.
+# Errors of an fsync of a directory on file systems that do not support it.
 _UNSUPPORTED = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
 _KEPT_SNAPSHOTS = 2
 
@@ -32,12 +32,12 @@ def publish_directory(
 ) -> None:
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
-    `write_files` receives the empty directory, and need not flush what it writes. The directory gets `mode`, its files
-    get it without the execute bits. None: the umask decides. `check` is called once everything is written,
-    which may take minutes; if it raises, nothing is published.
+    `write_files` receives the empty directory, and need not flush its files. The directory gets `mode`, and its files
+    `mode` without the execute bits; if `mode` is None, the umask decides. `check` is called after the write, which may
+    take minutes; if `check` raises, nothing is published.
 
     Raises:
-        OSError: such as a full disk. The old directory is unchanged, and no temporary one remains.
+        OSError: a write failed, such as on a full disk. The old directory is unchanged, and no temporary one remains.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = _temporary_name(path, _UNFINISHED)
@@ -69,12 +69,12 @@ def _temporary_name(path: Path, ending: str) -> Path:
 
 
 def _fsync(path: Path) -> None:
-    """Make a file's content or a directory's names durable: a rename is on the disk only after the latter."""
+    """Flush a file, or the names in a directory, to the disk. A rename is durable once its directory is flushed."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems cannot do this for directories, of which `hpc submit` has warned.
+        # Some file systems cannot flush directories; `hpc submit` has warned of them.
         if error.errno not in _UNSUPPORTED or not path.is_dir():
             raise
     finally:
@@ -82,9 +82,9 @@ def _fsync(path: Path) -> None:
 
 
 def remove_published(path: Path) -> None:
-    """Remove a published directory. It is renamed first, so a kill leaves no incomplete directory under its name.
+    """Remove a published directory, ignoring errors.
 
-    Ignores errors. After a kill, `remove_unpublished` removes the rest.
+    It is renamed first, so a kill leaves no incomplete directory of its name; `remove_unpublished` removes the rest.
     """
     with suppress(OSError):
         path = path.rename(_temporary_name(path, _UNFINISHED))
@@ -120,7 +120,7 @@ def step_of(path: Path) -> int:
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return all checkpoints, intact or not; the newest (by its step) first. Ignores other names, such as of copies."""
+    """Return all checkpoints, intact or damaged, from the highest step to the lowest. Other names are ignored."""
     if not directory.is_dir():
         return []
     return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
@@ -130,13 +130,13 @@ def save_checkpoint(
     directory: Path, step: int, write_files: WriteFiles, keep: int | None, mode: int | None = None,
     *, check: Callable[[], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint and, once it is on the disk, delete all but the newest `keep`; None: delete nothing.
+    """Write a checkpoint; once it is on the disk, delete all but the newest `keep`. With `keep` None, delete nothing.
 
-    `write_files` receives the checkpoint's directory, which gets the mode `mode`. It may return the manifest's entries
-    for files that others have written and checked. `check` raises if the checkpoint may not be published.
+    `write_files` receives the checkpoint's directory, which gets the mode `mode`. It may return manifest entries of
+    files, which are then not read again. `check` raises if the checkpoint may not be published.
 
     Raises:
-        OSError: it could not be written; the older ones are all there.
+        OSError: the checkpoint could not be written. All older ones are kept.
     """
 
     def complete(temporary: Path) -> None:
@@ -155,22 +155,22 @@ def save_checkpoint(
 
 
 def save_snapshot(directory: Path, step: int, write_files: WriteFiles) -> None:
-    """Write a snapshot, which the owner alone may read, and delete all but the newest. Raises as `save_checkpoint`."""
+    """Write a snapshot that only its owner may read, and keep the newest two. Raises OSError if the write fails."""
     save_checkpoint(directory, step, write_files, _KEPT_SNAPSHOTS, 0o700)
 
 
 def missing_snapshot_bytes(directory: Path, size_bytes: int) -> int:
-    """Return how much more space snapshots of this size need: some are kept while another one is written."""
+    """Return the free bytes that snapshots of this size need: two are kept while a third one is written."""
     return size_bytes * (_KEPT_SNAPSHOTS + 1 - min(_KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
 
 
 def reject(path: Path) -> None:
-    """Mark a checkpoint that is torn or altered as unusable. It is deleted once a new one is committed."""
+    """Mark a damaged checkpoint as unusable. The next `save_checkpoint` deletes it."""
     path.rename(path.with_name(_REJECTED + path.name))
 
 
 def discard(path: Path, *, durable: bool) -> None:
-    """Reject a checkpoint, or remove a snapshot, so that no attempt tries it again."""
+    """Reject a checkpoint (`durable`) or remove a snapshot, so that no attempt reads it again."""
     if durable:
         reject(path)
     else:
@@ -189,9 +189,9 @@ def describe_bytes(data: bytes) -> dict[str, Any]:
 
 
 def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
-    """Return what is wrong with a checkpoint; empty if its files are as they were written.
+    """Return why a checkpoint is damaged; an empty text if its files match the manifest.
 
-    With its rank as `first` and the world size as `stride`, a rank checks its share of the files.
+    A rank that passes its rank as `first` and the world size as `stride` checks its share of the files.
 
     Raises:
         OSError: the storage cannot be read. The checkpoint may be intact.
@@ -217,7 +217,7 @@ def file_names(path: Path) -> list[str]:
 
 
 def read_checkpoint(path: Path) -> dict[str, bytes] | str:
-    """Return the files of a checkpoint, or what is wrong with it. Raises OSError if the storage cannot be read."""
+    """Return the contents of a checkpoint's files, or why it is damaged. Raises OSError if they cannot be read."""
     files = dict[str, bytes]()
 
     def read(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a script is in its loops over epochs and batches: saved and restored like its objects. Runs on every rank."""
+"""Owns a script's position in its loops over epochs and batches, saved like its objects. Runs on every rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -11,33 +11,33 @@ Batch = TypeVar("Batch")
 
 
 class LoopPosition:
-    """Counts epochs and their batches, and leaves out what was done before the state was saved."""
+    """Counts epochs and their batches, and skips the batches that were used before the state was saved."""
 
     def __init__(self) -> None:
         self.epoch = 0
         """The epoch that is not finished yet."""
         self._batches, self._to_skip = 0, 0
-        # The states of the random number generators: when the epoch began, when its batches did, and of a training that
-        # continues in the epoch.
+        # The states of the random number generators at the start of the epoch, at the start of its batches, and after
+        # the restore, from which the training continues.
         self._at_epoch = dict[str, Any]()
         self._at_batches = dict[str, Any]()
         self._now = dict[str, Any]()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the states of the random number generators at its beginning."""
+        """Return the position, and the random number generators' states at the start of the epoch and its batches."""
         return {
             "epoch": self.epoch, "batches": self._batches, "world_size": THIS_RANK.world_size,
             "at_epoch": self._at_epoch, "at_batches": self._at_batches,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Restore the position. With another number of ranks, as much of the epoch's data counts as done."""
+        """Restore the position. With another number of ranks, the same share of the epoch's data counts as used."""
         self.epoch = state["epoch"]
         self._batches = self._to_skip = state["batches"] * state["world_size"] // THIS_RANK.world_size
         self._at_epoch, self._at_batches = state["at_epoch"], state["at_batches"]
 
     def begin_epoch(self) -> None:
-        """Let what the epoch draws before its batches be the same as before the state was saved."""
+        """Begin an epoch. In a resumed one, the random numbers before its batches are those of its first start."""
         if self._to_skip and self._at_epoch:
             self._now = random_states()
             restore_random(self._at_epoch)
@@ -49,10 +49,10 @@ class LoopPosition:
         self.epoch, self._batches, self._to_skip = self.epoch + 1, 0, 0
 
     def batches(self, loader: Iterable[Batch], *, skips: bool, skipped: Callable[[], object]) -> Iterator[Batch]:
-        """Yield the batches of an epoch; if `skips`, without those that are done. Calls `skipped` for each of them.
+        """Yield the batches of an epoch. If `skips`, load and skip the used ones, and call `skipped` for each.
 
-        They are loaded from the random numbers that the batches began with, so a loader that shuffles gives the same
-        order, and its workers the same random transforms. The training then continues with its own random numbers.
+        Loading starts with the random states that it first started with: a loader that shuffles repeats its order, and
+        its workers their random transforms. The training then continues with its own random states.
         """
         here = random_states()
         now = (self._now or here) if self._to_skip else None
@@ -64,7 +64,7 @@ class LoopPosition:
         else:
             self._at_batches = here
         batches = iter(loader)
-        # An epoch may have several loaders, of which the first ones are used up.
+        # If an epoch has several loaders, the first ones may have no batches left.
         for _ in islice(batches, self._to_skip):
             self._to_skip -= 1
             skipped()

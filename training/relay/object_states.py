@@ -1,7 +1,7 @@
-"""Owns the content of a script's saved state: how it is captured from the objects, and given back to them.
+"""Captures the states of a script's objects for a save, and loads them back. Runs on every rank.
 
-Runs on every rank. What all ranks share is saved once: modules, optimizers and schedulers, whole even if the ranks hold
-shards. Each rank saves its own state of every other object and of the random number generators.
+Modules, optimizers and schedulers are saved once for all ranks, with whole tensors even if the ranks hold shards. Each
+rank saves its own state of every other object and of the random number generators.
 """
 
 import io
@@ -18,17 +18,17 @@ STATE_FILE = "state.pt"
 
 
 class Saveable(Protocol):
-    """What can be saved: modules, optimizers, schedulers, torchdata's StatefulDataLoader, objects of your own."""
+    """An object that can be saved: a module, optimizer, scheduler, torchdata's StatefulDataLoader, or your own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return tensors, numbers, texts, and lists and dicts of them. All ranks call it at the same step."""
+        """Return a dict of tensors, numbers, texts, lists and dicts. All ranks call this at the same step."""
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
         """Restore what `state_dict` returned."""
 
 
 def capture_states(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]:
-    """Copy the states of the objects into memory that the training does not touch. All ranks must call this."""
+    """Copy the states of the objects to host memory that the training does not change. All ranks must call this."""
     writes = THIS_RANK.local_rank == 0
     shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
     own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}
@@ -44,14 +44,14 @@ def capture_states(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]
 
 
 def _is_shared(one: Saveable) -> bool:
-    """Return whether all ranks have the same state, or shards of one."""
+    """Return whether all ranks hold the same state of an object, or shards of one state."""
     from torch import nn, optim
 
     return isinstance(one, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler)
 
 
 def _copied(value: Any, *, keep: bool) -> Any:
-    """Copy a state's tensors to the host, or drop them if not `keep`. All ranks must call this: it joins shards."""
+    """Copy a state to the host; without `keep`, its tensors become None. All ranks must call this: it joins shards."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -66,7 +66,7 @@ def _copied(value: Any, *, keep: bool) -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of this rank's random number generators: torch's and Python's."""
+    """Return the states of this rank's random number generators: torch's (CPU and GPU) and Python's."""
     import torch
 
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
@@ -76,7 +76,7 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random(states: Mapping[str, Any]) -> None:
-    """Restore what `random_states` returned."""
+    """Restore the random number generators to states from `random_states`."""
     import torch
 
     torch.set_rng_state(states["torch"])
@@ -87,7 +87,7 @@ def restore_random(states: Mapping[str, Any]) -> None:
 
 
 def serialized(content: Any) -> bytes:
-    """Return the bytes that `load_states` reads."""
+    """Return the content as bytes that `load_states` can read."""
     import torch
 
     buffer = io.BytesIO()
@@ -96,7 +96,7 @@ def serialized(content: Any) -> bytes:
 
 
 def _deserialized(data: bytes) -> Any:
-    """Return the content that `serialized` was given. Pickled code is not run: it raises UnpicklingError."""
+    """Return the content of bytes from `serialized`. Raises UnpicklingError for pickled code, and does not run it."""
     import torch
 
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -138,13 +138,13 @@ def load_states(objects: Mapping[str, Saveable], data: bytes) -> None:
 
 
 def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the state. Its tensors are split into shards if the object's parameters are (FSDP2)."""
+    """Return the state, with its tensors sharded like the object's parameters (FSDP2)."""
     from torch import nn, optim
 
     if isinstance(one, nn.Module):
         current = one.state_dict()
         loaded = {name: _like(current.get(name), value) for name, value in content.items()}
-        # It also has the versions of the modules, without which some of torchvision's refuse a state.
+        # `current` also has the modules' versions, without which some modules of torchvision refuse a state.
         current.clear()
         current.update(loaded)
         return current
@@ -159,7 +159,7 @@ def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(model: Any, value: Any) -> Any:
-    """Split a whole tensor into shards like `model`. Return it unchanged if `model` has no shards or another shape."""
+    """Shard a whole tensor like `model`. Return it unchanged if `model` is not sharded, or has another shape."""
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -1,6 +1,6 @@
-"""Writes what other programs read of a rank: its heartbeat, and the metrics and events of a script. Imports no torch.
+"""Writes a rank's heartbeat, and the metrics and events of a script. Runs on every rank; imports no torch.
 
-Runs on every rank. The node agent reads the heartbeat; `hpc status`, `hpc report` and trackers read the rest.
+The node agent reads the heartbeat; `hpc status`, `hpc report` and trackers read the metrics and events.
 """
 
 import json
@@ -14,17 +14,16 @@ from typing import Any, Literal
 
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
 
-# The file of a heartbeat keeps its size (padded with spaces), so a reader always finds one whole record.
+# A heartbeat is padded with spaces to this size, so that a reader always finds one whole record.
 _HEARTBEAT_BYTES = 512
 
 Phase = Literal["start", "load", "step", "evaluate", "save", "end", "script"]
 
 
 class Heartbeat:
-    """A rank's sign of life: a JSON object in a file that the node's agent reads, rewritten in place.
+    """A rank's sign of life: a JSON object with its phase, step and speed, in a file that the node agent reads.
 
-    It says what the rank is doing, and how fast it is. A beat is one write into memory. If that fails, one beat is
-    missing and the training continues.
+    A beat rewrites the file, which is in memory. If the write fails, the training continues without this beat.
     """
 
     def __init__(self, path: Path | None, rank: int) -> None:
@@ -33,12 +32,12 @@ class Heartbeat:
         self._step = 0
         self._path = path
         self.step_seconds: float | None = None
-        """Mean wall time of recent steps."""
+        """Mean seconds of recent steps; None before the first one."""
         self.busy_seconds: float | None = None
-        """Mean time of this rank's own work in recent steps."""
+        """Mean seconds of this rank's own work in recent steps (see step_timer.py); None if unknown."""
 
     def beat(self, phase: Phase, step: int | None = None) -> None:
-        """Write what begins now and the optimizer steps done, by default as in the previous beat."""
+        """Write the phase that begins now and the optimizer steps done, by default those of the previous beat."""
         if self._path is None:
             return
         self._count += 1
@@ -48,7 +47,7 @@ class Heartbeat:
             "time": time.time(), "step_seconds": self.step_seconds, "busy_seconds": self.busy_seconds,
         }  # fmt: skip
         with suppress(OSError):
-            # Reopen it each time: scripts may close unknown files, and something may have emptied /dev/shm.
+            # Reopen the file for each beat: a script may close descriptors, and something may have emptied /dev/shm.
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 os.pwrite(descriptor, json.dumps(record).encode().ljust(_HEARTBEAT_BYTES), 0)
@@ -74,7 +73,7 @@ class ProgressFiles:
         self._heartbeat.beat("script", step)
 
     def metrics(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Append a line to the metrics of the training, on rank 0; tensors of one element are numbers too."""
+        """Append a line to the run's metrics, on rank 0. The numbers may be tensors of one element."""
         if THIS_RANK.rank != 0 or not numbers:
             return
         known = {name: _json_number(value) for name, value in numbers.items()}
@@ -82,7 +81,7 @@ class ProgressFiles:
         self._append("metrics/train.jsonl", {"step": step, **known, **where})
 
     def event(self, name: str, **fields: Any) -> None:
-        """Append an event to the ledger of the run, on rank 0."""
+        """Append an event to the run's ledger, on rank 0."""
         record = {"time": time.time(), "event": name, "attempt": THIS_RANK.attempt, **fields}
         self._append(f"events/attempt-{THIS_RANK.attempt:03d}-script.jsonl", record)
 
@@ -94,7 +93,7 @@ class ProgressFiles:
             check_no_later_attempt()
             path.parent.mkdir(exist_ok=True)
             with path.open("a+b") as file:
-                # A kill may have left half a line. A line break keeps it from spoiling the next one.
+                # A kill may have left half a line, which must not become a part of this one.
                 is_torn = file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
                 file.write(b"\n" * is_torn + json.dumps(record, default=str).encode() + b"\n")
         except OSError as error:
@@ -104,7 +103,7 @@ class ProgressFiles:
 
 
 def _json_number(value: Any) -> float | None:
-    """Return a number for JSON; None if it is not finite. The host waits for a GPU's tensor."""
+    """Return a value as a number for JSON, or None if it is not finite. The host waits for a tensor on a GPU."""
     plain = value.item() if hasattr(value, "item") else value
     return plain if math.isfinite(plain) else None
 

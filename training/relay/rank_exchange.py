@@ -1,4 +1,4 @@
-"""Owns the connection of the ranks on the CPU, and the bytes that they send each other. Runs on every rank.
+"""Connects the ranks through their CPUs, and sends bytes between them. Runs on every rank.
 
 Only the functions import torch: when a rank calls them, its script has imported torch already.
 """
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
-    """Return the bytes of every rank, by rank. All ranks must call this; if `group` is None, this is the only one.
+    """Return the bytes of every rank, in the order of ranks. All ranks must call this. One rank alone has no `group`.
 
-    torch's all_gather_object unpickles what it receives: a process that poses as a rank would run code on all. The
-    connections between ranks are not authenticated.
+    This replaces torch's all_gather_object, which unpickles what it receives: since the connections between ranks are
+    not authenticated, any process that poses as a rank could run code on all ranks.
     """
     import torch
     from torch import distributed
@@ -29,14 +29,14 @@ def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
     longest = max(1, *(int(size) for size in sizes))
     own, *texts = (bytearray(longest) for _ in range(1 + len(sizes)))
     own[: len(data)] = data
-    # Not through numpy, which the environment of a user's script may lack.
+    # numpy is not used: the environment of a user's script may lack it.
     received = [torch.frombuffer(text, dtype=torch.uint8) for text in texts]
     distributed.all_gather(received, torch.frombuffer(own, dtype=torch.uint8), group=group)
     return [bytes(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
 
 def broadcast_bytes(data: bytes | None, source: int, group: "ProcessGroup | None") -> bytes:
-    """Return the bytes of rank `source` on every rank; the argument of other ranks is ignored."""
+    """Return rank `source`'s `data` on every rank. The `data` of other ranks is ignored. All ranks must call this."""
     import torch
     from torch import distributed
 
@@ -55,9 +55,9 @@ class Ranks:
 
     def __init__(self) -> None:
         self.group: Any = None
-        """The ranks' process group on the CPUs; None: this is the only rank."""
+        """The gloo process group of all ranks; None if this is the only rank."""
         self.stopping: tuple[str, float] | None = None
-        """The signal for which all ranks stop, and time.monotonic() when it arrived, or was agreed on."""
+        """The signal for which all ranks stop, and time.monotonic() when it arrived or was agreed on. None before."""
         self._consensus: StopConsensus | None = None
 
     def connect(self, call: str) -> StopConsensus:
@@ -74,7 +74,7 @@ class Ranks:
         return self._consensus
 
     def close(self) -> None:
-        """Let go of the process group. Call it before Python shuts down, when the group's threads would abort."""
+        """Release the process group before Python shuts down: the group's threads would abort the process then."""
         self._consensus = self.group = None
 
 

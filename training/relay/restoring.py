@@ -1,7 +1,7 @@
 """Finds the newest usable state that any rank can read, and restores it on all ranks. Runs on every rank.
 
-One rank reads a state and gives the others what it has read, so no rank needs the storage of another one. A trainer
-restores its own kind of state with `restore_newest`; `restore_objects` restores that of a script.
+One rank reads a state and sends it to the others, so no rank needs the storage of another one. `restore_objects`
+restores the state of a script; torchrelay's trainer calls `restore_newest` with its own way to load.
 """
 
 import json
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Candidate:
-    """A saved state that a rank can read. The newest is tried first, and a checkpoint before a snapshot."""
+    """A saved state that a rank can read. Sorts by step; at the same step, a checkpoint is greater than a snapshot."""
 
     step: int
     durable: bool
@@ -37,12 +37,12 @@ class Candidate:
 
     @property
     def source(self) -> str:
-        """The kind of state."""
+        """The kind of state: `checkpoint` or `snapshot`."""
         return "checkpoint" if self.durable else "snapshot"
 
 
 def find_candidates(rank: int, checkpoints: Path | None, snapshots: Path | None) -> list[Candidate]:
-    """Return the states in the directories of a rank, the newest last. Removes what killed processes have left."""
+    """Return the states in a rank's directories, the newest last. Removes unfinished ones of killed processes."""
     found = list[Candidate]()
     for durable, directory in ((True, checkpoints), (False, snapshots)):
         if directory:
@@ -55,11 +55,11 @@ def find_candidates(rank: int, checkpoints: Path | None, snapshots: Path | None)
 def restore_newest(
     mine: list[Candidate], load: Callable[[Candidate], bool], group: "ProcessGroup | None", snapshots: Path | None
 ) -> Candidate | None:
-    """Load the newest state that is usable, and return it; None: there is none. All ranks must call this.
+    """Load the newest usable state, and return it, or None if no state is usable. All ranks must call this.
 
     `mine` are the states that this rank can read, the newest last. All ranks call `load` with the same state, which may
-    be another rank's; it returns False on all if the state is not usable. At the end, snapshots in the directory
-    `snapshots` that are newer than the loaded state are removed.
+    be another rank's; `load` returns False on all ranks if the state is not usable. At the end, snapshots in the
+    directory `snapshots` that are newer than the loaded state are removed.
     """
     while True:
         text = json.dumps(vars(mine[-1]) if mine else None, default=str)
@@ -75,7 +75,7 @@ def restore_newest(
 
 
 def remove_newer(directory: Path, step: int) -> None:
-    """Remove the snapshots that are newer than the restored step, and all unfinished ones."""
+    """Remove the snapshots in a directory that are newer than `step`, and all unfinished ones."""
     remove_unpublished(directory, "step-*")
     for path in list_checkpoints(directory):
         if step_of(path) > step:
@@ -83,11 +83,11 @@ def remove_newer(directory: Path, step: int) -> None:
 
 
 def restore_objects(objects: Mapping[str, Saveable]) -> Candidate | None:
-    """Load the newest intact state into the objects, and return it; None: there is none. All ranks must call this.
+    """Load the newest intact state into the objects, and return it, or None without one. All ranks must call this.
 
     Raises:
         KeyError: the state was saved from objects of other names.
-        OSError: a checkpoint cannot be read. It may be intact.
+        OSError: a checkpoint cannot be read, but may be intact.
     """
 
     def load(candidate: Candidate) -> bool:
@@ -101,10 +101,10 @@ def restore_objects(objects: Mapping[str, Saveable]) -> Candidate | None:
 
 
 def _read(candidate: Candidate) -> bytes:
-    """Return the file of a state. Empty: the state is damaged, or a snapshot that cannot be read, and was discarded.
+    """Return the content of a state's file. Discard a damaged state or unreadable snapshot, and return no bytes.
 
     Raises:
-        OSError: a checkpoint cannot be read. It may be intact.
+        OSError: a checkpoint cannot be read, but may be intact.
     """
     try:
         files = read_checkpoint(candidate.path)

@@ -1,6 +1,6 @@
-"""Owns the block of `state`: restores the objects, and saves them while they change. Runs on every rank.
+"""Owns the `with state(...)` block: restores the objects, and saves them while they change. Runs on every rank.
 
-The thread that trains copies the state to the host's memory; a background thread writes the copy.
+The thread that trains copies the state to host memory; a background thread writes the copy.
 """
 
 import shutil
@@ -22,17 +22,17 @@ from .stop_consensus import StepFlags, StopRequested
 from .stop_signals import signals
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
 
-# Snapshots may take a hundredth of the time.
+# Snapshots may take 1 % of the time.
 _SECONDS_PER_COST = 100.0
 
 
 class SavedState:
-    """Restores the objects of a `state` block when it begins, and saves them while it runs."""
+    """Restores the objects of a `with state(...)` block when it begins, and saves them while it runs."""
 
     step: int
-    """The optimizer steps done."""
+    """The number of optimizer steps done."""
     active: ClassVar["SavedState | None"] = None
-    """The block that this process is in; None: it is in none."""
+    """The block that this process is in; None outside of one."""
 
     def __init__(
         self, objects: dict[str, Saveable], checkpoint_seconds: float, snapshot_seconds: float, keep: int
@@ -52,12 +52,12 @@ class SavedState:
         self._unwritten: OSError | None = None
 
     def __enter__(self) -> Self:
-        """Restore the newest state, if there is one.
+        """Restore the newest state, if one exists.
 
         Raises:
-            RuntimeError: there are several ranks, and torch.distributed is not initialized yet; or a later attempt
-                has begun.
-            TypeError: an object's state could be saved but not restored. Each save checks it again.
+            RuntimeError: torch.distributed is not initialized but the run has several ranks; or a later attempt has
+                begun.
+            TypeError: an object's state could be saved but not restored. Each save checks this again.
             KeyError: the state was saved from objects of other names.
         """
         if THIS_RANK.run_dir is None:
@@ -81,7 +81,7 @@ class SavedState:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Save the last step, also at sys.exit(0), but not after an error. Raises OSError if it cannot be written."""
+        """Save the last step unless an error (not sys.exit(0)) ended the block. Raises OSError if the write fails."""
         SavedState.active = None
         is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
         if THIS_RANK.run_dir is not None and is_done:
@@ -99,18 +99,18 @@ class SavedState:
                 progress_files.event("train_stopped", step=self.step, signal=name, seconds=seconds)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Yield the epochs from the saved one to the last of `count`, from 0. Ends the script if it has to stop.
+        """Yield the epochs from the saved one (at first 0) to `count` - 1. Calls sys.exit(0) if the script has to stop.
 
-        The body of the loop runs for each epoch. It runs again for an epoch that was interrupted, where `batches` then
-        yields what is left of it, perhaps nothing. A loop that is left by `break` is over in later starts, too.
+        The loop's body runs again for an epoch that was interrupted; `batches` then yields the rest of the epoch,
+        perhaps nothing. A loop that was left by `break` does not continue in later attempts.
         """
         while self._position.epoch < count:
-            _exit_if_asked()  # the end of the epoch before is a part of the state now
+            _exit_if_asked()  # the state to save now includes the end of the previous epoch
             self._position.begin_epoch()
             try:
                 yield self._position.epoch
             except GeneratorExit:
-                # A loop that was left by `break` is over: the next start does not continue it.
+                # The script left the loop by `break`, so the next attempt must not continue it.
                 if not ranks.stopping:
                     self._position.epoch = count
                 raise
@@ -118,9 +118,9 @@ class SavedState:
         _exit_if_asked()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the batches of an epoch from the saved one, and count `step`. Ends the script if it has to stop.
+        """Yield the rest of an epoch's batches, and count `step`. Calls sys.exit(0) if the script has to stop.
 
-        Batches before the saved one are loaded and left out, unless the loader is one of the saved objects.
+        The batches that were used before the save are loaded and skipped, unless the loader is a saved object.
         """
         skips = id(loader) not in self._ids
         for batch in self._position.batches(loader, skips=skips, skipped=lambda: progress_files.beat(self.step)):
@@ -129,9 +129,9 @@ class SavedState:
             _exit_if_asked()
 
     def due(self) -> tuple[int, int]:
-        """Return whether a checkpoint is due, and whether a snapshot is, as 1 or 0; always 0 on ranks other than 0.
+        """Return 1 or 0 for whether a checkpoint is due, and for a snapshot; ranks other than 0 return zeros.
 
-        Also records the event of the first step, once that is done.
+        After the attempt's first step, this also records the event `first_step`.
         """
         if self._first_step is not None and self.step > self._first_step:
             progress_files.event("first_step", step=self.step)
@@ -145,13 +145,13 @@ class SavedState:
 
     @property
     def _done(self) -> tuple[int, int]:
-        """What the state has: the steps, and the epochs with all that follows their last step."""
+        """The steps done, and the epochs done. An epoch is done after all that the script does at its end."""
         return self.step, self._position.epoch
 
     def save(self, *, durable: bool) -> None:
-        """Save what is done, unless it is saved already. All ranks call it together.
+        """Save a checkpoint (`durable`) or snapshot, unless this step has one. All ranks call this together.
 
-        A failed write raises nothing here: a checkpoint is tried again when the next one is due, and at the end.
+        A failed write raises no error here: another checkpoint is written when the next one is due, and at the end.
         """
         kind, began = 0 if durable else 1, time.monotonic()
         self._saved_at[kind] = began
@@ -185,18 +185,18 @@ class SavedState:
             self._unwritten, seconds = None, round(time.monotonic() - began, 3)
             progress_files.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
         else:
-            # Where the ranks compute on CPUs, this thread takes time from them.
+            # Ranks that compute on CPUs share them with this thread, so its CPU time is a cost, too.
             self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
 
 
 def should_stop() -> bool:
-    """Return whether to save and exit with 0: True on all ranks at the same call, one step after a rank got a signal.
+    """Return whether to save and exit with code 0. After a rank got a signal, all ranks get True at the same step.
 
-    All ranks call it equally often, after each step; `saved.batches(...)` calls it for you. In `with state(...)`, it
-    also takes the snapshots that are due.
+    All ranks call this after each step; `saved.batches(...)` does so for you. Within `with state(...)`, it also saves
+    the snapshots and checkpoints that are due.
 
     Raises:
-        RuntimeError: there are several ranks, and torch.distributed is not initialized yet.
+        RuntimeError: torch.distributed is not initialized but the run has several ranks.
     """
     if THIS_RANK.run_dir is None or ranks.stopping:
         return ranks.stopping is not None

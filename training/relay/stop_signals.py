@@ -1,7 +1,7 @@
 """Records the signals that ask this process to stop. Runs on every rank; imports no torch.
 
-The handlers of a script's rank are installed when this module is imported: the import of torch takes seconds, in which
-a signal must not go unnoticed.
+In a rank, the import of this module installs the signal handlers: a signal must not go unnoticed while the script then
+imports torch, which takes seconds.
 """
 
 import os
@@ -12,21 +12,21 @@ from types import FrameType
 
 from .this_rank import THIS_RANK
 
-# Preemption sends SIGTERM. Slurm's --signal sends SIGUSR2 some time before the time limit.
+# Slurm sends SIGTERM at a preemption, and SIGUSR2 (--signal) some time before the time limit.
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
 
 
 class StopSignals:
-    """Keeps the stop signals that have arrived. A handler only records them; the loop acts on them after a step.
+    """Records the stop signals that have arrived. The training loop acts on them after a step.
 
-    Saving inside a handler hangs now and then (Lightning-AI/pytorch-lightning#21406).
+    The handler does not save, since saving inside a handler may hang (Lightning-AI/pytorch-lightning#21406).
     """
 
     def __init__(self) -> None:
         self._received: list[tuple[int, float]] = []
 
     def install(self, *others: signal.Signals) -> None:
-        """Record the signals that ask to stop, and `others`, from now on."""
+        """Record SIGTERM, SIGUSR2 and `others` from now on, instead of their default actions."""
         for number in STOP_SIGNALS.union(others):
             signal.signal(number, self._record)
 
@@ -34,15 +34,15 @@ class StopSignals:
         self._received.append((number, time.monotonic()))
 
     def received(self) -> int:
-        """Return the number of the first signal that arrived, 0 for none. A second one changes nothing."""
+        """Return the number of the first signal that arrived, or 0. Later signals change nothing."""
         return self._received[0][0] if self._received else 0
 
     def received_at(self) -> float | None:
-        """Return time.monotonic() when the first signal arrived; None if none has."""
+        """Return time.monotonic() when the first signal arrived, or None."""
         return self._received[0][1] if self._received else None
 
 
 signals = StopSignals()
-# Only in a rank: other programs import this module too, and handle signals in their own way.
+# Other programs than ranks import this module too, and handle signals in their own way.
 if THIS_RANK.run_dir and "RANK" in os.environ and threading.current_thread() is threading.main_thread():
     signals.install(signal.Signals[os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")])

@@ -1,4 +1,4 @@
-"""Owns this process's place in its run, as the environment tells it. Runs on every rank; imports no torch."""
+"""Reads from the environment which rank of which run this process is. Runs on every rank; imports no torch."""
 
 import os
 import sys
@@ -10,29 +10,29 @@ from typing import Self
 
 @dataclass(frozen=True, kw_only=True)
 class ThisRank:
-    """The place of a process in its run."""
+    """A process's rank and attempt, and the paths that it writes."""
 
     rank: int
     local_rank: int
     world_size: int
     attempt: int
     run_dir: Path | None
-    """None: the script was not started by a run."""
+    """Path of the run directory; None if no run of torchrelay started this process."""
     heartbeat: Path | None
     checkpoints: Path | None
-    """Where this rank writes checkpoints; None: another one does."""
+    """Directory in which rank 0 writes checkpoints; None on other ranks."""
     snapshots: Path | None
-    """Where this rank writes snapshots; None: another one of its node does, or there are none."""
+    """Directory in which local rank 0 writes snapshots; None on other ranks, or without snapshots."""
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Self:
-        """Read torchrun's variables and those of the node agent."""
+        """Return the place that the environment variables of torchrun and the node agent describe."""
 
         def path(name: str) -> Path | None:
             return Path(environment[name]) if name in environment else None
 
         def number(name: str, usual: int) -> int:
-            # Other programs that import this module may find anything in such a variable.
+            # Programs other than ranks import this module too, and may have any text in such a variable.
             return int(environment[name]) if environment.get(name, "").isdecimal() else usual
 
         rank, local_rank = number("RANK", 0), number("LOCAL_RANK", 0)
@@ -53,15 +53,15 @@ THIS_RANK = ThisRank.find(os.environ)
 
 
 def warn(text: str) -> None:
-    """Print a warning into the log of this rank."""
+    """Print a warning to this rank's stderr."""
     print(f"relay: rank {THIS_RANK.rank}: {text}", file=sys.stderr, flush=True)
 
 
 def check_no_later_attempt() -> None:
-    """Raise RuntimeError if a later attempt has begun elsewhere. This can happen if Slurm could not end this node."""
+    """Raise RuntimeError if a later attempt has begun, as can happen if Slurm failed to end this node's processes."""
     if THIS_RANK.run_dir is None or not (events := THIS_RANK.run_dir / "events").is_dir():
         return
     attempt = THIS_RANK.attempt
-    os.close(os.open(events, os.O_RDONLY))  # NFS caches for up to a minute that a file is missing
+    os.close(os.open(events, os.O_RDONLY))  # else NFS may cache for up to a minute that the file is missing
     if (events / f"attempt-{attempt + 1:03d}-node-00.jsonl").exists():
         raise RuntimeError(f"attempt {attempt + 1} has begun: attempt {attempt} writes nothing more")

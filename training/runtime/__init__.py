@@ -1,1 +1,1 @@
-"""The environment of a rank: process group, device, stop requests, console, random numbers. Runs on every rank."""
+"""Owns what surrounds a training in its process: process group, device, console, random numbers. Runs on every rank."""

@@ -1,7 +1,7 @@
 """Waits for a GPU that another process still holds, before its node is blamed. Runs on every rank.
 
 A killed process keeps its memory until the driver has destroyed its context, which takes seconds; in compute mode
-EXCLUSIVE_PROCESS it holds the whole GPU until then. This module has not run on a GPU yet.
+EXCLUSIVE_PROCESS it holds the whole GPU until then. No test has met a busy GPU yet (docs/gpu.md).
 """
 
 import platform
@@ -18,7 +18,7 @@ from hpc.base.errors import BadNodeError
 
 T = TypeVar("T")
 
-# Errors of CUDA and its libraries that go away by themselves. The last occurs while a node's NVSwitches start.
+# Errors of CUDA and its libraries that may go away. The last one occurs while a node's NVSwitches start.
 _PASSING = re.compile(r"out of memory|STATUS_ALLOC_FAILED|busy or unavailable|system not yet initialized")
 _LIMIT_SECONDS, _PAUSE_SECONDS = 60.0, 2.0
 # More memory than the preflight and NCCL's first buffers take.
@@ -33,7 +33,7 @@ def passes(message: str) -> bool:
 
 
 def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
-    """Return what `use` returns; retry it while another process holds the GPU.
+    """Call `use` again while another process holds the GPU, and return its result.
 
     Raises:
         BadNodeError: another process still holds the GPU after a minute.
@@ -57,7 +57,7 @@ def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
 
 
 def occupy(gpu: torch.device) -> None:
-    """Create this process's context on its GPU, and check that there is free memory."""
+    """Create this process's context on its GPU, and check that 1 GiB is free. Raises RuntimeError if that fails."""
     torch.cuda.set_device(gpu)
     torch.empty(_FIRST_BYTES, dtype=torch.uint8, device=gpu)
     torch.cuda.empty_cache()
@@ -66,7 +66,7 @@ def occupy(gpu: torch.device) -> None:
 def driver_recovers(problem: str) -> bool:
     """Return whether the driver, which refused this process because of `problem`, accepts a new one within a minute.
 
-    The driver goes on refusing a process that it has refused once, so each try is a new process.
+    Each try is a new process, since the driver keeps refusing a process that it has refused once.
     """
     _warn(f"{platform.node()}: {problem}: asking the driver again for {_LIMIT_SECONDS:.0f} s")
     deadline = time.monotonic() + _LIMIT_SECONDS
@@ -78,7 +78,7 @@ def driver_recovers(problem: str) -> bool:
 
 
 def _users_of(device: torch.device) -> str:
-    """Name the processes that have memory on a GPU, for the end of a message; empty if nvidia-smi names none."""
+    """Return a phrase that names the processes on a GPU, or an empty text if nvidia-smi names none."""
     if device.type != "cuda":
         return ""
     properties: Any = torch.cuda.get_device_properties(device)  # torch's type lacks `uuid`
@@ -87,9 +87,9 @@ def _users_of(device: torch.device) -> str:
 
 
 def processes_on(uuid: str) -> list[str]:
-    """List the processes that have memory on a GPU, such as `PID 4711 (812 MiB)`; none if nvidia-smi does not answer.
+    """Return the processes that have memory on a GPU, such as `PID 4711 (812 MiB)`; none if nvidia-smi fails.
 
-    A container hides the processes outside it.
+    In a container, processes outside it are not seen.
     """
     try:
         done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, check=False, timeout=20)

@@ -1,7 +1,7 @@
-"""Wraps each private name of torch or Python that training needs in a function, and says in which versions we read it.
+"""Wraps each private name of torch or Python that training needs. "Read in" names the versions whose code was read.
 
-tests/training/runtime/test_compat_torch.py says which one a new version lacks. Runs on every rank, and in torchrun in a
-user's Python, so it imports only torch and the standard library. A function makes the imports that take a second.
+tests/training/runtime/test_compat_torch.py finds names that a new version lacks. Runs on every rank, and in torchrun in
+a user's Python, so it imports only torch and the standard library. Imports that take a second are in functions.
 """
 # ruff: noqa: PLC0415
 
@@ -23,12 +23,12 @@ def copy_each(into: list[Tensor], values: list[Tensor], *, non_blocking: bool = 
 
 
 def average_each(averages: list[Tensor], values: list[Tensor], weight: float) -> None:
-    """Move many averages towards values with few kernels. Read in torch 2.11 and 2.15; torch.optim itself uses it."""
+    """Move averages towards values by `weight` with few kernels. Read in torch 2.11 and 2.15; torch.optim uses it."""
     torch._foreach_lerp_(averages, values, weight)
 
 
 def scaler_tensors(scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:
-    """Return scale and growth tracker on the device; None before the first step. Read in torch 2.11 and 2.15.
+    """Return scale and growth tracker on the device, or None before the first step. Read in torch 2.11 and 2.15.
 
     The public `state_dict` waits for the device.
     """
@@ -36,7 +36,7 @@ def scaler_tensors(scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:
 
 
 def stop_workers(batches: Any) -> Sequence[Any]:
-    """End the workers of a DataLoader's iterator, and return their processes. Read in torch 2.11 and 2.15.
+    """Stop the workers of a DataLoader's iterator, and return their processes. Read in torch 2.11 and 2.15.
 
     The iterator's destructor does the same, but at an unknown time.
     """
@@ -46,17 +46,17 @@ def stop_workers(batches: Any) -> Sequence[Any]:
 
 
 def shard_offsets(sharded: Any) -> tuple[int, ...]:
-    """Return where this rank's shard of a DTensor begins, as DCP finds it. Read in torch 2.11 and 2.15."""
+    """Return the offset of this rank's shard in a DTensor, per dimension, as DCP does. Read in torch 2.11 and 2.15."""
     return tuple(sharded.__create_chunk_list__()[0].offsets)
 
 
 def measure_allreduce(ddp: DistributedDataParallel, every: int) -> None:
-    """Let DDP measure one step in `every`. Read in torch 2.11 and 2.15."""
+    """Make DDP measure every `every`-th step. Read in torch 2.11 and 2.15."""
     ddp._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
 
 
 def measured_allreduce(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Return DDP's measurements, times in nanoseconds. Read in torch 2.11 and 2.15."""
+    """Return DDP's measurements by name; times are in nanoseconds. Read in torch 2.11 and 2.15."""
     measured: dict[str, Any] = ddp._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     return measured
 
@@ -66,20 +66,20 @@ def configure_compiler(cores: int, max_shapes: int) -> None:
     from torch._dynamo import config as dynamo
     from torch._inductor import config as inductor
 
-    # The default is the number of the machine's cores, up to 32.
+    # torch's default is all of the machine's cores, up to 32.
     inductor.compile_threads = max(1, min(cores, inductor.compile_threads or cores))
     dynamo.recompile_limit = max_shapes
 
 
 def is_compiler_error(error: RuntimeError) -> bool:
-    """Return whether a compiler has failed, or is missing. Read in torch 2.11 and 2.15."""
+    """Return whether an error says that a compiler failed or is missing. Read in torch 2.11 and 2.15."""
     from torch._dynamo.exc import ShortenTraceback
 
     return isinstance(error, ShortenTraceback)
 
 
 def end_ranks_within(seconds: int, then: Callable[[], None]) -> None:
-    """Have torchrun kill ranks `seconds` after it has told them to end, and call `then` when their processes are gone.
+    """Have torchrun kill ranks `seconds` after it told them to end, and then call `then`.
 
     Read in torch 2.11 and 2.15: torchrun ends ranks only by `PContext.close`, which would give them 30 s.
     """
@@ -95,7 +95,7 @@ def end_ranks_within(seconds: int, then: Callable[[], None]) -> None:
 
 
 def run_exit_functions() -> None:
-    """Run the functions that atexit holds, before an `os._exit` that would skip them. Read in Python 3.11."""
+    """Run the registered atexit functions, which `os._exit` would skip. Read in Python 3.11."""
     import atexit
 
     atexit._run_exitfuncs()

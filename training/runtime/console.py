@@ -1,4 +1,4 @@
-"""Shows people lines on standard output, or a progress bar on a terminal. Runs on every rank; rank 0 prints."""
+"""Prints lines, or on a terminal a progress bar, to standard output. Runs on every rank; rank 0 prints."""
 
 import sys
 from contextlib import suppress
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Console:
-    """Prints if it is enabled, which it is on rank 0."""
+    """Prints lines and a progress bar if it is enabled; the trainer enables it on rank 0."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -29,7 +29,7 @@ class Console:
 
     def metrics(self, heading: str, values: str) -> None:
         """Show the metrics beside the bar, or as a line."""
-        # Another thread may stop the bar meanwhile.
+        # Read the bar only once: another thread may stop it meanwhile.
         if bar := self._bar:
             bar.update(bar.task_ids[0], description=values)
         else:
@@ -39,7 +39,7 @@ class Console:
         """Print a line."""
         if not self._enabled:
             return
-        # The log may lie on a disk that has just become full, and an error about it would end the training.
+        # The log's disk may be full, and this error must not end the training.
         with suppress(OSError):
             if self._bar:
                 self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,8 +1,8 @@
 """Binds a rank to the CPU cores near its GPU, unless that would leave it fewer cores. Runs on every rank.
 
 Pinned memory, decoded images and the threads that start kernels are then on the NUMA node that the GPU is connected to.
-torchrun's own `--numa-binding` asks CUDA in torchrun's process, of which our ranks are forks, and CUDA does not survive
-a fork. This module has not run on a GPU yet.
+torchrun's own `--numa-binding` would initialize CUDA in torchrun's process, of which our ranks are forks, and CUDA does
+not survive a fork. This module has run with one GPU only (docs/gpu.md).
 """
 
 import os
@@ -20,21 +20,21 @@ _SYS = Path("/sys")
 
 @dataclass(frozen=True, kw_only=True)
 class CoreShare:
-    """The cores that a rank may use, and how many ranks use them."""
+    """Cores of a node, and the number of ranks that share them."""
 
     cores: frozenset[int]
     ranks: int
 
     @property
     def per_rank(self) -> int:
-        """Cores for each of these ranks."""
+        """Number of cores for each rank."""
         return len(self.cores) // self.ranks
 
 
 def bind_to_cores(device: torch.device, rank_info: RankInfo) -> CoreShare:
-    """Bind this process, and all that it starts from now on, to the cores that it should use. Return those."""
+    """Bind this process, and all that it starts later, to the cores near its GPU, and return those cores."""
     allowed, ranks = frozenset(os.sched_getaffinity(0)), rank_info.local_world_size
-    # A rank that sees its own GPU alone does not know which cores the others use.
+    # A rank that sees only its own GPU does not know which cores the other ranks use.
     sees_all = device.type == "cuda" and torch.version.cuda is not None and torch.cuda.device_count() == ranks
     share = choose_cores(allowed, [_pci_address(index) for index in range(ranks)] if sees_all else [], rank_info)
     if share.cores != allowed:
@@ -43,17 +43,17 @@ def bind_to_cores(device: torch.device, rank_info: RankInfo) -> CoreShare:
 
 
 def choose_cores(allowed: frozenset[int], gpus: Sequence[str], rank_info: RankInfo, sys: Path = _SYS) -> CoreShare:
-    """Choose the allowed cores near this rank's GPU (its NUMA node), or all allowed cores if each rank then has more.
+    """Return the allowed cores on the NUMA node of this rank's GPU, or all allowed cores if each rank then has more.
 
     Args:
         allowed: the cores that the job may use on this node.
-        gpus: PCI address of each local rank's GPU; empty if they are not known.
+        gpus: the PCI address of each local rank's GPU; empty if unknown.
         rank_info: this rank.
-        sys: where Linux describes the machine.
+        sys: the directory in which Linux describes the machine.
     """
     everything = CoreShare(cores=allowed, ranks=rank_info.local_world_size)
     numa_nodes = [_read(sys / "bus" / "pci" / "devices" / gpu / "numa_node") for gpu in gpus]
-    # A machine with one NUMA node says -1, or nothing.
+    # On a machine with one NUMA node, the file says -1 or is missing.
     if not numa_nodes or not numa_nodes[rank_info.local_rank].isdecimal():
         return everything
     mine = numa_nodes[rank_info.local_rank]
@@ -73,6 +73,6 @@ def _read(file: Path) -> str:
 
 
 def _parse_list(text: str) -> frozenset[int]:
-    """Read Linux's list of cores, such as `0-15,32-47`."""
+    """Parse a list of cores in Linux's form, such as `0-15,32-47`."""
     ranges = [part.partition("-") for part in text.split(",") if part]
     return frozenset(core for first, _, last in ranges for core in range(int(first), int(last or first) + 1))

@@ -1,16 +1,16 @@
-"""Makes trainings repeat bit by bit, by the settings of torch, cuDNN, cuBLAS and NCCL. Runs on every rank.
+"""Makes trainings repeatable bit by bit through settings of torch, cuDNN, cuBLAS and NCCL. Runs on every rank.
 
 | setting | `off` | `warn` | `error` |
 |---|---|---|---|
-| cuDNN: algorithms that add in one order, no autotuning | no | yes | yes |
+| cuDNN: only algorithms that add in a fixed order, no autotuning | no | yes | yes |
 | cuBLAS: a fixed workspace | no | yes | yes |
-| torch: kernels that add in one order, where an operation has one | no | yes | yes |
-| an operation that has none | is used | is used, and named | ends the training before its first step |
-| NCCL: rings alone, no sums in the switches (NVLS) | no | yes | yes |
+| torch: a kernel that adds in a fixed order, if the operation has one | no | yes | yes |
+| an operation without such a kernel | is used | is used, and named | ends the training before its first step |
+| NCCL: only rings, no sums in the switches (NVLS) | no | yes | yes |
 | the compiler: no autotuning (`training.models.parallel`) | no | yes | yes |
 
-Environment variables that are already set are kept. TF32 rounds float32 products of matrices to 10 bits of fraction, in
-the same way each time, so `--tf32` is a separate choice; torch always uses it for convolutions on GPUs.
+Environment variables that are already set are kept. `--tf32` is a separate choice: TF32 rounds the factors of a float32
+matrix product to 10 bits of fraction, but always in the same way. torch always uses TF32 for convolutions on GPUs.
 """
 
 import os
@@ -26,15 +26,15 @@ from training.config.train_config import TrainConfig
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import device_name, processor_name
 
-# cuBLAS and NCCL read these when they start. NVLS adds in another order from call to call (NVIDIA/nccl#1497); a ring
-# adds in the order of the ranks.
+# cuBLAS and NCCL read these when they start. NVLS may add in another order at each call (NVIDIA/nccl#1497); a ring adds
+# in the order of the ranks.
 _ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_NVLS_ENABLE": "0", "NCCL_ALGO": "Ring"}
 _NCCL_NAMES = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_NVLS_ENABLE")
 _NO_KERNEL = "does not have a deterministic implementation"
 
 
 def configure(config: TrainConfig) -> None:
-    """Set up torch and the libraries below it. Call this before the ranks connect: NCCL reads its settings then."""
+    """Set up torch and its libraries for --deterministic and --tf32. Call this before NCCL reads its settings."""
     repeatable = config.deterministic != "off"
     for name, value in _ENVIRONMENT.items() if repeatable else ():
         os.environ.setdefault(name, value)
@@ -42,22 +42,22 @@ def configure(config: TrainConfig) -> None:
     torch.backends.cudnn.deterministic = repeatable
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
     torch.use_deterministic_algorithms(repeatable, warn_only=config.deterministic == "warn")
-    # Nothing here reads uninitialized memory, so filling it would cost time for nothing.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when it is asked for
+    # Nothing here reads uninitialized memory, so filling it would waste time.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when asked for
 
 
 def configure_attention(model: nn.Module) -> None:
-    """Allow only deterministic kernels, if the training is to be repeatable and the model uses torch's fused attention.
+    """Make torch refuse operations without a deterministic kernel, even with `warn`, if the model has fused attention.
 
-    The backward pass of fused attention adds in one order only if torch raises an error for every operation without a
-    deterministic kernel (torch.nn.attention.SDPBackend). If torch only warns of those, it adds in any order.
+    In the mode that only warns, torch uses a backward pass of fused attention that adds in any order
+    (torch.nn.attention.SDPBackend).
     """
     if torch.are_deterministic_algorithms_enabled() and uses_fused_attention(model):
         torch.use_deterministic_algorithms(True)
 
 
 def uses_fused_attention(model: nn.Module) -> bool:
-    """Return whether a model calls `scaled_dot_product_attention`, by MultiheadAttention or by timm's switch."""
+    """Return whether a model has MultiheadAttention, or a module of timm that uses fused attention."""
     return any(
         isinstance(part, nn.MultiheadAttention) or getattr(part, "fused_attn", False) for part in model.modules()
     )
@@ -65,9 +65,9 @@ def uses_fused_attention(model: nn.Module) -> bool:
 
 @contextmanager
 def watch_operations() -> Iterator[list[str]]:
-    """Yield a list. After the body, it names the body's operations that have no deterministic kernel here.
+    """Yield a list that holds, after the body, the names of its operations without a deterministic kernel here.
 
-    torch's warnings of these are not printed, now or later; other warnings are.
+    torch's warnings of such operations are no longer printed, now and later; other warnings are.
     """
     operations: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -83,15 +83,15 @@ def watch_operations() -> Iterator[list[str]]:
 
 
 def operation_without_kernel(text: str) -> str:
-    """Return the operation that, by torch's message, has no deterministic kernel; empty for other messages."""
+    """Return the operation that torch's message `text` says has no deterministic kernel, or an empty text."""
     before, found, _ = text.partition(f" {_NO_KERNEL}")
     return before.split()[-1] if found else ""
 
 
 class Numerics:
-    """Records the settings, software and devices on which a training's bits depend, and compares them on restoration.
+    """Records the settings, software and devices on which a training's bits depend, and compares them at a restore.
 
-    It does not know which rank has which GPU of a node, nor how the nodes are wired. NCCL builds its rings from that.
+    The order of NCCL's rings is not recorded: it depends on which rank has which GPU, and on the network.
     """
 
     def __init__(self, config: TrainConfig, group: ProcessGroup) -> None:
@@ -111,7 +111,7 @@ class Numerics:
                 **{name: os.environ.get(name) for name in _NCCL_NAMES},
             }
         else:
-            # torch chooses kernels by instruction set; oneDNN, and the library for matrix products, by the CPU's model.
+            # torch chooses kernels by instruction set; oneDNN and the matrix product library by the model of the CPU.
             self.values |= {
                 "processor": _distinct(group.all_gather_json(processor_name())),
                 "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -122,11 +122,11 @@ class Numerics:
         """Differences from the restored state, such as `torch 2.11.0 instead of 2.15.0`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values."""
+        """Return the recorded values."""
         return dict(self.values)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Compare with the values of a saved state, and list the differences in `changes`."""
+        """List the differences from the values of a saved state in `changes`."""
         names = [*self.values, *(name for name in state_dict if name not in self.values)]
         self.changes = [
             f"{name} {self.values.get(name)} instead of {state_dict.get(name)}"
@@ -136,12 +136,12 @@ class Numerics:
 
 
 def describe_numerics(values: dict[str, Any]) -> str:
-    """Describe the saved values of `Numerics`: the conditions under which trainings were found to be equal."""
+    """Return a short description of values that `Numerics` saved, such as for a result that two trainings are equal."""
     ranks, device = values["ranks"], values["device"]
     where = f"{ranks} rank{'' if ranks == 1 else 's'} on {device}"
     return f"--deterministic {values['deterministic']}, {where}, torch {values['torch']}"
 
 
 def _distinct(values: list[Any]) -> Any:
-    """Return the value that all ranks have, or the list of all values by rank if they differ."""
+    """Return the one value if all ranks have the same, else the list of values by rank."""
     return values[0] if all(value == values[0] for value in values) else values

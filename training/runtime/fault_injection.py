@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hpc.base.errors import UserError
 
-# The place of each fault: `load` (waiting for a batch), `boundary` (before a step), `step` (between the gradients and
-# the weights), `save` (between the files), `evaluate`, or `preflight` (its matrix product).
+# The place of each fault: `load` (before waiting for a batch), `boundary` (before a step), `step` (before the weights
+# change), `save` (before a checkpoint is published), `evaluate` (before a batch), or `preflight` (its matrix product).
 _PLACES = {
     "step": "step",
     "save": "save",
@@ -22,27 +22,27 @@ _PLACES = {
     "slow": "load",
     "preflight": "preflight",
 }
-# Faults that cut a training such that it can resume.
+# Faults after which a training can resume.
 POINTS = ("step", "save", "evaluate", "stop")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A fault of one rank, which happens when the rank reaches the fault's place at or after a step."""
+    """A fault of one rank. It happens when the rank reaches the fault's place at step `step` or later."""
 
     point: str
-    """A key of _PLACES."""
+    """Kind of fault, a key of _PLACES."""
     step: int
     rank: int
     always: bool = False
-    """True if it also happens after torchrun has restarted the ranks, not at their first start only."""
+    """Whether the fault also happens after torchrun has restarted the ranks, not only at their first start."""
 
     def __str__(self) -> str:
-        """The text that `parse_fault` reads."""
+        """Return the text from which `parse_fault` makes this fault."""
         return f"{self.point}@{self.step}:{self.rank}{'!' if self.always else ''}"
 
     def inject(self, place: str, step: int, rank: int) -> bool:
-        """Make the fault happen at its place and rank, from its step on. Return whether it did; it may end the rank."""
+        """Make the fault happen if this is its place, rank and step (or later). Return whether it did."""
         if place != _PLACES.get(self.point) or step < self.step or rank != self.rank:
             return False
         match self.point:
@@ -55,20 +55,20 @@ class Fault:
             case "raise":
                 raise RuntimeError("failure injected by --fault")
             case "oom":
-                from torch import OutOfMemoryError  # noqa: PLC0415  # the import takes seconds; a training has done it
+                from torch import OutOfMemoryError  # noqa: PLC0415  # takes seconds, unless in a training
 
                 raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. (injected by --fault)")
             case "exit":
-                # Exit with code 0 and no message, as if the work were done.
+                # Exit as if the work were done.
                 os._exit(0)
             case "slow":
                 time.sleep(0.3)
-        # The preflight falsifies its product itself.
+        # For "preflight", the caller falsifies its matrix product.
         return True
 
 
 def _hang() -> None:
-    """Sleep for ever; an aborted rank's stacks show this function's name."""
+    """Sleep forever. The stacks of the aborted rank show this function's name."""
     print("hanging (injected by --fault)", flush=True)
     while True:
         time.sleep(60)
@@ -78,10 +78,10 @@ NO_FAULT = Fault(point="", step=0, rank=-1)
 
 
 def parse_fault(text: str) -> Fault:
-    """Read `POINT@STEP:RANK`, or `POINT@STEP:RANK!` for every start of the ranks; empty text means no fault.
+    """Parse `POINT@STEP:RANK`, or `POINT@STEP:RANK!` for a fault at every start. An empty text means no fault.
 
     Raises:
-        UserError: the text is something else.
+        UserError: the text has another form.
     """
     if not text:
         return NO_FAULT

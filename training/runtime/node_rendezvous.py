@@ -1,15 +1,15 @@
-"""Lets the torchruns of a round meet: known members, over authenticated connections. Runs once per node.
+"""Owns the rendezvous of a round's torchruns: known members, authenticated connections. Runs once per node.
 
-The coordinator has chosen the members (jobs.control.round_members) and replaces lost ones. Here they only wait for each
-other, at the start and whenever ranks of one of them have died. torch's own backends do not suffice:
+The coordinator chooses the members (jobs.control.round_members) and replaces lost ones. Here the members only wait for
+each other, at the start and whenever ranks of a member have died. torch's own backends do not suffice:
 
-- `c10d` keeps its state as a pickle in a store to which everybody on the network can write. Whoever does so runs code
-  as the user, on all nodes.
-- `static` never tells a node that another one's ranks have died: its `num_nodes_waiting` is always 0. Everybody can
-  write to its store, too, and the ranks of all restarts share it.
+- `c10d` keeps its state as a pickle in a store to which anyone on the network can write, and so run code as the user on
+  all nodes.
+- `static` never tells a node that another node's ranks have died: its `num_nodes_waiting` is always 0. Anyone can write
+  to its store, too, and the ranks of all restarts share it.
 
-The first member's torchrun keeps the members' reports. A report has a member's whole state and is repeated, so
-connections may break. Each start of the ranks is a generation. No member enters one before all were in the one before.
+The first member's torchrun keeps the members' reports. Each report is a member's whole state and is sent repeatedly, so
+connections may break. Each start of the ranks is a generation, which no member enters before all were in the last one.
 """
 
 import os
@@ -38,26 +38,26 @@ BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.
 _ARRIVAL_SECONDS = 600.0
 _POLL_SECONDS = 0.2
-# The pause while no ranks run, and all wait for the last member.
+# The pause between reports while no ranks run, because members wait for the last one.
 _MEETING_POLL_SECONDS = 0.03
 # If ranks fail as soon as they start, the coordinator decides within two seconds whether they start again. Without this
-# pause, torchrun would meanwhile start ten times a script that cannot run.
+# pause, torchrun would meanwhile start a broken script ten times.
 _MIN_BETWEEN_STARTS_SECONDS = 3.0
-# This matters in rounds of more than 200 nodes, or of 30 while they meet: the first node's torchrun needs a fifth of a
-# core for a thousand answers a second.
+# Limits the reports to a thousand a second, whose answers take a fifth of a core on the first node. This matters in
+# rounds of more than 200 nodes, or of 30 while they meet.
 _POLL_SECONDS_PER_NODE = 0.001
 _LIMITS = Limits(timeout_seconds=5.0, max_message_bytes=2**12)
 
 
 class _Members:
-    """Keeps the members' reports, in the first member's torchrun."""
+    """Keeps the members' reports. Runs in the first member's torchrun."""
 
     def __init__(self, number: int) -> None:
         self._lock = threading.Lock()
         self._generations, self._ended, self._master = [0] * number, set[int](), ("", 0)
 
     def take(self, report: dict[str, Any]) -> dict[str, Any]:
-        """Take a member's report, and return the answer to it. Raises DecodeError if it is not a report."""
+        """Keep a member's report, and return the answer. Raises DecodeError if it is not a valid report."""
         match report:
             case {"node": int(node), "generation": int(generation), "ended": bool(ended), "master": [str(), int()]}:
                 pass
@@ -79,16 +79,16 @@ class _Members:
             }
 
     def serve(self, connection: Connection) -> None:
-        """Answer another member."""
+        """Answer the reports of another member until its connection ends."""
         while True:
             connection.send(self.take(connection.receive()))
 
 
 class NodeRendezvous(RendezvousHandler):
-    """One member's part of the rendezvous; used by one thread."""
+    """A member's side of the rendezvous. Only one thread may use it."""
 
     def __init__(self, parameters: RendezvousParameters, secret: str) -> None:
-        """If this is the first member, listen for the others. All torchruns of the attempt know `secret`."""
+        """Listen for the others if this is the first member. All torchruns of the attempt have the same `secret`."""
         self._node, self._num_nodes = int(parameters.get("rank")), parameters.max_nodes
         self._address, self._run_id, self._secret = parameters.local_addr or "", parameters.run_id, secret
         self._ports = port_range(parameters.get("ports", ""))
@@ -103,11 +103,11 @@ class NodeRendezvous(RendezvousHandler):
         self._members: _Members | None = None
         if self._node == 0:
             self._members = _Members(self._num_nodes)
-            # The run id is the purpose, because torchruns of other rounds have the same secret.
+            # The run id tells rounds apart, whose torchruns have the same secret.
             self._server = Server(secret, self._run_id, self._members.serve, _LIMITS, [self._endpoint[1]])
 
     def get_backend(self) -> str:
-        """Return the name by which torchrun knows this rendezvous."""
+        """Return the backend's name, as registered in torchrun."""
         return BACKEND
 
     def get_run_id(self) -> str:
@@ -115,14 +115,14 @@ class NodeRendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all members have called this as often as this one, and return what the new ranks need.
+        """Wait until all members have called this as often as this one, and return the master address for new ranks.
 
         Raises:
-            RendezvousError: some member cannot do so any more, or has not done so within ten minutes.
+            RendezvousError: a member has ended, or has not called this within ten minutes.
         """
         self._generation += 1
         if self._node == 0:
-            # Each generation of ranks has a new store: in an earlier one they would find addresses of dead ranks.
+            # Each generation of ranks has a new store: an earlier one holds addresses of dead ranks.
             with listen(self._ports) as free:
                 self._master = self._address, int(free.getsockname()[1])
         deadline = time.monotonic() + _ARRIVAL_SECONDS
@@ -130,14 +130,14 @@ class NodeRendezvous(RendezvousHandler):
             answer = self._report()
             if self._host_has_left:
                 raise RendezvousConnectionError("the torchrun of the round's first node has ended")
-            # If all have arrived, the ranks of another node may have started, and ended, already.
+            # If all members have arrived, `ended` is no problem: another node's ranks may have started and finished.
             has_arrived = answer.get("arrived") == self._num_nodes
             if answer.get("ended") and not has_arrived:
                 raise RendezvousClosedError("the ranks of another node have ended, and cannot be restarted")
             if has_arrived and time.monotonic() >= self._next_start:
                 self._next_start = time.monotonic() + _MIN_BETWEEN_STARTS_SECONDS
                 address, port = answer["master"]
-                # The ranks inherit this. TORCHELASTIC_RESTART_COUNT stays 0 if another node's ranks caused the restart.
+                # For the ranks: TORCHELASTIC_RESTART_COUNT stays 0 if ranks of another node caused the restart.
                 os.environ[RESTARTS] = str(self._generation - 1)
                 store = cast("Store", _ExitBarrier(self))
                 return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))
@@ -145,24 +145,24 @@ class NodeRendezvous(RendezvousHandler):
         raise RendezvousTimeoutError(f"not all {self._num_nodes} nodes arrived within {_ARRIVAL_SECONDS:.0f} s")
 
     def num_nodes_waiting(self) -> int:
-        """Return how many members want new ranks: if any does, torchrun restarts this node's, too."""
+        """Return how many members wait for new ranks. If any does, torchrun restarts this node's ranks, too."""
         if time.monotonic() < self._next_look:
             return 0
         self._next_look = time.monotonic() + self._poll_seconds
         return int(self._report().get("waiting", 0))
 
     def wait_for_end(self) -> None:
-        """Report that this node's ranks have ended, and wait until the other members' ranks have, too."""
+        """Report that this node's ranks have ended, and wait until those of all members have ended."""
         self._ended = True
         while self._report().get("ended") != self._num_nodes and not self._host_has_left:
             time.sleep(self._poll_seconds)
 
     def is_closed(self) -> bool:
-        """Return False: the coordinator ends rounds."""
+        """Return False, since only the coordinator ends rounds."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: the coordinator ends rounds."""
+        """Do nothing, since only the coordinator ends rounds."""
 
     def shutdown(self) -> bool:
         """Close the connections, and return True."""
@@ -173,7 +173,7 @@ class NodeRendezvous(RendezvousHandler):
         return True
 
     def _report(self) -> dict[str, Any]:
-        """Report this member's state to the first one, and return the answer; empty if that cannot be reached."""
+        """Report this member's state to the first one, and return the answer, or an empty dict if none comes."""
         report = {
             "node": self._node, "generation": self._generation, "ended": self._ended, "master": self._master
         }  # fmt: skip
@@ -186,7 +186,7 @@ class NodeRendezvous(RendezvousHandler):
             answer = self._connection.receive()
             self._met = True
         except OSError as error:
-            # The first member listens until it ends. The network may recover from other errors.
+            # The first member listens until it ends, so a refusal means that it has. Other errors may pass.
             self._host_has_left = self._met and isinstance(error, ConnectionRefusedError)
             if self._connection:
                 self._connection.close()
@@ -196,7 +196,7 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class _ExitBarrier:
-    """Replaces the store with which torchrun, before it ends, waits for the other members' torchruns."""
+    """Replaces torchrun's store, with which it waits for the other members before it ends."""
 
     timeout = timedelta()
 
@@ -204,12 +204,12 @@ class _ExitBarrier:
         self._rendezvous = rendezvous
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: nodes that do not end are the coordinator's business."""
+        """Do nothing, since the coordinator ends nodes that wait too long."""
 
     def add(self, _key: str, _amount: int) -> int:
-        """Return 0: this member does not know whether it is the last one."""
+        """Return 0, so that torchrun does not take this member for the last one."""
         return 0
 
     def wait(self, _keys: Iterable[str]) -> None:
-        """Wait for the other members."""
+        """Wait until the ranks of all members have ended."""
         self._rendezvous.wait_for_end()

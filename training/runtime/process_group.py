@@ -1,4 +1,4 @@
-"""The process group: connecting, collectives, and errors that all ranks raise. Runs on every rank."""
+"""Connects the ranks; owns their collectives and the errors that all ranks raise. Runs on every rank."""
 
 import ctypes
 import json
@@ -29,32 +29,32 @@ from training.runtime.run_context import RankInfo
 # A rank that has not answered for this long is taken for dead.
 _TIMEOUT = timedelta(minutes=10)
 _WATCHED_TIMEOUT = timedelta(days=1)
-# Enough for the full bandwidth, and small compared with a state that takes long to send.
+# Large enough for the full bandwidth, and small compared with a state that takes long to send.
 _BUCKET_BYTES = 2**26
-# c10's number for the log level of errors.
+# The log level of errors in c10.
 _ERROR = 2
-# Pauses between two looks for rank 0's store; the longest is for many ranks.
+# Pauses between two tries to reach rank 0's store. They grow, so that many ranks do not flood it.
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 0.25
 
 
 class SharedError(UserError):
-    """A user's mistake that every rank raises; rank 0 alone prints it."""
+    """A user's mistake that every rank raises and only rank 0 prints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroup:
-    """All ranks, as one of them sees them."""
+    """This rank's device, and its connections to all ranks."""
 
     rank_info: RankInfo
     device: torch.device
     control: distributed.ProcessGroup
-    """A gloo group, for exchanges that must not make the device wait."""
+    """Gloo group of all ranks for exchanges on the CPU, which do not make the device wait."""
     connected_at: float
     """time.monotonic() when all ranks had connected."""
     cores: int
-    """CPU cores of this rank, its share of the node's."""
+    """Number of CPU cores for this rank, its share of the node's."""
     timeout: timedelta = _TIMEOUT
-    """Limit of each wait for other ranks."""
+    """Maximum duration of each wait for other ranks."""
 
     @property
     def rank(self) -> int:
@@ -68,7 +68,7 @@ class ProcessGroup:
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on rank 0."""
+        """Whether this is rank 0."""
         return self.rank_info.is_rank_zero
 
     @property
@@ -79,7 +79,7 @@ class ProcessGroup:
 
     @property
     def used_memory(self) -> int:
-        """Bytes: the peak that torch reserved on this rank's GPU; on a CPU, this process's resident memory now."""
+        """Peak bytes that torch reserved on this rank's GPU, or on a CPU the present resident bytes of this process."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_reserved(self.device)
         return resident_memory_bytes()
@@ -90,19 +90,19 @@ class ProcessGroup:
             torch.cuda.synchronize(self.device)
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, on the CPU."""
+        """Return the sum of a tensor over all ranks, computed on the CPU."""
         total = values.detach().to("cpu", copy=True)
         distributed.all_reduce(total, group=self.control)
         return total
 
     def all_reduce_on_device(self, value: Tensor) -> Tensor:
-        """Sum a tensor over all ranks, on the device; the host does not wait for it."""
+        """Return the sum of a tensor over all ranks, computed on the device. The host does not wait for it."""
         total = value.detach().clone()
         distributed.all_reduce(total)
         return total
 
     def broadcast_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy rank 0's tensors to every rank's device with one broadcast per dtype; the host does not wait for it.
+        """Return copies of rank 0's tensors on every rank, with one broadcast per dtype. The host does not wait.
 
         Names, shapes and dtypes must be the same on all ranks.
         """
@@ -116,15 +116,15 @@ class ProcessGroup:
         return copies
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor], source: int = 0) -> Iterator[tuple[str, Tensor]]:
-        """Yield rank `source`'s tensors by name, one after the other, on every rank's device; other ranks' are ignored.
+        """Yield rank `source`'s names and tensors, on every rank's device. The `tensors` of other ranks are ignored.
 
-        All ranks must take all tensors. They are sent in buckets of 64 MB, or of one larger tensor. A tensor keeps its
-        whole bucket in memory: to keep a tensor, copy it.
+        All ranks must iterate to the end. Tensors are sent in buckets of 64 MB, or of one larger tensor. A tensor keeps
+        its whole bucket in memory: to keep a tensor, copy it.
         """
         is_source = self.rank == source
         found = {name: (str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in tensors.items()}
         text = self.broadcast_bytes(json.dumps(found).encode() if is_source else None, source)
-        # The meta device has no memory: these are names, types and shapes.
+        # Tensors on the meta device have a shape and a dtype, but take no memory.
         described = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for name, (dtype, shape) in json.loads(text).items()
@@ -141,23 +141,23 @@ class ProcessGroup:
             yield from parts.items()
 
     def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
-        """Return rank `source`'s bytes on every rank; the argument of other ranks is ignored."""
+        """Return rank `source`'s `data` on every rank. The `data` of other ranks is ignored."""
         return broadcast_bytes(data, source, self.control)
 
     def all_gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; for small values that JSON can hold. Tuples become lists."""
+        """Return every rank's value, in the order of ranks. Values are small and fit for JSON; tuples become lists."""
         return [json.loads(text) for text in all_gather_bytes(json.dumps(value).encode(), self.control)]
 
     def new_group(self) -> "ProcessGroup":
-        """Return the same ranks with another control group, for another thread. All ranks must call this."""
+        """Return a copy with a control group of its own, for another thread. All ranks must call this."""
         return replace(self, control=_control_group(self.timeout))
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Raise on all ranks if the body fails on some, with the message of the first of them.
+        """Make all ranks raise if the body raises UserError on any rank. All ranks must enter the body.
 
         Raises:
-            SharedError: the body raised a UserError on some rank.
+            SharedError: with the message of the first rank that failed.
         """
         problem = None
         try:
@@ -173,10 +173,10 @@ class ProcessGroup:
 
 @device_of_the_node()
 def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
-    """Connect to the other ranks: NCCL with a GPU per rank, gloo without GPUs.
+    """Connect to the other ranks: by NCCL with a GPU per rank, by gloo without GPUs.
 
-    gloo binds to the address that the host name resolves to, which other nodes can reach: do not point it at the
-    loopback interface. If the rank is `watched`, a node agent ends ranks that hang, and waits need no short timeout.
+    gloo binds to the address to which the host name resolves. Other nodes must reach it, so it must not be a loopback
+    address. If `watched`, a node agent ends ranks that hang, so waits have a timeout of a day instead of ten minutes.
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them.
@@ -184,7 +184,7 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
         TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     timeout = _WATCHED_TIMEOUT if watched else _TIMEOUT
-    # The key-value store is torchrun's, or in memory for a single rank without torchrun.
+    # A single rank without torchrun has a store in its own memory.
     store: Store = HashStore()
     if "MASTER_ADDR" in os.environ:
         if not rank_info.is_rank_zero:
@@ -209,16 +209,16 @@ def connect(rank_info: RankInfo, *, watched: bool = False) -> ProcessGroup:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Let torch's C++ code log only errors, unless the user has chosen what it logs.
+    """Make torch's C++ code log only errors, unless the user has set its log level.
 
     If no DNS server answers, torch's client warns at each start, in each rank's log, that rank 0's IPv6 address has no
-    name. No error is lost: if the client cannot connect, it raises one.
+    name. No error is lost: a client that cannot connect raises one.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
         level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
     except (OSError, ValueError):
-        level = None  # this torch lacks the variable, and so warns
+        level = None  # this torch lacks the variable, so its warnings stay
     if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ:
         yield
         return
@@ -230,7 +230,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _wait_for_store(address: str, port: int) -> None:
-    """Wait until rank 0 listens. After a refusal, torch's client pauses for 0.4 s, then longer (seen in 2.15)."""
+    """Wait until rank 0 listens, with shorter pauses than torch's client: 0.4 s and longer (seen in torch 2.15)."""
     deadline, pause = time.monotonic() + _TIMEOUT.total_seconds(), _FIRST_PAUSE_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -245,7 +245,7 @@ def _wait_for_store(address: str, port: int) -> None:
 
 
 def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield the names of tensors in groups of one dtype, each of up to 64 MB or of one tensor."""
+    """Yield the names of tensors in buckets. Each has one dtype, and 64 MB at most or a single tensor."""
     bucket, size_bytes = list[str](), 0
     for name, tensor in sorted(tensors.items(), key=lambda item: str(item[1].dtype)):
         if bucket and (size_bytes + tensor.nbytes > _BUCKET_BYTES or tensor.dtype != tensors[bucket[0]].dtype):

@@ -1,4 +1,4 @@
-"""Finds the device of a rank, and whose fault it is if that does not work. Runs on every rank."""
+"""Finds the device of a rank. If it does not work, tells whether the node or the user is to blame. Every rank."""
 
 import os
 import platform
@@ -26,16 +26,16 @@ _NVIDIA_DRIVER, _AMD_DRIVER = Path("/dev/nvidiactl"), Path("/dev/kfd")
 
 @contextmanager
 def device_of_the_node() -> Iterator[None]:
-    """Blame the node for an error of CUDA in the body, which uses this rank's device for the first time.
+    """Turn a CUDA error of the body, the first use of this rank's device, into a BadNodeError.
 
     Raises:
-        BadNodeError: CUDA has failed.
+        BadNodeError: the body raised a RuntimeError of CUDA.
     """
     try:
         yield
     except RuntimeError as error:
         message = str(error).strip().partition("\n")[0]
-        # If NCCL cannot reach another node, that says nothing of this node's device.
+        # Other errors, such as that NCCL cannot reach a node, say nothing about this node's device.
         if "cuda" not in message.lower() and not is_device_failure(message):
             raise
         raise BadNodeError(f"{platform.node()} cannot use its GPUs: {message}") from error
@@ -47,26 +47,26 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU's model, such as `INTEL(R) XEON(R) PLATINUM 8592+, family 6, model 207`, or just `aarch64`."""
+    """Return the CPU's model, such as `INTEL(R) XEON(R) PLATINUM 8592+, family 6, model 207`, or at least `aarch64`."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0]
     except OSError:
         first = ""
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
     try:
-        # A virtual machine may hide the name, but not the numbers, by which libraries choose their kernels.
+        # A virtual machine may hide the name, but not the numbers by which libraries choose their kernels.
         return f"{fields['model name']}, family {fields['cpu family']}, model {fields['model']}"
     except KeyError:
         return platform.machine()
 
 
 def _event() -> torch.cuda.Event:
-    """Make an event for which threads sleep. By default they would keep a core busy that the training needs."""
+    """Return an event whose waiting threads sleep. By default they keep a core busy that the training needs."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
 class HostValues:
-    """Copies the values of a tensor, float [n], from the device to the host, which need not wait."""
+    """Copies a tensor, float [n], from the device to the host in the background."""
 
     def __init__(self, values: Tensor) -> None:
         self._values, self._copied = values, None
@@ -76,7 +76,7 @@ class HostValues:
             self._copied = torch.cuda.current_stream(values.device).record_event(_event())
 
     def read(self) -> list[float]:
-        """Wait for the copy alone, and return the values. Any thread may call this."""
+        """Wait for the copy, not for later work of the device, and return the values. Any thread may call this."""
         if self._copied:
             self._copied.synchronize()
         values: list[float] = self._values.tolist()
@@ -84,14 +84,14 @@ class HostValues:
 
 
 class DeviceCopy:
-    """Follows a copy from a GPU, which runs in a stream, and measures how long the GPU's own work waits for it."""
+    """A copy from a GPU in a CUDA stream. Measures how long the GPU's other work waits for the copy."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._copied = stream.record_event(_event())
         self._waited: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def make_device_wait(self) -> None:
-        """Let the GPU begin its next work when the copy is complete. The host does not wait."""
+        """Make the GPU's next work wait until the copy is complete. The host does not wait."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         current = torch.cuda.current_stream()
         began.record(current)
@@ -100,12 +100,12 @@ class DeviceCopy:
         self._waited = began, ended
 
     def wait(self) -> None:
-        """Let the host wait for the copy. Any thread may call this."""
+        """Make the host wait for the copy. Any thread may call this."""
         self._copied.synchronize()
 
     @property
     def stall_seconds(self) -> float:
-        """Seconds that the GPU has waited; 0 until it continues."""
+        """Seconds that the GPU waited for the copy; 0 until it continues."""
         if self._waited is None:
             return 0.0
         began, ended = self._waited
@@ -114,9 +114,9 @@ class DeviceCopy:
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed a rank's generators of random numbers: the CPU's, and its device's.
+    """Seed torch's random number generators of the CPU and of this rank's device.
 
-    `torch.manual_seed` does the same, but on a CPU takes a millisecond to prepare devices that are not in use.
+    `torch.manual_seed` does the same, but on a CPU takes a millisecond to prepare unused devices.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -124,11 +124,11 @@ def seed_generators(device: torch.device, seed: int) -> None:
 
 
 def find_device(rank_info: RankInfo, store: Store) -> torch.device:
-    """Find this rank's device. All ranks share the store.
+    """Return this rank's device. All ranks must call this with the same store.
 
     Raises:
-        BadNodeError: this node has fewer GPUs than ranks, or torch cannot use them, though they were asked for.
-        UserError: this rank needs a second MIG instance, but a process sees only one. Or as in `choose_device`.
+        BadNodeError: this node has fewer GPUs than ranks, or torch cannot use GPUs that were asked for.
+        UserError: this rank needs a second MIG instance, but a process sees only one; also see `choose_device`.
         TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -136,7 +136,7 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
     if visible.startswith("MIG-") and rank_info.local_rank >= usable > 0:
         what = f"CUDA_VISIBLE_DEVICES is {visible}, but a process sees only one MIG instance"
         raise UserError(f"{what}: start one rank per node (--gpus-per-node 1)")
-    # Without a node agent, torchrun's user has named GPUs. A testbed names pretended ones, which have no driver.
+    # Without a node agent, the user names GPUs in CUDA_VISIBLE_DEVICES. A testbed names fake ones, without a driver.
     named = bool(visible) and _NVIDIA_DRIVER.exists()
     problem = why_no_gpu() if not usable and (named or must_use_gpu(os.environ)) else ""
     if passes(problem) and driver_recovers(problem):
@@ -148,7 +148,7 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
 
 
 def why_no_gpu(drivers: tuple[Path, ...] = (_NVIDIA_DRIVER, _AMD_DRIVER)) -> str:
-    """Return why torch can use no GPU here."""
+    """Return the reason why torch cannot use a GPU on this node."""
     version = f"torch {torch.__version__}"
     if torch.version.cuda is None and torch.version.hip is None:
         return f"{version} is built for CPUs alone"
@@ -165,17 +165,17 @@ def why_no_gpu(drivers: tuple[Path, ...] = (_NVIDIA_DRIVER, _AMD_DRIVER)) -> str
 
 
 def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) -> torch.device:
-    """Choose the device by what all nodes have: ranks with and without a GPU could not connect.
+    """Return a GPU if all ranks have one, or the CPU if none has: ranks on different kinds cannot connect.
 
     Args:
         rank_info: this rank.
         store: the store of all ranks.
-        usable: number of GPUs that torch can use on this node.
-        problem: why torch can use none though it must; empty if it need not.
+        usable: the number of GPUs that torch can use on this node.
+        problem: why torch cannot use a GPU that was asked for, or an empty text.
 
     Raises:
         BadNodeError: this node cannot use the GPU that was asked for, or has fewer GPUs than ranks.
-        UserError: there are several nodes, and each has the same number of GPUs, which is less than its ranks.
+        UserError: each of several nodes has the same number of GPUs, which is less than its ranks.
         TorchrelayError: another rank has no GPU.
     """
     broken, able = bool(problem), rank_info.local_rank < usable
@@ -186,7 +186,7 @@ def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) 
         store.set("all seen", "")
     store.wait(["all seen"], _TIMEOUT)
     where = f"local rank {rank_info.local_rank} on {platform.node()}"
-    # Raise this first: the store is gone as soon as the first rank has ended.
+    # Raise this before another use of the store, which is gone once rank 0 has ended.
     if broken:
         raise BadNodeError(f"{where} cannot use the GPU that was asked for (--device cpu needs none): {problem}")
     some, lacking = store.add("able", 0) > 0, rank_info.world_size - store.add("able", 0)

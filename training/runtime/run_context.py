@@ -1,4 +1,4 @@
-"""The rank of this process, and the attempt and run that it belongs to. Runs on every rank; imports no torch."""
+"""Describes this process's rank, attempt and run. Runs on every rank; imports no torch."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """This rank among all ranks. A process without torchrun is the only rank."""
+    """The place of this rank among all ranks. A process without torchrun is the only rank."""
 
     rank: int
     local_rank: int
@@ -28,12 +28,12 @@ class RankInfo:
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on rank 0, which writes the files and prints."""
+        """Whether this is rank 0, which writes the files and prints."""
         return self.rank == 0
 
 
 def rank_info_from(environment: Mapping[str, str]) -> RankInfo:
-    """Read torchrun's variables."""
+    """Return the rank that torchrun's environment variables describe."""
     return RankInfo(
         rank=int(environment.get("RANK", "0")),
         local_rank=int(environment.get("LOCAL_RANK", "0")),
@@ -45,7 +45,7 @@ def rank_info_from(environment: Mapping[str, str]) -> RankInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """One attempt at a run: what to train, and where its files go."""
+    """An attempt at a run: its training, and the places of its files."""
 
     config: TrainConfig
     run_dir: RunDir
@@ -53,15 +53,15 @@ class RunContext:
     started: float
     """time.monotonic() at the start of the process."""
     node_dir: NodeDir | None = None
-    """Files of this node that outlive the processes; None: no snapshots."""
+    """Directory on this node that outlives the processes; None if there are no snapshots."""
     fault: Fault = NO_FAULT
     heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(None, 0))
     recipe: str | None = None
     evaluation: EvaluationTask | None = None
-    """The evaluation to make instead of training."""
+    """The evaluation to make, or None for a training."""
 
     def beat_with_each(self, phase: Phase, items: Iterable[_Item]) -> Iterator[_Item]:
-        """Yield the items, each after a heartbeat."""
+        """Yield the items, with a heartbeat before each."""
         for item in items:
             self.heartbeat.beat(phase)
             yield item

@@ -1,7 +1,7 @@
-"""Names the versions of the software that can change a model's numbers. Runs on rank 0.
+"""Finds the versions of the software on which a model's numbers depend. Runs on every rank.
 
-The preflight also records them in the environment of a user's script, so this module imports only the standard
-library, torch, and modules of ours that do so too.
+The preflight calls it in the environment of a user's script, too, so it may import nothing but the standard library,
+torch, and our modules that import no more.
 """
 
 import importlib.metadata
@@ -16,7 +16,7 @@ _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
 
 def versions() -> dict[str, str | None]:
-    """Return versions by name; None for software that is absent."""
+    """Return the version of each software by name, None if it is absent."""
     cuda = torch.cuda.is_available()
     cudnn = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
     installed: dict[str, str | None] = dict.fromkeys(_PACKAGES)

@@ -1,10 +1,10 @@
-"""torchrun with our rendezvous, and a faster start and exit: a script in place of `python -m torch.distributed.run`.
+"""Replaces `python -m torch.distributed.run` by a torchrun with our rendezvous that starts and exits faster.
 
-Runs once per node and round. With `--run-path`, the ranks are forks of this process, which imports what they need once
+Runs once per node and round. With `--run-path`, the ranks are forks of this process, which imports their modules once
 per node instead of once per rank, and not again for a rank that replaces a failed one.
 
-Garbage collection takes a quarter of a second of the imports' 1.5 s and finds nothing. At exit Python would spend half
-a second on freeing torch's modules, which may be time of the grace period.
+Garbage collection is off during the imports: it takes a quarter of a second of their 1.5 s and finds nothing. The exit
+skips the freeing of torch's modules, which takes half a second and may be a part of the grace period.
 """
 
 import gc
@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 from torch.numa.binding import AffinityMode
 
-# Look here before PYTHONPATH: a user's code may have a package of the same name.
+# Search this copy before PYTHONPATH: a user's code may have packages named `hpc` or `training`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.base.environment import PRELOAD, SECRET
 from hpc.base.errors import EXIT_BAD_NODE
@@ -34,18 +34,18 @@ from hpc.base.kernel import adopt_orphans, end_children
 from training.runtime.compat import end_ranks_within, run_exit_functions
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 
-# A user's script, in a fork, must find its own packages.
+# A user's script, which runs in a fork, must find its own packages first.
 del sys.path[0]
 
-# If one rank has died, the others hang in a collective and do not end on SIGTERM: torchrun would give them 30 s. If
-# ranks can still save, the agent asks them to before.
+# After a rank's death, the others hang in a collective and do not end on SIGTERM; torchrun would wait 30 s for them. If
+# ranks can still save, the agent has asked them to before.
 _END_SECONDS = 1
 
 
 def end_left_processes() -> None:
-    """End the processes that the ranks left behind, and return when none exists; exit if some cannot be killed.
+    """Kill the processes that the ranks left, and wait until none exists. Exit if a process cannot be killed.
 
-    torchrun waits only for the wrappers. A rank exists, and keeps its GPU, until the kernel has freed its memory.
+    torchrun waits only for the ranks' wrappers. A rank keeps its GPU until the kernel has freed its memory.
     """
     if left := end_children():
         with contextlib.suppress(OSError):  # a full disk
@@ -54,13 +54,13 @@ def end_left_processes() -> None:
 
 
 def preload(names: Iterable[str]) -> None:
-    """Import what a rank needs. A name is `MODULE`, or `MODULE:FUNCTION` if a function is to be called, too.
+    """Import modules for the ranks. A name is `MODULE`, or `MODULE:FUNCTION` to call a function after the import.
 
-    No module or function may start threads or touch the GPUs, because ranks are forks of this process.
+    No module or function may start threads or use the GPUs, because ranks are forks of this process.
     """
     for name in names:
         module, _, function = name.partition(":")
-        # A rank that needs a missing or broken module reports it.
+        # If a module is missing or broken, the rank that needs it reports it.
         with contextlib.suppress(Exception):
             imported = importlib.import_module(module)
             if function:
@@ -69,10 +69,10 @@ def preload(names: Iterable[str]) -> None:
 
 @record
 def launch() -> None:
-    """Do what torchrun's `main` does, but do not query the GPUs: forks of a process that queried them cannot use any.
+    """Launch like torchrun's `main`, but without a query of the GPUs, after which forks could not use them.
 
-    torch counts the GPUs to choose a NUMA binding if the launch names none. Naming one here, and removing it before
-    anything is bound, prevents that.
+    torch counts the GPUs to choose a NUMA binding if the launch names none. So a binding is named here, and removed
+    before it takes effect.
     """
     arguments = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]  # torch's own
     arguments.numa_binding = AffinityMode.NODE.value
@@ -86,7 +86,7 @@ def run() -> int:
     preload(filter(None, os.environ.pop(PRELOAD, "").split(",")))
     gc.freeze()
     gc.enable()
-    # The ranks, and what they run and log, need not know the secret.
+    # Hide the secret from the ranks, and from what they run and log.
     secret = os.environ.pop(SECRET)
 
     def create(parameters: RendezvousParameters) -> NodeRendezvous:
@@ -99,7 +99,7 @@ def run() -> int:
         launch()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001  # the interpreter would print it, too
+    except BaseException:  # noqa: BLE001  # printed as by the interpreter
         traceback.print_exc()
         return 1
     return 0
@@ -107,7 +107,7 @@ def run() -> int:
 
 if __name__ == "__main__":
     code = run()
-    # os._exit would skip this clean-up, such as of temporary directories.
+    # os._exit skips this clean-up, such as of temporary directories.
     run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The progress of a run. Runs on every rank."""
+"""Owns a training's progress. Runs on every rank."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,20 +6,20 @@ from typing import Any
 
 @dataclass(kw_only=True)
 class Progress:
-    """A run's progress and the results of its validations: plain numbers, saved with the state."""
+    """A training's progress and the results of its validations: plain numbers that are saved with the state."""
 
     step: int = 0  # optimizer steps done
     epoch: int = 0  # epochs done
     samples_seen: int = 0  # images of the current epoch that were used
     evaluated_epochs: int = 0  # epochs after which the model was validated
-    val_loss: float | None = None  # of the last validation, like the accuracy
-    val_accuracy: float | None = None
-    best_accuracy: float | None = None  # the highest of all validations
-    best_epoch: int = 0  # the epoch with that accuracy
-    lr_factor: float = 1.0  # by which schedule `plateau` has lowered the learning rate
-    plateau_loss: float | None = None  # the lowest validation loss that schedule `plateau` has seen
-    plateau_epochs: int = 0  # epochs since that loss, or since the learning rate was lowered
-    logged_step: int = 0  # the last step with a line of metrics
+    val_loss: float | None = None  # loss of the last validation
+    val_accuracy: float | None = None  # accuracy of the last validation
+    best_accuracy: float | None = None  # highest accuracy of all validations
+    best_epoch: int = 0  # number of the epoch with the highest accuracy
+    lr_factor: float = 1.0  # factor by which schedule `plateau` has lowered the learning rate
+    plateau_loss: float | None = None  # lowest validation loss seen by schedule `plateau`
+    plateau_epochs: int = 0  # epochs since `plateau_loss`, or since the learning rate was lowered
+    logged_step: int = 0  # last step with a line of metrics
 
     def advance(self, batch_size: int, samples_per_epoch: int) -> None:
         """Count a step."""

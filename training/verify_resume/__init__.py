@@ -1,1 +1,1 @@
-"""`python -m training.verify_resume`: proof that an interrupted training ends bit-identical to an uninterrupted one."""
+"""`python -m training.verify_resume`: proves that interrupted and uninterrupted trainings end bit-identical."""

@@ -1,7 +1,7 @@
-"""`python -m training.verify_resume`: proves that an interrupted training ends as an uninterrupted one does.
+"""`python -m training.verify_resume`: proves that an interrupted training ends like an uninterrupted one.
 
-Trains twice on this machine: once without interruption, once cut at random steps by SIGKILL or SIGTERM and resumed
-each time. Then it compares everything that the two wrote. Runs on any machine that can train; starts the ranks itself.
+It trains twice on this machine: once without interruption, once cut at random steps by SIGKILL or SIGTERM and resumed
+each time. Then it compares everything that the two trainings wrote. It starts the ranks itself.
 """
 
 import json
@@ -41,7 +41,7 @@ _CUTS = {
     "evaluate": "SIGKILL during the first evaluation from step",
     "stop": "SIGTERM before step",
 }
-# Time for all ranks' error messages after one has failed.
+# Seconds for the error messages of the other ranks after a rank has failed.
 _GRACE_SECONDS = 10
 
 
@@ -62,8 +62,8 @@ class VerifyOptions(TrainFlags):
 
 
 def main() -> int:
-    """Parse, train, compare and print; return the exit code, unless an error is raised."""
-    # On SIGTERM the ranks must end, too.
+    """Run the program, and return its exit code."""
+    # Exit at SIGTERM, so that the ranks are ended, too.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     options = parse_flags(VerifyOptions, sys.argv[1:], program.called("training.verify_resume"))
     try:
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) -> bool:
-    """Train twice and compare; return whether all is equal.
+    """Train twice, compare the trainings, and return whether they are equal.
 
     Raises:
         TorchrelayError: a training failed.
@@ -108,7 +108,7 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
     run_attempt(config, whole, 1, sizes[0], NO_FAULT)
     steps = History.load(whole).of(TrainStarted)[0].total_steps or 0
     console.print(f"training 2 of 2: {cuts} cuts in {steps} steps")
-    # Without validation the only evaluation is the test, after the last step.
+    # Without validation, the only evaluation is the test after the last step.
     validated = any(record["split"] == "val" for record in read_json_lines(whole.eval_metrics))
     points = [point for point in POINTS if validated or point != "evaluate"]
     for attempt, fault in enumerate(draw_faults(config, sizes, cuts, steps, points), start=1):
@@ -134,9 +134,9 @@ def verify(config: TrainConfig, sizes: list[int], cuts: int, directory: Path) ->
 def draw_faults(
     config: TrainConfig, sizes: list[int], cuts: int, steps: int, points: Sequence[str] = POINTS
 ) -> list[Fault]:
-    """Draw the cuts, in the order in which they happen: random steps and ranks from the seed, and the kinds in turn."""
+    """Return the cuts in the order in which they happen: random steps and ranks from the seed, and kinds in turn."""
     key = derive_key(config.seed, Purpose.CUT)
-    # A stop before the last step has no effect: the training ends.
+    # A stop before the last step has no effect, since the training ends.
     at = (rand_int(key, torch.arange(cuts), max(1, steps - 2)) + 1).tolist()
     ranks = rand_int(key, torch.arange(cuts) + cuts, 2**20).tolist()
     kinds = [points[number % len(points)] for number in range(cuts)]
@@ -148,14 +148,14 @@ def draw_faults(
     ]
     order = sorted(range(cuts), key=lambda number: (happens[number], kinds[number] == "evaluate"))
     return [
-        # Rank 0 saves.
+        # Only rank 0 saves.
         Fault(point=kinds[n], step=at[n], rank=0 if kinds[n] == "save" else ranks[n] % sizes[attempt % len(sizes)])
         for attempt, n in enumerate(order)
     ]
 
 
 def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault: Fault) -> bool:
-    """Train until the end or the fault, and return whether it was the end.
+    """Train until the end or the fault, and return whether the training has ended.
 
     Raises:
         TorchrelayError: the training failed in another way.
@@ -179,7 +179,7 @@ def run_attempt(config: TrainConfig, run: RunDir, attempt: int, size: int, fault
 
 
 def report(parts: list[ComparedPart], console: Console, verdict: str) -> bool:
-    """Print what was compared and the result, and return whether all is equal."""
+    """Print the compared parts and the result, and return whether all parts are equal."""
     table = Table("part", "compared", "result")
     for part in parts:
         result = "differs" if part.difference else "" if part.compared == "none" else "equal"

@@ -1,4 +1,4 @@
-"""Compares two finished trainings, and names the first difference of each part. Needs no ranks."""
+"""Compares two finished trainings, and finds the first difference in each part. Needs no ranks."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +16,10 @@ from training.checkpoint.sharded import read_full
 from training.relay.checkpoint_files import list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-# Fields that describe an attempt and its speed, not the training.
+# Fields of records that describe an attempt and its speed, not the training.
 OF_THE_ATTEMPT = {"time", "attempt", "images_per_second", "train_seconds", "seconds"}
 OF_THE_ATTEMPT |= {"data_wait_share", "memory_bytes", "allreduce_seconds", "allreduce_wait_share"}
-# Relative difference of losses that the order of float32 sums can cause along a training.
+# Largest relative difference of losses that the order of float32 sums can cause in a training.
 _LOSS_TOLERANCE = 0.01
 
 
@@ -30,7 +30,7 @@ class ComparedPart:
     name: str
     compared: str
     difference: str
-    """The first difference; empty if there is none."""
+    """Description of the first difference; empty if the parts are equal."""
 
 
 # --- the same number of ranks: every bit ---
@@ -51,7 +51,7 @@ def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
 
 
 def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
-    """Compare the newest checkpoints."""
+    """Yield the compared parts of two checkpoints."""
     tensors = [read_full(path) for path in (one, other)]
     parts: dict[str, Callable[[str], bool]] = {
         "weights": lambda key: key.startswith("model/") and not key.endswith(_STATISTICS),
@@ -77,7 +77,7 @@ def _states(one: Path, other: Path) -> Iterator[ComparedPart]:
 
 
 def _results(run: RunDir) -> list[Any]:
-    """Read both models' `result.json`, and the lines of the confusion matrix."""
+    """Return `result.json` of the final and the best model, and the lines of the confusion matrix."""
     files = [path for path in (run.final_result, run.best / "result.json") if path.exists()]
     results = [_timeless(json.loads(path.read_text())) for path in files]
     return [*results, *(run.confusion.read_text().splitlines() if run.confusion.exists() else [])]
@@ -96,7 +96,7 @@ def compare_tensors(name: str, one: Mapping[str, Tensor], other: Mapping[str, Te
 
 
 def _differs(name: str, all_of_one: Mapping[str, Tensor], all_of_other: Mapping[str, Tensor]) -> str:
-    """Describe how a tensor differs; empty if it does not."""
+    """Return how a tensor differs, or an empty text if it is equal."""
     one, other = all_of_one.get(name), all_of_other.get(name)
     if one is None or other is None:
         return f"{name} is missing in the {'un' if one is None else ''}interrupted training"
@@ -124,7 +124,7 @@ def compare_values(name: str, one: list[Any], other: list[Any]) -> ComparedPart:
 
 
 def _first_difference(path: str, one: Any, other: Any) -> str:
-    """Describe the first value that differs between two JSON documents, and where it is."""
+    """Return the path of the first value that differs between two JSON documents, and its two values."""
     if isinstance(one, dict) and isinstance(other, dict):
         children: Iterator[tuple[Any, Any, Any]] = (
             (key, one.get(key), other.get(key)) for key in sorted(one.keys() | other.keys())
@@ -145,7 +145,7 @@ def _both(one: object, other: object) -> str:
 
 
 def compare_samples_and_losses(one: RunDir, other: RunDir) -> list[ComparedPart]:
-    """Compare the samples of all steps, and the losses, of trainings with different numbers of ranks."""
+    """Compare the samples of all steps and the losses of two trainings with different numbers of ranks."""
     samples = [samples_by_step(run) for run in (one, other)]
     wrong = next((step for step in samples[0] if samples[0][step] != samples[1].get(step)), None)
     difference = "" if wrong is None else f"step {wrong} has other samples"
@@ -164,7 +164,7 @@ def compare_samples_and_losses(one: RunDir, other: RunDir) -> list[ComparedPart]
 
 
 def samples_by_step(run: RunDir) -> dict[int, list[int]]:
-    """Return each step's images in the order of the ranks, as the last attempt at that step used them."""
+    """Return the images of each step, in the order of the ranks, that the last attempt at the step used."""
     latest: dict[int, tuple[str, list[int]]] = {}
     for path in sorted(run.sample_log(0, 0).parent.glob("*.jsonl")):
         attempt = path.name.partition("-rank-")[0]

@@ -1,6 +1,6 @@
 """Starts ranks on this machine without torchrun, as forks of a server that has imported torch already.
 
-A training then starts within a fraction of a second; `verify_resume` and the tests start dozens.
+A training then starts within a fraction of a second; `verify_resume` and the tests start dozens of them.
 """
 
 import multiprocessing
@@ -20,7 +20,7 @@ _FORKSERVER = multiprocessing.get_context("forkserver")
 
 
 def prepare_server() -> None:
-    """Have the server import what ranks need before it starts the first. A rank has one thread, as with torchrun."""
+    """Have the server import the ranks' modules before it starts a rank, and give ranks one thread, like torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _FORKSERVER.set_forkserver_preload(["training.__main__", "training.config.command_line", *MODULES])
 
@@ -28,8 +28,8 @@ def prepare_server() -> None:
 def start_ranks(
     argvs: Sequence[Sequence[str]], log: Path, prepare: Callable[[], None] | None = None
 ) -> list[BaseProcess]:
-    """Start a rank for each list of arguments. All write to the file `log`, and call `prepare` before they begin."""
-    # Rank 0 listens a second later: a port that the kernel gives to connections could be in use by then.
+    """Start a rank for each list of arguments. All ranks write to the file `log`, and first call `prepare`."""
+    # `pick_port` avoids ports that the kernel gives to connections, since rank 0 listens only a second later.
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(pick_port())}
     environment |= {"WORLD_SIZE": str(len(argvs)), "LOCAL_WORLD_SIZE": str(len(argvs))}
     ranks: list[BaseProcess] = []
@@ -42,10 +42,10 @@ def start_ranks(
 
 
 def wait_for_ranks(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
-    """Wait until all ranks have ended or one has failed; then end the others, and return the exit codes by rank.
+    """Wait until all ranks have ended or one has failed, then kill the others, and return the exit codes by rank.
 
-    None: the rank was ended here, at once if another one was killed, or `grace_seconds` after another one failed (time
-    for error messages). It would have waited minutes for that other rank.
+    The code of a rank that was killed here, as it would wait minutes for the failed rank, is None. It is killed at once
+    if a rank was killed, or else `grace_seconds` after the failure, which leaves time for error messages.
     """
     try:
         while (running := [rank for rank in ranks if rank.exitcode is None]) and not any(r.exitcode for r in ranks):
@@ -73,7 +73,7 @@ def _run_rank(argv: list[str], environment: dict[str, str], log: str, prepare: C
     os.dup2(descriptor, 2)
     os.environ.update(environment)
     sys.argv = ["training", *argv]
-    from training import __main__ as trainer  # noqa: PLC0415  # it installs the handlers of signals, here alone
+    from training import __main__ as trainer  # noqa: PLC0415  # installs signal handlers, only here
 
     if prepare:
         prepare()

@@ -17,7 +17,7 @@ _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9
 _MIN_LOCKED_BYTES = 10**9
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
-# Prefixes of virtual interfaces, which lead to no other node. NCCL skips the first two if there is another interface.
+# Prefixes of virtual interfaces, which do not lead to other nodes. NCCL skips the first two if others exist.
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
 
 Facts = TypeVar("Facts")
@@ -50,7 +50,7 @@ class Finding:
     """The free space, at the place with the least of it. None if the finding is not about space."""
 
     def at(self, check: str, where: str) -> "Finding":
-        """Return the finding with the name of its check and its place."""
+        """Return a copy of the finding with the name of its check and its place."""
         return replace(self, check=check, where=where)
 
 
@@ -64,12 +64,12 @@ _UNKNOWN = Finding(Severity.UNKNOWN, "not reported")
 
 
 def judge(checks: Mapping[str, Check[Facts]], facts: Facts, where: str) -> list[Finding]:
-    """Apply a table of checks. If the facts of a check are missing, it returns None, and its finding is UNKNOWN."""
+    """Return the finding of each check in a table. A check that returns None, for lack of facts, counts as UNKNOWN."""
     return [(check(facts) or _UNKNOWN).at(name, where) for name, check in checks.items()]
 
 
 def merge(findings: Iterable[Finding]) -> list[Finding]:
-    """Join findings that differ only in their places and in the space that is free there."""
+    """Join findings that differ only in their places and their free space into one finding for all places."""
     alike = dict[Finding, list[Finding]]()
     for finding in findings:
         alike.setdefault(replace(finding, where="", free_bytes=None), []).append(finding)
@@ -80,7 +80,7 @@ def merge(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _with_least_space(joined: Finding, group: Sequence[Finding]) -> Finding:
-    """Name the least free space of the findings in the value, in place of {free}."""
+    """Replace {free} in the value of the joined finding by the least free space of the group."""
     free = [one.free_bytes for one in group if one.free_bytes is not None]
     if not free:
         return joined
@@ -94,34 +94,34 @@ class RunMeasurements:
 
     name: str
     save_seconds: float | None
-    """Duration of the longest save; None before the first."""
+    """Seconds that the longest save took. None before the first save."""
     is_script: bool
     in_place: str | None = None
-    """Reason why the last attempt did not stage its data."""
+    """Reason why the last attempt did not stage its data. None if it did, or has no data."""
     no_snapshots: str | None = None
-    """Reason why the last attempt took no snapshots."""
+    """Reason why the last attempt took no snapshots. None if it took them."""
     not_forked: str | None = None
-    """Reason why the ranks of the last attempt were not forks of torchrun."""
+    """Reason why the ranks of the last attempt did not start as forks of torchrun. None if they did."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoginNode:
-    """The machine on which `hpc doctor` was typed."""
+    """The login node, on which `hpc doctor` runs."""
 
     runs_dir: str
     runs_type: str | None
-    """File system of the runs directory; None if unknown."""
+    """Type of the runs directory's file system. None if unknown."""
     torch: TorchBuild | None
     runs_lack: tuple[Feature, ...] = ()
-    """Features that the file system of the runs directory lacks, as far as they could be tried out."""
+    """Features that the file system of the runs directory was found to lack. Empty if they could not be tried."""
     automounted: str | None = None
-    """Directory in which an automounter mounts the runs directory; None if none does."""
+    """Directory below which autofs mounts the runs directory on demand. None if autofs does not mount it."""
     nodes_see_runs: bool = False
-    """Whether compute nodes were inspected, and all see the runs directory."""
+    """Whether a run has started in the runs directory, or all inspected compute nodes see the directory."""
 
 
 def _costs_if(field: str, cost: str, what_to_do: str, *, otherwise: str) -> Check[Any]:
-    """Make a check of a text field that says what is wrong. If nothing is wrong, it is empty or None."""
+    """Return a check of a field that names a problem. If the field is empty or None, the finding is OK."""
 
     def check(facts: Any) -> Finding:
         seen = getattr(facts, field)
@@ -263,7 +263,7 @@ def _interfaces(node: NodeInfo) -> Finding:
             "NCCL finds no interface: no run on GPUs of several nodes starts",
             "unset NCCL_SOCKET_IFNAME before hpc submit",
         )
-    # The addresses of InfiniBand interfaces may differ from those to which the host names resolve.
+    # InfiniBand is accepted, because its addresses may differ from those to which the host names resolve.
     if route is None or used[0] == route or used[0].startswith("ib"):
         return ok(value if route is None else f"{value}; {route} leads to the other nodes")
     return note(
@@ -274,10 +274,10 @@ def _interfaces(node: NodeInfo) -> Finding:
 
 
 def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
-    """Return those of the interfaces that NCCL uses, in the order in which it tries them.
+    """Return the interfaces that NCCL uses, in the order in which NCCL tries them.
 
-    `interfaces` are those with an address, in the kernel's order. `setting` is NCCL_SOCKET_IFNAME: prefixes of names,
-    separated by commas. A leading `^` excludes them, and `=` (after `^`) means whole names.
+    `interfaces` are the interfaces with an address, in the kernel's order. `setting` is NCCL_SOCKET_IFNAME: name
+    prefixes, separated by commas. A leading `^` excludes the matching interfaces. `=` (after `^`) means whole names.
     Source: NVIDIA's NCCL documentation, Environment Variables.
     """
     if not setting:

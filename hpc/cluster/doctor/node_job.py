@@ -36,7 +36,7 @@ class NodeOptions(cli.RunsOptions):
 
 
 def node_verb(verb: Callable[[Any], int], options: type[NodeOptions], name: str) -> Callable[..., int]:
-    """Return the entry point of a verb whose defaults are the same as in `hpc submit`."""
+    """Return the `main` function of a verb whose flags have the defaults of `hpc submit`."""
     return partial(cli.run, verb, options, name, reading=reading_of(options, all_flags=True))
 
 
@@ -49,14 +49,14 @@ class NodeJob:
     resources: Resources
     network: Network
     names: Sequence[str]
-    """Names of the nodes; empty means any nodes."""
+    """Names of the nodes. If empty, Slurm chooses the nodes."""
     stage_dir: Path
 
 
 def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterConfig, stage_dir: Path) -> NodeJob:
-    """Return a job on the nodes of `--node` (names, or lists such as gpu[01-03]), or if there are none, on any nodes.
+    """Return a job on the nodes of `--node` (names, or lists such as gpu[01-03]) or, without names, on any nodes.
 
-    Raises UserError for wrong flags.
+    Raises UserError if a flag is wrong.
     """
     names, asked = options.node or (), options.resources
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
@@ -66,14 +66,14 @@ def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterCo
 
 
 def run_on_nodes(job: NodeJob, runs_dir: Path, prepare: Callable[[Path], object] = lambda _: None) -> list[NodeInfo]:
-    """Run the job to its end. Returns the nodes that answered, in the order of their tasks.
+    """Run the job to its end, and return the reports of the nodes that answered, in the order of their tasks.
 
-    `prepare` fills a temporary directory next to the runs, which the nodes share. It is removed after the job.
+    `prepare` may fill a directory that the nodes share. The directory lies next to the runs, and exists during the job.
     """
     resources = job.resources
     count = "1 node" if resources.max_nodes == 1 else f"{resources.nodes} nodes"
     print(f"waiting for {count} of partition {resources.partition}; Ctrl-C cancels", file=sys.stderr)
-    # A node that sees the runs directory sees this one.
+    # The job's directory is made next to the runs, so a node that sees the runs also sees this directory.
     existing = nearest_existing(runs_dir.expanduser().resolve())
     with tempfile.TemporaryDirectory(prefix=f".{job.name}-", dir=existing, ignore_cleanup_errors=True) as shared:
         prepare(Path(shared))
@@ -94,7 +94,7 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
         *(f"--{option}" for option in resources.sbatch),
         *([f"--nodelist={','.join(names)}"] if names else []),
         "--kill-on-bad-exit=0", "--wait=0", "--mpi=none",
-        # submitit's scripts set this too: it selects the reader of the allocation.
+        # SUBMITIT_EXECUTOR selects submitit's reader of the allocation. submitit's own scripts set it, too.
         "env", f"PYTHONPATH={own_pythonpath()}", "SUBMITIT_EXECUTOR=slurm",
         sys.executable, "-P", "-m", "jobs.node_probe",
         job.name, str(shared), str(job.stage_dir), str(resources.num_gpus), network.interface or "",
@@ -103,7 +103,7 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
 
 
 def read_reports(printed: str) -> list[NodeInfo]:
-    """Parse the output of `srun --label`, where each task prints a NodeInfo. Return these in the tasks' order. Pure."""
+    """Return the NodeInfo that each task printed, in the order of tasks, from the output of `srun --label`. Pure."""
     lines = dict[int, list[str]]()
     for label, line in re.findall(r"^ *(\d+): ?(.*)$", printed, re.MULTILINE):
         lines.setdefault(int(label), []).append(line)

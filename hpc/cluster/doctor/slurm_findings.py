@@ -21,19 +21,19 @@ _LONG_TIMEOUT_SECONDS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFacts:
-    """A cluster, and the measurements of a run there."""
+    """Slurm's configuration of a cluster and, if a run has saved a checkpoint, the measurements of that run."""
 
     cluster: ClusterConfig
     run: RunMeasurements | None = None
 
     def ask(self, setting: str) -> str:
-        """Return the request to the administrators for a setting of the partition."""
+        """Return the advice to ask the administrators for a setting of the partition."""
         name = self.cluster.partition.get("PartitionName", "...")
         return f"ask the administrators for {setting} in the line PartitionName={name} of slurm.conf"
 
 
 def may_be_preempted(cluster: ClusterConfig) -> bool | None:
-    """Return whether Slurm may end jobs of the partition to start others; None if its configuration does not say."""
+    """Return whether Slurm may end jobs of the partition to start others; None if the configuration does not tell."""
     kind, mode = cluster.config.get("PreemptType"), cluster.partition.get("PreemptMode")
     if kind is None or mode is None or kind.endswith("/qos"):
         return None
@@ -43,9 +43,9 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
 
 
 def seconds_to_save(grace: int, kill_wait: int | None) -> float:
-    """Return the seconds that ranks have to save on preemption: GraceTime decides, or if it is 0, KillWait.
+    """Return the seconds that ranks have to save on preemption, by GraceTime or, if GraceTime is 0, by KillWait.
 
-    The agents do not know KillWait, and assume Slurm's default.
+    Agents do not know KillWait and assume Slurm's default, so a longer KillWait gives the ranks no more time.
     """
     if grace:
         return save_timeout_seconds(grace)
@@ -214,7 +214,7 @@ def _max_submit_jobs(site: ClusterFacts) -> Finding | None:
 
 def _private_tmp(site: ClusterFacts) -> Finding | None:
     config = site.cluster.config
-    kind = config.get("JobContainerType", config.get("NamespaceType"))  # the name since 25.11
+    kind = config.get("JobContainerType", config.get("NamespaceType"))  # its name since Slurm 25.11
     if kind is None:
         return None
     if kind.rpartition("/")[2] not in {"tmpfs", "linux"}:
@@ -231,7 +231,7 @@ def _oversubscription(site: ClusterFacts) -> Finding | None:
     given = site.cluster.partition.get("OverSubscribe")
     if given is None:
         return None
-    # With YES, only jobs that ask for it share CPUs, and ours do not. FORCE:1 runs one job at a time.
+    # With YES, only jobs that ask to share CPUs share them, and our jobs do not ask. FORCE:1 runs one job at a time.
     if not given.startswith("FORCE") or given == "FORCE:1":
         return ok(f"OverSubscribe={given}")
     slice_seconds = leading_number(site.cluster.config, "SchedulerTimeSlice") or 30

@@ -1,1 +1,1 @@
-"""`hpc smoke`: measure nodes of the cluster, their devices, disks and network, before the first run."""
+"""`hpc smoke`: measures the devices, disks and network of nodes before the first run."""

@@ -8,13 +8,13 @@ from typing import Any
 from hpc.base.node_info import AllReduceSpeed, NodeInfo, PairSpeed, RankSpeed
 from hpc.cluster.smoke.measurements import SmokeResult
 
-# A rate is slow below this part of the median. GPUs of one kind differ by a few percent; CPUs, disks and networks,
+# A rate below this part of the median is slow. GPUs of one kind differ by a few percent; CPUs, disks and networks,
 # which are measured on all nodes at the same time, differ more.
 _SLOW_GPU, _SLOW_COPY, _SLOW_OTHER = 0.9, 0.7, 0.5
 # A latency is slow above this multiple of the median and above a millisecond: good latencies are microseconds.
 _SLOW_LATENCY, _LEAST_LATENCY_SECONDS = 5.0, 0.001
 _CLOCK_SECONDS = 1.0
-# A rate that has changed by a smaller part counts as unchanged.
+# A rate has changed if it rose or fell by more than a factor of 1 + _CHANGED.
 _CHANGED = 0.5
 # The rates of a node: the field, the words about a slow one, and the words about a changed one.
 _NODE_RATES = (
@@ -106,7 +106,7 @@ def _pairs(result: SmokeResult) -> list[Slowness]:
 
 
 def _slower(rates: Mapping[str, float], part: float, what: str, unit: str) -> list[Slowness]:
-    """Return the rates below `part` times the median. Of two rates in the middle, the higher one is the median."""
+    """Return a Slowness for each rate below `part` times the median. Of two middle rates, the higher is the median."""
     if len(rates) < 2:
         return []
     usual = median_high(rates.values())
@@ -118,7 +118,7 @@ def _slower(rates: Mapping[str, float], part: float, what: str, unit: str) -> li
 
 
 def changes(before: SmokeResult, now: SmokeResult) -> list[Change]:
-    """Return the changes of rates that both tests have measured, and of the nodes' hardware."""
+    """Return the changes of the nodes' hardware, and of the rates that both results have."""
     old = {node.name: node for node in before.nodes}
     found = [change for node in now.nodes if node.name in old for change in _node_changes(old[node.name], node)]
     found += _rate_changes(before.pairs, now.pairs, "gb_per_second", "sends", "GB/s")
@@ -130,7 +130,7 @@ def changes(before: SmokeResult, now: SmokeResult) -> list[Change]:
 
 
 def _node_changes(before: NodeInfo, now: NodeInfo) -> list[Change]:
-    """Return parts that were replaced, and rates that have changed."""
+    """Return the changes of a node's hardware, kernel and rates."""
     parts = {part: (getattr(before, part), getattr(now, part)) for part in _PARTS}
     found = [
         Change(where=now.name, what=part.replace("_", " "), before=_words(old), now=_words(new))

@@ -24,7 +24,7 @@ class SmokeResult:
     """The result of one `hpc smoke`. Times are in seconds since the epoch."""
 
     time: float
-    """Time at which it ended."""
+    """Time at which the test ended."""
     partition: str
     asked_nodes: int
     nodes: tuple[NodeInfo, ...]
@@ -55,13 +55,13 @@ def _speeds(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def document_of(result: SmokeResult) -> dict[str, Any]:
-    """Make the JSON document of a result."""
+    """Return the JSON document of a result."""
     nodes = [{name: getattr(node, name) for name in KEPT} for node in result.nodes]
     return {**asdict(result), "nodes": nodes}
 
 
 def keep(result: SmokeResult, runs_dir: Path) -> Path:
-    """Write the result into the runs directory. Returns its path, such as `runs/smoke-20261123-150000.json`."""
+    """Write the result into the runs directory, and return the path, such as `runs/smoke-20261123-150000.json`."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(result.time))
     path = runs_dir / f"{_PREFIX}{stamp}.json"
     runs_dir.mkdir(parents=True, exist_ok=True)

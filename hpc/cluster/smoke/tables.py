@@ -33,7 +33,7 @@ def _sentences(console: Console, title: str, sentences: Sequence[str]) -> None:
 
 
 def _table(*columns: str, left: int = 1) -> Table:
-    """Return a table whose first `left` columns have words, and the others numbers."""
+    """Return an empty table. The first `left` columns are aligned left for words, the others right for numbers."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number < left else "right", overflow="fold")
@@ -80,7 +80,7 @@ def _size(value: int) -> str:
 
 
 def _pairs(result: SmokeResult) -> Table:
-    """Return the pairs with the lowest bandwidth, and the median if there are several."""
+    """Return a table of the pairs with the lowest bandwidth and, if there are several pairs, of the median."""
     table = _table("nodes", "latency", "bandwidth")
     slowest = sorted(result.pairs, key=lambda pair: pair.gb_per_second)
     for pair in slowest[:_MOST_PAIRS]:

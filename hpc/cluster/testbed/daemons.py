@@ -52,7 +52,7 @@ def start_slurmctld(paths: TestbedPaths) -> None:
 
 
 def controller_answers(paths: TestbedPaths) -> bool:
-    """Return whether slurmctld answers. Asks only if its process exists: Slurm's tools retry for long."""
+    """Return whether slurmctld answers. Without its process, return at once: Slurm's tools would retry for long."""
     return running_slurm_conf() is not None and succeeds("scontrol", "ping", SLURM_CONF=str(paths.slurm_conf))
 
 
@@ -60,11 +60,11 @@ def controller_answers(paths: TestbedPaths) -> bool:
 
 
 def node_states(paths: TestbedPaths) -> dict[str, str]:
-    """Return the state of each node, in the words of `parse_states`. Empty: slurmctld does not answer."""
+    """Return the state of each node, in the words of `parse_states`; an empty dict if slurmctld does not answer."""
     if running_slurm_conf() is None:
         return {}
-    # The query is for all nodes: if asked for one (-n), Slurm 22.05 reports `mixed*` for a node that it has marked
-    # down, until somebody asks for all.
+    # sinfo must list all nodes: asked for a single one (-n), Slurm 22.05 reports `mixed*` for a node that it has marked
+    # down, until somebody asks for all nodes.
     sinfo = ("sinfo", "--noheader", "--Node", "--format=%N %T")
     try:
         text = run(*sinfo, timeout_seconds=10, SLURM_CONF=str(paths.slurm_conf))
@@ -74,9 +74,9 @@ def node_states(paths: TestbedPaths) -> dict[str, str]:
 
 
 def parse_states(text: str) -> dict[str, str]:
-    """Return states by node in sinfo's long words, from lines such as `gpu01 idle`.
+    """Return the state of each node, as sinfo's long word, from lines such as `gpu01 idle`.
 
-    `gpu01 idle*` is `unresponsive`: the node does not respond, but Slurm has not yet marked it down.
+    The state in `gpu01 idle*` is `unresponsive`: the node does not respond, but Slurm has not yet marked it down.
     """
     words = dict(line.split() for line in text.splitlines())
     states = {name: word.rstrip(_STATE_FLAGS) for name, word in words.items()}
@@ -88,7 +88,7 @@ def parse_states(text: str) -> dict[str, str]:
 
 
 def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
-    """Start MariaDB and slurmdbd, and register the cluster. If `account` has limits, add `users` with them.
+    """Start MariaDB and slurmdbd, and register the cluster. If `account` has limits, add the account `users` with them.
 
     MariaDB listens only on a Unix socket that only root can reach.
     """
@@ -99,18 +99,17 @@ def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
         *("setsid", "--fork", "mariadbd", "--no-defaults", data, user),
         f"--socket={paths.database_socket}",
         f"--pid-file={paths.run}/mariadbd.pid",
-        # slurmdbd ends if a transaction conflicts with another. The option is "loose", as MariaDB 10.11 does not know
-        # it.
+        # Without this option, slurmdbd exits when two transactions conflict. "loose": MariaDB 10.11 lacks the option.
         "--loose-innodb-snapshot-isolation=OFF",
         "--skip-networking",
-        # The database is temporary: small, and not durable.
+        # The database is temporary, so it is small and need not survive a crash.
         *("--innodb-buffer-pool-size=32M", "--innodb-log-file-size=8M", "--innodb-flush-log-at-trx-commit=0"),
         paths=paths,
         log=paths.log("mariadbd"),
     )
     ping = ("mariadb-admin", "--no-defaults", f"--socket={paths.database_socket}", "ping")
     wait_until(lambda: succeeds(*ping), seconds=60, what=f"mariadbd to answer (log: {paths.log('mariadbd')})")
-    # slurmdbd creates its tables at its first start.
+    # At its first start, slurmdbd creates its tables, which takes a while.
     environment = {"SLURM_CONF": str(paths.slurm_conf), "MYSQL_UNIX_PORT": str(paths.database_socket)}
     _start_on_login_host("slurmdbd", paths=paths, log=paths.log("slurmdbd.out"), **environment)
     log = paths.log("slurmdbd")

@@ -15,7 +15,7 @@ _NETWORK = re.compile(r"\d+(\.\d+)?[kmg]bit(,\d+(\.\d+)?[mu]s)?")
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedNode:
-    """One compute node, as Slurm and its peers know it."""
+    """A compute node: its name in Slurm, and its address in the testbed's network."""
 
     name: str
     address: str
@@ -54,7 +54,7 @@ class TestbedShape:
     """Also run slurmdbd on a private MariaDB, so that sacct works."""
 
     def __post_init__(self) -> None:
-        """Refuse a shape that Slurm or the address range cannot hold."""
+        """Raise UserError for a malformed network, or a number that Slurm or the address range does not allow."""
         if self.shape_network is not None and not _NETWORK.fullmatch(self.shape_network):
             raise UserError(
                 f"--shape-network is {self.shape_network!r}: give a rate, or a rate and a delay: 25gbit, or 1gbit,50us"
@@ -71,7 +71,7 @@ class TestbedShape:
 
     @property
     def network(self) -> tuple[str | None, str | None]:
-        """The rate and the delay of the nodes' links, in the form that tc reads. None: no limit, or no added delay."""
+        """The rate and the delay of the nodes' links, in the form that tc reads. None means no limit or no delay."""
         rate, _, delay = (self.shape_network or "").partition(",")
         return rate or None, delay or None
 
@@ -87,7 +87,7 @@ class TestbedShape:
 
     @property
     def has_accounting(self) -> bool:
-        """Whether slurmdbd runs: by `accounting`, or because the profile has an account."""
+        """Whether slurmdbd runs, because `accounting` is set or the profile has an account."""
         return self.accounting or bool(self.kind.account)
 
     @property
@@ -104,7 +104,7 @@ class TestbedShape:
         )
 
     def node(self, name: str) -> TestbedNode:
-        """Return the node of this name. Raises a UserError that lists the names if there is none."""
+        """Return the node of this name. Raises UserError if the testbed has no such node."""
         nodes = {node.name: node for node in self.all_nodes}
         if name not in nodes:
             raise UserError(f"the testbed has no node {name!r}; its nodes are: {' '.join(nodes)}")
@@ -112,7 +112,7 @@ class TestbedShape:
 
 
 class TestbedPaths:
-    """The files of one testbed, all below one directory. Creates none of them."""
+    """The paths of one testbed's files, all below `root` except the lock."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -121,7 +121,7 @@ class TestbedPaths:
         self.lock = root.with_name(f"{root.name}.lock")
         # The TestbedShape as JSON: the first file that `up` writes.
         self.state = root / "state.json"
-        # SLURM_CONF. Slurm looks for its other configuration files beside it.
+        # The value of SLURM_CONF. Slurm looks for its other configuration files in the same directory.
         self.slurm_conf = root / "slurm.conf"
         self.gres_conf = root / "gres.conf"
         self.slurmdbd_conf = root / "slurmdbd.conf"
@@ -138,27 +138,27 @@ class TestbedPaths:
         self.controller_state = self.secret / "slurmctld"
         self.database = self.secret / "mariadb"
         self.database_socket = self.secret / "mariadb.socket"
-        # The pretended GPUs' device files, the same for every node.
+        # The device files of the simulated GPUs, which all nodes share.
         self.devices = root / "dev"
-        # The nodes' SlurmdSpoolDir.
+        # The parent of the nodes' spool directories (SlurmdSpoolDir).
         self.spool = root / "spool"
-        # Pid files.
+        # The daemons' PID files.
         self.run = root / "run"
         self.logs = root / "log"
-        # Scripts that turn fresh namespaces into a node, or into the login host.
+        # Scripts that set up new namespaces: one boots a node, one runs a daemon on the login host.
         self.boot_scripts = root / "boot"
         self.login_script = self.boot_scripts / f"{LOGIN_NAME}.sh"
-        # Pinned namespaces: the login host's host name, the bridge's network, each node's network.
+        # The files that pin namespaces: the login host's host name, the bridge's network, each node's network.
         self.namespaces = root / "ns"
         self.controller_uts = self.namespaces / "controller.uts"
         self.switch_net = self.namespaces / "switch.net"
 
     def log(self, name: str) -> Path:
-        """Return the log of one daemon or one node."""
+        """Return the path of the log of a daemon or a node."""
         return self.logs / f"{name}.log"
 
     def boot_script(self, node: TestbedNode) -> Path:
-        """Return the script that turns fresh namespaces into a node."""
+        """Return the path of the script that boots a node in new namespaces."""
         return self.boot_scripts / f"{node.name}.sh"
 
     def node_net(self, name: str) -> Path:

@@ -1,7 +1,4 @@
-"""The testbed's commands: up, down, status, kill-node, revive-node. Run as root on its machine; status as any user.
-
-`up` leaves a healthy testbed of the same shape alone. It takes any other testbed down and builds a new one.
-"""
+"""Implements `hpc testbed`: up, down, status, kill-node and revive-node. Runs as root; status runs as any user."""
 
 import json
 import os
@@ -48,7 +45,10 @@ def status() -> TestbedStatus:
 
 
 def up(shape: TestbedShape) -> None:
-    """Start a testbed of this shape, or repair it, and wait until all nodes are idle."""
+    """Start a testbed of this shape, in place of any other, and wait until all nodes are idle.
+
+    A healthy testbed of the same shape is left alone.
+    """
     require_packages(accounting=shape.has_accounting)
     if shape.network[1] and not succeeds("unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem"):
         raise UserError(
@@ -62,7 +62,7 @@ def up(shape: TestbedShape) -> None:
 
 
 def down() -> bool:
-    """End the testbed and remove all its files. Returns whether there was one."""
+    """End the testbed and remove all its files. Return whether there was a testbed."""
     with locked(PATHS.lock):
         found = PATHS.root.exists()
         _tear_down()
@@ -94,7 +94,7 @@ def _is_usable(name: str) -> bool:
 
 
 def _recorded_shape() -> TestbedShape | None:
-    """Return the shape of the current or last testbed; None if there is no record that we can read."""
+    """Return the recorded shape of the testbed; None if there is no readable record."""
     try:
         return TestbedShape(**json.loads(PATHS.state.read_text()))
     except (OSError, ValueError, TypeError, UserError):
@@ -111,8 +111,8 @@ def _running_shape() -> TestbedShape:
 
 def _is_healthy(shape: TestbedShape) -> bool:
     """Return whether a testbed of this shape runs, all daemons answer, and all nodes work."""
-    # The files of another shape differ, and those of another version may differ. An explicit default number of nodes
-    # makes no difference.
+    # Files are compared instead of shapes: those of another version may differ, and an explicit default makes no
+    # difference.
     wanted = render.files(shape, PATHS, socket.gethostname())
     if _recorded_shape() is None or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):
         return False
@@ -133,7 +133,6 @@ def _build(shape: TestbedShape) -> None:
         directory.mkdir()
         # mkdir applies the caller's umask; chmod does not.
         directory.chmod(0o700 if directory == PATHS.secret else 0o755)
-    # The shape is recorded first, so that `down` works at any time.
     texts = {PATHS.state: json.dumps(asdict(shape)), **render.files(shape, PATHS, socket.gethostname())}
     for path, text in texts.items():
         write_atomic(path, text)
@@ -145,7 +144,7 @@ def _build(shape: TestbedShape) -> None:
         os.mknod(device, stat.S_IFCHR, os.makedev(1, 3))
         device.chmod(0o666)
     nodes.create_switch(PATHS)
-    # The login host's daemons get a namespace with the host name in slurm.conf.
+    # The login host's daemons need the host name in slurm.conf, so they get a host-name namespace.
     nodes.pin(PATHS.controller_uts, "hostname", LOGIN_NAME)
     daemons.start_munged(PATHS)
     if shape.has_accounting:

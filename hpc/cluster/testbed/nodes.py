@@ -1,4 +1,4 @@
-"""The testbed's nodes: their namespaces, the network between them, power on and off. Runs as root on its machine.
+"""Powers the testbed's nodes on and off, with their namespaces and network. Runs as root on the testbed's machine.
 
 Every process of the testbed runs in a namespace that was pinned to a file before: a node's processes in its network
 namespace, the login host's daemons in a host-name namespace. The namespace identifies these processes, even if they
@@ -20,7 +20,7 @@ _LOGIN_INTERFACE = "torchrelay0"
 
 
 def pin(path: Path, *command: str) -> None:
-    """Create a namespace and pin it to a file, whose suffix names its kind (`.net`). Run `command` in it once."""
+    """Create a namespace, pin it to a file whose suffix names its kind (`.net`), and run `command` once in it."""
     path.touch()
     run("unshare", f"--{path.suffix[1:]}={path}", *(command or ("true",)))
 
@@ -40,7 +40,7 @@ def inside_fresh(path: Path, *kinds: str) -> tuple[str, ...]:
 
 
 def unpin(path: Path) -> None:
-    """Release a namespace, if it exists. It then ends with its last process."""
+    """Unpin a namespace, if it exists, so that it ends with its last process."""
     if not path.exists():
         return
     # An interrupted `up` may have left a plain file without a namespace.
@@ -50,7 +50,7 @@ def unpin(path: Path) -> None:
 
 
 def processes(path: Path) -> list[int]:
-    """Return the ids of all processes in a pinned namespace; none if it does not exist."""
+    """Return the ids of all processes in a pinned namespace; an empty list if the namespace does not exist."""
     try:
         pinned = path.stat()
     except FileNotFoundError:
@@ -92,7 +92,7 @@ def create_switch(paths: TestbedPaths) -> None:
     """Create the bridge and connect the login host.
 
     The bridge has its own network namespace. In the machine's namespace, a firewall would see its frames: Docker drops
-    forwarded packets by default, which disconnects the nodes from each other.
+    forwarded packets by default, which would disconnect the nodes from each other.
     """
     pin(paths.switch_net)
     switch = inside(paths.switch_net)
@@ -113,7 +113,7 @@ def remove_switch(paths: TestbedPaths) -> None:
 
 
 def _change_link(name: str, paths: TestbedPaths, *change: str) -> None:
-    """Change a node's link at the switch, if it exists."""
+    """Run `ip link` with the words of `change` at the switch, if the node's link exists."""
     switch = inside(paths.switch_net)
     if paths.switch_net.exists() and succeeds(*switch, "ip", "link", "show", name):
         run(*switch, "ip", "link", *change)
@@ -123,7 +123,7 @@ def _change_link(name: str, paths: TestbedPaths, *change: str) -> None:
 
 
 def power_on(node: TestbedNode, paths: TestbedPaths) -> None:
-    """Boot a node: fresh namespaces, empty /tmp and /dev/shm, slurmd. Returns before slurmctld knows of it."""
+    """Boot a node: new namespaces, empty /tmp and /dev/shm, slurmd. Do not wait until slurmctld knows the node."""
     pin(paths.node_net(node.name))
     switch = inside(paths.switch_net)
     peer = ("peer", "name", "eth0", "netns", str(paths.node_net(node.name)))

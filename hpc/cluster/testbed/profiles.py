@@ -1,4 +1,4 @@
-"""The kinds of cluster that a testbed can be: their differences in the configuration. Pure."""
+"""The kinds of cluster that a testbed can simulate, as differences from the usual configuration. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,25 +11,25 @@ ProfileName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A kind of cluster."""
+    """A kind of cluster. The defaults are the usual kind."""
 
     slurm_conf: Mapping[str, str] = field(default_factory=dict)
     """Values of slurm.conf that replace the usual ones."""
     gpu_partition: Mapping[str, str] = field(default_factory=dict)
-    """Values that replace the usual ones of the preemptable partition."""
+    """Values that replace the usual ones of the partition `gpu`, whose jobs can be preempted."""
     gpu_types: tuple[str | None, ...] = ("",)
-    """The GPU types of the first node, the second, and so on, repeated; "" for GPUs without a type, None for a node
-    without GPUs."""
+    """GPU type of each node, repeated for further nodes. "" means GPUs without a type, None means no GPUs."""
     slurmd_timeout: int = 20
-    """The default of the shape's `slurmd_timeout`. So is `nodes`."""
+    """Default of `TestbedShape.slurmd_timeout`, in seconds."""
     nodes: int = 4
+    """Default of `TestbedShape.nodes`."""
     node_name: str = "gpu{:02d}"
-    """The format of a node's name for its number, from 1."""
+    """Format of a node's name from its number, which counts from 1."""
     account: Mapping[str, str] = field(default_factory=dict)
-    """Limits of the account `users`, with which accounting runs."""
+    """Limits of the account `users`. If not empty, accounting runs."""
     job_submit: str = ""
     named_network: str = "10.77.0"
-    """The network of the addresses to which the nodes' names resolve. NodeAddr is always in the usual network."""
+    """Network of the addresses to which the nodes' names resolve. NodeAddr is always in the network 10.77.0."""
     boot: str = ""
     """Commands that each node runs first when it boots; `{number}` is the node's number."""
     job_container: str = ""
@@ -66,8 +66,7 @@ done
 
 # job_container/tmpfs keeps the jobs' directories and mount namespaces in /mnt. Linux 6.18 numbers the namespaces that a
 # CPU makes from a range of that CPU, and mounts a namespace only within one with a lower number. So the node's own
-# namespace must be made on the CPU with the lowest numbers. If not, some jobs fail, depending on the CPU on which they
-# start.
+# namespace must be made on the CPU with the lowest numbers. Otherwise, jobs that start on some CPUs fail.
 _PRIVATE_DIRECTORIES = """\
 mount -n -t tmpfs -o mode=755 tmpfs /mnt
 touch /mnt/probe
@@ -83,7 +82,7 @@ done
 """
 
 # The kernel has one table of 1,024 neighbours for all networks of the machine (gc_thresh3). 32 nodes that talk to each
-# other fill it, and packets are lost. Permanent neighbours do not count.
+# other fill the table, and packets are lost. Permanent neighbours do not count towards the limit.
 _KNOWN_NEIGHBOURS = """\
 ip link set eth0 address 02:00:00:00:00:$(printf %02x {number})
 for other in $(seq 99); do
@@ -100,7 +99,7 @@ PROFILES: dict[ProfileName, Profile] = {
         slurmd_timeout=300,
     ),
     "cancel": Profile(slurm_conf={"PreemptMode": "CANCEL"}, gpu_partition={"PreemptMode": "CANCEL"}),
-    # Without FORCE no two jobs share a node, and none can be suspended for the other.
+    # Without FORCE, no two jobs share a node, so Slurm cannot suspend one for the other.
     "suspend": Profile(
         slurm_conf={"PreemptMode": "SUSPEND,GANG"},
         gpu_partition={"PreemptMode": "SUSPEND", "GraceTime": "0", "OverSubscribe": "FORCE:1"},
@@ -117,6 +116,6 @@ PROFILES: dict[ProfileName, Profile] = {
         job_container="AutoBasePath=true\nBasePath=/mnt\n",
         boot=_PRIVATE_DIRECTORIES,
     ),
-    # It differs from the usual one since Slurm 25.11.
+    # Before Slurm 25.11, which introduced this parameter, the profile behaves like the usual one.
     "expedited": Profile(slurm_conf={"SlurmctldParameters": "enable_expedited_requeue"}),
 }

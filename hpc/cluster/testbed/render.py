@@ -44,7 +44,7 @@ PreemptType=preempt/partition_prio
 SchedulerParameters=batch_sched_delay=0,sched_min_interval=0,sched_interval=1,bf_interval=5
 """
 
-# The settings that a profile may change.
+# The usual values of settings that profiles replace.
 _SETTINGS = {"JobRequeue": "1", "PreemptMode": "REQUEUE", "SelectTypeParameters": "CR_Core"}
 
 _ACCOUNTING = """\
@@ -57,8 +57,8 @@ AccountingStorageTRES=gres/gpu
 JobAcctGatherType=jobacct_gather/linux
 """
 
-# On preemption SIGTERM comes at once, and SIGKILL after GraceTime seconds. Requested time limits are checked against
-# MaxTime and DefaultTime.
+# On preemption, Slurm sends SIGTERM at once, and SIGKILL after GraceTime seconds. MaxTime is the longest time limit of
+# a job, DefaultTime the time limit of a job that requests none.
 _GPU_PARTITION = {
     "PreemptMode": "REQUEUE", "GraceTime": "20", "MaxTime": "1-00:00:00", "DefaultTime": "01:00:00",
 }  # fmt: skip
@@ -137,7 +137,7 @@ def _assignments(values: Mapping[str, str], separator: str) -> str:
 
 
 def _gpu_types(shape: TestbedShape) -> dict[str, str]:
-    """Return the GPU type of each node that has GPUs, by the node's name; empty for GPUs without a type."""
+    """Return the GPU type of each node that has GPUs, by the node's name. The type "" means GPUs without a type."""
     names = [node.name for node in shape.all_nodes] if shape.gpus_per_node else []
     pairs = zip(names, cycle(shape.kind.gpu_types), strict=False)
     return {name: gpu_type for name, gpu_type in pairs if gpu_type is not None}
@@ -164,15 +164,15 @@ def hosts(shape: TestbedShape, host_name: str) -> str:
 
 
 def _shaping(shape: TestbedShape) -> str:
-    """Return the commands that limit and delay the packets of a node."""
+    """Return the tc commands that limit the rate of a node and delay its packets."""
     rate, delay = shape.network
-    # A veth passes up to 64 kB at once. The burst holds a few of these: tbf drops what is larger than the burst.
+    # tbf drops packets larger than the burst, and a veth passes up to 64 kB at once, so the burst holds a few of them.
     limit = f"tc qdisc add dev eth0 root handle 1: tbf rate {rate} burst 256kb latency 50ms\n" if rate else ""
     return limit + (f"tc qdisc add dev eth0 parent 1:1 netem delay {delay} limit 100000\n" if delay else "")
 
 
 def files(shape: TestbedShape, paths: TestbedPaths, host_name: str) -> dict[Path, str]:
-    """Return the text of every configuration file, by path. `up` writes these, or compares them with existing ones."""
+    """Return the text of every configuration file, by path. `up` compares them with existing files, or writes them."""
     quoted = {"hosts": shlex.quote(str(paths.hosts)), "slurm_conf": shlex.quote(str(paths.slurm_conf))}
     found = {
         paths.slurm_conf: slurm_conf(shape, paths),

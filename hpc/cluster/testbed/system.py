@@ -47,7 +47,7 @@ def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -
     """Run a command in the clean environment and return its stdout.
 
     Raises:
-        TorchrelayError: it failed or took too long; the message has the last line of its output.
+        TorchrelayError: the command is missing, took too long, or failed; the message then has its last line of output.
     """
     words = [str(word) for word in command]
     try:
@@ -70,12 +70,12 @@ def run(*command: str | Path, timeout_seconds: float = 30, **environment: str) -
 
 
 def start(*command: str | Path, log: Path, **environment: str) -> None:
-    """Start a program that becomes a daemon, by itself or with `setsid --fork`, and wait until it is one.
+    """Start a program that becomes a daemon, by itself or with `setsid --fork`, and wait until it has become one.
 
     Its output goes to the log, and its input is empty, so that a caller's pipe does not stay open until daemons end.
 
     Raises:
-        TorchrelayError: it did not start; the message has the last line of its log.
+        TorchrelayError: the program failed to start; the message has the last line of the log.
     """
     words = [str(word) for word in command]
     with log.open("ab") as output:
@@ -101,7 +101,7 @@ def _failure(words: list[str], exit_code: int, output: str, hint: str = "") -> T
 
 
 def succeeds(*command: str | Path, **environment: str) -> bool:
-    """Return whether a probing command succeeds within 10 s."""
+    """Return whether a command succeeds within 10 s."""
     try:
         run(*command, timeout_seconds=10, **environment)
     except TorchrelayError:
@@ -113,7 +113,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> N
     """Poll until the condition holds.
 
     Raises:
-        TorchrelayError: it did not hold in time; `what` completes the message "waited in vain for".
+        TorchrelayError: the condition did not hold in time. `what` completes the message "waited in vain for".
     """
     deadline = time.monotonic() + seconds
     while not condition():
@@ -126,7 +126,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> N
 def locked(path: Path) -> Iterator[None]:
     """Hold the testbed's lock, and remove its file afterwards.
 
-    A process that waited may get the lock of a file that the previous holder has removed: it then tries again.
+    A process that waited may get the lock of a file that the previous holder has removed. It then locks the new file.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

@@ -1,1 +1,1 @@
-"""The ledger of a run: typed events, the files that keep them, and conclusions from them. Runs everywhere."""
+"""The ledger of a run: its events, the files that keep them, and conclusions from them. Runs everywhere."""

@@ -20,7 +20,7 @@ class Attempt:
     port: int
     """The port on which the head node's agent listens to the other agents."""
     addresses: tuple[str, ...] = ()
-    """The addresses of the head node; the other agents try its name first."""
+    """The addresses of the head node, which the other agents try after its name."""
     nodes: tuple[str, ...]
     started: float
     training_started: float | None = None
@@ -32,9 +32,9 @@ class Attempt:
     interruptions: tuple[PastInterruption, ...] = ()
     """The interruptions that the attempt survived."""
     interrupted_at: float | None = None
-    """Time of the last interruption."""
+    """Time of the failure that caused the last interruption."""
     ranks_started: float | None = None
-    """Time at which the ranks that run now were told to start."""
+    """Time at which the current round began, or of the last interruption if no round has begun since."""
     ended: float | None = None
     last_step: int | None = None
     failed_at: float | None = None
@@ -48,10 +48,10 @@ class Attempt:
 
     @property
     def history(self) -> tuple[PastInterruption, ...]:
-        """All interruptions of the attempt, and its end."""
+        """All interruptions of the attempt and, if it has ended, its end."""
         if self.cause is None:
             return self.interruptions
-        # The last interruption is also the end if too few nodes were left: it counts once.
+        # If too few nodes were left, the last interruption is also the end of the attempt, and counts once.
         if self.failed_at is not None and self.failed_at == self.interrupted_at:
             *others, last = self.interruptions
             return (*others, replace(last, cause=self.cause, step=self.last_step))
@@ -59,7 +59,7 @@ class Attempt:
         return (*self.interruptions, self.interrupted_by(self.cause, self.last_step, self.signature, at))
 
     def interrupted_by(self, cause: str, step: int | None, signature: str | None, at: float | None) -> PastInterruption:
-        """Return an interruption of the ranks that run now."""
+        """Return an interruption of the current ranks by a failure at the time `at`."""
         ran_seconds = at - self.ranks_started if at and self.ranks_started else 0.0
         return PastInterruption(
             cause=cause, step=step, restored_step=self.restored_step, signature=signature, ran_seconds=ran_seconds
@@ -104,7 +104,7 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
             }
         case AttemptEnded():
             return {
-                # Another process recorded the end of a dead attempt later: the attempt's last sign of life counts.
+                # Another process records the end of a dead attempt later, so the last sign of life counts.
                 "ended": event.last_heard or event.time,
                 "failed_at": event.failed_at,
                 "cause": event.cause,
@@ -120,13 +120,13 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
 def budget_of(attempts: Iterable[Attempt]) -> Budget:
     """Return the use of a run's budgets since its user last resumed it.
 
-    Restarts within an attempt and ended attempts both count.
+    Interruptions within an attempt and ends of attempts both count.
     """
     return budget_after(one for attempt in _since_resumption(attempts) for one in attempt.history)
 
 
 def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Return the attempts after the last one that the user has resumed: a person has looked at the earlier ones."""
+    """Return the attempts since the last `hpc resume`, because a person has looked at the earlier failures."""
     counted = list[Attempt]()
     for attempt in attempts:
         counted = [] if attempt.resumed else [*counted, attempt]
@@ -134,13 +134,13 @@ def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def budget_now(attempts: Sequence[Attempt]) -> Budget:
-    """Return `budget_of`. The step from which the ranks of a running attempt started already counts as progress."""
+    """Like `budget_of`, but the step from which the ranks of a running attempt started already counts as progress."""
     last = [replace(attempts[-1], cause="")] if attempts and attempts[-1].cause is None else attempts[-1:]
     return budget_of([*attempts[:-1], *last])
 
 
 def may_restart_after(attempts: Sequence[Attempt]) -> bool:
-    """Return whether another attempt may follow the last one. If that has no recorded end, it counts as lost."""
+    """Return whether another attempt may follow the last one. A last attempt without a recorded end counts as lost."""
     if not _since_resumption(attempts):
         return True
     *earlier, last = attempts

@@ -1,7 +1,7 @@
-"""The cost of a run's interruptions, in time, by parts, and in steps. Pure; runs on the login node.
+"""The cost of a run's interruptions: seconds by part, and lost steps. Pure; runs on the login node.
 
 An interruption is an `interruption` event, which the attempt survived, or the end of an attempt, if another attempt
-follows or should follow. The times of events divide its recovery into parts:
+follows or should follow. The times of events divide the recovery into parts:
 
 | part | from | to |
 |---|---|---|
@@ -75,7 +75,7 @@ def interruptions_of(history: History) -> list[Interruption]:
         if end is None or (before is spans[-1] and not history.may_restart):
             continue
         last_step = max(last_step, end.step or 0)
-        # An interruption that the attempt did not survive after all, and the attempt's end, are one interruption.
+        # If the attempt did not survive the interruption after all, the attempt's end is the same interruption.
         next_end = _end_of(after)
         if end.failed_at is not None and isinstance(next_end, AttemptEnded) and next_end.failed_at == end.failed_at:
             continue
@@ -87,7 +87,7 @@ def interruptions_of(history: History) -> list[Interruption]:
 
 
 def _time_spans(history: History) -> list[History]:
-    """Return the spans into which interruptions divide all attempts. The last span of an attempt ends with it."""
+    """Return the spans into which interruptions divide the attempts. An attempt's last span ends with the attempt."""
     spans, own = list[History](), {attempt.attempt: list[Event]() for attempt in history.attempts}
     for event in history.events:
         if event.attempt in own:
@@ -119,7 +119,7 @@ def _time(event: Event | None) -> float | None:
 def _interruption(
     before: History, end: Interrupted | AttemptEnded, after: History, steps_lost: int | None
 ) -> Interruption:
-    """Return the interruption at the end of a span, and its cost until the training started in the next one."""
+    """Return the interruption at the end of the span `before`, with its cost until training starts in `after`."""
     lost, stopped = before.last(NodeLost), before.last(TrainStopped)
     resumed = _time(before.last(Resumed))
     signalled = stopped.time - stopped.seconds if stopped and stopped.seconds is not None else None
@@ -158,7 +158,7 @@ def _parts(marks: Sequence[float | None]) -> dict[str, float | None]:
     """Return the seconds of each part, and their total. `marks` are the times at which the parts begin and end."""
     ordered, latest = list[float | None](), inf
     for mark in reversed(marks):
-        # A time may be later than the next: clocks differ, and an attempt records a dead one's end after its own claim.
+        # A time may be later than the next one: clocks differ, and a dead attempt's end is recorded after a claim.
         latest = latest if mark is None else min(mark, latest)
         ordered.insert(0, None if mark is None else latest)
     parts = dict(zip(PARTS, starmap(_difference, pairwise(ordered)), strict=True))
@@ -192,7 +192,7 @@ def steps_lost(interruptions: Iterable[Interruption]) -> int | None:
 
 
 def goodput(train_seconds: float | None, began: float, ended: float) -> float | None:
-    """Return the productive steps' share of a run's time, from its first claim to its end or now; None if unknown."""
+    """Return the share of a run's time, from `began` to `ended`, that productive steps took; None if unknown."""
     if train_seconds is None or ended <= began:
         return None
     return round(min(1.0, train_seconds / (ended - began)), 4)

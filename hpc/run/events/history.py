@@ -29,9 +29,9 @@ from hpc.run.events.kinds import (
 from hpc.run.rundir import RunDir
 
 Outcome = Literal["completed", "failed", "cancelled"]
-"""How a run has ended."""
+"""The ways in which a run can end."""
 State = Literal["pending", "running", "completed", "failed", "cancelled"]
-"""The state of a run: what it does, or how it has ended."""
+"""The states of a run: waiting, running, or ended in one of the ways of `Outcome`."""
 _Kind = TypeVar("_Kind", bound=Event)
 
 
@@ -56,11 +56,11 @@ class History:
         return [event for event in self.events if isinstance(event, kind)]
 
     def last(self, kind: type[_Kind]) -> _Kind | None:
-        """Return the newest event of one kind."""
+        """Return the newest event of one kind; None if there is none."""
         return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
 
     def during(self, attempt: int | None) -> "History":
-        """Return the history of one attempt."""
+        """Return the events of one attempt; for None, the events that belong to no attempt."""
         return History([event for event in self.events if event.attempt == attempt])
 
     @cached_property
@@ -70,7 +70,7 @@ class History:
 
     @property
     def last_attempt(self) -> Attempt | None:
-        """The newest attempt."""
+        """The newest attempt; None before the first."""
         return self.attempts[-1] if self.attempts else None
 
     @property
@@ -80,14 +80,14 @@ class History:
 
     @property
     def may_restart(self) -> bool:
-        """Whether another attempt may follow the last one. If that has no recorded end, it counts as lost."""
+        """Whether another attempt may follow the last one. A last attempt without a recorded end counts as lost."""
         return may_restart_after(self.attempts)
 
     @property
     def is_cancelled(self) -> bool:
         """Whether the user has cancelled the run, and not resumed it since.
 
-        Cancellations are counted, not compared by time: the clocks of two machines differ.
+        Cancellations are counted instead of compared by time, because the clocks of two machines differ.
         """
         taken_back = max((event.cancellations for event in self.of(Resumed)), default=0)
         return len(self.of(Cancelled)) > taken_back
@@ -99,7 +99,7 @@ class History:
 
     @property
     def is_scancelled(self) -> bool:
-        """Whether the run's newest job was cancelled with scancel, as far as this is recorded."""
+        """Whether a supervisor has recorded that the run's newest job was cancelled with scancel."""
         return any(event.job_id == self.last_job_id for event in self.of(Scancelled))
 
     @property
@@ -110,7 +110,7 @@ class History:
 
     @property
     def outcome(self) -> Outcome | None:
-        """How the run has ended, according to its directory; None if it goes on."""
+        """The way in which the run has ended, according to its events and its result; None if it goes on."""
         last = self.last_attempt
         if self.complete:
             return "completed"
@@ -134,8 +134,8 @@ class History:
 
     @property
     def last_job_id(self) -> str | None:
-        """The id of the run's newest job."""
-        # Attempts are compared before times: clocks are set, and differ between nodes.
+        """The id of the run's newest job; None before the first."""
+        # Attempts count before times, because clocks differ between nodes, and may be set.
         order = {"submitted": 0, "claimed": 1, "requeued": 2, "resubmitted": 2}
         starts = [event for event in self.events if isinstance(event, Submitted | Claimed | Requeued | Resubmitted)]
         newest = sorted(starts, key=lambda event: (event.attempt or 0, order[event.kind]))[-1:]
@@ -149,7 +149,7 @@ class History:
 
     @property
     def lost_nodes(self) -> list[str]:
-        """The nodes that are lost, once for each agent that has reported the loss."""
+        """The nodes that are lost now, each listed once for every report of its loss."""
         lost = list[str]()
         for event in self.events:
             if isinstance(event, NodeLost):
@@ -159,19 +159,19 @@ class History:
         return lost
 
     def unfinished_handover(self, attempt: int) -> Handover | None:
-        """Return the newest claim to submit the job after `attempt` (0: the first); None if no claim is unfinished."""
+        """Return the unfinished claim to submit the job after `attempt`, or, for 0, the first job; None without one."""
         kinds = Handover | Submitted | Resubmitted | Requeued
         own = [event for event in self.events if isinstance(event, kinds) and (event.attempt or 0) == attempt]
         return own[-1] if own and isinstance(own[-1], Handover) else None
 
     @property
     def knows_steps(self) -> bool:
-        """Whether the ranks have recorded the step from which they started, as our trainer and `state` do."""
+        """Whether the ranks have recorded the step from which they started, as the trainer and `with state(...)` do."""
         return bool(self.of(TrainStarted))
 
     @property
     def save_seconds(self) -> float | None:
-        """The seconds of the longest save, of a checkpoint or after a signal to stop; None before the first save."""
+        """Seconds of the longest save, either of a checkpoint or after a signal to stop; None before the first save."""
         stops = [event.seconds for event in self.of(TrainStopped) if event.seconds is not None]
         saves = [event.seconds + event.copy_seconds for event in self.of(CheckpointSaved)]
         return max([*stops, *saves], default=None)

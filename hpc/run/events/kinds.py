@@ -1,4 +1,4 @@
-"""The events of a run: one type for each kind, with who writes it and its fields. Runs everywhere.
+"""The types of events of a run, each with its writer and its fields. Runs everywhere.
 
 An event is one JSON object on one line of a file in `events/` (hpc.run.events.ledger): the fields below, `event` with
 the name of its kind, and `time`. A field without a value is null or absent. Times are seconds since the epoch, nodes
@@ -30,7 +30,7 @@ class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=_kind):
 
     time: Time = UNDATED
     attempt: Int | None = None
-    """The attempt; None if the event belongs to none, such as the submission."""
+    """The number of the attempt; None if the event belongs to no attempt, as the submission does."""
 
     @property
     def kind(self) -> str:
@@ -51,13 +51,13 @@ class Handover(Event, frozen=True, kw_only=True):
 
 
 class Submitting(Handover, frozen=True, kw_only=True):
-    """It is `hpc submit`, and the directory of the run is new."""
+    """`hpc submit` announces the first job of a new run."""
 
     cluster: str | None = None
 
 
 class Submitted(Event, frozen=True, kw_only=True):
-    """`hpc submit` has submitted the first job; without Slurm: the process that controls the run has started."""
+    """`hpc submit` has submitted the first job or, without Slurm, started the process that controls the run."""
 
     job_id: str
     cluster: str | None = None
@@ -66,7 +66,7 @@ class Submitted(Event, frozen=True, kw_only=True):
     stop_lead_seconds: Number | None = None
     """Seconds from the signal to stop to the time limit."""
     grace_seconds: Number | None = None
-    """Seconds for which the processes of a preempted job live; None if unknown."""
+    """Seconds from SIGTERM to SIGKILL when Slurm preempts the job; None if unknown."""
 
 
 class StartedNothing(Event, frozen=True, kw_only=True):
@@ -78,11 +78,11 @@ class StartedNothing(Event, frozen=True, kw_only=True):
 
 
 class Refused(StartedNothing, frozen=True, kw_only=True):
-    """The reason is permanent."""
+    """The job ends, because the run is complete or cannot start."""
 
 
 class Deferred(StartedNothing, frozen=True, kw_only=True):
-    """The run waits for others."""
+    """The job returns to the queue, because the run waits for other runs."""
 
 
 class Requeued(Event, frozen=True, kw_only=True):
@@ -92,7 +92,7 @@ class Requeued(Event, frozen=True, kw_only=True):
 
 
 class Resubmitting(Handover, frozen=True, kw_only=True):
-    """It is an agent, the supervisor or `hpc resume`, after an attempt."""
+    """An agent, the supervisor or `hpc resume` announces the job after an attempt."""
 
 
 class Resubmitted(Event, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ class Resubmitted(Event, frozen=True, kw_only=True):
     """The nodes that the job excludes."""
     old_job_id: str | None = None
     detail: str | None = None
-    """Why the old job was not requeued."""
+    """The reason why the old job was not requeued."""
 
 
 class Excluded(Event, frozen=True, kw_only=True):
@@ -114,7 +114,7 @@ class Excluded(Event, frozen=True, kw_only=True):
 
 
 class Released(Event, frozen=True, kw_only=True):
-    """The supervisor has ended Slurm's requeue delay or hold."""
+    """The supervisor has ended the delay or the hold of a requeued job."""
 
     job_id: str | None = None
 
@@ -126,7 +126,7 @@ class Scancelled(Event, frozen=True, kw_only=True):
 
 
 class NotContinued(Event, frozen=True, kw_only=True):
-    """An agent could not start the next attempt."""
+    """An agent could neither requeue the job nor submit a new one."""
 
     detail: str
 
@@ -136,11 +136,11 @@ class Cancelled(Event, frozen=True, kw_only=True):
 
     by: str | None = None
     final: bool = False
-    """Whether nothing may resume the run."""
+    """Whether the user gave --final, after which nothing may resume the run."""
 
 
 class Resumed(Event, frozen=True, kw_only=True):
-    """The user has called `hpc resume`; `attempt` is the last one before it, or 0."""
+    """The user has called `hpc resume`. `attempt` is the last attempt before it, or 0 if there was none."""
 
     cancellations: Int
     """The number of cancellations that no longer count."""
@@ -178,7 +178,7 @@ class Claimed(Event, frozen=True, kw_only=True):
 
 
 class Joined(Event, frozen=True, kw_only=True):
-    """An agent has met the head node's agent."""
+    """An agent has joined the attempt: it has reached the head node's agent."""
 
     node: str
     node_rank: Int | None = None
@@ -200,7 +200,7 @@ class Staging(Event, frozen=True, kw_only=True):
 
 
 class DataStaged(Event, frozen=True, kw_only=True, tag="staged"):
-    """An agent has staged a source; see `jobs.staging.stager.Staged`."""
+    """An agent has staged data or an environment; `jobs.staging.stager.Staged` describes the fields."""
 
     node: str
     source: str
@@ -238,7 +238,7 @@ class EnvironmentStaged(Event, frozen=True, kw_only=True, tag="environment"):
 
 
 class NodeFailed(Event, frozen=True, kw_only=True):
-    """An agent reports that it has failed."""
+    """An agent reports its own failure, after which its node trains no more in this attempt."""
 
     node: str
     cause: str | None = None
@@ -246,7 +246,7 @@ class NodeFailed(Event, frozen=True, kw_only=True):
 
 
 class MemoryEmptied(Event, frozen=True, kw_only=True):
-    """An agent has created its directory in memory again, which somebody had removed."""
+    """An agent has made the run's directory on its node again, which somebody had emptied."""
 
     node: str
     detail: str | None = None
@@ -260,7 +260,7 @@ class NotForked(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """The head node's agent, or a surviving one, has lost a node."""
+    """The head node's agent has lost contact with a node, or another agent with the head node."""
 
     node: str
     last_heard: Time | None = None
@@ -268,7 +268,7 @@ class NodeLost(Event, frozen=True, kw_only=True):
 
 
 class NodeReturned(Event, frozen=True, kw_only=True):
-    """The head node's agent has a link to a lost node again."""
+    """The head node's agent has regained contact with a lost node."""
 
     node: str
 
@@ -286,13 +286,13 @@ class Interrupted(Event, frozen=True, kw_only=True, tag="interruption"):
     noticed_at: Time | None = None
     round: Int | None = None
     signature: str | None = None
-    """The text by which the same failure is recognized (hpc.run.budget)."""
+    """A text that all repetitions of a failure share (hpc.run.budget)."""
     pause_seconds: Number = 0.0
     """Seconds until the ranks start again."""
 
 
 class AttemptEnded(Event, frozen=True, kw_only=True):
-    """An attempt has ended, as the head node's agent, its successor or the supervisor records."""
+    """An attempt has ended. The head node's agent records this or, if it could not, another process."""
 
     attempt: Int
     cause: str
@@ -300,7 +300,7 @@ class AttemptEnded(Event, frozen=True, kw_only=True):
     """The last step that any rank had done."""
     detail: str | None = None
     last_heard: Time | None = None
-    """Time of the last sign of life, if the agents recorded no end."""
+    """Time of the attempt's last heartbeat; None if one of its own agents recorded the end."""
     failed_at: Time | None = None
     rank: Int | None = None
     node: str | None = None
@@ -320,13 +320,13 @@ class RoundStarted(Event, frozen=True, kw_only=True, tag="rendezvous"):
 
 
 class Checked(Event, frozen=True, kw_only=True):
-    """The preflight before a user's script has passed, as the head node's agent records."""
+    """The head node's agent records that these nodes have passed the preflight of a user's script."""
 
     nodes: tuple[str, ...]
 
 
 class Preflight(Event, frozen=True, kw_only=True):
-    """All devices have computed and all ranks have communicated, as rank 0 records."""
+    """Rank 0 records the passed preflight: all devices have computed, and all ranks have communicated."""
 
     world_size: Int | None = None
     device: str | None = None
@@ -351,7 +351,7 @@ class Software(Event, frozen=True, kw_only=True):
 
 
 class TrainStarted(Event, frozen=True, kw_only=True):
-    """Rank 0 has restored the state; at every start of the ranks."""
+    """Rank 0 has restored the saved state, if there is one. It records this at every start of the ranks."""
 
     step: Int
     world_size: Int
@@ -361,9 +361,9 @@ class TrainStarted(Event, frozen=True, kw_only=True):
     source: str | None = None
     """The kind of saved state: `checkpoint` or `snapshot`."""
     train_seconds: Number = 0.0
-    """Seconds of all steps until the restored one."""
+    """Seconds of all steps up to the restored one."""
     seconds: Number | None = None
-    """Seconds since the start of the process."""
+    """Seconds from the start of the process to this event."""
     connect_seconds: Number | None = None
     """Seconds from the start of the process until all ranks were connected."""
     restore_seconds: Number | None = None
@@ -372,14 +372,14 @@ class TrainStarted(Event, frozen=True, kw_only=True):
 
 
 class NumericsChanged(Event, frozen=True, kw_only=True):
-    """Something on which rounding depends, such as torch, has changed since the restored state, as rank 0 records."""
+    """Rank 0 records that something on which rounding depends, such as torch, has changed since the restored state."""
 
     step: Int
     changes: tuple[str, ...] = ()
 
 
 class Unrepeatable(Event, frozen=True, kw_only=True):
-    """Operations of the model have no deterministic kernel, as rank 0 records unless --deterministic is off."""
+    """Rank 0 records operations that have no deterministic kernel, unless --deterministic is off."""
 
     operations: tuple[str, ...] = ()
 
@@ -391,7 +391,7 @@ class FirstStep(Event, frozen=True, kw_only=True):
 
 
 class TrainStopped(Event, frozen=True, kw_only=True):
-    """Rank 0 has stopped and saved the step."""
+    """Rank 0 has stopped after a signal; a training has saved its state."""
 
     step: Int | None = None
     signal: str | None = None
@@ -404,20 +404,20 @@ class TrainCompleted(Event, frozen=True, kw_only=True):
 
     step: Int | None = None
     ended: str | None = None
-    """Why the training ended early: `patience` or `max_hours`; None after the last epoch."""
+    """The reason for an early end, `patience` or `max_hours`; None after the last epoch."""
     learned_nothing: str | None = None
-    """A sentence with the numbers, if the model has learned nothing."""
+    """A sentence with the numbers if the model has learned nothing; None if it has learned."""
 
 
 class Diverged(Event, frozen=True, kw_only=True):
-    """Rank 0 has met a loss that is not finite."""
+    """Rank 0 has found that the loss is not finite."""
 
     step: Int | None = None
     loss: str | None = None
 
 
 class ImageCorrupt(Event, frozen=True, kw_only=True):
-    """Rank 0 has learned of an image that some rank cannot read."""
+    """Rank 0 reports an image that a rank cannot read."""
 
     path: str
 
@@ -439,7 +439,7 @@ class RankFailed(Event, frozen=True, kw_only=True):
 
 
 class SlowRank(Event, frozen=True, kw_only=True):
-    """The head node's agent reports that all other ranks wait for this one."""
+    """The head node's agent reports a rank for which all other ranks wait."""
 
     rank: Int
     node: str
@@ -486,24 +486,24 @@ class SnapshotOff(Event, frozen=True, kw_only=True):
 
 
 class OfMessage(Event, frozen=True, kw_only=True):
-    """A process on a node, or the supervisor, sends messages."""
+    """A process on a node, or the supervisor, sends a message to a recipient."""
 
     notice: str
     recipient: str
 
 
 class Notifying(OfMessage, frozen=True, kw_only=True):
-    """It is about to send this one."""
+    """The process is about to send the message."""
 
     host: str | None = None
 
 
 class NotificationSent(OfMessage, frozen=True, kw_only=True):
-    """It has sent this one."""
+    """The process has sent the message."""
 
 
 class NotificationFailed(OfMessage, frozen=True, kw_only=True):
-    """It could not send this one."""
+    """The process could not send the message."""
 
     reason: str
 
@@ -515,13 +515,13 @@ class OfTracker(Event, frozen=True, kw_only=True):
 
 
 class Tracking(OfTracker, frozen=True, kw_only=True):
-    """It has begun."""
+    """The process has connected to the tracker."""
 
     url: str | None = None
 
 
 class TrackingFailed(OfTracker, frozen=True, kw_only=True):
-    """It could not send them."""
+    """The process could not send the metrics."""
 
     reason: str
 

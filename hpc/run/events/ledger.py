@@ -25,14 +25,14 @@ _OF_OTHER_NODES = re.compile(r"attempt-\d+-node-0*[1-9]")
 
 @dataclass(frozen=True)
 class EventWriter:
-    """Appends events to one file of a ledger. No other process writes to it."""
+    """Appends events to one file of a ledger, to which no other process writes."""
 
     path: Path
     attempt: int | None = None
-    """The attempt to which all these events belong."""
+    """The attempt of all events of this writer; if None, events keep their own."""
 
     def append(self, event: Event) -> None:
-        """Record that something has happened now, in the writer's attempt."""
+        """Append an event that happens now, in the writer's attempt."""
         append_line(self.path, line_of(event if self.attempt is None else dated(event, attempt=self.attempt)))
 
 
@@ -42,11 +42,11 @@ def dated(event: Event, **fields: object) -> Event:
 
 
 def line_of(event: Event) -> str:
-    """Return an event as one line of a ledger, without the fields that have their defaults.
+    """Return an event as one line of a ledger.
 
-    An undated event gets the present time. The line is ASCII, so that names which are not UTF-8 can be written. Fields
-    with their defaults are left out instead of written as null: agents of an earlier release may still run, and reject
-    null where they require a value.
+    An undated event gets the present time. The line is ASCII, so that it can hold names which are not UTF-8. Fields
+    with default values are left out instead of written as null, because agents of an earlier release may still run, and
+    reject null where they require a value.
     """
     event = dated(event) if event.time == UNDATED else event
     usual = {field.name: field.default for field in msgspec.structs.fields(type(event))}
@@ -55,12 +55,12 @@ def line_of(event: Event) -> str:
 
 
 def record_once(path: Path, event: Event) -> bool:
-    """Write a new file of a ledger with one event; False if another process has made that file."""
+    """Write a new file of a ledger with one event. Return False if another process has made that file."""
     return write_exclusive(path, line_of(event))
 
 
 def attempt_prefix(attempt: int) -> str:
-    """Return the text with which the file names of an attempt begin. Each of its agents writes one file."""
+    """Return the prefix of the names of the files with an attempt's events."""
     return f"attempt-{attempt:03d}-"
 
 
@@ -78,10 +78,10 @@ def read_with_damage(events: Path) -> tuple[list[Event], list[str]]:
 
 
 def read_without_other_nodes(events: Path) -> list[Event]:
-    """Return the events of a run that are not in the files of nodes other than the first.
+    """Return the events of a run without those in the files of nodes other than the first.
 
-    All agents of a job ask for these at the same time: if each of a thousand nodes read the files of a thousand nodes
-    and of all attempts, shared storage would be busy for minutes.
+    All agents of a job call this at the same time: if each of a thousand nodes read the files of a thousand nodes in
+    all attempts, shared storage would be busy for minutes.
     """
     return _read(events, lambda name: _OF_OTHER_NODES.match(name) is None)[0]
 
@@ -118,7 +118,7 @@ def decoded(line: bytes) -> Event:
     except msgspec.ValidationError:
         raise
     except ValueError:
-        # json reads the escapes of names that are not UTF-8; msgspec does not.
+        # The json module reads the escapes of names that are not UTF-8, which msgspec refuses.
         event = msgspec.convert(json.loads(line), _ANY_EVENT)
     if event.time == UNDATED:
         raise msgspec.ValidationError("Object missing required field `time`")
@@ -137,7 +137,7 @@ def _is_of_unknown_kind(line: bytes) -> bool:
 
 
 def _happened_at(event: Event) -> float:
-    """Return when something happened. A failure is recorded only after torchrun has replaced the ranks."""
+    """Return an event's time; for a failure recorded only after torchrun has replaced the ranks, the failure's time."""
     if isinstance(event, Interrupted) and event.cause not in {Cause.HANG, Cause.NODE_FAILURE}:
         return event.time if event.failed_at is None else event.failed_at
     return event.time

@@ -1,8 +1,8 @@
 """The cancellations and resumptions of a run, and the spec in force. Runs everywhere.
 
-A resumption is one file, `events/resume-001.jsonl`, created exclusively with its whole `resumed` event. Before, the
-spec that it puts into force is written to `spec-001.json`, next to `spec.json`. This spec has no effect until the event
-exists, so an `hpc resume` that was killed in between has changed nothing.
+A resumption is one file, `events/resume-001.jsonl`, created exclusively with its whole `resumed` event. `hpc resume`
+first writes the new spec to `spec-001.json`, next to `spec.json`. This spec has no effect until the event exists, so an
+`hpc resume` that was killed in between has changed nothing.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ _PREFIX = "resume-"
 
 
 def current_spec(run: RunDir) -> Path:
-    """Return the file of the spec in force, from the last resumption or the submission. Every reader asks here."""
+    """Return the file of the spec in force, which is that of the last resumption or of the submission."""
     last = max(run.events.glob(f"{_PREFIX}*.jsonl"), default=None)
     return run.revised_spec(int(last.stem.removeprefix(_PREFIX))) if last else run.spec
 
@@ -33,16 +33,16 @@ def next_resumption(run: RunDir) -> int:
 
 
 def record_resumption(run: RunDir, resumed: Resumed) -> bool:
-    """Record that the user has resumed the run; False if another process was first.
+    """Record that the user has resumed the run. Return False if another process was first.
 
-    `resumed.cancellations` is the number that the user has seen: these no longer count.
+    `resumed.cancellations` is the number of the cancellations so far, which no longer count.
     """
     return record_once(resumption_file(run, resumed.number), resumed)
 
 
 def is_cancelled_now(run: RunDir) -> bool:
-    """Return whether the run is cancelled. Reads only the two kinds of file that say so, because agents ask often.
+    """Return whether the run is cancelled. Reads only cancellations and resumptions, because agents ask often.
 
-    On a full disk the file of a cancellation may be empty: then `hpc cancel` has failed.
+    On a full disk the file of a cancellation may be empty. The run is then not cancelled, because `hpc cancel` failed.
     """
     return History([*ledger.read(run.events, run.cancellation.name), *ledger.read(run.events, _PREFIX)]).is_cancelled

@@ -43,7 +43,7 @@ class Period:
     began: float
     ended: float
     interruption: int | None = None
-    """The number of the interruption, from 1, if this is a recovery or the queue within it."""
+    """The number of the interruption, from 1, in a recovery or the queue within one; None in other periods."""
 
     @property
     def seconds(self) -> float:
@@ -54,12 +54,12 @@ class Period:
 def periods_of(
     history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool
 ) -> list[Period]:
-    """Return a run's periods until its end or now. A user's script has no startup: it trains from the claim on."""
+    """Return a run's periods until the time `until`. A user's script has no startup: it trains from the claim on."""
     submitted = [event.time for event in history.of(Submitted)]
     starts = [attempt.started for attempt in history.attempts]
     began, claimed = [*submitted, *starts, until][0], [*starts, until][0]
     first_step = next((event.time for event in history.of(FirstStep)), until)
-    # The first of overlapping spans counts.
+    # Where spans overlap, the earliest in this list counts.
     spans = [
         Period(kind="queue", began=began, ended=claimed),
         *_down(history, interruptions, until, own_script=own_script),
@@ -74,7 +74,7 @@ def periods_of(
 
 
 def _down(history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool) -> list[Period]:
-    """Return the queue periods of interruptions, then their recoveries. A pause before `hpc resume` is in neither."""
+    """Return the queue periods of interruptions, then their recoveries, both without the pause before `hpc resume`."""
     queues, recoveries, attempts = list[Period](), list[Period](), history.attempts
     resumed = {each.attempt: each.resumed for each in attempts}
     first_steps = [event.time for event in history.of(FirstStep)]
@@ -106,7 +106,7 @@ def gpu_hours(
 ) -> dict[str, float]:
     """Return GPU-hours by part; empty before the first attempt. All training of an uninterrupted script is productive.
 
-    `last_logged` is the last line of the training's metrics, empty before the first.
+    `last_logged` is the last line of the training's metrics, and empty before the first line.
     """
     found, trained = dict.fromkeys(GPU_PARTS, 0.0), 0.0
     starts = history.of(TrainStarted)
@@ -146,6 +146,6 @@ def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str
 
 
 def _ranks(starts: Sequence[TrainStarted], attempt: Attempt, time: float, gpus_per_node: int) -> int:
-    """Return how many ranks, one per GPU, train from this time on; if no start is recorded, all GPUs of the members."""
+    """Return the number of ranks that train at a time; if no start is recorded, the number of GPUs of the members."""
     sizes = [start.world_size for start in starts if start.attempt == attempt.attempt and start.time <= time]
     return int(sizes[-1]) if sizes else len(attempt.members) * gpus_per_node

@@ -1,9 +1,9 @@
 """Sends the messages about a run, each message once to each recipient.
 
-Agents and the supervisor run it in a process of its own, `python -m hpc.services.notification.delivery RUN_DIR`,
+Agents and the supervisor run this module in a separate process, `python -m hpc.services.notification.delivery RUN_DIR`,
 because a name server that does not answer may delay it for minutes. Of several processes with the same message, the one
-that creates the file `events/notice-KEY-RECIPIENT-1.jsonl` sends it. If it fails, because compute nodes often have no
-internet, the supervisor sends the message with the next number.
+that creates the file `events/notice-KEY-RECIPIENT-1.jsonl` sends it. If sending fails, as on a compute node without
+internet, the supervisor tries again, and creates the file with the next number.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from hpc.services.notification.recipients import read_recipients, recipients_fil
 
 # Apprise waits 4 s for a connection and 4 s for an answer, but has no such limit for a name server.
 _SEND_SECONDS = 12.0
-# Seconds for the whole process, which starts, reads the run's events, and sends.
+# Time limit of the whole process: it starts, reads the run's events, and sends.
 _PROCESS_SECONDS = 25.0
 _RETRY_SECONDS, _MOST_TRIES = 60.0, 5
-# Events older than this are no news, even if somebody starts a supervisor only now.
+# Older events cause no message, even if somebody starts a supervisor only now.
 _NEWS_SECONDS = 3600.0
 
 
@@ -44,13 +44,13 @@ class Message:
     notice: Notice
     recipient: str
     number: int
-    """The number of this attempt to send it, from 1."""
+    """Number of this try to send the message, from 1."""
 
 
 def due_messages(
     notification: Notification, notices: Sequence[Notice], history: History, now: float, *, retry: bool
 ) -> list[Message]:
-    """Return the messages to send now; with `retry` also those that others could not send. Pure."""
+    """Return the messages to send now; with `retry`, also those that other processes could not send. Pure."""
     messages = [
         Message(notice=notice, recipient=name, number=number)
         for notice in notices
@@ -62,7 +62,7 @@ def due_messages(
 
 
 def _next_number(history: History, key: str, recipient: str, now: float) -> int | None:
-    """Return the number of the next try to send; None if it was sent, was tried just now, or was tried often enough."""
+    """Return the number of the next try; None if the message was sent, was tried just now, or was tried too often."""
     own = [event for event in history.of(OfMessage) if (event.notice, event.recipient) == (key, recipient)]
     tries = sum(isinstance(event, Notifying) for event in own)
     if any(isinstance(event, NotificationSent) for event in own) or tries >= _MOST_TRIES:
@@ -74,15 +74,15 @@ def _next_number(history: History, key: str, recipient: str, now: float) -> int 
 
 
 def is_due(run: RunDir, notification: Notification, *, retry: bool = False, failure: str | None = None) -> bool:
-    """Return whether there is something to send. If the run has no --notify, this reads no file."""
+    """Return whether a message is to be sent now. Reads no file if the run has no --notify."""
     return bool(notification.notify and _due(run, notification, retry=retry, failure=failure))
 
 
 def run_delivery(run: RunDir, *, retry: bool = False, failure: str | None = None) -> None:
-    """Send the due messages, in a process of its own, for at most half a minute.
+    """Send the due messages in a separate process, which may take 25 s.
 
     Raises:
-        OSError, subprocess.SubprocessError: the process did not start, failed, or was too slow. It prints to stderr.
+        OSError, subprocess.SubprocessError: the process did not start, failed, or was too slow; it prints to stderr.
     """
     command = [sys.executable, "-P", "-m", __name__, str(run.path), *(["--retry"] if retry else [])]
     command += [] if failure is None else [f"--failure={failure}"]
@@ -93,7 +93,7 @@ def run_delivery(run: RunDir, *, retry: bool = False, failure: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send the due messages."""
+    """Send the due messages. Return 1 if the file of a message could not be written."""
     parser = argparse.ArgumentParser(description="Send what is to be told of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--retry", action="store_true", help="also what others could not send")
@@ -157,7 +157,7 @@ def _tell(text: str) -> None:
 
 
 def try_to_send(recipient: str, title: str, body: str, seconds: float = _SEND_SECONDS) -> str | None:
-    """Send a message. Returns None if it was sent, or else the reason, without any part of the address."""
+    """Send a message. Return None if it was sent; if not, the reason, without any part of the address."""
     # The thread is a daemon, so that the interpreter does not wait for a name server either.
     answers = list[str | None]()
     thread = threading.Thread(target=lambda: answers.append(_send(recipient, title, body)), daemon=True)
@@ -195,7 +195,7 @@ class _Warnings(logging.Handler):
         self._thread = threading.get_ident()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning."""
+        """Keep the text of a warning of this thread."""
         if record.thread == self._thread:
             self.texts.append(record.getMessage())
 

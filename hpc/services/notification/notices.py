@@ -1,4 +1,4 @@
-"""The occasions for a message: a run is complete, has failed, or is interrupted too often. Pure."""
+"""Finds the occasions for a message: a run is complete, has failed, or is interrupted too often. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Notice:
     """One message about a run."""
 
     key: str
-    """The key of the occasion: the same for all processes that see it, in all of a run's life."""
+    """Key of the occasion: all processes that ever see the occasion give it the same key."""
     title: str
     body: str
     time: float
@@ -50,7 +50,7 @@ def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
 
 
 def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
-    """Return the notice that a run has failed, for a process that knows this although no event says so."""
+    """Return the notice that a run has failed, for a process that knows of the failure although no event records it."""
     return Notice(
         key=f"{FAILED}-{attempt:03d}", title=f"Run {run.name} has failed", time=at,
         body=f"{reason}\n\n{_next(run, 'logs')}",
@@ -58,7 +58,7 @@ def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
 
 
 def unsent_messages(history: History) -> list[dict[str, str | None]]:
-    """Return the messages that are being sent or could not be sent: notice, recipient, and any problem."""
+    """Return the notice, recipient and problem (None while it is being sent) of each message that was not sent."""
     last = {(event.notice, event.recipient): event for event in history.of(OfMessage)}
     return [
         {"notice": one.notice, "recipient": one.recipient,
@@ -68,7 +68,7 @@ def unsent_messages(history: History) -> list[dict[str, str | None]]:
 
 
 def alert_times(times: Iterable[float], most: int) -> list[float]:
-    """Return the times of alerts: more than `most` interruptions within an hour. No interruption counts twice."""
+    """Return the times of alerts. An alert takes more than `most` interruptions within an hour; each counts once."""
     recent, alerts = list[float](), list[float]()
     for at in times:
         recent = [*(each for each in recent if at - each < _HOUR_SECONDS), at]
@@ -85,7 +85,7 @@ def _interruptions(history: History, *, failed: bool) -> dict[float, str]:
         for event in history.events
         if isinstance(event, Interrupted) or (isinstance(event, AttemptEnded) and event.cause not in FINAL_CAUSES)
     ]
-    # The last interruption of an attempt may also be its end.
+    # The last interruption of an attempt may also be the attempt's end: both have the same time, and count once.
     causes = {event.failed_at or event.time: event.cause for event in stops}
     return {at: causes[at] for at in sorted(causes)[: -1 if failed else None]}
 
@@ -104,7 +104,7 @@ def _ended(run: Path, how: str, history: History) -> Notice:
 
 
 def _body(run: Path, attempts: Sequence[Attempt], verb: str, more: Sequence[str] = ()) -> str:
-    """Return the text of a message: what is known of the last attempt, and what to type."""
+    """Return the text of a message: the last attempt, the lines of `more`, and the command to type."""
     last = attempts[-1]
     lines = [f"Attempt {last.attempt}, job {last.job_id} on {', '.join(last.nodes)}."]
     if last.cause is not None and last.cause != Cause.COMPLETED:

@@ -1,7 +1,7 @@
 """Recipients of messages: names with addresses, in a file that only its user can read.
 
-An address is one of apprise's (https://appriseit.com/services/), which often holds a password. It stays in the file: a
-run, its events and every command line have only the names.
+An address is a URL of apprise (https://appriseit.com/services/), which often holds a password. So addresses stay in the
+file: a run, its events and every command line have only the names.
 """
 
 import os
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from apprise import NotifyBase
 
 ALL = "all"
-"""The word for every name in the file."""
+"""The word that stands for all names in the file."""
 # A name becomes a part of file names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 _EXAMPLE = "a line such as  slack: slack://TOKEN_A/TOKEN_B/TOKEN_C"
 
 
 def recipients_file() -> Path:
-    """Return the user's file of names and addresses, whether it exists or not."""
+    """Return the path of the user's file of names and addresses, which need not exist."""
     return platformdirs.user_config_path() / "torchrelay-notify.yaml"
 
 
@@ -38,7 +38,7 @@ def read_recipients() -> dict[str, str]:
     """Return the addresses by name.
 
     Raises:
-        UserError: there is no such file, others can read it, or its content is wrong.
+        UserError: the file is missing, others can read it, or its content is wrong.
     """
     path = recipients_file()
     try:
@@ -77,7 +77,7 @@ def _check_is_private(path: Path, status: os.stat_result) -> None:
 
 
 def with_known_names(notification: Notification) -> Notification:
-    """Return the flags with all names in the place of `all`. Raises UserError as `choose_recipients` does."""
+    """Return the flags with all names in place of `all`. Raises UserError as `choose_recipients` does."""
     return replace(notification, notify=tuple(choose_recipients(notification.notify)))
 
 
@@ -85,7 +85,7 @@ def choose_recipients(names: Iterable[str]) -> dict[str, str]:
     """Return each named recipient's service, such as Slack, by the recipient's name. `all` means all recipients.
 
     Raises:
-        UserError: as in `read_recipients`, or a name is not in the file, or apprise does not know its address.
+        UserError: the file is wrong (`read_recipients`), it lacks a name, or apprise does not support an address.
     """
     names = list(names)
     known = read_recipients() if names else {}
@@ -103,7 +103,7 @@ def choose_recipients(names: Iterable[str]) -> dict[str, str]:
 
 
 def service(name: str, address: str) -> "NotifyBase":
-    """Return the sender for an address. Raises UserError if apprise does not know the address."""
+    """Return apprise's sender for an address. Raises UserError if apprise does not support the address."""
     from apprise import Apprise  # noqa: PLC0415 - takes half a second, which only a run with --notify should pay
 
     found = Apprise.instantiate(address, suppress_exceptions=True)

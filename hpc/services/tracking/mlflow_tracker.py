@@ -19,9 +19,9 @@ from hpc.services.tracking.points import Point
 from hpc.services.tracking.tracker import PROJECT, TrackingError, run_id, settings_of
 
 _T = TypeVar("_T")
-# Tags of the run: the last step of each series at MLflow, and our own name for the run.
+# Tags of the run at MLflow: a prefix for the last step of each series, and our own id of the run.
 _SENT, _RUN = "torchrelay.sent.", "torchrelay.run"
-# A request has at most 1,000 metrics and tags, and 100 parameters.
+# MLflow accepts at most 1,000 metrics and tags, and 100 parameters, in one request.
 _METRICS, _PARAMETERS = 900, 100
 _STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
@@ -47,7 +47,7 @@ class MlflowTracker:
         self.url = page if uri.startswith("http") else shown
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send points. After an interrupted call, the next one sends them again: MLflow's databases keep each once."""
+        """Send points. After an interrupted call, the next one sends them again: MLflow's database keeps each once."""
         metrics = [
             (point, Metric(name, value, round(1000 * (point.time or 0.0)), point.step))
             for point in points
@@ -55,7 +55,7 @@ class MlflowTracker:
         ]
         for batch in _batches(metrics, _METRICS):
             whole = {point.series: point.step for point, _ in batch}
-            # The last point may continue in the next batch.
+            # The last point may have further metrics in the next batch, so it does not count as sent.
             last = batch[-1][0]
             if batch[-1] is not metrics[-1]:
                 whole[last.series] = last.step - 1
@@ -74,14 +74,14 @@ class MlflowTracker:
 
 
 def create_run(run: RunDir, spec: RunSpec) -> str:
-    """Make the run at MLflow, and return its id, which the server chooses. Raises as `open_tracker`."""
+    """Make the run at MLflow, and return its id, which the server chooses. Raises the errors of `open_tracker`."""
     client, uri = _client()
     with _errors(uri):
         return str(_create(client, run, spec).info.run_id)
 
 
 def delete_run(mlflow_run: str) -> None:
-    """Delete a run that was not submitted. Raises TrackingError."""
+    """Delete the run at MLflow of a failed submission. Raises TrackingError."""
     client, uri = _client()
     with _errors(uri):
         client.delete_run(mlflow_run)
@@ -100,7 +100,7 @@ def _client() -> tuple[MlflowClient, str]:
     # By default MLflow waits four minutes for a missing server.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
-    # The URL has the password.
+    # MLflow would print the URL, which may have a password.
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
     with _errors(uri):
         return MlflowClient(uri), uri
@@ -140,7 +140,7 @@ def _errors(uri: str) -> Iterator[None]:
         yield
     except (MlflowException, OSError) as error:
         text = str(error).strip().partition("\n")[0]
-        # The text about an unreachable server ends with the name of the class and the reason: these suffice.
+        # The text about an unreachable server ends with the exception's class and reason: only these are kept.
         raise TrackingError(f"MLflow at {_without_password(uri)}: {text.rpartition('(Caused by ')[2]}") from error
 
 

@@ -1,4 +1,4 @@
-"""The numbers in `metrics/*.jsonl`, whoever wrote them, by the names that trackers show."""
+"""Reads the numbers in `metrics/*.jsonl`, of the trainer or a script, by the names that trackers show."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from hpc.base.files import read_json_lines
 BOOKKEEPING = frozenset(
     {"step", "epoch", "attempt", "time", "train_seconds", "seconds", "correct", "total", "corrupt"}
 )  # fmt: skip
-"""Fields that say where a line belongs, or have no course of their own."""
+"""Fields without a curve: they say where a line belongs, or only complete other numbers."""
 _EVALUATIONS = "eval"
 
 
@@ -24,11 +24,11 @@ class Point:
     time: float | None
     """Seconds since the epoch; None if the line has no time."""
     values: Mapping[str, float]
-    """The values by name: `train/loss`."""
+    """The values by name, such as `train/loss`."""
 
 
 def read_points(metrics: Path, sent: Mapping[str, int]) -> list[Point]:
-    """Return the points of all files in a directory, sorted by step, if they come after their series' step in `sent`.
+    """Return the points of all files in a directory that come after the step of their series in `sent`, by step.
 
     If a restart repeated a step, its later line replaces the earlier one.
     """
@@ -42,7 +42,7 @@ def read_points(metrics: Path, sent: Mapping[str, int]) -> list[Point]:
 
 
 def _point(name: str, record: Mapping[str, Any]) -> Point | None:
-    """Return the point of a line; None if a script has written something else."""
+    """Return the point of a line; None if a script has written a line without a whole number as `step`."""
     step, time, split = record.get("step"), record.get("time"), record.get("split")
     if type(step) is not int:
         return None

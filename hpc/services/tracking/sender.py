@@ -1,8 +1,8 @@
 """Sends the metrics of a run to a tracker while it trains. Runs on compute nodes: a process for each tracker.
 
 The head node's agent starts `python -m hpc.services.tracking.sender RUN_DIR SERVICE ATTEMPT`, which can neither stop
-nor delay the training. It ends when its standard input ends: at the end of the attempt, or when the agent dies. If it
-fails, because nodes often have no internet, `hpc sync` sends the rest from the login node.
+nor delay the training. The process ends when its standard input ends: at the end of the attempt, or when the agent
+dies. If it cannot send, as on nodes without internet, `hpc sync` sends the rest from the login node.
 """
 
 import argparse
@@ -28,25 +28,25 @@ _NICE = 10
 
 
 def send_new(run: RunDir, tracker: Tracker) -> int:
-    """Send the points that the tracker lacks. Returns their number. Raises TrackingError."""
+    """Send the points that the tracker lacks, and return their number. Raises TrackingError."""
     points = read_points(run.train_metrics.parent, tracker.sent)
     tracker.send(points)
     return len(points)
 
 
 def last_events(history: History, attempt: int | None) -> dict[str, OfTracker]:
-    """Return the last event of each tracker in an attempt. Pure."""
+    """Return the last event about each tracker in an attempt. Pure."""
     return {event.service: event for event in history.during(attempt).of(OfTracker)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send until the attempt is over. Returns 1 if the last try to send failed."""
+    """Send new points until the attempt is over. Return 1 if the last try to send failed."""
     parser = argparse.ArgumentParser(description="Send the metrics of a run to a tracker until the input ends.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("service", choices=TITLES)
     parser.add_argument("attempt", type=int)
     options = parser.parse_args(argv)
-    # A requeue signals all processes of the job: this one sends the last points while Slurm waits.
+    # A requeue signals all processes of the job. This one ignores the signals, and sends the last points meanwhile.
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICE)

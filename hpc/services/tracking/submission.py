@@ -1,4 +1,4 @@
-"""`hpc submit --tracker` on the login node: refuses a tracker that is not set up, and makes the run at MLflow."""
+"""Prepares `hpc submit --tracker`: refuses a tracker that is not set up, and makes the run at MLflow. Login node."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def check_ready(service: Service) -> None:
 def at_trackers(run: RunDir, spec: RunSpec) -> Iterator[RunSpec]:
     """Make the run at MLflow, whose server the nodes may not reach, and yield the spec with the run's id there.
 
-    If the submission fails, deletes the run there. Raises TrackingError if MLflow does not answer.
+    The run at MLflow is deleted if the submission fails. Raises TrackingError if MLflow does not answer.
     """
     if "mlflow" not in spec.tracker:
         yield spec
@@ -41,6 +41,6 @@ def at_trackers(run: RunDir, spec: RunSpec) -> Iterator[RunSpec]:
     try:
         yield dataclasses.replace(spec, mlflow_run=mlflow_run)
     except (TorchrelayError, OSError):
-        with suppress(TrackingError):  # the error of the submission is the one to see
+        with suppress(TrackingError):  # the user should see the error of the submission instead
             mlflow_tracker.delete_run(mlflow_run)
         raise

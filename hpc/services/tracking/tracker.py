@@ -1,7 +1,7 @@
 """A run at a tracker: it stays one run, however often it is interrupted. Runs on compute nodes and the login node.
 
-The tracker knows the last step of each series that it has. So no node, and no `hpc sync`, sends anything twice, and no
-file has to agree with the tracker.
+The tracker itself stores the last step of each series. So neither nodes nor `hpc sync` send a point twice, and no file
+has to agree with the tracker.
 """
 
 import re
@@ -18,7 +18,7 @@ from hpc.services.tracking.points import Point
 
 TITLES: Mapping[Service, str] = {"wandb": "Weights & Biases", "mlflow": "MLflow"}
 PROJECT = "torchrelay"
-"""W&B's project and MLflow's experiment, unless the environment names another."""
+"""Name of the project at W&B and of the experiment at MLflow, unless the environment names another."""
 # W&B allows 64 characters in an id.
 _LONGEST_ID_NAME = 50
 
@@ -35,21 +35,21 @@ class Tracker(Protocol):
 
     @property
     def url(self) -> str | None:
-        """The address of the run for people."""
+        """The address of the run's page, or of the directory or database with the run; None if unknown."""
 
     def send(self, points: Sequence[Point]) -> None:
         """Send points, and update `sent`."""
 
     def close(self, outcome: Outcome | None) -> None:
-        """Send the rest, and the outcome, which is None if the run goes on now or later."""
+        """Send what is not yet sent, and the outcome. An outcome of None means that the run goes on, now or later."""
 
 
 def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
     """Return the run at a tracker; create it if needed.
 
     Raises:
-        UserError: its package is not installed, or the environment does not say where it is.
-        TrackingError: it cannot be reached, or refuses.
+        UserError: the tracker's package is not installed, or its address or key is not set.
+        TrackingError: the tracker cannot be reached, or refuses the request.
     """
     need_package(service, service, TITLES[service])
     # Each module takes seconds to import.
@@ -63,13 +63,13 @@ def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
 
 
 def run_id(spec: RunSpec) -> str:
-    """Return the run's id at a tracker, in all its attempts. Another run of the same name has another id."""
+    """Return the run's id at a tracker, the same in all attempts. Another run of the same name has another id."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", spec.name)[:_LONGEST_ID_NAME]
     return f"{name}-{spec.id}" if spec.id else name
 
 
 def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
-    """Return variables with which `wandb.init()` and `mlflow.start_run()` continue the run after an interruption."""
+    """Return the variables by which a script's `wandb.init()` and `mlflow.start_run()` continue the run."""
     variables = {
         "WANDB_RUN_ID": run_id(spec), "WANDB_RESUME": "allow", "WANDB_NAME": spec.name, "WANDB_DIR": str(run.path),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from hpc.services.tracking.points import Point
 from hpc.services.tracking.tracker import PROJECT, TrackingError, run_id, settings_of
 
 _INIT_SECONDS = 60.0
-# The run's summary has the steps at W&B, and the server returns it to a process that resumes the run.
+# Prefix of the last step of each series in W&B's summary, which the server returns to a process that resumes the run.
 _SENT = "sent/"
 
 
@@ -39,7 +39,7 @@ def check_login() -> None:
 
 
 class WandbTracker:
-    """A run at W&B or, offline, a directory `wandb/offline-run-*` with all of it for `wandb sync`."""
+    """A run at W&B or, offline, a directory `wandb/offline-run-*` with the whole run for `wandb sync`."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         check_login()
@@ -77,7 +77,7 @@ class WandbTracker:
             self._run.log(line if point.time is None else {**line, "_timestamp": point.time})
 
     def close(self, outcome: Outcome | None) -> None:
-        """Wait until all is sent. W&B calls an unfinished run preempted until it is resumed."""
+        """Wait until all points are sent. W&B calls a run without an outcome preempted until the run is resumed."""
         try:
             if outcome is None:
                 self._run.mark_preempting()

@@ -59,7 +59,7 @@ class Measures:
 
     @property
     def bandwidth(self) -> float | None:
-        """The least bytes per second that each rank sends in the all-reduce, if it is a ring.
+        """The least number of bytes per second that each rank sends, if the all-reduce is a ring.
 
         A ring sends 2 (n - 1) / n times the gradients: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
         clusters of workstations" (2009).
@@ -74,7 +74,7 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
     lines, evaluations = list(read_json_lines(run.train_metrics)), list(read_json_lines(run.eval_metrics))
     train = RunSpec.load(run).train
     started = History.load(run).of(TrainStarted)
-    # The first line of an attempt includes the time of starting.
+    # The first line of an attempt is left out, because its times include the start.
     steady = [line for before, line in pairwise(lines) if before.get("attempt") == line.get("attempt")]
     last = lines[-1] if lines else {}
     step, seconds, epoch = (number_in(last, name) for name in ("step", "train_seconds", "epoch"))
@@ -101,17 +101,17 @@ def measure(size: Size, run: RunDir, summary: Summary) -> Measures:
 
 
 def efficiency(measured: Sequence[Measures]) -> dict[Size, float]:
-    """Return the speed of a rank in each measured size, relative to the smallest measured size."""
+    """Return the images per second of a rank in each measured size, relative to the smallest measured size."""
     per_rank = {one.size: one.images_per_second / one.size.ranks for one in measured if one.images_per_second}
     base = next(iter(per_rank.values()), 1.0)
     return {size: value / base for size, value in per_rank.items()}
 
 
 def conclusions(measured: Sequence[Measures]) -> list[str]:
-    """Return up to which size more ranks pay, why not further, and whether few or many nodes are faster."""
+    """Return sentences: up to which size more ranks pay, what limits them, and whether few or many nodes are faster."""
     known = [one for one in measured if one.images_per_second]
     fastest = list[Measures]()
-    for one in known:  # only the fastest of the sizes with the same number of ranks
+    for one in known:  # of sizes with the same number of ranks, keep only the fastest
         if fastest and fastest[-1].size.ranks == one.size.ranks:
             fastest[-1] = max(fastest[-1], one, key=_speed)
         else:
@@ -164,7 +164,7 @@ def _reason(one: Measures) -> list[str]:
 
 
 def _up_or_out(known: Sequence[Measures]) -> list[str]:
-    """For each number of ranks that was tried on few and on many nodes, return which is faster."""
+    """Return a sentence for each number of ranks that was tried on few and on many nodes: which of both is faster."""
     found = list[str]()
     for ranks in sorted({one.size.ranks for one in known}):
         alike = [one for one in known if one.size.ranks == ranks]

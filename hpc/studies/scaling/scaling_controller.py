@@ -1,6 +1,6 @@
 """Starts the runs of a scaling study, one size after the other, and follows them. Runs on the login node.
 
-Its state is in the runs alone: it may be killed at any moment and started again.
+The controller's state is in the runs alone: it may be killed at any moment and started again.
 """
 
 import time
@@ -18,12 +18,12 @@ from hpc.studies.scaling.scaling_result import write_page
 
 
 class ScalingController:
-    """The runs of one study.
+    """Starts and follows the runs of one study.
 
     Args:
         study: the directory.
         spec: the spec of the study.
-        tell: called with each line for people.
+        tell: called with each message for the user.
     """
 
     def __init__(self, study: ScalingDir, spec: ScalingSpec, tell: Callable[[str], None]) -> None:
@@ -33,14 +33,14 @@ class ScalingController:
         self._ended, self._on_page = set[Size](), set[Size]()
 
     def step(self) -> bool:
-        """Follow the runs, and start further ones. Returns whether the study is over.
+        """Follow the runs, and start further ones. Return whether the study is over.
 
         Raises:
             UserError: the first run cannot be submitted.
             TorchrelayError: Slurm does not answer.
         """
         missing, running = list[Size](), 0
-        self._cache = StatusCache()  # else a run that another controller just submitted may look failed
+        self._cache = StatusCache()  # in an old one, a run that another controller just submitted may look failed
         for size in self._spec.sizes:
             run = self._study.run(size.name)
             summary = self._cache.summary(run) if run.spec.exists() else None
@@ -76,7 +76,7 @@ class ScalingController:
         self._on_page = {*self._ended}
 
     def _start(self, size: Size) -> bool:
-        """Submit the run of a size. Returns False if this is refused; for the first size, raises UserError instead."""
+        """Submit the run of a size. Return False if that is refused; for the first size, raise UserError instead."""
         run = self._study.run(size.name)
         try:
             if start_member(self._study, self._spec, run, self._spec.settings_of(size), script_values(size)):
@@ -90,7 +90,7 @@ class ScalingController:
         return True
 
     def _follow(self, size: Size, summary: Summary) -> bool:
-        """Return whether a run goes on. Cancels a user's script after `minutes`, which the script does not know."""
+        """Return whether a run goes on. Cancel a user's script after `minutes`, because it does not know this limit."""
         state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:
             self._ended.add(size)
@@ -107,5 +107,5 @@ class ScalingController:
 
 
 def script_values(size: Size) -> Mapping[str, str]:
-    """Return the values for the names in braces in a script's command line."""
+    """Return the values for the placeholders in a script's command line."""
     return {"nodes": str(size.nodes), "gpus_per_node": str(size.gpus), "ranks": str(size.ranks)}

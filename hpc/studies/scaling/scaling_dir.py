@@ -26,7 +26,7 @@ class Size:
 
     @property
     def name(self) -> str:
-        """The name of the run: `2x4`, 2 nodes with 4 GPUs each."""
+        """The name of the run, such as `2x4` for 2 nodes with 4 GPUs each."""
         return f"{self.nodes}x{self.gpus}"
 
 
@@ -40,9 +40,9 @@ class ScalingSpec(GroupSpec):
     minutes: float
     """Minutes of training of each run."""
     mode: Mode
-    """weak: the global batch grows with the ranks. strong: all sizes have the same global batch."""
+    """`weak` means that the global batch grows with the ranks, `strong` that all sizes have the same global batch."""
     batch_size: int | None
-    """Images per step of the smallest size; None for a user's script, which has its own."""
+    """Images per step of the smallest size; None for a user's script, which chooses its own batch size."""
 
     @property
     def sizes(self) -> Sequence[Size]:
@@ -51,7 +51,7 @@ class ScalingSpec(GroupSpec):
         return sorted(sizes, key=lambda size: (size.ranks, size.nodes))
 
     def settings_of(self, size: Size) -> dict[str, Any]:
-        """Return the settings by which the run of a size differs from the others."""
+        """Return the settings of a size's run: nodes, GPUs per node and, for our trainer, batch size and time."""
         gpus = f"{self.gpu_type}:{size.gpus}" if self.gpu_type else size.gpus
         settings: dict[str, Any] = {"nodes": size.nodes, "gpus-per-node": gpus}
         if self.batch_size is not None:
@@ -89,14 +89,14 @@ def split_sizes(arguments: Sequence[str]) -> tuple[list[str], list[str], list[st
 
 
 def read_nodes(values: Sequence[str]) -> tuple[int, ...]:
-    """Return numbers of nodes. Raises UserError if one is not a number from 1, or is repeated."""
+    """Return the numbers of nodes. Raises UserError if a value is not a positive whole number, or is repeated."""
     if not all(value.isdecimal() and int(value) for value in values) or len({*values}) < len(values):
         raise UserError(f"--nodes is {' '.join(values)!r}: use different numbers, such as --nodes 1 2 4 8")
     return tuple(map(int, values))
 
 
 def read_gpus(values: Sequence[str]) -> tuple[str | None, tuple[int, ...]]:
-    """Return the GPU type (None if not given) and the numbers of GPUs per node. Raises UserError as `read_nodes`."""
+    """Return the GPU type, or None, and the numbers of GPUs per node. Raises UserError if a value is not allowed."""
     split = [value.rpartition(":")[::2] for value in values]
     types = {kind for kind, _ in split if kind}
     numbers = [number for _, number in split]

@@ -51,7 +51,7 @@ def scaling_page(
     return GroupPage(
         name=name, kind="scaling study", findings=[*conclusions, *causes],
         headline=[f"{spec.minutes:g} minutes for each size, nodes × GPUs per node", mode],  # noqa: RUF001 - times
-        # A user's script may report nothing about learning.
+        # The table about learning is left out if empty: a user's script may report nothing about learning.
         results=[("Speed", speed, cells), *([("Learning", learning, cells)] if learning[1:] else [])],
         shares=_shares(measured), figures_title="Curves", figures=_figures(measured),
     ).html(time.time())  # fmt: skip

@@ -1,4 +1,4 @@
-"""The result of a scaling study so far: a table with a column for each size, conclusions, and the page."""
+"""Writes the result of a scaling study so far: a table with a column for each size, conclusions, and the page."""
 
 from collections.abc import Callable, Sequence
 from os.path import relpath
@@ -41,7 +41,7 @@ def rows(measured: Sequence[Measures]) -> list[tuple[str, list[str]]]:
     found += [(name, [shown(one) for one in measured]) for name, shown in _ROWS.items()]
     place = next(i for i, (name, _) in enumerate(found) if name == "images per second") + 1
     found.insert(place, ("scaling efficiency", [_shown(share.get(one.size), ".0%") for one in measured]))
-    # A user's script may have no epochs and no test.
+    # Rows without values are left out: a user's script may have no epochs and no test.
     return [(name, values) for name, values in found if set(values) != {"-"}]
 
 
@@ -55,7 +55,7 @@ def write_page(study: ScalingDir, spec: ScalingSpec, measured: Sequence[Measures
 
 
 def show(study: ScalingDir, spec: ScalingSpec, measured: Sequence[Measures], *, as_json: bool) -> int:
-    """Print the measures. Returns 1 if there are none."""
+    """Print the measures. Return 1 if no size has a measured speed."""
     share, found = efficiency(measured), conclusions(measured)
     if as_json:
         cli.print_json({

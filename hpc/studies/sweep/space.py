@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def read_space(params: Sequence[str]) -> "dict[str, BaseDistribution]":
-    """Return the values of each parameter, by its name.
+    """Return the distribution of the values of each parameter, by its name.
 
     Raises:
         UserError: a parameter is malformed.
@@ -60,7 +60,7 @@ def _distinct(param: str, values: Sequence[str]) -> list[str]:
 
 
 def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
-    """Return all combinations; the last parameter varies fastest. Raises UserError if a parameter is a range."""
+    """Return all combinations of values; the last parameter varies fastest. Raises UserError for a range."""
     lists: list[list[str]] = []
     for name, values in space.items():
         choices = getattr(values, "choices", None)
@@ -71,10 +71,10 @@ def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
 
 
 def shown(value: object) -> str:
-    """Format a value of a trial for a flag: a float with six significant digits."""
+    """Format a trial's value for a flag; a float gets six significant digits."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def settings_text(params: Mapping[str, Any]) -> str:
-    """Format the values of a trial for people."""
+    """Format a trial's values as text, such as `lr=0.1 epochs=5`."""
     return " ".join(f"{name}={shown(value)}" for name, value in params.items())

@@ -1,7 +1,7 @@
-"""Starts the trials of a sweep, follows them, and tells Optuna. Runs on the login node.
+"""Starts the trials of a sweep, follows them, and reports their results to Optuna. Runs on the login node.
 
-Its state is in Optuna's journal and the runs: it may be killed at any moment and started again. A second controller
-does no harm, because only one of the two makes a run's directory, and only one tells Optuna of a trial's end.
+The controller's state is in Optuna's journal and the runs: it may be killed at any moment and started again. A second
+controller does no harm: only one of the two makes a run's directory, and only one tells Optuna of a trial's end.
 """
 
 import warnings
@@ -34,8 +34,7 @@ def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
         # The sampler counts running trials as bad, so that new ones differ from them.
         "tpe": lambda: optuna.samplers.TPESampler(seed=spec.seed, constant_liar=True),
         "random": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
-        # Optuna's grid sampler stops the study by itself, which only its optimize() allows. So ask() is told the
-        # values.
+        # Optuna's grid sampler stops the study, which only optimize() allows. So `step` enqueues the grid's values.
         "grid": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
     }
     pruners = {"median": optuna.pruners.MedianPruner(), "none": optuna.pruners.NopPruner()}
@@ -46,12 +45,12 @@ def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
 
 
 class SweepController:
-    """The trials of one sweep.
+    """Starts and follows the trials of one sweep.
 
     Args:
         sweep: the directory.
         spec: the spec of the sweep.
-        tell: called with each line for people.
+        tell: called with each message for the user.
     """
 
     def __init__(self, sweep: SweepDir, spec: SweepSpec, tell: Callable[[str], None]) -> None:
@@ -61,13 +60,13 @@ class SweepController:
         self._cache, self._supervision = StatusCache(), Supervision(sweep, tell)
 
     def step(self) -> bool:
-        """Follow the trials, and start further ones. Returns whether the sweep is over.
+        """Follow the trials, and start further ones. Return whether the sweep is over.
 
         Raises:
             UserError: the first trial cannot be submitted.
             TorchrelayError: Slurm does not answer.
         """
-        self._cache = StatusCache()  # else a run that another controller just submitted may look failed
+        self._cache = StatusCache()  # in an old one, a run that another controller just submitted may look failed
         for trial in self._running():
             self._follow(trial)
         if self._sweep.cancelled.exists():
@@ -78,7 +77,7 @@ class SweepController:
         while len(self._running()) < self._spec.parallel and self._started() < trials:
             if grid:
                 self.study.enqueue_trial(grid[self._started()], skip_if_exists=True)
-            # The journal has the values before the run exists.
+            # ask() writes the values to the journal before the run exists.
             asked = self.study.ask(space)
             self._start(self.study.trials[asked.number])
         self._supervision.check()
@@ -102,7 +101,7 @@ class SweepController:
         run = self._sweep.trial(trial.number)
         summary = self._cache.summary(run) if run.spec.exists() else None
         if summary is None or lacks_job(summary):
-            self._start(trial)  # the earlier controller ended before this
+            self._start(trial)  # an earlier controller was killed before it submitted the run
             return
         state = summary.state
         values = self._values(run)
@@ -134,7 +133,7 @@ class SweepController:
             self._tell(f"{name} is {state}{why}: {settings_text(trial.params)}")
 
     def _start(self, trial: FrozenTrial) -> None:
-        """Submit the run of a trial. If this is refused, gives the trial up; for the first, also raises UserError."""
+        """Submit the run of a trial. If that is refused, give the trial up; for the first one, also raise UserError."""
         spec, run = self._spec, self._sweep.trial(trial.number)
         values = {name: shown(value) for name, value in trial.params.items()}
         try:
@@ -148,6 +147,6 @@ class SweepController:
 
     def _give_up(self, trial: FrozenTrial, state: TrialState, cause: str) -> None:
         """Tell Optuna that a trial has no result, and store the cause for the page."""
-        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another controller did so first
+        with suppress(optuna.exceptions.UpdateFinishedTrialError):  # another controller ended the trial first
             running_trial(self.study, trial).set_user_attr("cause", cause)
         self.study.tell(trial.number, state=state, skip_if_finished=True)

@@ -19,7 +19,7 @@ class SweepSpec(GroupSpec):
     param: tuple[str, ...]
     trials: int
     metric: str
-    """The metric, by its name at trackers: `val/accuracy`."""
+    """Name of the metric, as at trackers: `val/accuracy`."""
     direction: Direction
     sampler: Sampler
     pruner: Pruner
@@ -34,12 +34,12 @@ class SweepDir(GroupDir[SweepSpec]):
 
     @property
     def journal(self) -> Path:
-        """Optuna's journal."""
+        """The file of Optuna's journal, which has all trials."""
         return self.path / "journal.log"
 
     @property
     def best(self) -> Path:
-        """The flags of the best trial, for --config."""
+        """The file with the flags of the best trial, for --config."""
         return self.path / "best.yaml"
 
     def trial(self, number: int) -> RunDir:

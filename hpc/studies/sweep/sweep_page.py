@@ -57,7 +57,7 @@ def sweep_page(
 def _figure(
     directory: SweepDir, metric: str, name: str, values: Any, trials: Sequence[FrozenTrial], best: FrozenTrial
 ) -> tuple[Chart, Axis]:
-    """Return a figure of the metric by one setting, for the trials that have a metric."""
+    """Return a figure of the metric by one setting, with the trials that have a value of the metric."""
     choices = list(getattr(values, "choices", ()))
     groups = {
         ("completed", "s1"): [one for one in trials if one.state is TrialState.COMPLETE and one.number != best.number],

@@ -1,4 +1,4 @@
-"""The result of a sweep so far: a table, the best trial as a file of flags, and a page."""
+"""Writes the result of a sweep so far: a table, the best trial's flags, and a page. Runs on the login node."""
 
 import shlex
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def best_trial(study: optuna.Study) -> FrozenTrial | None:
 
 
 def show(directory: SweepDir, spec: SweepSpec, study: optuna.Study, *, as_json: bool) -> int:
-    """Print the trials, the best one first. Returns 1 if none is completed."""
+    """Print the trials, the best one first. Return 1 if no trial is completed."""
     best, trials = best_trial(study), _sorted(study)
     if as_json:
         cli.print_json({

@@ -1,1 +1,1 @@
-"""The Python in which a run's ranks start: the user's environment, its archive, the imports of the script."""
+"""The Python in which a run's ranks start: the user's own environment, or an archive of the environment of hpc."""

@@ -29,10 +29,10 @@ from jobs.staging.python_environment import DESCRIPTION, EnvironmentDescription,
 DIRECTORY = ".environments"
 _BUFFER_BYTES = 2**20
 _KEEP_SECONDS = 7 * 86400
-# A process that packs writes all the time. If another host's temporary file is older, its process is dead.
+# A packing process writes all the time, so the writer of another host's file that is older than this is dead.
 _ABANDONED_SECONDS = 3600
 _LONGEST_SCRIPT = 2**20
-# For the shell the second line is a no-op; for Python it starts a string that ends after the third.
+# For the shell, the second line is a no-op; for Python, it starts a string that ends in the fourth line.
 _PORTABLE = """#!/bin/sh
 ''':'
 exec "${0%/*}/python" "$0" "$@"
@@ -42,19 +42,19 @@ exec "${0%/*}/python" "$0" "$@"
 Progress = Callable[[int], object]
 """Receives the number of bytes packed since the last call."""
 Watch = Callable[[int], AbstractContextManager[Progress]]
-"""Receives the total number of bytes; opens a display of the progress."""
+"""Opens a display of the progress. Receives the total number of bytes."""
 
 
 def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | None = None) -> Path:
-    """Return the archive of an environment: the existing one, or a new one.
+    """Return the archive of an environment. If there is none, pack the environment.
 
     Args:
         environment: the environment to pack.
         runs_dir: the runs directory, which has the archives. Archives that its unfinished runs need are kept.
-        watch: displays the progress if a new archive is made.
+        watch: displays the progress of packing; None displays nothing.
 
     Raises:
-        UserError: another user can write to the directory of the archives.
+        UserError: the directory of the archives cannot be made, or another user can write to it.
         TorchrelayError: the environment cannot be read, or the archive cannot be written, or the environment changed
             while it was packed.
     """
@@ -64,7 +64,7 @@ def find_or_make(environment: PythonEnvironment, runs_dir: Path, watch: Watch | 
         status = directory.lstat()
     except OSError as error:
         raise UserError(f"--runs-dir {runs_dir} cannot be written: {error}") from error
-    # A user who can write there can run code as this user.
+    # A user who can write to the archives can run code as this user.
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise UserError(
             f"{directory} belongs to {user_name(status.st_uid)} and has mode {status.st_mode & 0o777:o}, so others can "
@@ -131,7 +131,7 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
         compressor.stream_writer(file, closefd=False) as compressed,
         tarfile.open(fileobj=compressed, mode="w|", bufsize=_BUFFER_BYTES) as tar,
     ):
-        vars(tar)["copybufsize"] = _BUFFER_BYTES  # tarfile's 16 kB would cost a Python call each
+        vars(tar)["copybufsize"] = _BUFFER_BYTES  # tarfile's default would cost a Python call for each 16 kB
         entry = PackedFileEntry(DESCRIPTION, len(description), time.time_ns(), executable=False)
         tar.addfile(_tar_info(entry), io.BytesIO(description))
         for member in environment.members:
@@ -152,7 +152,7 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
 def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
     info = tarfile.TarInfo(member.name)
     info.size, info.mode = member.size, 0o700 if member.executable else 0o600
-    # Byte code records the whole seconds of its source, and Python compares them.
+    # Byte code records the time of its source in whole seconds, and Python compares the two.
     info.mtime = member.modified_ns // 10**9
     if member.target is not None:
         info.type, info.linkname = tarfile.SYMTYPE, member.target
@@ -171,7 +171,7 @@ def portable_script(script: bytes, prefix: Path) -> bytes:
 
 
 def _is_abandoned(temporary: Path) -> bool:
-    """Return whether the process that wrote a temporary file is dead; on another host, whether the file is old."""
+    """Return whether the writer of a temporary file is dead; for a writer on another host, whether the file is old."""
     _, host, pid, started, _ = temporary.name.rsplit(".", 4)
     if host == _host():
         return not is_alive(pid, int(started))
@@ -196,7 +196,7 @@ def _delete_unused(current: Path, runs_dir: Path) -> None:
 
 @contextmanager
 def show_progress(size: int) -> Iterator[Progress]:
-    """Show a progress bar on stderr."""
+    """Show a progress bar on stderr for this number of bytes; yields the function that advances it."""
     from rich import progress  # noqa: PLC0415
     from rich.console import Console  # noqa: PLC0415 - a submission that packs nothing need not load it
 

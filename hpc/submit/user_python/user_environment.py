@@ -1,8 +1,8 @@
 """Checks the user's own environment (`--python`, `--container`) before the run is queued. Runs on the login node.
 
-torchrun and the ranks of a user's script run in this environment, the agents in that of `hpc`. Some of our modules also
-run in the user's: torchrun_main and the rendezvous that it loads, the rank wrapper, and the preflight. They need only
-the standard library and torch.
+torchrun and the ranks of a user's script run in this environment, the agents in the environment of `hpc`. Some of our
+modules run in both, and so need only the standard library and torch: torchrun_main and the rendezvous that it loads,
+the rank wrapper, and the preflight.
 """
 
 import json
@@ -18,12 +18,12 @@ from hpc.base import container
 from hpc.base.errors import UserError
 from hpc.submit.checks import check_is_shared
 
-# The versions in pyproject.toml.
+# The oldest versions that pyproject.toml allows.
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
 # Importing torch from slow storage takes minutes.
 _IMPORT_SECONDS = 300.0
 _MARK = "torchrelay:"
-# This text is valid in any Python 3.
+# Any Python 3 can run this program, and so report that it is too old.
 _LOOK = f"""
 import json, sys
 print("\\n{_MARK}" + json.dumps(list(sys.version_info[:2])))
@@ -51,7 +51,7 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
 
 
 def active_python() -> Path | None:
-    """Return the Python of the venv or conda environment that is active in this shell. None: none is, or ours.
+    """Return the Python of this shell's active venv or conda environment; None if there is none, or if it is ours.
 
     conda's `base` does not count: many shells activate it, and few people install torch there.
     """
@@ -84,8 +84,8 @@ def check(
 ) -> str:
     """Return the absolute path of an interpreter. Raises UserError if it cannot run torchrun and the ranks.
 
-    `flag` is what an error calls it. It is tried without the lines of `--setup`, which are for the nodes. If there are
-    any, and torch cannot be imported here, only a warning is printed.
+    `flag` names the interpreter in errors. The lines of `--setup`, which are for the nodes, do not run here. If there
+    are such lines and torch cannot be imported, only a warning is printed.
     """
     path = _executable(given, flag)
     if on_cluster:
@@ -131,7 +131,7 @@ def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
 
 
 def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float) -> Path | None:
-    """Check the versions of an interpreter and its torch. Returns torch's file. None: torch may need --setup."""
+    """Check the versions of an interpreter and its torch. Returns torch's file; None if torch may need --setup."""
     answers, problem = _ask(program, seconds)
     if not answers:
         raise UserError(f"{flag}, which does not run as a Python interpreter here ({problem})")
@@ -154,8 +154,8 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
 
 
 def _executable(given: Path, flag: str) -> Path:
-    # A venv's interpreter is a link, and finds its environment relative to the link: it is kept. Links to its directory
-    # are resolved, because they may be missing on other nodes.
+    # The link that is a venv's interpreter is kept, because the interpreter finds its environment relative to it. Links
+    # to its directory are resolved, because they may be missing on other nodes.
     path = given.expanduser().absolute()
     path = path.parent.resolve() / path.name
     if path.is_dir():

@@ -1,1 +1,1 @@
-"""Augmentation: a function of seed, epoch and sample index. Runs on every rank and loader worker."""
+"""Augments images as a function of seed, epoch and sample index. Runs on every rank and in loader workers."""

@@ -1,6 +1,6 @@
-"""Augmentation: random crop, mirroring, color jitter, a policy, random erasing. Runs on ranks and loader workers.
+"""Augments images: random crop, mirroring, color jitter, policy, random erasing. Runs on ranks and loader workers.
 
-The result is a function of (seed, epoch, index of the sample): it does not depend on the rank, the worker or the batch.
+The result depends only on the seed, the epoch and the sample's index, not on the rank, the worker or the batch.
 Crops, mirroring and erasing take numbered draws from the epoch's random stream (`counter_rng`), on the CPU, without
 torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded` seeds it
 for each image and restores its state afterwards.
@@ -24,19 +24,19 @@ from training.data.transforms.crop import center_box, crop_and_resize, random_bo
 from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, derive_key, rand_float, rand_int
 
-# The draws of one image in the random stream of an epoch, and the purpose of each.
+# Number of draws per image in an epoch's random stream, and the position of each draw.
 _DRAWS = 32
 _ROW, _COLUMN, _FLIP, _BOX = 0, 1, 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Defaults:
-    """The meaning of `auto` for a kind of data."""
+    """The meaning of `auto` in the flags of augmentation, for a kind of data."""
 
     crop: str
     flip: bool
-    padding: float  # of padded crops, as a part of the side
-    autoaugment: str  # the data that AutoAugment's policy was found on
+    padding: float  # padding of padded crops, as a share of the side
+    autoaugment: str  # data set for which AutoAugment's policy was found
 
 
 _IMAGES = _Defaults(crop="resized", flip=True, padding=1 / 8, autoaugment="IMAGENET")
@@ -55,27 +55,27 @@ _DEFAULTS: dict[Kind, _Defaults] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Changes the images of a training: first each of them by `crop_one`, if it `resizes`, then all by `batch`."""
+    """Augments the images of a training: if it `resizes`, first each image by `crop_one`, then all by `batch`."""
 
     seed: int
     resizes: bool
-    """True if images are cropped and resized one by one: always for a folder, whose images differ in size."""
+    """Whether images are cropped and resized one by one: always for a folder, whose images differ in size."""
     area: tuple[float, float] | None = None
-    """Crop a random box with at least and at most this part of the image's area; None: the square in the middle."""
+    """Least and greatest area of a random box, as shares of the image; None to crop the square in the middle."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
-    """Least and greatest width by height of a random box."""
+    """Least and greatest aspect ratio (width / height) of a random box."""
     interpolation: Interpolation = "bilinear"
     padding: int = 0
-    """Shift images by at most this number of pixels, in a frame of zeros; 0: do not shift."""
+    """Largest shift of an image, in pixels, which are filled with zeros; 0 for no shift."""
     flip: bool = False
-    """Mirror half of the images."""
+    """Whether to mirror a random half of the images."""
     policy: Callable[[Any], Tensor] | None = None
-    """torchvision's change of one image (uint8 [C, H, W]), on the CPU."""
+    """torchvision's color jitter and policy for one image (uint8 [C, H, W]) on the CPU; None for neither."""
     erasing: RandomErasing | None = None
 
     @property
     def needs_cpu(self) -> bool:
-        """True if a part runs on the CPU alone, image by image, so slowly that loader workers pay off."""
+        """Whether a part runs on the CPU, image by image, so slowly that loader workers pay off."""
         return self.resizes or self.policy is not None
 
     def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
@@ -93,7 +93,7 @@ class Augmentation:
         return resized.flip(2) if self.flip and rand_float(key, index * _DRAWS + _FLIP) < 1 / 2 else resized
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """Augment, and perhaps overwrite, images of one size (uint8 [n, C, H, W]).
+        """Return augmented images of one size (uint8 [n, C, H, W]). `images` may be overwritten.
 
         `indices` (int64 [n], on the CPU) are the samples' numbers in `BatchRequest`.
         """
@@ -101,8 +101,8 @@ class Augmentation:
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip and not self.resizes:
-            # The upper half of the draws mirrors here, the lower half in `crop_one`. Either half would do, but a change
-            # would give other images for the same seed.
+            # The upper half of the draws mirrors here, but the lower half in `crop_one`. To change one would change the
+            # images of a seed.
             mirrored = to_device(rand_int(key, indices * _DRAWS + _FLIP, 2).bool(), images.device)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if self.policy is not None:
@@ -114,10 +114,10 @@ class Augmentation:
 
 @contextmanager
 def _seeded(key: int) -> Iterator[None]:
-    """Seed torch's generator of the CPU, and restore it afterwards. Takes some microseconds.
+    """Seed torch's CPU generator, and restore its state afterwards. Takes some microseconds.
 
-    `torch.manual_seed` would also seed the GPUs' generators. torch uses 32 bits of the key, so among many millions of
-    samples a few are changed alike, in no pattern.
+    `torch.manual_seed` would also seed the generators of GPUs. torch uses 32 bits of the key, so among many millions of
+    samples, a few get the same changes, in no pattern.
     """
     before = torch.default_generator.get_state()
     torch.default_generator.manual_seed(key)
@@ -135,7 +135,7 @@ def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
     top, left = to_device(drawn, device)
     rows = top[:, None] + torch.arange(height, device=device)
     columns = left[:, None] + torch.arange(width, device=device)
-    # Advanced indices around a slice put the sliced dimension last.
+    # With advanced indices around a slice, the sliced dimension comes last.
     window = padded[torch.arange(count, device=device)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
     return window.permute(0, 3, 1, 2)
 
@@ -143,9 +143,9 @@ def _shift(images: Tensor, padding: int, key: int, indices: Tensor) -> Tensor:
 def make_augmentation(
     config: TrainConfig, kind: Kind, shape: tuple[int, int, int], mean: tuple[float, ...]
 ) -> Augmentation:
-    """Make the augmentation that the flags ask for; the kind of the data decides what `auto` means.
+    """Return the augmentation that the flags ask for. What `auto` means depends on the kind of the data.
 
-    `shape` is the [C, H, W] of images in memory, or that to which a folder's images are resized; `mean` is the mean of
+    `shape` is the [C, H, W] of images in memory, or to which the images of a folder are resized. `mean` is the mean of
     each channel, from 0 to 1, with which random erasing fills.
 
     Raises:
@@ -177,10 +177,10 @@ def make_augmentation(
 
 
 def _make_policy(config: TrainConfig, found_on: str, *, through_pillow: bool) -> Callable[[Any], Tensor] | None:
-    """Compose torchvision's color jitter and its policy; None if the flags ask for neither.
+    """Return torchvision's color jitter and policy as one function, or None if the flags ask for neither.
 
     AutoAugment: Cubuk et al. (2018). RandAugment: Cubuk et al. (2019). TrivialAugment: Müller and Hutter (2021).
-    Pillow takes a third less time than tensors for RandAugment of large images.
+    For RandAugment of large images, Pillow takes a third less time than tensors.
     """
     if config.auto_augment == "none" and not config.color_jitter:
         return None

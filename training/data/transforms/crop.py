@@ -1,6 +1,6 @@
 """Chooses the box to crop from an image, and resizes the crop. Runs on ranks, loader workers and packers.
 
-It imports no torch, because packers use its boxes and start without torch.
+Only `crop_and_resize` imports torch, since packers use the boxes and start without torch.
 """
 
 import math
@@ -17,11 +17,11 @@ CropBox = tuple[int, int, int, int]
 
 _TRIES = 10
 RANDOM_NUMBERS = 2 + 2 * _TRIES
-"""Random numbers that a random box takes at most."""
+"""Largest number of random numbers that a random box takes."""
 
 
 def center_box(height: int, width: int, crop_pct: float = 1.0) -> CropBox:
-    """Return the square in the middle; its side is `crop_pct` of the shorter side."""
+    """Return the square in the middle whose side is the share `crop_pct` of the image's shorter side."""
     side = max(1, round(min(height, width) * crop_pct))
     return (height - side) // 2, (width - side) // 2, side, side
 
@@ -29,10 +29,10 @@ def center_box(height: int, width: int, crop_pct: float = 1.0) -> CropBox:
 def random_box(
     numbers: Iterator[float], height: int, width: int, area: tuple[float, float], ratio: tuple[float, float]
 ) -> CropBox:
-    """Draw a box of random place, area and shape, as torchvision's RandomResizedCrop does.
+    """Return a box of random place, area and shape, as torchvision's RandomResizedCrop does.
 
-    It takes at most RANDOM_NUMBERS of the numbers, which are from [0, 1). `area` has the least and the greatest area of
-    the box, as parts of the image's; `ratio` the least and the greatest width by height.
+    It takes at most RANDOM_NUMBERS of `numbers`, which are in [0, 1). `area` is the least and the greatest area of the
+    box, as shares of the image; `ratio` is its least and its greatest width / height.
     """
     down, across = next(numbers), next(numbers)
     shortest, longest = map(math.log, ratio)

@@ -1,4 +1,4 @@
-"""Random erasing: fills a rectangle of an image with the mean color. Runs on every rank and in its loader workers.
+"""Fills a random rectangle of an image with the mean color. Runs on every rank and in its loader workers.
 
 The rectangles of a batch are drawn at once on the CPU, by operations that IEEE 754 rounds alike everywhere, and filled
 on the device of the images. Needs no torchvision.
@@ -14,10 +14,10 @@ from training.data.loader import to_device
 from training.runtime.counter_rng import Purpose, derive_key, uniform
 
 # Zhong et al., "Random erasing data augmentation" (2017), with torchvision's settings: the least and the greatest area,
-# as parts of the image, and height by width.
+# as shares of the image, and the least and the greatest height / width.
 _AREA, _RATIO = (0.02, 0.33), (0.3, 3.3)
 _TRIES = 10
-# The draws of one image: whether to erase, row, column, and an area and a ratio for each try.
+# Number of draws per image: whether to erase, row, column, and an area and a ratio for each try.
 _DRAWS = 3 + 2 * _TRIES
 # The last bit of exp() may depend on how many values are computed at once; a table always has the same bits.
 _STEPS = 4096
@@ -30,22 +30,22 @@ _ROOTS = torch.tensor(
 
 @dataclass(frozen=True, kw_only=True)
 class RandomErasing:
-    """Draws the rectangles, and fills them."""
+    """Erases random rectangles of images."""
 
     seed: int
     probability: float
     color: tuple[int, ...]
-    """A byte for each channel."""
+    """Color that fills the rectangles, a byte per channel."""
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
-        """Erase rectangles of images (uint8 [n, C, H, W], on any device); `indices` (int64 [n]) are on the CPU."""
+        """Return images (uint8 [n, C, H, W]) with erased rectangles. `indices` (int64 [n]) must be on the CPU."""
         boxes, color = self.boxes(epoch, indices, *images.shape[2:]), torch.tensor(self.color, dtype=torch.uint8)
         if images.device.type == "cpu":
             return fill_each(images, boxes, color)
         return fill_all(images, to_device(boxes, images.device), to_device(color, images.device))
 
     def boxes(self, epoch: int, indices: Tensor, height: int, width: int) -> Tensor:
-        """Draw top, left, height and width (int64 [n, 4]) of the rectangles; height 0: erase nothing."""
+        """Return top, left, height and width (int64 [n, 4]) of random rectangles. Height 0 means to erase nothing."""
         key = derive_key(self.seed, Purpose.ERASE, epoch)
         drawn = uniform(key, indices[:, None] * _DRAWS + torch.arange(_DRAWS)).double()
         areas, ratios = drawn[:, 3::2], drawn[:, 4::2]
@@ -61,7 +61,7 @@ class RandomErasing:
 
 
 def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
-    """Fill the boxes (int64 [n, 4]) of images (uint8 [n, C, H, W]) one by one, which is fast on a CPU."""
+    """Return images (uint8 [n, C, H, W]) with filled boxes (int64 [n, 4]). Fills one by one, which is fast on a CPU."""
     filled = images.clone()
     for place in boxes[:, 2].nonzero()[:, 0].tolist():
         top, left, high, wide = boxes[place].tolist()
@@ -70,7 +70,7 @@ def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
-    """Do what `fill_each` does in a few operations on all images, without making the host wait for a GPU."""
+    """Return the same as `fill_each`, with few operations on all images that do not make the host wait for a GPU."""
     height, width = images.shape[2:]
     top, left, high, wide = boxes.unbind(1)
     inside = _within(top, high, height)[:, None, :, None] & _within(left, wide, width)[:, None, None, :]
@@ -78,6 +78,6 @@ def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def _within(first: Tensor, length: Tensor, size: int) -> Tensor:
-    """Mark, in each row of bool [n, size], the `length` positions from `first` on."""
+    """Return bool [n, size] that is true, in each row, at the `length` positions from `first` on."""
     places = torch.arange(size, device=first.device)
     return (places >= first[:, None]) & (places < (first + length)[:, None])
