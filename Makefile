@@ -113,9 +113,17 @@ CACHE := /var/cache/torchrelay
 
 # make matrix TORCH=2.11: the quick tests with another torch, in a copy of this checkout.
 TORCH :=
+# make matrix SCRIPT_TORCH=2.6: torchrun and relay with another torch, which a user's own script may have.
+SCRIPT_TORCH :=
+SCRIPT_ENV := $(CACHE)/script-torch-$(SCRIPT_TORCH)
 
-matrix:
-ifneq ($(TORCH),)
+matrix: $(if $(SCRIPT_TORCH),$(READY))
+ifneq ($(SCRIPT_TORCH),)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(SCRIPT_ENV)
+	$(BIN)/uv pip install --quiet --python $(SCRIPT_ENV)/bin/python "torch==$(SCRIPT_TORCH).*" torchvision
+	PYTHONPATH=$$(echo $(SCRIPT_ENV)/lib/*/site-packages) \
+		$(BIN)/python -m pytest -n 2 -m "not slurm" tests/jobs/ranks tests/training/test_relay*.py
+else ifneq ($(TORCH),)
 	@$(call INSTALL,rsync)
 	mkdir -p $(CACHE)/torch-$(TORCH)
 	rsync -a --delete --exclude=/.venv --exclude=/runs --exclude=/build ./ $(CACHE)/torch-$(TORCH)/

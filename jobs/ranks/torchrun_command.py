@@ -48,8 +48,6 @@ def torchrun_argv(
         f"--nproc-per-node={ranks}",
         # The coordinator, which knows all ranks and steps, decides how often they restart (jobs.control.root_failure).
         f"--max-restarts={max_restarts}",
-        # SIGTERM stays ignored, as inherited. SIGINT, from the timeout of jobs.node_probe, ends torchrun in good order.
-        "--signals-to-handle=SIGINT",
         "--rdzv-backend=torchrelay",
         f"--rdzv-endpoint={host}:{rendezvous.port}",
         f"--rdzv-id={rendezvous.id}",

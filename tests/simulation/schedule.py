@@ -427,7 +427,9 @@ class Schedule:
         self._check_next()
         for restored, newest in self.cluster.set_back:
             hurried = self._had("cancel") and self.plan.configuration.kill_wait < _RECORD_SECONDS
-            if not self._had(*_LOSE_STATES) and not hurried:
+            # The head waits for ranks that cannot save, and dies: Slurm ends the others before they notice it.
+            hung = self._had("hang") and self._had("preempt") and self._had("kill-host")
+            if not self._had(*_LOSE_STATES) and not hurried and not hung:
                 self._violate(
                     f"the ranks begin after step {restored}, though a live node has the state of step {newest}"
                 )

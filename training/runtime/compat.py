@@ -94,6 +94,25 @@ def end_ranks_within(seconds: int, then: Callable[[], None]) -> None:
     PContext.close = close_ranks  # type: ignore[assignment]
 
 
+def leave_signals_alone() -> None:
+    """Keep a torchrun that has no `signals_to_handle` from handling SIGTERM. Read in torch 2.4 to 2.8.
+
+    Its handler would end the ranks before they can save, and a forked rank would inherit it.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if hasattr(LaunchConfig, "signals_to_handle"):
+        return
+
+    def start(ranks: Any) -> None:
+        ranks._start()
+        ranks._stdout_tail.start()
+        ranks._stderr_tail.start()
+
+    PContext.start = start  # type: ignore[method-assign]
+
+
 def run_exit_functions() -> None:
     """Run the registered atexit functions, which `os._exit` would skip. Read in Python 3.11."""
     import atexit

@@ -24,14 +24,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
-from torch.numa.binding import AffinityMode
 
 # Search this copy before PYTHONPATH: a user's code may have packages named `hpc` or `training`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.base.environment import PRELOAD, SECRET
 from hpc.base.errors import EXIT_BAD_NODE
 from hpc.base.kernel import adopt_orphans, end_children
-from training.runtime.compat import end_ranks_within, run_exit_functions
+from training.runtime.compat import end_ranks_within, leave_signals_alone, run_exit_functions
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 
 # A user's script, which runs in a fork, must find its own packages first.
@@ -75,9 +74,11 @@ def launch() -> None:
     before it takes effect.
     """
     arguments = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]  # torch's own
-    arguments.numa_binding = AffinityMode.NODE.value
+    arguments.numa_binding = "node"
     config, program, words = config_from_args(arguments)
     config.numa_options = None
+    # SIGTERM stays ignored, as inherited. SIGINT, from the timeout of jobs.node_probe, ends torchrun in good order.
+    config.signals_to_handle = "SIGINT"
     elastic_launch(config, program)(*words)
 
 
@@ -95,6 +96,7 @@ def run() -> int:
     rendezvous_handler_registry.register(BACKEND, create)
     adopt_orphans()
     end_ranks_within(_END_SECONDS, end_left_processes)
+    leave_signals_alone()
     try:
         launch()
     except SystemExit as end:

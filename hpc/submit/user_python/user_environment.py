@@ -18,8 +18,8 @@ from hpc.base import container
 from hpc.base.errors import UserError
 from hpc.submit.checks import check_is_shared
 
-# The oldest versions that pyproject.toml allows.
-OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+# The environment of Torchrelay itself needs a newer torch (pyproject.toml).
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 6)
 # Importing torch from slow storage takes minutes.
 _IMPORT_SECONDS = 300.0
 _MARK = "torchrelay:"
