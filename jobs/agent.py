@@ -215,7 +215,7 @@ class _Agent:
             ports = self._node.spec.network.ports
             self._channel.report(phase=Phase.READY, port=pick_port(ports))
             while directive := self._next_round():
-                self._channel.report(phase=Phase.RUNNING, round=directive.round)
+                self._channel.report(phase=Phase.RUNNING, round=directive.round, exit_code=0)
                 exit_code = run_round(self._node, self._channel, self._monitor, self._stop, directive, setup)
                 phase = Phase.READY if exit_code is None else Phase.ENDED
                 self._channel.report(phase=phase, exit_code=exit_code or 0, port=pick_port(ports))

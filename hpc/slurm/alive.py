@@ -18,7 +18,8 @@ def slurm_jobs(run: RunDir, jobs: Mapping[str, SlurmJob]) -> list[str]:
     """Return the ids of the run's jobs among squeue's `jobs` that may be alive, including jobs submitted by hand."""
     recorded = History.load(run).job_ids
     own = {job.job_id for job in jobs_by_run([run], jobs)[run.path]}
-    return sorted(own | {job.job_id for job in jobs.values() if job.job_id in recorded and _may_be_job_of(run, job)})
+    by_hand = {job.job_id for job in jobs.values() if job.job_id in recorded and _may_be_job_of(run, job)}
+    return sorted(own | by_hand, key=lambda job_id: (len(job_id), job_id))  # 99999 comes before 100000
 
 
 def local_jobs(run: RunDir) -> list[str]:

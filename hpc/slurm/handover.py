@@ -120,9 +120,9 @@ def _end_file(run: RunDir, attempt: int) -> Path:
 
 
 def last_step(run: RunDir) -> int | None:
-    """Return the last step in metrics/train.jsonl, which a user's script may lack or write itself; None if missing."""
-    record = last_json_line(run.train_metrics)
-    return None if record is None else record.get("step")
+    """Return the last step in metrics/train.jsonl; None if it is missing, or no whole number: a script may write it."""
+    step = (last_json_line(run.train_metrics) or {}).get("step")
+    return step if type(step) is int else None
 
 
 def handover_deadline(claim: Handover | None) -> float:

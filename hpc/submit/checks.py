@@ -70,8 +70,9 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
         problem = "the cluster has no default partition" if name is None else f"--partition {name!r} does not exist"
         raise UserError(f"{problem}: use --partition with one of {', '.join(names)}")
     if not any(kind.up for kind in chosen):
-        others = [kind.name for kind in partitions if kind.up and kind.name != chosen[0].name]
-        raise UserError(f"partition {chosen[0].name} is down: use --partition with one of {', '.join(others)}")
+        others = [kind.name for kind in partitions if kind.up]
+        advice = f"use --partition with one of {', '.join(others)}" if others else "all others are down, too; try later"
+        raise UserError(f"partition {chosen[0].name} is down: {advice}")
     return chosen
 
 

@@ -79,7 +79,7 @@ class NodeStatus:
     round: int = 0
     """Number of the node's current or last round; 0 before its first."""
     exit_code: int = 0
-    """Exit code of the node's last torchrun that has ended; 0 if this node left its round before."""
+    """Exit code of the round's torchrun; 0 until it has ended, and if this node left the round before."""
     port: int = 0
     """A free port, in case this node hosts the next rendezvous."""
     detail: str = ""

@@ -307,6 +307,20 @@ def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, 
     assert abs(ended["last_heard"] - heard) < 30
 
 
+@pytest.mark.parametrize("step", [10.0, "e1", True, None])
+def test_step_that_is_no_whole_number_does_not_make_the_record_of_the_end_unreadable(
+    run: RunDir, slurm_command: Command, step: object
+) -> None:
+    """A user's script may write the file of the metrics itself."""
+    slurm_command("sinfo", "echo 'gpu01|idle'")
+    spec_of().save(run)
+    run.train_metrics.parent.mkdir()
+    append_json_line(run.train_metrics, {"step": step})
+    assert handover.record_missing_end(run, attempt(), "gone")
+    [ended] = History.load(run).of(AttemptEnded)
+    assert ended.step is None
+
+
 def test_training_that_logged_nothing_ended_at_its_start(run: RunDir, slurm_command: Command) -> None:
     slurm_command("sinfo", "echo 'gpu01|idle'")
     replace(spec_of(), **of_training(TrainConfig(synthetic=True))).save(run)

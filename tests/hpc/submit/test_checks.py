@@ -47,6 +47,12 @@ def test_given_resources_are_kept(partitions: list[Partition]) -> None:
     assert (resolved.nodes, resolved.cpus_per_gpu, resolved.time) == ("6", 2, "01:30:00")
 
 
+def test_cluster_whose_partitions_are_all_down_is_told(partitions: list[Partition]) -> None:
+    down = [kind for kind in partitions if not kind.up]
+    with pytest.raises(UserError, match="partition old is down: all others are down, too; try later"):
+        resolve_resources(Resources(partition="old"), down)
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
