@@ -105,10 +105,10 @@ def leave_signals_alone() -> None:
     if hasattr(LaunchConfig, "signals_to_handle"):
         return
 
-    def start(ranks: Any) -> None:
-        ranks._start()
-        ranks._stdout_tail.start()
-        ranks._stderr_tail.start()
+    def start(self: Any) -> None:
+        self._start()
+        self._stdout_tail.start()
+        self._stderr_tail.start()
 
     PContext.start = start  # type: ignore[method-assign]
 
