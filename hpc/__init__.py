@@ -1,6 +1,6 @@
 """The login node's side of Torchrelay: the commands, the Python API, their libraries, and the base of all packages.
 
-Verbs answer in a fraction of a second, because they never import torch, and pandas only for HTML pages. The API
+Commands start in a fraction of a second: they never import torch, and import pandas only for HTML pages. The API
 (`hpc.commands.api`) is imported only at its first use, because nodes and ranks import this file, too, for `hpc.base`.
 """
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _prepare_verb() -> None:
-    """Let `python -m hpc` import our packages, not a user's of the same names. Exit if this Python cannot run them."""
+    """Let `python -m hpc` import our packages, not a user's packages of these names. Exit if Python cannot run hpc."""
     top = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     # Python searches the current directory first, where a user may have a package `training` or `jobs`.
     with contextlib.suppress(FileNotFoundError):  # the current directory was deleted
@@ -44,9 +44,9 @@ def _prepare_verb() -> None:
 
 
 def _start() -> None:
-    """Prepare `python -m hpc`; replace `python -m hpc.VERB`, which names no module, by `python -m hpc VERB`.
+    """Turn `python -m hpc.VERB` into `python -m hpc VERB`. Otherwise, prepare `python -m hpc` or one of its modules.
 
-    This replaces the process, because a verb that ran here, during the import of `hpc`, could not import it in threads.
+    The verb runs in a new program, by exec: here, `hpc` is still being imported, and the verb's threads would wait.
     """
     arguments = sys.argv[1:]
     words = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]

@@ -43,7 +43,7 @@ _CLUSTER = {
 }
 _GROUPS = {"start": _START, "runs": _RUNS, "cluster": _CLUSTER}
 VERBS = {**_START, **_RUNS, **_CLUSTER}
-# Programs of the trainer. Without `hpc`, `python -m MODULE` would prefer a package `training` of the current directory.
+# Programs of the trainer. Without `hpc`, `python -m MODULE` would import a `training` in the current directory instead.
 PROGRAMS = {
     "train": ("training", "train on this machine, without Slurm"),
     "predict": ("training.inference.predict", "predict the classes of images"),
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_own_packages() -> None:
-    """Import `jobs` and `training` from the directory of `hpc`, because PYTHONPATH may have a user's of these names."""
+    """Import `jobs` and `training` from beside `hpc`: PYTHONPATH may lead to packages of a user with the same names."""
     for name in ("jobs", "training"):
         spec = PathFinder.find_spec(name, [str(Path(__file__).parents[1])])
         if spec and spec.loader and name not in sys.modules:
@@ -104,8 +104,8 @@ def _print_help() -> None:
 
 
 def _run_program(verb: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a program of the trainer. -P keeps a package of the current directory from running."""
-    # The processes of multiprocessing, which import modules by name, too, inherit -P.
+    """Replace this process by a program of the trainer. With -P, it imports no package of the current directory."""
+    # The processes of multiprocessing inherit -P: they, too, import modules by name.
     command = [sys.executable, "-P", "-m", PROGRAMS[verb][0], *arguments]
     os.execve(sys.executable, command, {**os.environ, CALLED: f"hpc {verb}"})  # noqa: S606 - no shell
 

@@ -124,7 +124,7 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
 
 
 def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
-    """Return this node's addresses; empty with --cluster local. Raises BadNodeError if the node lacks --interface."""
+    """Return this node's addresses; none with --cluster local. Raises BadNodeError if --interface has no address."""
     if allocation.cluster != "slurm":
         return []
     found = own_addresses(spec.network.interface)
@@ -152,7 +152,7 @@ def _take_part(node: NodeAttempt, channel: ControlChannel, stop: StopRequest) ->
 
 
 def _is_defect(error: Exception) -> bool:
-    """Return whether an error is a defect of torchrelay, which would also occur on other nodes."""
+    """Return whether an error is a defect of torchrelay: it would also occur on other nodes."""
     return not isinstance(error, TorchrelayError | OSError)
 
 
@@ -165,7 +165,7 @@ def _describe(error: Exception) -> str:
 
 
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
-    """End this node's part, or on the head node the whole attempt, after an error. Returns the exit code."""
+    """After an error, end this node's part in the attempt; on the head node, end the attempt. Returns the exit code."""
     phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
     detail = _describe(error)
     log(detail)
@@ -263,7 +263,7 @@ class _Agent:
         return None
 
     def _leave(self, channel: ControlClient) -> int:
-        """End the part of a node other than the head, or take over if the head is lost. Returns the exit code."""
+        """End this node's part in the attempt, or take over if the head node is lost. Returns the exit code."""
         is_lost = channel.head_is_silent and not channel.directive.over
         if is_lost or (not channel.met.is_set() and not self._stop and await_loss_of_head(self._node)):
             return take_over(self._node, channel, self._monitor)
@@ -283,7 +283,7 @@ class _Agent:
 
 
 def threads_per_rank(allocation: NodeAllocation, num_ranks: int) -> int:
-    """Return the most threads per rank with which the ranks together do not oversubscribe the machine.
+    """Share the usable CPUs among the machine's ranks, `num_ranks` per node. Returns the threads per rank, at least 1.
 
     Raises:
         TorchrelayError: this process may use fewer cores than the job was given.

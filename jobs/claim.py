@@ -23,9 +23,9 @@ from hpc.slurm import handover
 from jobs.node_attempt import STORAGE_SECONDS, NodeAllocation, ask_slurm, await_storage, log
 
 _POLL_SECONDS = 0.5
-# An ending job may take KillWait to save, which is seldom more than a minute.
+# Slurm gives an ending job KillWait, seldom more than a minute, to save.
 _ENDING_SECONDS = 120.0
-# A head node's agent claims within seconds. After this time the others ask Slurm, which notices a dead node in minutes.
+# A live head node's agent claims within seconds. After this time, the other agents ask Slurm whether the node is dead.
 _LOOK_SECONDS = 30.0
 # Longer than a fail-over of Slurm's controller (SlurmctldTimeout, 120 s), but shorter than other agents wait to join.
 _CONTROLLER_SECONDS = 480.0
@@ -77,7 +77,7 @@ def _resume(run: RunDir) -> str:
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
-    """Wait while another job of the run ends. Raises TorchrelayError if it goes on, or takes more than two minutes."""
+    """Wait until another job of the run has ended. Raises TorchrelayError if it runs, or takes over two minutes."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while allocation.cluster == "slurm":
         job = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS).get(job_id)
@@ -109,7 +109,7 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addre
         time=time.time(), attempt=number, job_id=allocation.job_id, restart=allocation.restart, secret=secret,
         nodes=tuple(allocation.hostnames), port=port, addresses=tuple(addresses),
     )  # fmt: skip
-    # Use the head node's event file, even if this agent claims in place of the head node's.
+    # Use the head node's event file even if the agent of another node claims, so that only one claim can succeed.
     if not record_once(claim_file(run, number), claimed):
         raise TorchrelayError(f"attempt {number} of run {run.name} has just been claimed by another job")
     return attempts_of([claimed])[0]
@@ -140,7 +140,7 @@ def why_nothing_started(history: History, allocation: NodeAllocation) -> str | N
 def join(
     run: RunDir, allocation: NodeAllocation, stopped: Callable[[], bool], timeout_seconds: float
 ) -> Attempt | None:
-    """Wait until the head node claims an attempt for this job start. Returns None if `stopped` returns true before.
+    """Wait until the head node claims an attempt for this job start. Returns None if `stopped` returns true first.
 
     The timeout restarts while the storage is full or hangs, because the head node's agent then waits, too.
 

@@ -1,4 +1,4 @@
-"""Functions around private names of Python and torch, with the versions against whose source they were checked.
+"""Functions that use private names of Python or torch. Each names the versions whose source it was checked against.
 
 tests/jobs/test_compat_python.py fails for each name that a new version lacks. Runs on compute nodes, also in a user's
 Python. Slow imports are inside the functions, so that a process wrapper starts fast.
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def run_module_as_main(name: str) -> None:
-    """Run a module as `python -m` does, and keep it, unlike `runpy.run_module`. Checked against Python 3.11."""
+    """Run a module as `python -m` does. `runpy.run_module` would clear it at its end. Checked against Python 3.11."""
     import runpy
 
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
-"""Requeues a job that has started before the runs for which its run waits have ended. Runs on the head node.
+"""Requeues a job that has started too early, because its run waits for other runs. Runs on the head node.
 
-This happens if the jobs of those runs have ended, but the runs go on in other jobs (hpc.slurm.predecessors).
+A job starts too early if the jobs of the other runs have ended, but those runs go on in new jobs
+(hpc.slurm.predecessors).
 """
 
 from hpc.run.rundir import RunDir
@@ -40,6 +41,6 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
         ask_slurm(lambda: slurm.set_dependency(job_id, dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
     else:
         slurm.requeue_held(job_id)
-        # Meanwhile another process may have submitted a job of the other run, without finding this job held yet.
+        # Before this job was held, the other run may have got a new job: then wait for that one.
         ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
     return True

@@ -45,7 +45,7 @@ from training.checkpoint.snapshot import save_newest_as_checkpoint
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 15.0
 # Longer, because in a job of hundreds of nodes every survivor reads the event files of all nodes.
 _CONFIRM_POLL_SECONDS = 0.5
-# The other nodes kill their ranks within seconds; a node that does not report so by then is stuck.
+# The other nodes kill their ranks within seconds. A node that has not done so within this time is stuck.
 _OTHERS_SECONDS = 60.0
 # A spare waits this long, so that a node with a snapshot takes over first.
 _SPARE_SECONDS = 5.0
@@ -65,7 +65,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
     lost = recent | absent | coordinator.stuck | _wait_for_others(node, server, monitor)
     failure, fields = coordinator.failure, dict[str, Any]()
     if not _is_finished(node, coordinator.signal, done=coordinator.done):
-        # Save before asking Slurm, which may take half a minute to answer and end the job meanwhile.
+        # Save before asking Slurm: it may take half a minute to answer, and may end the job meanwhile.
         save_snapshot(node, monitor.node_dir)
     ending = _inspect_ending(
         node, coordinator.signal, failure.cause if failure else Cause.CRASHED, done=coordinator.done
@@ -78,7 +78,7 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         last_step = max(failed_step or 0, coordinator.last_step, handover.last_step(node.run) or 0)
     if failure and cause is failure.cause:
         fields = {key: getattr(failure, key) for key in ("detail", "failed_at", "node", "rank", "signature")}
-        # The failure's own step has decided whether budget is left, so it is the one to record.
+        # Record the failure's own step, because it has decided whether the run may restart.
         last_step = last_step if failure.step is None else failure.step
     if not record_end(node, AttemptEnded(attempt=node.attempt.attempt, cause=cause, step=last_step, **fields)):
         return 1  # other agents, which have lost contact with this one, have ended the attempt
@@ -96,7 +96,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     """Conclude the attempt on behalf of a head node's agent that has failed.
 
     Args:
-        node: the head node's part.
+        node: the head node's part in the attempt.
         failure: the cause to record, unless the run is finished, or the user or Slurm ended the attempt.
         detail: what failed.
         signal: the signal that asked the agent to stop, if one did.
@@ -107,7 +107,7 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     ending = _inspect_ending(node, signal, failure)
     cause = cause_of(ending)
     step = (handover.last_step(node.run) or 0) if node.reports_steps else None
-    # Agents that recorded nothing may have ended for any reason, such as a node that died while srun started them.
+    # Agents that recorded nothing may end for another reason each time, so such ends do not count as the same failure.
     signature = None if failure is Cause.LOST else signature_of(detail)
     blamed = None if failure is Cause.LOST and _follows_a_dead_start(node) else node.host
     number = node.attempt.attempt
@@ -138,9 +138,9 @@ def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
 
 
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
-    """Return whether the previous attempt was an earlier start of this job, and its agents went silent.
+    """Return whether the agents of the previous attempt fell silent, in an earlier start of this job.
 
-    If its node was only suspended, the earlier srun ends the job step of this start when the node resumes, because
+    If their node was only suspended, the earlier srun ends the job step of this start when the node resumes, because
     both steps have the same name.
     """
     before = node.history().during(node.attempt.attempt - 1)
@@ -149,7 +149,7 @@ def _follows_a_dead_start(node: NodeAttempt) -> bool:
 
 
 def _continue_run(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: LostNodes) -> int:
-    """Continue the run, if it may restart, after the end of the attempt is recorded, and notify its user.
+    """After the recorded end of an attempt, continue the run if it may restart, and notify its user.
 
     Returns the exit code of the head node's agent.
     """
@@ -173,7 +173,7 @@ def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: Los
 
 
 def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
-    """Wait up to a minute until the other nodes have ended their ranks. Returns the node ranks that fell silent."""
+    """Wait up to a minute until the others end their ranks. If only silent nodes are left, returns their node ranks."""
     deadline = time.monotonic() + _OTHERS_SECONDS
     while time.monotonic() < deadline:
         monitor.poll()
@@ -294,9 +294,9 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
 
 
 def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
-    """Return whether the head node is lost: False if this node is cut off, None if nobody has confirmed it yet. Pure.
+    """Return whether the head node is lost: False if this node is cut off, None if no other agent confirms it. Pure.
 
-    `lost` names a lost node once for each agent that has reported it. This agent has reported the head node.
+    `lost` names a node once for each agent that has reported its loss. This agent has reported the head node.
     """
     if allocation.host in lost:
         return False
@@ -305,7 +305,7 @@ def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
 
 
 def await_loss_of_head(node: NodeAttempt) -> bool:
-    """Wait until Slurm reports that the job has lost its head node, whose agent this one has not reached.
+    """Wait until Slurm reports that the job has lost its head node. This agent has never reached the head's agent.
 
     Returns False if an agent has ended the attempt, or if Slurm reports no loss within 15 minutes.
     """
@@ -376,7 +376,7 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
 
 
 def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
-    """Save this node's newest snapshot as a checkpoint if no checkpoint is as new. On errors it stays in memory."""
+    """Save this node's newest snapshot as a checkpoint unless one is as new. After an error, the snapshot is kept."""
     began = time.monotonic()
     try:
         check = functools.partial(check_is_newest, node.run, node.attempt.attempt)

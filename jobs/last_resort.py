@@ -1,7 +1,7 @@
-"""The batch script's last resort: ends the attempt and continues the run if no agent has, or none could start.
+"""The batch script's last resort: if no agent has ended the attempt and continued the run, this module does it.
 
-Agents die of a signal in the first second of their job step, before they can handle it, and at any time of a defect or
-lack of memory. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
+In the first second of their job step, a signal kills agents, because they cannot handle it yet. A defect or lack of
+memory may end them at any time. The batch script outlives them (hpc.slurm.executor) and runs, on the head node:
 
     python -m jobs.last_resort RUN_DIR EXIT_CODE_OF_SRUN
     python -m jobs.last_resort RUN_DIR EXIT_CODE SETUP_LINE
@@ -123,7 +123,7 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
     is_replaced = time.time() < handover.handover_deadline(history.unfinished_handover(number))
     if history.complete or is_replaced:
         return None
-    # After its first attempt a run waits for no other runs, so claim that attempt only when they have ended.
+    # A run waits for other runs only before its first attempt, so claim that attempt only after the wait.
     return None if must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
 
 

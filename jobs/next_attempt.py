@@ -113,9 +113,9 @@ def _why_new_job(node: NodeAttempt) -> str | None:
 
 
 def _holds(node: NodeAttempt, dead: set[str]) -> bool:
-    """Return whether Slurm still counts a dead node as the job's, because it has not marked the node down.
+    """Return whether the job still has a dead node that Slurm has not marked down.
 
-    Nodes that do not answer Slurm also count: they may have died since the agents noticed the `dead` ones.
+    A node that does not answer Slurm counts as dead: it may have died after the agents noticed the `dead` ones.
     """
     held = dead - set(slurm.dead_nodes(sorted(dead))) | slurm.silent_nodes(node.allocation.hostnames)
     job = slurm.jobs().get(node.allocation.job_id) if held else None
@@ -131,7 +131,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
         return
     try:
         excluded = handover.nodes_to_exclude(node.spec, node.history(), avoid)
-        # Slurm changes the excluded nodes of a pending job only, so after the requeue.
+        # Do this after the requeue, because Slurm changes the excluded nodes only of a pending job.
         ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), SLURM_SECONDS)
     except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
         log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
@@ -154,7 +154,10 @@ def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
 
 
 def redirect(node: NodeAttempt, replaced: tuple[str, str] | None = None) -> None:
-    """Make the jobs that wait for this run wait for its new job, or let them start if the run has ended."""
+    """Make jobs that wait for this run wait for its new job, or let them start if it has ended.
+
+    `replaced` are the ids of the old and the new job; None if there is no new job.
+    """
     try:
         redirect_waiting_jobs(node.run, replaced)
     except (OSError, TorchrelayError) as error:

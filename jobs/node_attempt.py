@@ -33,13 +33,13 @@ from hpc.slurm.client import SlurmRefusalError
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 STORAGE_SECONDS = 3600.0
-"""Seconds for which a starting job, with idle nodes, waits until a user frees space in the run directory."""
+"""Seconds for which a job with idle nodes waits, for example until the user frees space in the run directory."""
 _Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeAllocation:
-    """The nodes of a job, as one of them sees it."""
+    """The nodes of a job, seen from one of them."""
 
     cluster: str
     job_id: str
@@ -151,7 +151,7 @@ class NodeAttempt:
 
     @property
     def reports_steps(self) -> bool:
-        """Whether a failure has a step: the program promises to report steps, or has done so in this attempt."""
+        """Whether failures have a known step: the program promises to report steps, or has done so in this attempt."""
         return self.spec.program.reports_steps or self.history().during(self.attempt.attempt).knows_steps
 
     def history(self) -> History:
@@ -201,7 +201,7 @@ def await_storage(run: RunDir, stopped: Callable[[], bool], act: Callable[[], _A
     Touches the run's heartbeat meanwhile, for the supervisor.
 
     Raises:
-        OSError: another error occurred, or the hour is over, or `stopped` returned True.
+        OSError: the storage had another error, or an hour is over, or `stopped` returned True.
     """
     deadline = time.monotonic() + STORAGE_SECONDS
     while True:
@@ -222,7 +222,7 @@ def ask_slurm(ask: Callable[[], _Answer], patience_seconds: float) -> _Answer:
     `ask` may also write to the run directory, so it is also retried while that storage is full or does not answer.
 
     Raises:
-        SlurmRefusalError: Slurm answered that it will not do it.
+        SlurmRefusalError: Slurm refused the request.
         TorchrelayError: Slurm did not answer within `patience_seconds`.
         OSError: the storage did not work within `patience_seconds`, or another error occurred.
     """

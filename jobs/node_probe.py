@@ -55,7 +55,7 @@ _STAGE_SECONDS = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One node's view of the job of a probe."""
+    """What one node knows of the job that probes it."""
 
     run: RunDir
     """DIRECTORY, where the first node claims the job as if it were an attempt of a run."""
@@ -217,7 +217,7 @@ def summarize(output: str, exit_code: int, beginning: str) -> tuple[str, str]:
     if exit_code == 0:
         return next((line for line in lines if line.startswith(beginning)), ""), ""
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    # Another rank's failure ended the ranks that passed: their errors come last.
+    # Ranks that passed the check ended only because another one failed, so their errors come last.
     errors.sort(key=lambda line: "this rank passed the check" in line)
     return "", (errors or lines[-1:] or ["no output"])[0]
 

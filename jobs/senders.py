@@ -90,7 +90,7 @@ def _notify(node: NodeAttempt) -> None:
 
 @contextmanager
 def sending(node: NodeAttempt) -> Iterator[None]:
-    """Run one process for each tracker that sends the metrics while an attempt lasts."""
+    """While an attempt lasts, run one process for each tracker. It sends the metrics to this tracker."""
     started = list[subprocess.Popen[bytes]]()
     for service in node.spec.tracker:
         command = [sys.executable, "-P", "-m", sender.__name__, str(node.run.path), service, str(node.attempt.attempt)]

@@ -12,12 +12,12 @@ STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Records the first signal that asked this agent to stop, and a SIGTERM. The handler does nothing else."""
+    """Records the first signal that asked this agent to stop, and whether SIGTERM came. The handler does no more."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.is_last = False
-        """Whether SIGTERM has come, which Slurm follows up with SIGKILL.
+        """Whether SIGTERM has come. Slurm sends SIGKILL some time after it.
 
         SIGTERM may be the second signal, after a SIGUSR2 that announced a preemption instead of the time limit.
         """
@@ -48,7 +48,7 @@ class StopRequest:
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, history: History) -> float:
-        """Return the seconds in which ranks may save: --grace-period, or else what Slurm leaves after the signal."""
+        """Return the seconds in which ranks may save: --grace-period, or without it the time that Slurm leaves them."""
         if spec.grace_seconds is not None:
             return spec.grace_seconds
         if not self.is_last:

@@ -4,7 +4,7 @@
     run.wait()
     run.metrics().plot("step", "loss")
 
-Each call does what the verb of its name does, with the same flags, defaults and errors: `lr=0.1` is `--lr 0.1`.
+Each call does what the command of the same name does. Flags, defaults and errors are the same: `lr=0.1` is `--lr 0.1`.
 """
 
 import os
@@ -84,7 +84,7 @@ class ScriptRun(_RunRequest, ScriptFlags):
 
 
 class Run:
-    """Represents a submitted run, which its directory identifies. A notebook shows it as a table."""
+    """Represents a submitted run, identified by its directory. A notebook shows the run as a table."""
 
     def __init__(self, directory: Path) -> None:
         self._run = RunDir(directory)
@@ -133,7 +133,7 @@ class Run:
         return "".join(f"{line['line']}\n" for line in lines)
 
     def cancel(self, *, final: bool = False) -> None:
-        """Stop the run. Only `resume` continues it, and after `final` nothing does.
+        """Stop the run. `resume` can continue it, unless `final` is True.
 
         Raises:
             TorchrelayError: a job of the run may still be running.
@@ -208,7 +208,7 @@ def runs(runs_dir: str | Path | None = None) -> Runs:
 
 
 def find_run(name: str, runs_dir: str | Path | None = None) -> Run:
-    """Return the run with this path, or this name in the directory of `runs`. Raises UserError if there is none."""
+    """Return the run with this path, or this name in `runs_dir` (default: as `runs`). Raises UserError if missing."""
     return Run(cli.find_run(name, _runs_dir(runs_dir)).path)
 
 
@@ -231,7 +231,7 @@ def _html(shown: Sequence[Run]) -> str:
 
 
 class _CallableRoom(ModuleType):
-    """Makes the package `hpc.submit` callable, because the API's function must have the same name."""
+    """Makes the package `hpc.submit` callable, because the API has a function of the same name."""
 
     def __call__(self, request: TrainingRun | ScriptRun) -> Run:
         return submit(request)

@@ -21,7 +21,7 @@ from hpc.slurm import client as slurm
 from training.config import defaults
 
 GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
-"""A group of runs (hpc.studies) has a file KIND.json in its directory; `hpc cancel` adds the file CANCELLED_GROUP."""
+"""The directory of a group of runs (hpc.studies) has sweep.json or scaling.json. `hpc cancel` adds CANCELLED_GROUP."""
 print_json, versioned = program.print_json, program.versioned
 
 
@@ -32,7 +32,7 @@ class Reading:
     complete: Callable[[dict[str, Any]], Any] | None = None
     """Makes the options from what was typed (`program.read`), with the defaults that depend on it."""
     refused: tuple[type[Any], ...] = ()
-    """Dataclasses of flags that the verb does not have, and for which `complete` gives a reason."""
+    """Dataclasses of flags that the verb does not accept. If one is given, `complete` raises an error that says why."""
     explain: program.Explanation = lambda _argv, _at: None
     """Returns what to type instead of a word that cannot be read (`program.read`)."""
     shown: program.Help = program.ALL_FLAGS
@@ -75,7 +75,7 @@ def run(
     argv: Sequence[str] | None = None,
     reading: Reading = PLAIN,
 ) -> int:
-    """Run a verb from its command line to its exit code."""
+    """Run a verb: read its command line, call `verb` with the options, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
 
     def work() -> int:
@@ -141,7 +141,7 @@ def find_run(run: str, runs_dir: Path) -> RunDir:
 
 
 def find_runs(names: Sequence[str], runs_dir: Path) -> list[RunDir]:
-    """Return the runs with these paths or names; of a group, all its runs. Raises UserError as `find_run`."""
+    """Return the runs with these paths or names; a group's name means all its runs. Raises UserError as `find_run`."""
     found = list[RunDir]()
     for name in names:
         group = find_group(name, runs_dir)
@@ -176,8 +176,8 @@ def _dated_runs(runs_dir: Path) -> Iterator[tuple[float, Path]]:
     directory = runs_dir.expanduser().resolve()
     if not directory.is_dir():
         return
-    # Other users' runs in a shared directory are not readable. A hidden directory is a run that is being removed
-    # (hpc.commands.runs.clean).
+    # Other users' runs in a shared directory may be unreadable. A hidden directory may be a run that is being made or
+    # removed (hpc.commands.runs.clean).
     visible = [entry for entry in directory.iterdir() if not entry.name.startswith(".")]
     for entry in visible:
         if not os.access(entry, os.R_OK | os.X_OK):

@@ -1,4 +1,4 @@
-"""Chooses the content of the figures, one for each number in `metrics/*.jsonl`. Pure; runs on the login node."""
+"""Chooses what the figures show: one figure for each metric in `metrics/*.jsonl`. Pure; runs on the login node."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from hpc.report.gather import RunRecord, labels_of
 from hpc.services.tracking.points import BOOKKEEPING
 
 SMOOTHINGS = {"none": 0, "light": 100, "medium": 40, "strong": 10}
-"""Divisor by degree of smoothing: `medium` averages over 1/40 of a line's points."""
+"""Divisor for each degree of smoothing: `medium` averages over 1/40 of a line's points; 0 means no smoothing."""
 MOST_POINTS = 1000
 """The largest number of points of one line. On the page, each point takes up to seven numbers of four bytes."""
-# A loss that falls by this factor gets a logarithmic scale: on a linear scale, its start would flatten its end.
+# A loss that falls by this factor gets a logarithmic scale: on a linear scale, its end would look flat.
 _LONG_FALL = 4.0
 # Lines with at most this number of points have no trend.
 _PLAIN_POINTS = 60
@@ -24,7 +24,7 @@ _UNITS = ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "second
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """The form in which figures show a number."""
+    """How figures show a metric."""
 
     title: str
     form: str = "%.5g"
@@ -35,7 +35,7 @@ class Look:
     """Whether to draw a smoothed trend, because the values vary much from step to step."""
     from_zero: bool = False
     prefers_validation: bool = False
-    """Whether a comparison, which has one line per run, shows the values of the validation instead of the training."""
+    """Whether a comparison, which has one line per run, prefers validation values to training values."""
 
 
 LOOKS = {
@@ -66,7 +66,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line: a table of step, time, epoch and value. A noisy line also has a value for each degree of smoothing."""
+    """A line of a figure. Its points have columns such as `step` and `value`; a noisy line also has smoothed values."""
 
     name: str
     color: str
@@ -80,15 +80,15 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One figure: a number by the quantity on the x axis."""
+    """One figure, with a metric on the y axis."""
 
     column: str
     look: Look
     series: Sequence[Series]
     x: str = "step"
-    """Name of the quantity in the column `step`."""
+    """Name of the quantity on the x axis, which is in the column `step`."""
     heading: str = ""
-    """Heading of the figure. If empty, the title of the number is the heading."""
+    """Heading of the figure. If empty, the title of the metric is the heading."""
 
     @property
     def is_logarithmic(self) -> bool:
@@ -111,7 +111,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """Times since the start of a run's first attempt, in a unit that suits all runs on a page."""
+    """Converts times to times since the start of a run's first attempt, in one unit for all runs on a page."""
 
     unit: str
     unit_seconds: float
@@ -122,14 +122,14 @@ class Clock:
 
 
 def clock_for(records: Sequence[RunRecord], now: float) -> Clock:
-    """Return a clock in the largest unit of which the longest run took at least two, or in seconds."""
+    """Return a clock in the largest unit that fits at least twice into the longest run, or else in seconds."""
     longest = max((one.ended(now) - one.began for one in records if one.began is not None), default=0.0)
     seconds, unit = next((each for each in _UNITS if longest >= 2 * each[0]), _UNITS[-1])
     return Clock(unit=unit, unit_seconds=seconds)
 
 
 def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
-    """Return the figures of one run or of several. The figures of our trainer's numbers come first."""
+    """Return the figures of one run or of several. Metrics that are in LOOKS come first."""
     tables = [_tables(record, records) for record in records]
     columns = [column for named in tables for table in named.values() for column in table if _is_plotted(column, table)]
     found = list[Chart]()
@@ -140,7 +140,7 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
             labelled = zip(labels_of(records), (_compared(each, look) for each in points), strict=True)
             lines = [(number, label, *chosen) for number, (label, chosen) in enumerate(labelled) if chosen]
         else:
-            # The number, and so the color, depends on the name, so that a line has the same color in all figures.
+            # A line's number, and so its color, depends on its name alone: it has the same color in all figures.
             names = list(tables[0])
             lines = [(names.index(name), name, name, table) for name, table in points[0].items()]
         series = [
@@ -153,11 +153,11 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
 
 
 def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
-    """Return a run's metrics by the name of their line. A fork's lack its original's steps if the page shows both."""
+    """Return a table of metrics for each line. If the run is a fork of a shown run, omit the steps of that run."""
     train, evaluations = record.train, record.evaluations
     if any(record.is_fork_of(other) for other in shown):
         train, evaluations = (table[table["attempt"] != 0] for table in (train, evaluations))
-    # A user's script may leave out the split: the line then counts as a validation.
+    # A user's script may leave out the split of an evaluation, which then counts as a validation.
     splits = evaluations["split"].fillna("val")
     names = {"val": "validation", "test": "test", **{split: split for split in splits.unique() if split != "val"}}
     evaluated = {name: evaluations[splits == split] for split, name in names.items()}
@@ -167,14 +167,14 @@ def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataF
 def _is_plotted(column: str, table: pd.DataFrame) -> bool:
     if column in BOOKKEEPING or not pd.api.types.is_numeric_dtype(table[column]):
         return False
-    # The number of ranks changes only in an elastic run that has lost nodes.
+    # The number of ranks is worth a figure only if it changes, as in an elastic run that has lost nodes.
     return column != "world_size" or table[column].min() < table[column].max()
 
 
 def _points(
     record: RunRecord, tables: Mapping[str, pd.DataFrame], column: str, look: Look, clock: Clock
 ) -> dict[str, pd.DataFrame]:
-    """Return the points of a number by the name of their line, without lines that have no values."""
+    """Return the points of a metric for each line that has values, by the name of the line."""
     found = dict[str, pd.DataFrame]()
     for name, table in tables.items():
         if column not in table:
@@ -204,7 +204,7 @@ def _trends(look: Look, name: str, values: pd.Series) -> Mapping[str, int]:
 
 
 def smoothed(values: pd.Series, part: int) -> pd.Series:
-    """Return the centered moving average over 1/part of a line, which neither lags nor leads."""
+    """Return the moving average over 1/part of a line's values. It is centered, so it neither lags nor leads."""
     return values.rolling(len(values) // part + 1, center=True, min_periods=1).mean()
 
 
@@ -224,7 +224,7 @@ def _compared(points: Mapping[str, pd.DataFrame], look: Look) -> tuple[str, pd.D
 
 
 def axes_of(charts: Sequence[Chart], clock: Clock) -> list[Axis]:
-    """Return the x axes for which every point has a value, out of step, time and epoch."""
+    """Return the x axes among step, time and epoch for which every point has a value."""
     labels = {"step": "step", "time": f"{clock.unit} since the start", "epoch": "epoch"}
     tables = [series.points for chart in charts for series in chart.series]
     known = [name for name in labels if tables and all(table[name].notna().all() for table in tables)]

@@ -28,7 +28,7 @@ def submit_command(spec: RunSpec) -> list[str]:
 def _evaluate_command(spec: RunSpec, task: EvaluationTask) -> list[str]:
     """Return the words of a command that repeats an evaluation, without settings that come from the evaluated run."""
     flags = [task.source, *([f"--checkpoint={task.checkpoint}"] if task.checkpoint else [])]
-    # The evaluated run's own data are left out: `hpc evaluate` holds nothing out of the data that --data names.
+    # Do not name the evaluated run's own data: from data that --data names, `hpc evaluate` holds nothing out.
     flags += [f"--data={spec.data}"] if spec.data and (task.other_data or task.checkpoint is None) else []
     flags += [] if task.split == "auto" else [f"--split={task.split}"]
     flags += [f"--cluster={spec.cluster}", *words_of(changed(values_of(spec.resources)))]
@@ -62,7 +62,7 @@ def flat_settings(spec: RunSpec) -> dict[str, str]:
 
 
 def settings_with_defaults(spec: RunSpec) -> dict[str, str]:
-    """Return every setting that two runs may share, with `default` for an unset one, and the computed `lr`."""
+    """Return every setting that two runs may share. Unset settings are `default`, but `lr` is computed."""
     settings = {name: value for name, value in flat_settings(spec).items() if name not in _OF_ONE_RUN}
     training = spec.training
     if training:

@@ -10,7 +10,7 @@ UNKNOWN = "–"  # noqa: RUF001 - a dash, as in a printed table
 
 
 def known(value: object) -> bool:
-    """Return whether there is a value: not None, NA, NaN, infinite or empty."""
+    """Return whether a value is known: not None, NA, NaN, infinite or empty."""
     if value is None or value is pd.NA:
         return False
     return isfinite(value) if isinstance(value, float) else value != ""

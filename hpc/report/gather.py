@@ -106,12 +106,12 @@ class RunRecord:
 
     @property
     def steps_per_epoch(self) -> float | None:
-        """The steps of an epoch; None for a user's script, and before the training has started."""
+        """The number of steps in an epoch; None for a user's script, and before the training has started."""
         total = self.summary.total_steps
         return total / self.spec.train.epochs if total and self.spec and self.spec.train else None
 
     def is_fork_of(self, other: "RunRecord") -> bool:
-        """Return whether the run began with a checkpoint of `other`. Its attempt 0 then has the metrics of `other`."""
+        """Return whether the run is a fork of `other`. A fork has copies of the metrics of `other`, as attempt 0."""
         begin = self.spec.training.forked_from if self.spec and self.spec.training else None
         return begin is not None and Path(begin).is_relative_to(other.run.checkpoints)
 
@@ -181,11 +181,11 @@ def _try(notes: list[str], path: Path, read: Callable[[Path], Read]) -> Read | N
 
 
 def _lines(notes: list[str], path: Path, columns: Sequence[str]) -> pd.DataFrame:
-    """Read a file of metrics: these columns and all others that have numbers. Keep only the newest row of each step."""
+    """Read `columns` and all columns of numbers from a file of metrics. Keep only the newest row of each step."""
     found = _read_lines(notes, path, columns)
     steps = found["step"]
     finite = np.isfinite(steps)
-    # A script that restarts from a checkpoint writes its steps again.
+    # A script that restarts from a checkpoint writes steps again: drop what it wrote about them before.
     kept = finite & (steps <= np.minimum.accumulate(np.where(finite, steps, np.inf)[::-1])[::-1])
     if (np.diff(steps[kept]) == 0).any():
         keys = pd.DataFrame({name: found[name] for name in ("step", "split") if name in found})
@@ -308,7 +308,7 @@ def read_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def csv_tables(records: Sequence[RunRecord]) -> dict[str, Iterator[str]]:
-    """Return the text of each CSV table next to the page, in parts, by file name.
+    """Return the CSV tables that belong to the page: the text of each, in parts, by its file name.
 
     The first column is the run's name. A table exists even without rows.
     """

@@ -41,7 +41,7 @@ def _recipe(record: RunRecord) -> str | None:
 
 
 def how_to_get_the_code(record: RunRecord) -> str:
-    """Return a sentence with the commit, directory and recipe that the command needs to make the same run."""
+    """Return a sentence about the commit, directory and recipe of a run, for readers who want to repeat the run."""
     commit, _, dirty = (record.revision or "").partition("+")
     named = _recipe(record)
     recipe = f"its flags are based on recipe {named}" if named else ""
@@ -53,7 +53,7 @@ def how_to_get_the_code(record: RunRecord) -> str:
 
 
 def cost(record: RunRecord, now: float) -> dict[str, Any]:
-    """Return the time in the queue, the GPU-hours with their unit, and their parts with colors; None if unknown."""
+    """Return a run's time in the queue, and its GPU-hours: unit, sum, and parts with colors. None means unknown."""
     periods = record.periods(now)
     gpus = record.spec.resources.num_gpus if record.spec else 0
     # A node without GPUs has one rank.

@@ -78,7 +78,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
 def comparison_page(
     records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
 ) -> str:
-    """Return the HTML of the page that compares runs. `links` has the path of each run's page, None if it has none."""
+    """Return the HTML of the page that compares runs. `links` has the path of each run's own page, or None."""
     labelled = list(zip(labels_of(records), records, strict=True))
     differing = _differing_settings({label: record.spec for label, record in labelled if record.spec})
     few = len(differing) <= _MOST_SETTING_COLUMNS
@@ -130,7 +130,7 @@ def _evaluation(record: RunRecord) -> dict[str, Any] | None:
 
 
 def evaluated(task: EvaluationTask) -> str:
-    """Return words that name the evaluated model."""
+    """Return a title such as `Evaluation of best model of run-1, after step 500`."""
     which = f"{task.checkpoint} model of " if task.checkpoint in {"best", "last"} else ""
     after = f", after step {task.step:,}" if task.step is not None else ""
     return f"Evaluation of {which}{task.source}{after}"

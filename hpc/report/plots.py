@@ -66,7 +66,7 @@ def bokeh_script() -> str:
 
 
 def plots_of(records: Sequence[RunRecord], now: float) -> Plots:
-    """Return the figures of one or more runs, at most MOST_FIGURES, and the titles of those that are left out."""
+    """Return the figures of one or more runs, at most MOST_FIGURES, and the titles of the others."""
     clock = clock_for(records, now)
     charts = charts_of(records, clock)
     shown = charts[:MOST_FIGURES]
@@ -192,7 +192,7 @@ def _draw_series(drawn: figure, series: Series, most: int) -> Any:
 
 
 def _marks(record: RunRecord, clock: Clock, now: float) -> list[dict[str, Any]]:
-    """Return strips that mark every second attempt, interruptions and queues, with their steps, times and epochs."""
+    """Return the strips that mark interruptions, queues and every second attempt, with steps, times and epochs."""
     per_epoch, began = record.steps_per_epoch or np.nan, record.began or np.nan
 
     def strip(color: str, steps: tuple[float, float], times: tuple[float, float], text: str = "") -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _tracker(one: TrackerState) -> str:
 
 
 def budget_lines(budget: Budgets) -> list[str]:
-    """Return a sentence for each used budget of failures (docs/explanation/recovery.md)."""
+    """Return a line for each failure limit that counts a failure (docs/explanation/recovery.md)."""
     lines = [
         f"failures without progress: {one.failures} of {one.budget} ({', '.join(one.causes)})" for one in budget.used
     ]

@@ -12,9 +12,9 @@ from pathlib import Path
 from hpc.run.rundir import RunDir
 
 _BLOCK_BYTES = 2**17
-# Errors of a file that was deleted while it was read, here or by another NFS client.
+# Errors of reading a file that this machine or another NFS client has deleted meanwhile.
 _DELETED = {errno.ENOENT, errno.ESTALE}
-# Python's logging and most others write times as 2026-11-21 09:00:05,123, and torch as W1121 09:00:05.123456.
+# Most programs, and Python's logging, write times as 2026-11-21 09:00:05,123. torch writes W1121 09:00:05.123456.
 _TIME = re.compile(r"\W{0,2}(?:(\d{4}-)(\d\d)-(\d\d)[T ]|[A-Z](\d\d)(\d\d) )(\d\d:\d\d:\d\d(?:[.,]\d+)?)")
 
 Line = dict[str, int | float | str | None]
@@ -27,7 +27,7 @@ class Tail:
     path: Path
     offset: int = 0
     time: str = ""
-    """Time at the beginning of the newest line that has one, as text: such times sort as text."""
+    """Time of the newest line that begins with a time, as text without the year. Such texts sort like the times."""
     _file: tuple[int, int] | None = None
     _rest: bytes = b""
 
@@ -73,7 +73,7 @@ def _visible(line: bytes) -> str:
 
 
 def merged(tails: Iterable[Tail], *, ended: bool = False) -> Iterator[tuple[Tail, str]]:
-    """Yield the new lines of several logs, sorted by the times with which lines begin, each with its log.
+    """Yield each new line of several logs, with its log, in the order of the times with which lines begin.
 
     A line without a time follows the line before it in its log. Logs without times come one after the other.
     """
@@ -112,7 +112,7 @@ def offset_of_last(path: Path, text: str) -> int | None:
 
 
 def lines_before(path: Path, offset: int, count: int) -> int:
-    """Return the offset of the line that is `count` lines before the one at `offset`, at most one block back."""
+    """Return the offset of the line that is `count` lines before the line at `offset`, but at most a block before."""
     first = max(0, offset - _BLOCK_BYTES)
     before = _read(path, first, offset - first)
     end = len(before)
@@ -125,7 +125,7 @@ def lines_before(path: Path, offset: int, count: int) -> int:
 
 @dataclass
 class LogReader:
-    """Reads the new lines of the chosen logs of a run. `rank` or `attempt` None means all of them."""
+    """Reads the new lines of a run's logs. If `rank` or `attempt` is None, it reads all ranks or attempts."""
 
     run: RunDir
     rank: int | None = None
@@ -141,7 +141,7 @@ class LogReader:
         """Yield the lines added since the last call, each with its origin."""
         numbers = [_numbers(path)[0] for path in self.run.logs.glob("attempt-[0-9]*")]
         attempts = sorted(one for one in numbers if self.attempt in {one, None} and one not in self._over)
-        # Logs of older attempts are read only once: there may be thousands. Ranks of the last two attempts may print.
+        # There may be thousands of old attempts, so their logs are read only once. Ranks of the last two may yet print.
         over = attempts[:-2]
         rank = "[0-9]*" if self.rank is None else f"{self.rank:02d}"
         groups = [(number, self.run.attempt_logs(number).glob(f"rank-{rank}.log")) for number in attempts]
@@ -178,7 +178,7 @@ def _numbers(path: Path) -> list[int]:
 
 @functools.cache
 def origin_of(path: Path) -> Line:
-    """Return which rank and attempt wrote a log, or which node's agent of which job, from submitit's file name."""
+    """Return the attempt and rank that a log's path names; for submitit's log of an agent, the job and node."""
     if path.suffix == ".out":
         job, node = _numbers(path)
         return {"agent": f"job {job}", "node": node}

@@ -82,8 +82,8 @@ def summarize(
     """Return the summary of a run. Unknown values are None.
 
     `jobs` are the run's jobs in the queue (`jobs_by_run`), None if the queue is unknown. `decision` is what the
-    supervisor would do if the run has no job. `queue` has all jobs of the user, also of runs for which this run waits.
-    A damaged directory raises no error, because that would hide the other runs.
+    supervisor would do about a run without jobs. `queue` has all jobs of the user, also of runs for which this run
+    waits. A damaged directory raises no error, because that would hide the other runs.
     """
     try:
         history = History.load(run)
@@ -279,7 +279,7 @@ def _local_state(history: History) -> State | None:
 
 
 def _runs_here(history: History) -> bool:
-    """Return whether a process on this machine runs the run, with --cluster local."""
+    """Return whether the process that controls a run with --cluster local is alive on this machine; False on Slurm."""
     return any(event.started and is_alive(event.job_id, event.started) for event in history.of(Submitted))
 
 
@@ -342,7 +342,7 @@ def _eta_seconds(started: TrainStarted, train: Mapping[str, Any]) -> float | Non
 
 
 def _decisions(runs: Sequence[RunDir], jobs: Mapping[str, SlurmJob] | None) -> dict[Path, Decision]:
-    """Return what the supervisor would do about each of these runs, which have no job; empty if `jobs` is None."""
+    """Return the supervisor's decision on each unfinished Slurm run. `runs` have no job. Empty if `jobs` is None."""
     found, scripts = list[ObservedRun](), jobs_by_script(jobs.values() if jobs else ())
     queued = [run for run in runs if jobs is not None and run.script.exists() and not run.final_result.exists()]
     clocks = {parent: storage_time(parent) for parent in {run.path.parent for run in queued}}
@@ -362,7 +362,7 @@ def _modified_ns(path: Path) -> int | None:
 
 @dataclass
 class StatusCache:
-    """Makes summaries of runs. It caches those of runs that have ended and, for some seconds, the queue."""
+    """Makes summaries of runs. It caches the summaries of ended runs and, for some seconds, the queue."""
 
     problem: str | None = None
     """Sentence that says why the last summaries lack the queue; None if Slurm answered or was not asked."""
@@ -395,7 +395,7 @@ class StatusCache:
                     note = f"it belongs to {others[run.path]}, so this is only what its directory says"
                     row = replace(row, warnings=[note, *row.warnings])
             stamp = stamps[run.path]
-            # A run with a message that is being sent is not cached: the result of the message keeps the stamp as it is.
+            # While a message is being sent, the run is not cached: the result of the message does not change the stamp.
             is_sending = any(message.problem is None for message in row.unsent)
             if stamp is not None and row.state in TERMINAL and not is_sending:
                 self._ended[run.path] = stamp, row

@@ -31,7 +31,7 @@ def view(console: Console, rows: Sequence[Summary], *, details: bool) -> Group:
 
 
 def watch_view(console: Console, rows: Sequence[Summary], *, details: bool, problem: str | None) -> Group:
-    """Return the view of --watch. A terminal cuts off its end, so runs that go on come first, newer before older."""
+    """Return the view of --watch. Runs that go on come first, newer before older: a terminal cuts off the end."""
     newest_first = rows[::-1]
     ranked = sorted(newest_first, key=lambda row: row.state in TERMINAL)
     drawn = view(console, ranked[: console.height], details=details)
@@ -48,7 +48,7 @@ def _reasons(rows: Sequence[Summary]) -> list[str]:
 
 
 def _unsent(rows: Sequence[Summary]) -> list[str]:
-    """Return a line for each recipient and each problem of messages that could not be sent, with the runs' names."""
+    """Return a line for each recipient and problem of unsent messages, with the names of the runs."""
     names: dict[str, list[str]] = {}
     for row in rows:
         failed = {message.recipient: message.problem for message in row.unsent if message.problem}

@@ -34,10 +34,10 @@ _ADVICE: dict[str, str] = {
 def warnings_of(history: History, *, completed: bool = False) -> list[str]:
     """Return one sentence per warning, with the flag to type.
 
-    If the run is completed, only its result and its messages get warnings. Other warnings are about the last attempt,
-    except those about the time to save and about a job that started nothing.
+    A completed run gets warnings only about its result and its messages. Most other warnings are about the last
+    attempt; two are about the whole run: too little time to save, and a job that refused to start the run.
     """
-    # The whole history is searched: a later attempt finds the run complete, and does not repeat the event.
+    # The whole history is searched: an attempt that finds the run complete does not repeat the event.
     done, claimed = history.last(TrainCompleted), history.last(Claimed)
     about_end = [*([done.learned_nothing] if done and done.learned_nothing else []), *_unsent(history)]
     if completed:
@@ -82,7 +82,7 @@ def _unsent(history: History) -> list[str]:
 
 
 def _refused_job(history: History) -> list[str]:
-    """Return why the newest job refused to start the run, such as a cancelled run that was submitted by hand."""
+    """Return a warning if the newest job refused to start the run, for example because the run was cancelled."""
     starts = [event for event in history.events if isinstance(event, Refused | Claimed | Resumed)][-1:]
     return [f"job {event.job_id}: {event.detail}" for event in starts if isinstance(event, Refused)]
 

@@ -1,4 +1,4 @@
-"""The directory of a group: its spec, the copy of the user's code, and the runs."""
+"""The directory of a group of runs, such as a sweep: its spec, the copy of the user's code, and the runs."""
 
 import json
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ class GroupDir(Generic[Spec]):
 
     @property
     def cancelled(self) -> Path:
-        """The file that `hpc cancel` of the group creates."""
+        """The file by which `hpc cancel` cancels the group."""
         return self.path / cli.CANCELLED_GROUP
 
     @property
@@ -68,7 +68,7 @@ class GroupDir(Generic[Spec]):
         return self.path / "report" / f"{self.KIND}.html"
 
     def run(self, name: str) -> RunDir:
-        """Return a run of the group. Its name begins with the group's, because Slurm and trackers show no group."""
+        """Return a run of the group. As Slurm and trackers show no groups, its full name begins with the group's."""
         return RunDir(self.path / f"{self.path.name}-{name}")
 
     def save(self, spec: Spec) -> None:

@@ -1,4 +1,4 @@
-"""The runs of a group: their common settings, the start of one, and their supervision. Runs on the login node."""
+"""Starts and supervises the runs of a group, such as a sweep, with common settings. Runs on the login node."""
 
 import dataclasses
 import time
@@ -27,7 +27,7 @@ _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "jso
 
 
 def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode:
-    """Return the code for all runs. Raises UserError if it cannot be found."""
+    """Return the code that all runs of a group use. Raises UserError if it cannot be found."""
     if not isinstance(options, SubmitScript):
         return find_code(Path.cwd(), script, (), options.runs_dir)
     elsewhere = own_environment(options)
@@ -48,7 +48,7 @@ class CommonPart(TypedDict):
 
 def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart:
     """Return the settings and code that all runs share, with the user's defaults and files as they are now."""
-    # The runs of the group would look for these names in the group's directory, so they get paths.
+    # The runs of the group would look for these names in the group's directory, so replace them by paths.
     after, after_ok = (
         tuple(str(cli.find_run(name, options.runs_dir).path) for name in names)
         for names in (options.after, options.after_ok)
@@ -69,9 +69,9 @@ def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart
 def start_member(
     group: GroupDir[Any], spec: GroupSpec, run: RunDir, settings: Mapping[str, Any], values: Mapping[str, str]
 ) -> bool:
-    """Submit a run of a group with its own settings, and the values for its script's placeholders.
+    """Submit a run of a group with its own `settings`, and `values` for the placeholders in its script's command line.
 
-    If an earlier submission was killed, resume that run unchanged. Return False if another process has submitted it.
+    If an earlier submission of the run was killed, resume it unchanged. Return False if another process submitted it.
 
     Raises:
         UserError: the run cannot be submitted.
@@ -84,7 +84,7 @@ def start_member(
         else:
             _submit_member(group, spec, run, settings, values)
     except UserError:
-        # A run that Slurm refused has no job or, if it is new, was removed: so another process has submitted this one.
+        # After a refusal by Slurm, the run would have no job or, if new, no spec. So another process has submitted it.
         if History.load(run).last_job_id if is_made else run.spec.exists():
             return False
         raise

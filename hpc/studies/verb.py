@@ -1,4 +1,4 @@
-"""The common part of `hpc sweep` and `hpc scaling`: makes or finds a group's directory, and follows it to its end."""
+"""The common part of `hpc sweep` and `hpc scaling`: makes or finds a group's directory, and follows the runs."""
 
 import dataclasses
 import sys
@@ -52,7 +52,7 @@ def directory_of(kind: type[Group], name: str | None, runs_dir: Path) -> Group:
 
 
 def check_is_new(group: GroupDir[Any], options: SubmitOptions) -> None:
-    """Raise UserError if the directory exists, or if --dry-run or --wait is given."""
+    """Raise UserError if the group's directory exists, or if --dry-run or --wait is given."""
     kind = group.KIND
     if options.dry_run or options.wait:
         raise UserError(f"hpc {kind} has no --dry-run and no --wait: try hpc submit --dry-run with the same flags")

@@ -55,7 +55,7 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
 
 
 def starting_place(run: RunDir, spec: RunSpec) -> str:
-    """Return a sentence that names the working directory of a user's script, and its Python if it is not ours."""
+    """Return where a user's script starts, as a sentence: its directory and, if they are not ours, Python and image."""
     python = f", with {visible(spec.python)}" if spec.python else ""
     image = f" of {visible(spec.container)}" if spec.container else ""
     return f"{visible(program_of(spec.script))} starts in {visible(str(spec.start_directory(run)))}{python}{image}"
@@ -72,7 +72,7 @@ def show(new: NewRun, options: SubmitOptions) -> int:
             print(f"  {starting_place(new.run, new.spec)}")
         sys.stdout.flush()
     if options.wait:
-        # This module loads rich, which takes time and is not needed to print a submission.
+        # `hpc.status.printing` loads rich, which takes time. A submission without --wait does not need it.
         from hpc.status.printing import wait_for_end  # noqa: PLC0415
 
         return wait_for_end(new.run, new.answer if options.json else None)

@@ -37,7 +37,7 @@ _MIN_FREE_BYTES = 64 * 2**20
 
 
 def resolve_resources(asked: Resources, partitions: list[Partition], spares: int = 0) -> Resources:
-    """Return the resources with the cluster's defaults. Raises UserError if the partition cannot provide them."""
+    """Complete the resources with the cluster's defaults. Raises UserError if the partition cannot provide them."""
     kinds = _chosen_partition(asked.partition, partitions)
     name = kinds[0].name
     fitting = [kind for kind in kinds if kind.gpus(asked.gpu_type) >= asked.num_gpus]
@@ -63,7 +63,7 @@ def resolve_resources(asked: Resources, partitions: list[Partition], spares: int
 
 
 def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Partition]:
-    """Return the named or the default partition, with one entry for each kind of node."""
+    """Return the partition `name` (None: the default partition) as a list with an entry for each kind of node."""
     names = list(dict.fromkeys(kind.name for kind in partitions))
     chosen = [kind for kind in partitions if (kind.default if name is None else kind.name == name)]
     if not chosen:
@@ -77,7 +77,7 @@ def _chosen_partition(name: str | None, partitions: list[Partition]) -> list[Par
 
 
 def _no_such_gpus(asked: Resources, kinds: list[Partition], partitions: list[Partition]) -> str:
-    """Return the text of the error for a partition without nodes that have the GPUs."""
+    """Return the error message for a partition in which no node has the GPUs that were asked for."""
     by_type = {f"{name}:{count}" for kind in kinds for name, count in kind.gpu_types.items() if name}
     total = max(kind.gpus() for kind in kinds)
     if asked.gpu_type and by_type:
@@ -107,7 +107,7 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
 
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
-    """Return the time limit in minutes: --time, else the partition's default, else its limit but at most a day."""
+    """Return the time limit in minutes: --time, or the partition's default, or (without both) its limit up to a day."""
     limit = min((kind.limit_minutes for kind in kinds if kind.limit_minutes is not None), default=None)
     if asked.time is None:
         return kinds[0].default_minutes or min(_DAY_MINUTES, limit or _DAY_MINUTES)
@@ -135,7 +135,7 @@ def check_setup(lines: Sequence[str], cluster: Cluster) -> None:
 
 
 def check_recovery(spec: RunSpec) -> None:
-    """Refuse flags that have no effect for this run, and a lead that is not shorter than the time limit."""
+    """Refuse flags without effect, and a --signal-before or --grace-period that is not shorter than the time limit."""
     if spec.recovery.spares and spec.cluster == "local":
         raise UserError(f"--spares is {spec.recovery.spares}, but --cluster local has no spare nodes: leave it out")
     if spec.recovery.continue_with != "auto" and spec.cluster == "local":
@@ -229,7 +229,7 @@ def _check_archive(path: Path) -> Path:
 
 
 def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
-    """Return the side in pixels of the packed images; None if nothing is packed. `asked` is --pack, `size` --pack-size.
+    """Return the side of packed images in pixels, or None without packing. `asked` is --pack, and `size` --pack-size.
 
     The size is chosen at submission, because all nodes and attempts of a run must train from the same pixels.
     """

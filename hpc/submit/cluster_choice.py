@@ -19,11 +19,11 @@ def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: boo
     Args:
         asked: the value of --cluster.
         resources: the run's resources.
-        in_terminal: whether somebody sees the output.
+        in_terminal: whether the command was typed in a terminal, and not started by cron, for example.
 
     Raises:
         UserError: there is no Slurm, although `slurm` was asked for. Or `auto` would choose this machine, although a
-            flag suggests Slurm or nobody sees the output.
+            flag suggests Slurm or `in_terminal` is False.
     """
     if asked == "local":
         return "local"
@@ -44,7 +44,7 @@ def choose_cluster(asked: ClusterFlag, resources: Resources, *, in_terminal: boo
 
 
 def slurm_only(resources: Resources) -> list[str]:
-    """Return the flags among the resources that apply only to Slurm, each with its value."""
+    """Return the given flags of `resources` that apply only to Slurm, each with its value."""
     typed = [f"--gpus-per-node {resources.gpus_per_node}"] if resources.gpu_type else []
     values = [(name, getattr(resources, name)) for name in _SLURM_ONLY]
     return typed + [

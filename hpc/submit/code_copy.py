@@ -1,11 +1,11 @@
 """Copies the code that a run executes, at submission. Runs on the login node.
 
-`code/` has the tracked files of the user's repository as in the working tree, the script and what it imports from there
-(tracked or not), the files of --include, and in `.torchrelay/` our three packages. So neither an edit nor an upgrade
-changes a run that waits or resumes.
+`code/` has the tracked files of the user's repository with all changes, the script and the files of the repository that
+it imports (tracked or not), the files of --include and, in `.torchrelay/`, our three packages. So neither an edit nor
+an upgrade changes a run that waits or resumes.
 
-Our packages are plain files. Imports from a zip are as fast, but before 3.13 Python prints uncaught exceptions without
-the source lines of a zip.
+Our packages are copied as plain files. From a zip they would load as fast, but before 3.13 Python prints tracebacks
+without the source lines of a zip.
 """
 
 import glob
@@ -37,7 +37,7 @@ class UserCode:
     working_directory: str = "."
     """The directory, relative to `root`, in which the script starts."""
     script: tuple[str, ...] = ()
-    """The script's path relative to the working directory, or `-m` and the module, and the arguments. Empty for our
+    """The script's path relative to the working directory, or `-m` and the module; then the arguments. Empty for our
     trainer."""
     in_place: bool = False
     """Whether the script runs where it is, instead of from a copy."""
@@ -48,7 +48,7 @@ class UserCode:
 
     @property
     def revision(self) -> str | None:
-        """The git revision, with `+dirty` if files differ or are untracked; None outside of a repository. Runs git."""
+        """The git revision, with `+dirty` if a file is changed or untracked; None outside of a repository. Runs git."""
         revision = self.copied_revision or git.git_revision(self.root)
         return f"{revision.removesuffix('+dirty')}+dirty" if revision and self.has_untracked else revision
 
@@ -61,7 +61,7 @@ def find_code(
     *,
     elsewhere: bool = False,
 ) -> UserCode:
-    """Return the user's code: the tracked files of the repository, those of `include`, and the script with its imports.
+    """Return the user's code: the repository's tracked files, the files of `include`, the script, and what it imports.
 
     Args:
         working_directory: the directory to which the script's path and the patterns are relative.
@@ -90,7 +90,7 @@ def find_code(
 def _find_script(
     here: Path, root: Path, script: tuple[str, ...], *, elsewhere: bool
 ) -> tuple[str, tuple[str, ...], Path | None]:
-    """Return `working_directory` and `script` of a UserCode, and the file that runs; None for an installed module."""
+    """Return `working_directory` and `script` for a UserCode, and the script's file (None for an installed module)."""
     place = os.path.relpath(here, root)
     if script[0] == "-m":
         return place, script, _find_module(root, place, script[1], elsewhere=elsewhere)
@@ -128,12 +128,12 @@ class _Environments(Protocol):
 
 
 def own_environment(run: _Environments) -> bool:
-    """Return whether a script runs in another environment than this process, which cannot see the modules there."""
+    """Return whether a script runs in a Python environment of its own, whose modules this process cannot see."""
     return bool(run.python or run.container)
 
 
 def _find_module(root: Path, working_directory: str, name: str, *, elsewhere: bool) -> Path | None:
-    """Return a module's file in the repository; None if it may be installed. Raises UserError if it is missing."""
+    """Return a module's file in the repository; None if the module is, or may be, installed. Else raises UserError."""
     places = module_directories(root, working_directory)
     found = module_file(name, places)
     if found is None and not elsewhere and find_spec(name.partition(".")[0]) is None:
@@ -191,5 +191,5 @@ def copy_files(code: UserCode, target: Path) -> None:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(code.root / name, target / name)
     for path in target.rglob("*"):
-        # The modes of shared files may let a group write, whose members could then run their code as this user.
+        # If a copy kept a mode that lets a group write, the group's members could run their own code as this user.
         path.chmod(stat.S_IMODE(path.stat().st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))

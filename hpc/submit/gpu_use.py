@@ -29,7 +29,7 @@ def resolve_device(asked: DeviceChoice, gpus_per_node: int, cluster: Cluster, bu
     if gpus_per_node == 0:
         if asked == "cuda":
             raise UserError("--device is cuda, but --gpus-per-node 0 asks for no GPUs: leave one of them out")
-        return asked  # auto may use a part of a GPU, by --sbatch gres=shard:1
+        return asked  # with auto, ranks use a part of a GPU if --sbatch gres=shard:1 gives them one
     pretended = slurm.is_testbed() if cluster == "slurm" else not any(driver.exists() for driver in _DRIVERS)
     if asked == "cpu" or (asked == "auto" and pretended):
         return asked

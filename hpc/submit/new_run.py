@@ -104,7 +104,7 @@ def _submit(
         try:
             job_id = executor.start() if executor else start_local(run)
         except (UserError, OSError) as error:
-            # Other errors, such as Ctrl-C, keep the directory, because a queued job may need it.
+            # After other errors, such as Ctrl-C, the directory stays, because a queued job may need it.
             remove_directory(run.path)
             if isinstance(error, OSError):
                 raise _cannot_write(run, error) from error
@@ -126,9 +126,9 @@ def _events(run: RunDir) -> EventWriter:
 
 @contextmanager
 def new_run_directory(run: RunDir) -> Iterator[RunDir]:
-    """Make a private directory that becomes the run's when the block ends. An error in the block removes it.
+    """Yield a private directory, which becomes the run directory when the `with` block ends. An error removes it.
 
-    Raises UserError if it cannot be made, or if the run exists when the block ends.
+    Raises UserError if the directory cannot be made, or if the run exists when the block ends.
     """
     try:
         with new_directory(run.path) as path:
@@ -157,7 +157,7 @@ def _cannot_write(run: RunDir, error: OSError) -> UserError:
 
 
 def _hide_runs_from_git(run: RunDir) -> None:
-    """Make git ignore the runs directory in a repository. If this fails, only print a warning."""
+    """If the runs directory is in a git repository, make git ignore it. A failure only prints a warning."""
     try:
         if is_listed_as_untracked(run.path):
             write_atomic(run.path.parent / ".gitignore", "*\n")

@@ -135,7 +135,7 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
 class _SubmitHelp(SubmitTraining):
     __doc__ = SubmitTraining.__doc__
 
-    # This is for the usage line: `split_script` takes the words after `--` before tyro sees them.
+    # This field is only for the usage line: tyro never sees the words after `--`, because `split_script` takes them.
     script: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[-- script.py ARGS]")]] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
     own_script: tyro.conf.OmitArgPrefixes[_OwnScript] = field(default_factory=_OwnScript)
@@ -156,7 +156,7 @@ def split_script(arguments: list[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def options_for(script: tuple[str, ...]) -> type[SubmitOptions]:
-    """Return the class of flags that submits this script or, if it is empty, a training."""
+    """Return the class of the flags for submitting this script or, if it is empty, a training."""
     return SubmitScript if script else SubmitTraining
 
 
@@ -180,7 +180,7 @@ def is_everyday(flag: str) -> bool:
 def reading_of(
     options: type[Any], script: tuple[str, ...] = (), *, all_flags: bool = False, hidden: Collection[str] = ()
 ) -> cli.Reading:
-    """Return the rules to read the flags of a verb that submits, which override the user's defaults and files.
+    """Return how to read a command line with flags of `hpc submit`, completed by the user's defaults and files.
 
     The help shows the everyday flags or, if `all_flags` is True, all flags, but never the `hidden` ones.
     """
@@ -202,7 +202,7 @@ def run_verb(
     script: tuple[str, ...],
     hidden: Collection[str] = (),
 ) -> int:
-    """Run a verb with the flags of a submission: `--help` shows the everyday ones, `--help-all` all."""
+    """Run a verb that has the flags of a submission. `--help` shows the everyday flags, and `--help-all` shows all."""
     all_flags = "--help-all" in arguments
     reading = reading_of(options, script, all_flags=all_flags, hidden=hidden)
     return cli.run(work, options, name, ["--help"] if all_flags else arguments, reading)

@@ -142,7 +142,7 @@ def _name_of(script: tuple[str, ...]) -> str:
 
 
 def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
-    """Return the code of the run. Raises UserError if it would lack the script."""
+    """Return the user's code for the run. Raises UserError for a wrong --include, or if the code lacks the script."""
     if not isinstance(options, SubmitScript) or not options.in_place:
         elsewhere = own_environment(spec)
         return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir, elsewhere=elsewhere)

@@ -1,7 +1,7 @@
 """Continues a run that was cancelled, has failed, or is to train longer (`hpc resume`). Runs on the login node.
 
-A run resumes whole or not at all: if Slurm refuses the job, everything is as it was. Only one process can resume a run:
-the one that claims its next job (`hpc.slurm.handover`). Agents and supervisors claim jobs in the same way.
+If Slurm refuses the job, the run's settings, code and results stay as they were. Only one process can resume a run: the
+one that claims its next job (`hpc.slurm.handover`). Agents and supervisors claim jobs in the same way.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on
 from training.config.train_config import Adjustable, TrainConfig, check_world
 from training.relay.checkpoint_files import list_checkpoints
 
-# The wait for the end of a cancelled job is longer than most jobs take to save and end.
+# The longest wait for the end of a cancelled job. Most jobs save and end sooner.
 _ENDING_SECONDS = 60.0
 
 
@@ -110,8 +110,8 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
     _wait_for_end(run, before)
-    # The ledger is read before squeue: squeue shows a job that another process submits in between, and our claim fails
-    # if it submits a job later.
+    # The ledger is read before squeue. If another process submits a job in between, squeue shows the job. If it submits
+    # one later, our claim fails.
     history = History.load(run)
     if options.new_code and before.in_place:
         raise UserError(
@@ -141,7 +141,7 @@ def _wait_for_end(run: RunDir, spec: RunSpec) -> None:
 
 
 def _job_of(run: RunDir, spec: RunSpec) -> str | None:
-    """Return the job or process that works on the run or waits in the queue; None if there is none."""
+    """Return words that name the run's job, running or queued, or its local process; None if there is none."""
     if spec.cluster == "slurm":
         listed = slurm.jobs()
         found = [f"job {job_id}, which is {listed[job_id].state.lower()}" for job_id in slurm_jobs(run, listed)]
@@ -214,7 +214,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
 
 
 def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notification:
-    """Return the new notification. Unchanged names are not checked: a missing name costs only its messages."""
+    """Return the notification flags. Unchanged flags are not checked: a missing recipient costs only its messages."""
     asked = options.notification
     return before.notification if asked == before.notification else with_known_names(asked)
 
@@ -229,7 +229,7 @@ def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
 
 
 def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *, new_code: bool) -> str:
-    """Put the spec into force and start the run's next job. Returns the job's id. An error leaves all as it was."""
+    """Put the spec `after` into force and start the next job. Returns its id. After an error, `before` is in force."""
     attempts, number = history.attempts, next_resumption(run)
     attempt = attempts[-1].attempt if attempts else 0
     with ExitStack() as cleanup, ExitStack() as undo:
@@ -277,7 +277,7 @@ class _CodeCopy(NamedTuple):
     run: RunDir
     """A temporary directory with the copy as its `code/`."""
     script: tuple[str, ...]
-    """`RunSpec.script` within the copy."""
+    """The script's path within the copy, and its arguments, as in `RunSpec.script`."""
 
 
 def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:

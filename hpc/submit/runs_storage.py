@@ -25,7 +25,7 @@ LOST = {
 
 
 def missing_features(directory: Path) -> list[Feature]:
-    """Return the features that the file system of a directory, existing or not, lacks.
+    """Return the features that the file system of a directory lacks. The directory need not exist.
 
     Raises:
         OSError: nothing can be written there.
@@ -46,5 +46,5 @@ def missing_features(directory: Path) -> list[Feature]:
 
 
 def has_been_seen_by_nodes(runs_dir: Path) -> bool:
-    """Return whether a run in this directory has started, which shows that nodes see the directory under this path."""
+    """Return whether a run in this directory has started. If so, the nodes see the directory under this path."""
     return any(runs_dir.glob(f"*/events/{attempt_prefix(1)}*"))

@@ -11,7 +11,7 @@ _LETTERS = {
     "-a": "array", "-C": "constraint", "-c": "cpus-per-task", "-D": "chdir", "-d": "dependency", "-e": "error",
     "-G": "gpus", "-n": "ntasks", "-o": "output", "-q": "qos", "-w": "nodelist", "-x": "exclude",
 }  # fmt: skip
-# Other options of sbatch, with and without a value. The list is here because `sbatch --help` needs a configuration.
+# Other options of sbatch, with and without a value. They are listed here because `sbatch --help` needs a slurm.conf.
 _WITH_VALUE = {
     "acctg-freq", "batch", "begin", "bb", "bbf", "clusters", "cluster-constraint", "comment", "core-spec",
     "cores-per-socket", "cpu-freq", "deadline", "delay-boot", "dependency", "distribution", "extra-node-info",
@@ -27,7 +27,7 @@ _ALONE = {
 
 
 def explain(arguments: Sequence[str], at: int) -> str | None:
-    """Return advice on the word `at`: an option of sbatch, or a script among the flags. None for all other words."""
+    """Return advice on `arguments[at]`: an option of sbatch, or a misplaced script or `--`. None for other words."""
     word = arguments[at]
     if word == "--":
         return "nothing follows --: give your script and its arguments, -- script.py ARGS"

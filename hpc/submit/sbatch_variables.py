@@ -24,7 +24,7 @@ def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defa
     """
     found = defaults.read(known)
     if "SLURM_JOB_ID" in environment:
-        return found  # inside a job, the variables are those of the job
+        return found  # inside a job, the variables describe that job
     for variable, flag in _VARIABLES.items():
         if value := environment.get(variable):
             found.append(Defaults(source=variable, settings={flag: _flag_value(variable, flag, value)}))

@@ -38,7 +38,7 @@ def _directly_imported(file: Path, search: Sequence[Path]) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):
-        return  # the file is not Python of this version, which the run will report with the line
+        return  # this Python cannot parse the file; the run will report that, with the line
     for node in ast.walk(tree):
         bases = search
         if isinstance(node, ast.Import):

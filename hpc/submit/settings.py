@@ -13,7 +13,7 @@ from hpc.submit.options import SubmitOptions, SubmitTraining
 
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:
-    """Return a run's settings by flag names, with which `hpc submit` repeats the run; without its name and script."""
+    """Return the flags, by name, with which `hpc submit` repeats a run. The run's name and script are left out."""
     own = {"data": spec.data, "include": spec.include, "in-place": bool(spec.in_place)}
     return {
         "cluster": spec.cluster,
@@ -46,7 +46,7 @@ def changed(settings: Mapping[str, Any], options: type[SubmitOptions] = SubmitTr
 
 
 def words_of(settings: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line with these settings, in the types of `changed`."""
+    """Return the words of a command line with these settings. Their values have the types that `changed` returns."""
     words = list[str]()
     for name, value in settings.items():
         several = value if isinstance(value, list) else [value]

@@ -1,8 +1,8 @@
 """The network addresses at which this node's agent may be reached, and their interfaces. Runs on compute nodes.
 
-Host names often do not work: a node's own name resolves to 127.0.1.1, and the names of others to a network that is
-closed between compute nodes, or not at all. So the head node's agent publishes all its addresses in its claim. The
-others try them, and the first connection shows which addresses work (jobs.control.channel).
+Host names often do not work: a node's own name may resolve to 127.0.1.1, and another node's name may resolve to no
+address, or to one in a network that is closed between compute nodes. So the head node's agent publishes all its
+addresses in its claim. The others try them until they find one that works (jobs.control.channel).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from hpc.base.kernel import interface_addresses
 
 
 def own_addresses(interface: str | None = None) -> list[str]:
-    """Return the addresses at which other nodes may reach this one: all, or those of one interface."""
+    """Return the addresses at which other nodes may reach this one: all, or only the addresses of `interface`."""
     return [
         address
         for name, addresses in interface_addresses().items()
@@ -22,7 +22,7 @@ def own_addresses(interface: str | None = None) -> list[str]:
 
 
 def head_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
-    """Return the hosts at which to try the head node: its name, which may mislead, only if no interface is given."""
+    """Return the hosts at which to try the head node: its name and its addresses, or with an interface only these."""
     return [*([] if interface else [name]), *addresses]
 
 

@@ -1,7 +1,7 @@
 """The control channel: a connection from every agent of an attempt to the head node's agent.
 
 Runs on compute nodes. Every other agent sends its status at least twice a second, and gets a changed directive back.
-The channel reveals a dead node in seconds. Slurm takes minutes, and a file on shared storage up to a minute to show.
+The channel reveals a dead node in seconds. Slurm would take minutes, and files on shared storage up to a minute.
 Connections are authenticated with the attempt's secret, which is in the run directory (hpc.base.transport).
 """
 
@@ -17,7 +17,7 @@ from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import Answer, Directive, NodeStatus, Phase, decode
 from jobs.node_attempt import log
 
-# A node counts as dead after five seconds of silence; a busy machine or a switch that reboots a port may take two.
+# A node counts as dead after five seconds of silence. A busy machine or a rebooting switch port may cause two.
 LOST_SECONDS = 5.0
 _SEND_SECONDS = 0.5
 _SEND_WAITING_SECONDS = 0.1
@@ -32,9 +32,9 @@ ALONE = "127.0.0.1"
 
 
 def _hangs(status: NodeStatus, unreported_seconds: float, timeout_seconds: float) -> bool:
-    """Return whether an agent hangs before the training: its main thread, which reports often, waits for a mount.
+    """Return whether an agent hangs before the training: its main thread waits for a mount and reports nothing.
 
-    During the training the agent may wait: the ranks go on as long as they need no shared storage.
+    During the training the main thread may wait: the ranks go on as long as they need no shared storage.
     """
     return status.phase is Phase.STARTING and unreported_seconds > timeout_seconds
 
@@ -53,9 +53,9 @@ class ControlServer:
     def __init__(
         self, secret: str, num_nodes: int, ports: Sequence[int] = (), *, timeout_seconds: float = float("inf")
     ) -> None:
-        """Listen on one of `ports`, or, if there are none, on one that the kernel chooses.
+        """Listen on one of `ports`; if `ports` is empty, the kernel chooses a port.
 
-        If this agent hangs for `timeout_seconds` before the training, it no longer answers the other agents, which
+        If this agent hangs for `timeout_seconds` before the training, it no longer answers the other agents. They then
         count it as lost.
         """
         self._num_nodes = num_nodes
@@ -90,7 +90,7 @@ class ControlServer:
         return dict(self._statuses)
 
     def address(self, node_rank: int) -> str:
-        """Return the address at which the others reach a node: that from which it has connected, or this node's own."""
+        """Return the address at which others reach a node: the address it has connected from, or this node's own."""
         return self._addresses.get(node_rank, self.own_address)
 
     def silent_seconds(self, node_rank: int) -> float | None:
@@ -103,7 +103,7 @@ class ControlServer:
         return (self.silent_seconds(node_rank) or 0.0) > LOST_SECONDS
 
     def has_ended(self, node_rank: int) -> bool:
-        """Return whether a silent agent has ended: its kernel closed the connection, which a dead node does not do."""
+        """Return whether a silent agent has ended: its kernel closed the connection, so the node itself is not dead."""
         return node_rank in self._ended
 
     def _serve(self, connection: Connection) -> None:
@@ -118,7 +118,7 @@ class ControlServer:
                 node_rank = status.node_rank
                 if _hangs(self.status, self.clock.since(self._reported_at), self._timeout_seconds):
                     return
-                # Send only a changed directive: it names all members, and a large job's head would do nothing else.
+                # Send only a changed directive: it names all members, and would keep the head of a large job busy.
                 directive = self.directive
                 changed = {} if directive is sent else {"directive": directive.as_json}
                 connection.send({"time": steady_time(), **changed})
@@ -146,7 +146,7 @@ class ControlClient:
     ) -> None:  # fmt: skip
         """Start a thread that stays connected to the head node's agent until `close`, and sends it `status` first.
 
-        `hosts`, the head node's names and addresses, are tried in their order until it has answered at one of them.
+        The thread tries `hosts`, the head node's names and addresses, in this order, until one of them works.
         If this agent hangs for `timeout_seconds` before the training, the thread sends nothing any more.
         """
         self._timeout_seconds, self._reported_at = timeout_seconds, time.monotonic()
@@ -238,7 +238,7 @@ class ControlClient:
                 self.met.set()
             if closing:
                 return
-            # While a node stages, the others wait for its status, and it for the head's directive; a node that has left
+            # A node that stages waits for the head's directive, and others wait for its status. A node that has left
             # waits for the end of the head's agent.
             waits = self.status.phase in {Phase.STARTING, Phase.LEFT}
             self._changed.wait(_SEND_WAITING_SECONDS if waits else _SEND_SECONDS)

@@ -28,10 +28,10 @@ from jobs.node_attempt import NodeAttempt, log
 from jobs.senders import start_notifying
 from jobs.stop_request import StopRequest
 
-# A node heard from within this time is not about to be lost.
+# A node that has reported within this time counts as alive.
 _FRESH_SECONDS = 0.9
-# Other agents, which have lost contact with this one, may have ended the attempt. The check reads shared
-# storage, so not every poll makes it.
+# Agents that have lost contact with this one may have ended the attempt. Not every poll checks this, because the check
+# reads shared storage.
 _END_CHECK_SECONDS = 5.0
 # A failure that is older than this does not explain a lack of nodes now.
 _RECENT_SECONDS = LINK_SECONDS + 60.0
@@ -70,7 +70,7 @@ class Coordinator:
         self.bad_nodes: set[int] = set()
         """Node ranks that failed the preflight, or whose storage or device hangs."""
         self.stuck: set[int] = set()
-        """Bad nodes with an unkillable rank: Slurm can neither end nor requeue this job on them for a long time."""
+        """Node ranks of bad nodes with an unkillable rank: Slurm cannot end or requeue the job there for long."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self._began = self._announced = self._end_checked = time.monotonic()
@@ -134,7 +134,7 @@ class Coordinator:
 
     def _find_failed_ranks(self) -> None:
         if self._server.directive.paused:
-            return  # the agents kill the ranks, and the ranks killed last fail because they lose their peers
+            return  # the agents are killing the ranks: some fail first, because they lose their peers
         statuses = self._server.statuses().values()
         reported = {each for status in statuses for each in status.failures}
         root = self._root_failure.find(reported, all_heard=self._all_heard())
@@ -149,8 +149,8 @@ class Coordinator:
         failure = self._failure(
             Cause(root.cause), root.failed_at, detail, rank=root.rank, node=root.node, signature=signature
         )
-        # Use the failed rank's own step, not the furthest: the same failure happens at the same step, whether the other
-        # ranks finish that step or not.
+        # Use the failed rank's own step, not the last step of all ranks: the same failure happens at the same step,
+        # whether the other ranks finish that step or not.
         known = failure.step is not None and root.step is not None
         self._handle(replace(failure, step=root.step) if known else failure)
 
@@ -177,7 +177,7 @@ class Coordinator:
         self.bad_nodes |= stuck
         self._direct(abort_count=self._server.directive.abort_count + 1)
         cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
-        # The same hang happens at the same step, known only from heartbeats if the program does not promise steps.
+        # The same hang happens at the same step. If the program promises no steps, only heartbeats show it.
         signature = None if stuck else "" if self._node.spec.program.reports_steps else f"after step {self.last_step}"
         since = steady_time() - hang.seconds
         self._handle(self._failure(cause, since, hang.detail, rank=hang.rank, node=name, signature=signature))
@@ -189,7 +189,7 @@ class Coordinator:
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record a failure as interruption, or end the attempt if no budget is left or another process has ended it."""
+        """Record a failure as interruption, or end the attempt if the run may not restart, or it has ended already."""
         if handover.has_ended(self._node.run, self._node.attempt.attempt):
             self._end()
             return
@@ -233,7 +233,7 @@ class Coordinator:
             )
 
     def _node_of(self, rank: int) -> int | None:
-        """Return the node rank of a rank; None if unknown. Skips lost nodes, whose old status may name the rank."""
+        """Return the node rank of the node that runs a rank; None if unknown. Old statuses of lost nodes are skipped."""
         present = [(node, status) for node, status in self._server.statuses().items() if node not in self.lost]
         return next((node for node, status in present for each in status.heartbeats if each.rank == rank), None)
 
@@ -296,8 +296,8 @@ class Coordinator:
         self._end_checked = time.monotonic()
         run = self._node.run
         if is_cancelled_now(run):
-            # Have the agents stop as on the SIGTERM of scancel, which has not reached them yet: ending the attempt here
-            # would kill ranks that save.
+            # Make the agents stop as if the SIGTERM of scancel had reached them already. To end the attempt here would kill
+            # ranks that save.
             self._direct(stop=True)
         return handover.has_ended(run, self._node.attempt.attempt)
 
@@ -318,7 +318,7 @@ class Coordinator:
         self._direct(round=number, members=members, host=host, port=port, preflight=preflight, paused=False)
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
-        """Return the recent failure that left too few nodes, or else one that names the failed and lost nodes."""
+        """Return why too few nodes are left: the last failure if it is recent, or one that names the missing nodes."""
         out = {rank: status for rank, status in statuses.items() if status.phase in {Phase.FAILED, Phase.BAD_NODE}}
         failed = [f"{self._name(node_rank)}: {status.detail}" for node_rank, status in out.items()]
         failed += [f"lost contact with {few(list(map(self._name, sorted(self.lost))))}"] if self.lost else []

@@ -79,7 +79,7 @@ class NodeStatus:
     round: int = 0
     """Number of the node's current or last round; 0 before its first."""
     exit_code: int = 0
-    """Exit code of the round's torchrun; 0 until it has ended, and if this node left the round before."""
+    """Exit code of the round's torchrun; 0 while it runs, and if this node left the round before its end."""
     port: int = 0
     """A free port, in case this node hosts the next rendezvous."""
     detail: str = ""
@@ -115,7 +115,7 @@ class Directive:
     over: bool = False
     """Whether the attempt is over, so that all agents end their ranks."""
     plans: tuple[StagingPlan, ...] = ()
-    """Plan of each data set, which says which node reads what."""
+    """A plan for each data set: which node reads what."""
 
     @cached_property
     def as_json(self) -> dict[str, Any]:

@@ -17,12 +17,12 @@ from jobs.node_attempt import NodeAttempt, log
 LINK_SECONDS = 45.0
 """Seconds for which agents wait for a silent node whose link may come back."""
 IDLE_SECONDS = 15.0
-"""Shorter wait if a new job can start at once on idle nodes and this job's others, at the cost of start and staging."""
+"""Seconds of the shorter wait if a new job can start at once, on idle nodes and the live nodes of this job."""
 _ASK_SECONDS = 5.0
 
 
 class Patience:
-    """Decides how long to wait for silent nodes from their states in Slurm, which a background thread asks for."""
+    """Decides by the states of silent nodes in Slurm how long to wait for them. A background thread asks Slurm."""
 
     def __init__(self, node: NodeAttempt) -> None:
         self._node = node

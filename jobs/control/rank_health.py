@@ -48,8 +48,8 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
 def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | None:
     """Return the hang if every rank, or a stopped one, has exceeded its timeout; None if not.
 
-    Ranks that wait in a step for one that saves do not hang. For a stopped process, however, the others wait for ever,
-    in whatever phase they are.
+    Ranks that wait in a step for a rank that saves do not hang. If a process is stopped, however, all others wait for
+    it for ever, whatever phase they are in.
     """
     late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
     is_everybody = bool(late) and len(late) == len(heartbeats)
@@ -106,7 +106,7 @@ class StragglerDetector:
         busy = {rank: each.busy_seconds for rank, each in heartbeats.items() if each.busy_seconds is not None}
         if not busy:
             return []
-        # The usual time is that of the faster of two ranks, or the median of many.
+        # The usual time is the median of all ranks; of two ranks, it is the time of the faster one.
         usual = sorted(busy.values())[(len(busy) - 1) // 2]
         found, now, limit = [], time.monotonic(), max(_SLOW_FACTOR * usual, usual + _SLOW_MIN_SECONDS)
         slow = {rank: seconds for rank, seconds in busy.items() if seconds >= limit}

@@ -3,18 +3,18 @@
 Two controllers act when a rank dies (docs/explanation/architecture.md says why there are two):
 
 - torchrun, on each node, restarts the round's ranks at once, as often as necessary (--max-restarts=1000000). It knows
-  no steps, budgets or silent nodes. It does not wait for the coordinator: most runs go on, and the restarted ranks
-  often train already when the coordinator decides.
+  no steps, failure limits or silent nodes. It does not wait for the coordinator: most runs go on, and the restarted
+  ranks often train already when the coordinator decides.
 - The coordinator (jobs.control.coordinator) decides whether the run goes on, and on which nodes. It never restarts
-  ranks in a round: it ends the attempt, announces another round, or has hung ranks aborted, for torchrun to restart.
+  ranks in a round: it ends the attempt, announces another round, or has hung ranks killed for torchrun to restart.
 
 So for one failure the coordinator sees several ended ranks, on several nodes, reported in any order. This module finds
 the rank that failed:
 
 - It waits until every node has reported the ranks that ended together.
 - It ignores ranks that were started before the last interruption, because they ended as its consequence.
-- It also ignores a rank that dies of SIGABRT soon after the coordinator had all ranks aborted, and ranks that lose it
-  as a peer: the directive may arrive late, when torchrun has already restarted the ranks.
+- It also ignores a rank that dies of SIGABRT soon after the coordinator had all ranks aborted, and ranks that fail
+  because they lost such a peer: the directive may arrive when torchrun has already restarted the ranks.
 - It prefers ranks that failed by themselves to ranks whose last log line reports a lost peer.
 """
 

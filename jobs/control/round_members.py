@@ -100,6 +100,6 @@ def _continue_round(directive: Directive, view: MembershipView) -> RoundDecision
         return RoundDecision(members=_choose(directive, view))
     if ended:
         return RoundDecision(done=len(ended) == len(members))
-    # Each new round costs all ranks a start: late nodes join together, once none is still on its way.
+    # Each new round restarts all ranks, so late nodes join together, when no other node may still come.
     chosen = () if view.num_pending else _choose(directive, view)
     return RoundDecision(members=chosen) if len(chosen) > len(members) else RoundDecision()

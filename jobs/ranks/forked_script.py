@@ -92,8 +92,8 @@ def _become_main_process(program: Sequence[str]) -> None:
 def _make_terminable(kind: Any, *masks: str) -> None:
     """Make `kind.terminate` kill children whose SIGTERM is in one of `masks`: SigIgn (ignored) or SigCgt (handled).
 
-    A rank ignores SIGTERM until it has a handler, such as that of `relay`. Its forked children inherit both, so a pool
-    would wait forever for its workers.
+    A rank ignores SIGTERM until it has a handler, for example from `relay`. Its forked children also ignore or handle
+    SIGTERM, so a pool would wait forever for its workers to end.
     """
     terminate = kind.terminate
 

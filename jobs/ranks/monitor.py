@@ -20,7 +20,7 @@ from jobs.control.patience import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
-# Enough that the head node's agent, if briefly busy, misses no failure; the event files have all of them.
+# A status has so many failures that the head node's agent misses none while it is busy. The event files have all.
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
 _LONGEST_VALUE = 50
@@ -58,7 +58,7 @@ class LocalRanks:
         self._remove_files()
 
     def begin(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
-        """Begin a round: remove the files of the last round's ranks. `exit_codes` has the causes by exit code."""
+        """Begin a round: remove the files of the last round's ranks. `exit_codes` has causes by exit code."""
         self._round, self._exit_codes, self._last_signs = number, dict(exit_codes), {}
         self._remove_files()
 
@@ -72,7 +72,7 @@ class LocalRanks:
             path.unlink(missing_ok=True)
 
     def running(self) -> Iterator[Path]:
-        """Yield the files of the process wrappers that run or were killed; the others have removed theirs."""
+        """Yield the files of process wrappers that run or were killed. A wrapper that ends by itself removes its file."""
         return self._node_dir.exits.glob("running-*.json")
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
@@ -99,7 +99,7 @@ class LocalRanks:
         return tuple(found)
 
     def _heartbeat(self, local_rank: int) -> dict[str, Any] | None:
-        """Return a rank's heartbeat; None if there is none, or if a field is wrong, which is logged once."""
+        """Return a rank's heartbeat; None if there is none or a field is wrong. A wrong field is logged once."""
         fields = _read(self._node_dir.heartbeat(local_rank))
         for name, (is_right, wanted) in _HEARTBEAT.items():
             if fields and name in fields and not is_right(fields[name]):
@@ -139,7 +139,7 @@ class LocalRanks:
                 {
                     "rank": fields["rank"],
                     "started_at": fields["started_at"],
-                    # Time at which it was last seen alive, and so before the failures that it causes.
+                    # The wrapper was last seen alive at this time, before the failures that its end causes.
                     "failed_at": max(fields["started_at"], self._looked_at),
                     "exit_code": -signal.SIGKILL,
                     "signal": signal.SIGKILL.name,
@@ -160,7 +160,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 class NodeMonitor:
-    """Reports the state of this node's ranks and runs callbacks. Every loop in which the agent waits polls it."""
+    """Reports the state of this node's ranks and runs callbacks. The agent calls `poll` in every loop that waits."""
 
     def __init__(self, node: NodeAttempt, held: HeldNodeDir, channel: ControlChannel, stop: StopRequest) -> None:
         self._node, self._held, self._channel, self._stop = node, held, channel, stop

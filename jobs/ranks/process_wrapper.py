@@ -9,8 +9,8 @@ Runs as a script, without site-packages, so that it starts in milliseconds and a
     process_wrapper.py rank LOG_DIR NODE_DIR script FILE.py ARGS...  the same for a user's script or `-m MODULE`
     process_wrapper.py own ...                                  runs a rank of the last two forms without a fork
 
-In the last two forms of `rank`, this process is a fork of torchrun, which has imported what the ranks need (torchrun's
-`--run-path`, training.runtime.torchrun_main), so that a restarted rank imports nothing. If torchrun has used the GPU
+In the last two forms of `rank`, this process is a fork of torchrun (`--run-path`). torchrun has imported what the ranks
+need (training.runtime.torchrun_main), so that a restarted rank imports nothing. If torchrun has used the GPU
 driver, however, its forks cannot use it: each rank then starts a Python of its own, which takes longer.
 
 Signals are ignored here because that survives exec, and because the agent, which has threads, must not run code
@@ -86,7 +86,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     """Run one rank, record its failure if it fails, and end as it ended. Returns only if it did not fail."""
     set_parent_death_signal()
     if program[0] in _IN_A_FORK:
-        # torchrun starts sessions only for programs that it executes. The agent takes a fork without one for stuck.
+        # torchrun starts a session only for a program that it executes. The agent takes a fork without a session for stuck.
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own handler
     # Write no core files: a rank that hangs is aborted, and its memory would fill the disk.
@@ -127,7 +127,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         }
         _record_failure(exits, f"{time.monotonic_ns():020d}-{local_rank}.json", record)
     _remove(os.path.join(exits, running))
-    # Processes that are left after that become children of torchrun, which waits for them.
+    # Processes that survive this become children of torchrun, which ends them.
     end_children(_END_SECONDS)
     _end_as(status)
 
@@ -209,8 +209,8 @@ def _become(program: tuple[str, ...]) -> None:
         if descriptor > sys.stderr.fileno():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-    # The name that `top` shows. It has no space: Slurm's proctrack/linuxproc cannot read a line of /proc with one, and
-    # would neither suspend nor kill this process (seen with 22.05.8).
+    # Set the name that `top` shows. It has no space: Slurm's proctrack/linuxproc cannot read a name with a space in
+    # /proc, and would neither suspend nor kill this process (seen with 22.05.8).
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
         name.write(f"rank-{os.environ['RANK']}")
     if program[0] == "script":
@@ -231,7 +231,7 @@ def _out_of_memory_kills() -> int:
 
 
 def _last_step(heartbeat: str, pid: int) -> int | None:
-    """Return the last step that the rank had done, which the agent's last poll may have missed; None if unknown."""
+    """Return the last step that the rank had done; None if unknown. The agent's last poll may have missed it."""
     try:
         with open(heartbeat) as file:
             fields = json.load(file)
@@ -244,7 +244,7 @@ def _last_step(heartbeat: str, pid: int) -> int | None:
 def _last_line(log: str, size_before: int, *, killed: bool) -> str:
     """Return the message of the exception that ended the rank, or the last line that it printed.
 
-    A rank that a signal killed prints nothing about it, unless the C++ runtime or Python's faulthandler does.
+    If a signal killed the rank, only lines of the C++ runtime or of Python's faulthandler say why: return one or "".
     """
     try:
         with open(log, "rb") as file:

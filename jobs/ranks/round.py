@@ -183,7 +183,7 @@ def _command(
 
 
 def _rank_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> dict[str, str]:
-    """Return our variables in a program's environment, in addition to those of torchrun and of trackers."""
+    """Return the environment variables by which a program gets its paths, the attempt and the stop signal."""
     return {
         RUN_DIR: str(node.run.path),
         ATTEMPT: str(node.attempt.attempt),
@@ -204,7 +204,7 @@ def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: li
 
 
 def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:
-    """Return the base of the ranks' environment: this process's, with the Python environment of `python` active."""
+    """Return this process's environment for the ranks. If `python` is in a venv or conda environment, activate it."""
     if spec.container:
         return {name: value for name, value in os.environ.items() if name not in _OF_AN_ENVIRONMENT}
     if spec.python and not is_environment(python):
@@ -234,8 +234,8 @@ def rank_environment(
     if allocation.cluster == "local" and len(visible) == num_gpus * allocation.num_nodes:
         first = allocation.node_rank * num_gpus
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first : first + num_gpus])
-    # Where jobs are not confined to their GPUs, a run without GPUs would take another job's. If Slurm has still given
-    # it one, such as a part of a GPU (--sbatch gres=shard:1), `base` names that GPU and overrides this.
+    # Hide all GPUs from a run without GPUs: on some clusters it could use the GPUs of other jobs. If Slurm has still
+    # given it one, such as a part of a GPU (--sbatch gres=shard:1), `base` names that GPU and overrides this.
     hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return {**hidden, **base, **changes}
 

@@ -69,7 +69,7 @@ class Torchrun:
         return [wrapper for torchrun in torchruns for wrapper in children(torchrun)]
 
     def _wrappers(self) -> list[int]:
-        """Return the process id of torchrun's wrapper if it runs; with a container, of the wrapper inside."""
+        """Return the process id of torchrun's wrapper, which may be in a container; [] if that one has not started."""
         if not self._contained:
             return [self._process.pid]
         return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER)]
@@ -90,9 +90,9 @@ class Torchrun:
                 _send(pid, signal.SIGKILL)
 
     def forward(self, numbers: Sequence[signal.Signals]) -> None:
-        """Send each rank the first of these stop signals that it handles, if it handles one.
+        """Send each rank the first of these stop signals that it handles. A rank that handles none gets no signal.
 
-        Each rank gets only one signal: a Python that shuts down has no handlers left, and a second one would kill it.
+        Each rank gets only one signal: a second one would kill a Python that shuts down, and so has no handlers left.
         """
         for pid in set(self.ranks()) - self._signalled:
             number = next((number for number in numbers if handles(pid, number)), None)

@@ -29,14 +29,14 @@ class Rendezvous:
 
     @property
     def id(self) -> str:
-        """Public name. Only the secret excludes a process of an earlier attempt on the same port."""
+        """Public name of the rendezvous. Only the secret excludes a process of an earlier attempt on the same port."""
         return f"{self.run}-{self.attempt}-{self.round}"
 
 
 def torchrun_argv(
     rendezvous: Rendezvous, ranks: int, address: str, python: str, program: list[str], max_restarts: int = 1_000_000
 ) -> list[str]:
-    """Return the command line of this node's torchrun, with the program that it runs as each rank. Pure.
+    """Return the command line of this node's torchrun, which runs `program` as each of its `ranks` ranks. Pure.
 
     torchrun runs a Python script in forks of itself, and executes any other program.
     """

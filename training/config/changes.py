@@ -1,7 +1,8 @@
 """Decides which training flags may change in a run that has begun: by `hpc resume`, by `hpc fork`, or not at all.
 
 `hpc resume` may change no step; `hpc fork` continues from the saved state and may change the next steps. Flags on which
-that state depends need a new run. Pure; runs on the login node. Ranks compare IDENTIFYING.
+that state depends need a new run. Pure; runs on the login node. Ranks compare IDENTIFYING with the
+flags of a checkpoint.
 """
 
 from collections.abc import Collection

@@ -1,4 +1,4 @@
-"""Parses the command line of `python -m training` and of programs with the same flags. Runs where they run.
+"""Parses the command line of `python -m training` and of programs with the same flags, wherever they run.
 
 Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`). Ranks that a node agent starts
 read `spec.json` instead (`training.config.training_spec`), because this module imports tyro and YAML, which takes a
@@ -47,7 +47,7 @@ def recipe_path(name: str) -> Path:
 
 
 def flag_names(options: type[Any]) -> dict[str, bool]:
-    """Return the names of a dataclass's flags, without leading dashes. The value is True for a switch."""
+    """Return the names of a dataclass's flags, without leading dashes, and whether each flag is a switch."""
     return {program.flag_name(field): field.type is bool for field in program.flags(options)}
 
 
@@ -57,7 +57,7 @@ def with_files(
     """Add flags from the files of `--config` and `--recipe`, and from `defaults`, to the given flags.
 
     Of several values of a flag, the first one in this order counts: given, `--config`, `--recipe`, `defaults`. The file
-    of `--config` may name a recipe. Files may set the flags in `known`, from `flag_names`; other defaults are ignored.
+    of `--config` may name a recipe. Files may set only flags in `known` (`flag_names`); other defaults are ignored.
 
     Raises:
         UserError: a file cannot be read or has an unknown flag, or the recipe does not exist.

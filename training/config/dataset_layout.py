@@ -226,9 +226,9 @@ def _folder_layout(path: Path) -> DataLayout:
 
 
 def _part(path: Path, names: tuple[str, ...]) -> Path | None:
-    """Return the directory of a part of the data, with one of these names, or None if there is none.
+    """Return the directory that has one of `names` and is a part of the data, or None if there is none.
 
-    A directory that itself holds images is not a part but a class, such as the vehicle `train`.
+    A directory that itself holds images is not a part but a class, such as `train` in a data set of vehicles.
 
     Raises:
         UserError: several directories have such names.

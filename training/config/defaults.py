@@ -1,4 +1,4 @@
-"""Reads the default flags of the site and the user from files like those of `--config`. Runs on the login node."""
+"""Reads the default flags of the site and of the user from YAML files. Runs on the login node."""
 
 import os
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ def files() -> tuple[Path, ...]:
 
 
 def read(known: Mapping[str, bool] | None = None) -> list[Defaults]:
-    """Return the defaults of the files that exist, the site's first. They may set the flags in `known`, or any if None.
+    """Return the defaults in the existing files, the site's first. If `known` is given, they may set only its flags.
 
     Raises:
         UserError: a file cannot be read, or has an unknown flag or a recipe.

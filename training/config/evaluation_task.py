@@ -15,7 +15,7 @@ Split = Literal["test", "val", "train"]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """An evaluation, as in its run's spec. The run's own directory has a copy of the model."""
+    """What a run of `hpc evaluate` evaluates. The directory of that run has a copy of the model."""
 
     source: str
     """Run or exported file from which the model comes."""
@@ -26,13 +26,14 @@ class EvaluationTask:
     epoch: int | None = None
     split: SplitChoice = "auto"
     other_data: bool = False
-    """Whether the data is not that of the training, so that all of it can be used."""
+    """Whether the data differ from the training's data, so that all images can be used."""
 
 
 def choose_split(task: EvaluationTask, layout: DataLayout, val_split: float) -> Split:
     """Return the split to evaluate on. `val_split` is the held-out share of data without a validation set.
 
-    `auto` means the test set, else the validation set, else all images, if the training has seen none of them.
+    `auto` means the test set or, without one, the validation set. If there is neither, it means all images, but only
+    if the training has not used them.
 
     Raises:
         UserError: the data does not have the split.

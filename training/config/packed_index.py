@@ -1,6 +1,6 @@
 """Reads and writes the index of a packed data set. Runs everywhere; imports neither torch nor NumPy.
 
-A packed data set is a directory of `.npy` files and an index with their sizes and checksums, which is written last.
+A packed data set is a directory of `.npy` files. Its index has their sizes and checksums, and is written last.
 """
 
 import hashlib
@@ -74,7 +74,7 @@ class PackIndex:
 
 
 def write_index(directory: Path, index: PackIndex) -> None:
-    """Write the index, whole or not at all, which completes the packed data set."""
+    """Write the index, whole or not at all. It completes the packed data set."""
     write_json(directory / INDEX, {"version": VERSION, "fingerprint": index.fingerprint, **asdict(index)})
 
 

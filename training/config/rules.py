@@ -64,7 +64,7 @@ def _is_number(value: Any) -> bool:
 
 _LARGEST_SEED = 2**63 - 1
 
-# By field: a test that accepted values pass, and what to use instead.
+# For each field: a test that allowed values pass, and what to use if a value fails.
 _VALUES: dict[str, tuple[Test, str]] = {
     "data": (lambda v: isinstance(v, str), f"give a directory, {NAMED_DATA}"),
     "model": (

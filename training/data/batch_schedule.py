@@ -31,7 +31,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSchedule:
-    """The batches of all steps of a run. `batch_size` is that of the global batch."""
+    """The batches of all steps of a run. `batch_size` counts the images of all ranks."""
 
     samples: int
     batch_size: int
@@ -99,7 +99,7 @@ def make_schedule(
 
 
 def split_range(total: int, part: int, parts: int, samples_per_group: int = 1) -> tuple[int, int]:
-    """Return start and end of one of `parts` consecutive ranges that cover `total` samples.
+    """Return start and end of range number `part` of `parts` consecutive ranges that cover `total` samples.
 
     Lengths differ by at most one group of `samples_per_group`. The last group may be incomplete.
     """

@@ -40,7 +40,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
     """Open the data. If there is no validation set, hold out a part of the training set, chosen by the seed.
 
     Images of a folder and packed images are resized to `folder_size` pixels, or in evaluations to --eval-image-size if
-    given. For an image folder, `file_index` is from rank 0's `load_or_build_index`; an index is built if it is empty.
+    given. For an image folder, `file_index` comes from rank 0's `load_or_build_index`; if empty, it is built here.
 
     Raises:
         UserError: files are missing, damaged, or do not fit together.
@@ -175,7 +175,7 @@ def _fingerprint(*sources: MemoryImages | ImageDataset | None) -> str:
 
 
 def move_to_device(config: TrainConfig, data: Data, device: torch.device) -> Data:
-    """Move the images to the device for --data-on-device `on`, or for `auto` if they fit into 1/10 of its free memory.
+    """Move the images to the device for --data-on-device on, or for auto if they fit into 1/10 of a GPU's free memory.
 
     Raises:
         UserError: --data-on-device is on, but the images cannot be on the device.
@@ -206,6 +206,6 @@ def _why_not_on_device(parts: list[ImageSource], device: torch.device, wanted: s
 
 
 def too_large(needed: int, free: int, wanted: str) -> str:
-    """Return why `needed` bytes do not fit into a GPU with `free` bytes, and what to use, or an empty text."""
+    """Return why `needed` bytes do not fit into `free` bytes of a GPU (1/10 for auto), or an empty text if they do."""
     fit = needed <= free * (_AUTO_SHARE if wanted == "auto" else 1)
     return "" if fit else f"the images take {needed / 1e9:.1f} GB, and the GPU has {free / 1e9:.1f} GB free: use auto"

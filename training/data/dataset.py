@@ -26,7 +26,7 @@ _NO_INDICES = torch.empty(0, dtype=torch.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryImages:
-    """Images of one size in the memory of the host or a device, which then makes the batches."""
+    """Images of one size in the memory of the host or a device. Batches are made where the images are."""
 
     images: Tensor
     """Pixels, uint8 [n, C, H, W]."""
@@ -152,7 +152,7 @@ class ImageDataset:
         return replace(self, store=self.store.part(indices), labels=self.labels[indices])
 
     def _next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:
-        """Return the index of the first readable image from `index` on, and the image. Adds others to `corrupt`."""
+        """Return the first readable index from `index` on, and its image. Adds the skipped indices to `corrupt`."""
         most = min(len(self), _MAX_CORRUPT_IN_A_ROW)
         for place in range(index, index + most):
             candidate = place % len(self)
@@ -186,7 +186,7 @@ class Data:
 
     @property
     def size(self) -> int:
-        """Side in pixels (height, if they differ) of the training images, as the data set returns them."""
+        """Side in pixels of the training images, as the data set returns them; their height if they are not square."""
         return self.shape[0]
 
 

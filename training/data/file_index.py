@@ -54,7 +54,7 @@ def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
     """
     try:
         fingerprint, changed_ns = _fingerprint(layout)
-        # NumPy may raise any error for a damaged file, for which the index is then built again.
+        # NumPy may raise any error for a damaged file. The index is then built again.
         with suppress(Exception):
             cached = cache.read_bytes()
             if _arrays(cached)["fingerprint"].item() == fingerprint:
@@ -97,7 +97,7 @@ def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
 
 
 def deserialize(content: bytes) -> FileIndex:
-    """Return the index in bytes from `serialize`."""
+    """Return the index from which `serialize` made `content`."""
     arrays = _arrays(content)
     present = (name for name in _PARTS if f"{name} names" in arrays)
     parts = {name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present}

@@ -1,7 +1,7 @@
 """Decodes image files, and reads the images of class directories by index.
 
 Runs on ranks, in loader workers and in packers. It imports torch only to decode to tensors, so that packers start
-quickly. EXIF rotation is ignored, as in torchvision's ImageFolder, also in packed images.
+quickly. As in torchvision's ImageFolder, EXIF rotation is ignored, also when images are packed.
 """
 
 import io
@@ -25,13 +25,13 @@ _Result = TypeVar("_Result")
 JpegDecoder = Callable[["Tensor", int], "Tensor"]
 
 _JPEG = b"\xff\xd8\xff"
-# Pillow refuses no smaller JPEG as a decompression bomb: 8 x 8 pixels take at least 2 bits, so it has too few pixels.
+# A smaller JPEG has too few pixels for a decompression bomb, since 8 x 8 pixels take at least 2 bits.
 _HARMLESS_BYTES = 500_000
 _RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result | None:
-    """Return the result of `use` for the opened, not yet decoded image, or None if the image is not whole."""
+    """Open an image, pass it to `use` before it is decoded, and return the result; None if the image is not whole."""
     try:
         with Image.open(io.BytesIO(content)) as file:
             return use(file)
@@ -50,10 +50,10 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 
 def jpeg_decoder() -> JpegDecoder | None:
-    """Return torchvision's JPEG decoder, or None if it has none.
+    """Return torchvision's JPEG decoder, or None if there is none.
 
     It uses the same library as Pillow and gives the same pixels, but writes directly into the tensor: 1.1 instead of
-    1.5 ms for 500 x 375 pixels. torchvision 0.29 warns that it will be removed. Then Pillow decodes all images.
+    1.5 ms for 500 x 375 pixels. torchvision 0.29 warns that its decoder will go. Then Pillow decodes all images.
     """
     try:
         import torch  # noqa: PLC0415  # packers need no torch

@@ -18,7 +18,7 @@ from hpc.base.errors import UserError
 from training.config.dataset_layout import CIFAR, DIGITS_FILE, IDX_STEMS, Kind, check_data, find_data, find_idx
 
 _ROLES = ("images", "labels")
-# numpy's function in pickled arrays, which has a private name.
+# The function of numpy that pickled arrays call. Its name is private.
 _RECONSTRUCT = np.empty(0).__reduce__()[0]
 # Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017) is recognized by the CRC of its training labels: the format has no
 # field for class names.
@@ -29,9 +29,9 @@ _kept = dict[Path, Tensor]()
 
 
 def keep_data() -> None:
-    """Read the IDX files of this process's `--data` into memory, so that ranks that it forks need not read them.
+    """Read the IDX files in this process's `--data` into memory, for the ranks that it forks.
 
-    The rest of `read_idx_pair` is quick, and would start threads, which must not run before a fork.
+    It does not call `read_idx_pair`, whose tensor operations start threads: none may run before a fork.
 
     Raises:
         OSError: the directory cannot be read.
@@ -98,7 +98,7 @@ def read_idx_pair(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 def class_names(train_labels: Tensor, count: int) -> tuple[str, ...]:
-    """Return Fashion-MNIST's class names if these are its training labels, else the class numbers as texts."""
+    """Return Fashion-MNIST's class names if the labels are Fashion-MNIST's, or else the class numbers as texts."""
     crc = zlib.crc32(train_labels.to(torch.uint8).numpy().tobytes())
     return tuple(_FASHION_MNIST.split(",")) if crc == _FASHION_MNIST_CRC else tuple(map(str, range(count)))
 
@@ -128,7 +128,7 @@ def read_digits(directory: Path, part: str) -> tuple[Tensor, Tensor]:
 
 
 _SIDE = 32
-# Pickles of numpy 1 have the first module name, those of numpy 2 the second.
+# Pickles of numpy 1 have the first module name, and pickles of numpy 2 have the second.
 _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
     ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,

@@ -101,7 +101,7 @@ def load_batches(
 
 
 class _Requests:
-    """Requests over which to iterate again, as long as only the first `first` of them have been taken."""
+    """Requests that can be iterated anew from the first one, until more than `first` of them have been taken."""
 
     def __init__(self, requests: Iterable[BatchRequest], first: int) -> None:
         self._rest = iter(requests)
@@ -169,7 +169,7 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all loaders on a device. They share one, since no other stream can reuse its memory."""
+    """Return the side stream of a device. All loaders share it, since other streams cannot reuse its memory."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own
 
 

@@ -1,7 +1,7 @@
 """Evaluates a model exactly: each image counts once, and the result has the same bits for any number of ranks.
 
-Runs on every rank. The batches do not depend on the number of ranks. The ranks exchange no averages but counts, the
-loss of each batch and the prediction of each image, and check that each image was evaluated once.
+Runs on every rank. The batches do not depend on the number of ranks. The ranks do not exchange averages. They exchange
+counts, the loss of each batch and the prediction of each image, and check that each image was evaluated once.
 """
 
 import math
@@ -122,7 +122,7 @@ class Evaluator:
     def evaluate_weights(
         self, weights: Iterable[tuple[str, Tensor]], source: ImageSource, before_batch: Callable[[], object]
     ) -> Evaluation:
-        """Evaluate the model with other weights, tensor by tensor, and then restore its own."""
+        """Load other weights, tensor by tensor, evaluate the model with them, and restore its own weights."""
         own = {name: value.clone() for name, value in self.model.state_dict().items()}
         load_full_state_dict(self.model, weights, sharded=self.config.strategy == "fsdp")
         try:

@@ -46,7 +46,7 @@ def classes_csv(labels: Tensor, predicted: Tensor, classes: tuple[str, ...]) -> 
     images, predictions, correct = (
         torch.bincount(values, minlength=len(classes)).tolist() for values in (labels, predicted, labels[right])
     )
-    # The class with which each class is most confused, and the number of its images. Needs no matrix of all pairs.
+    # For each class, the most frequent wrong prediction, and how often it occurs. Needs no matrix of all pairs.
     confused: dict[int, tuple[str, int]] = {}
     wrong = Counter(zip(labels[~right].tolist(), predicted[~right].tolist(), strict=True))
     for (true, other), times in sorted(wrong.items()):

@@ -91,7 +91,7 @@ class Validator:
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
-        """Test the best model, and add the result to `best/`. Returns its step, epoch and results, or None without one.
+        """Test the best model, and add the results to `best/`. Return its step, epoch and results, or None if missing.
 
         `last` is the test of the model after the last step, which may be the best one.
         """
@@ -113,7 +113,7 @@ class Validator:
         return {**best, **numbers_of(test)}
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return a copy of the model's weights on rank 0's CPU, elsewhere an empty dict. All ranks must call this."""
+        """Return a copy of the weights on rank 0's CPU, and an empty dict on other ranks. All ranks must call this."""
         tensors = full_state_dict(self.evaluator.model, self.evaluator.group, sharded=self.state.sharded)
         # safetensors writes contiguous tensors only.
         return {name: value.to("cpu", copy=True).contiguous() for name, value in tensors}

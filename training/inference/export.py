@@ -100,7 +100,7 @@ def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
     """Return a split's name and images (uint8 [n, *card.image_shape]) from the model's data set.
 
     Raises:
-        UserError: the data set is missing, or is not that of the model.
+        UserError: the data set is missing, or is not the model's.
     """
     name = given or card.made_from["data"]["path"]
     if not name:
@@ -120,7 +120,7 @@ def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
 
 @torch.inference_mode()
 def largest_difference(exported: Classify, classifier: Classifier, images: Tensor) -> float:
-    """Return the largest difference between two models' probabilities, for a batch of one image and one of the rest."""
+    """Return the largest difference between the models' probabilities, for one image alone and the others at once."""
     batches = [batch for batch in (images[:1], images[1:]) if len(batch)]
     return float(torch.cat([(exported(batch) - classifier(batch)).abs() for batch in batches]).max())
 

@@ -1,6 +1,6 @@
 """Owns `model.json`, which says how to build a model, how to prepare images for it, and how it was made.
 
-With this file, a model can be rebuilt or an exported model used without the run directory. Rank 0 writes it; `hpc
+With this file, nobody needs the run directory to rebuild a model or to use an exported one. Rank 0 writes it; `hpc
 export` and `hpc predict` read it anywhere.
 """
 
@@ -32,11 +32,11 @@ class ModelCard:
     crop_pct: float
     """Side of the center crop, as a share of the image's shorter side."""
     image_shape: tuple[int, int, int]
-    """Channels, height and width of the images that the model takes, to which the crop is scaled."""
+    """Channels, height and width of the images that the model takes. The crop is scaled to them."""
     channels: int
     """Number of channels after preprocessing, which repeats a single channel as needed."""
     size: int
-    """Side after preprocessing, in pixels, to which normalized images of another `image_shape` are scaled."""
+    """Side in pixels after preprocessing, which scales normalized images of another `image_shape`."""
     mean: tuple[float, ...]
     """Mean of each channel, for pixel values from 0 to 1."""
     std: tuple[float, ...]

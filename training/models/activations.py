@@ -1,4 +1,4 @@
-"""Checkpoints activations: the backward pass recomputes each block, whose results are not kept.
+"""Checkpoints activations: results inside a block are not kept, and the backward pass recomputes them.
 
 Runs on every rank. Chen, Xu, Zhang and Guestrin, "Training deep nets with sublinear memory cost" (2016).
 """
@@ -48,7 +48,7 @@ def _recomputed(block: nn.Module) -> Callable[..., Any]:
 
 @contextmanager
 def _keep_statistics(block: nn.Module) -> Iterator[None]:
-    """Make the second forward pass change copies of the batch statistics, not the statistics."""
+    """Let the second forward pass of a block change only copies of the batch statistics."""
     norms = [module for module in block.modules() if isinstance(module, BatchNorm)]
     kept = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
     for norm, name, buffer in kept:

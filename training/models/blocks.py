@@ -8,7 +8,7 @@ from training.models.factory import last_layer_name
 
 
 def is_row(module: nn.Module) -> bool:
-    """Return whether a module is a Sequential or a list, which is a module without a forward."""
+    """Return whether a module is a Sequential or a list. A list is a module without a forward."""
     return isinstance(module, nn.Sequential) or type(module).forward is nn.Module.forward
 
 
@@ -34,7 +34,7 @@ def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def depths(model: nn.Module) -> dict[str, int]:
-    """Return the number of blocks before each parameter, by its name, in the order of the model's code.
+    """Return for each parameter, by name, the number of blocks before it in the order of the model's code.
 
     Norms and embeddings belong to the block before them, or to the first one. The last layer is its own block.
     """

@@ -1,6 +1,6 @@
 """Builds models by name, turns images into their inputs, and selects their precision. Runs on every rank.
 
-The head is the model's child with the last layer, whose outputs are the classes; the rest is the backbone.
+The head is the model's child that holds the last layer; the other children are the backbone.
 
 torchvision is imported only for its own models: the import takes two seconds on every rank.
 """
@@ -28,7 +28,7 @@ _SIZE_ERRORS = (RuntimeError, ValueError, AssertionError)
 
 
 def input_size(config: TrainConfig, native: int | None) -> int:
-    """Return the side, in pixels, of the model's square inputs. `native` is that of images in memory, else None."""
+    """Return the side, in pixels, of the model's square inputs. `native` is the side of images in memory, or None."""
     if config.image_size is not None:
         return config.image_size
     if config.model in OWN_MODELS:
@@ -41,12 +41,12 @@ def input_size(config: TrainConfig, native: int | None) -> int:
 
 
 def input_channels(config: TrainConfig, native: int) -> int:
-    """Return the number of the model's input channels: for our own models the data's (`native`), else three."""
+    """Return how many channels the model takes: as many as the data (`native`) for our own models, or else three."""
     return native if config.model in OWN_MODELS else 3
 
 
 def normalization(model: str) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-    """Return mean and standard deviation with which a timm model normalizes; None for other models."""
+    """Return the mean and standard deviation for normalizing a timm model's inputs; None for other models."""
     if not model.startswith(TIMM):
         return None
     from training.models.timm_models import timm_settings  # noqa: PLC0415  # takes seconds
@@ -86,7 +86,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
         model.requires_grad_(requires_grad=False)
         model.get_submodule(head_name(model)).requires_grad_(requires_grad=True)
     if config.weights and hasattr(model, "transform_input"):
-        # torchvision's pretrained GoogLeNet and Inception need another normalization, and then convert to it.
+        # torchvision's pretrained GoogLeNet and Inception need another normalization: make them convert to it.
         vars(model)["transform_input"] = True
     return model.to(memory_format=FORMATS[config.memory_format])
 
@@ -117,7 +117,7 @@ def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> n
 
 @torch.no_grad()
 def _try_forward(model: nn.Module, channels: int, size: int) -> None:
-    """Run the model on one image. Raises one of _SIZE_ERRORS if a layer does not take its size."""
+    """Run the model on one image. Raises one of _SIZE_ERRORS if a layer does not take this size."""
     model.eval()(torch.zeros(1, channels, size, size))
 
 
@@ -164,7 +164,7 @@ def no_stochastic_depth(rate: float | None, model: str) -> UserError:
 
 
 def set_drop_path(model: nn.Module, rate: float, name: str) -> None:
-    """Set the rate of stochastic depth of the last block, and those of earlier blocks in proportion.
+    """Set the last block's rate of stochastic depth, and scale the rates of earlier blocks in proportion.
 
     Huang, Sun, Liu, Sedra and Weinberger, "Deep networks with stochastic depth" (2016).
 

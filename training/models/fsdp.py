@@ -72,7 +72,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 class FsdpModel:
-    """A sharded model with the interface of DDP: `no_sync` holds all micro-batches of a step but the last.
+    """A sharded model with the interface of DDP. All micro-batches of a step but the last run in `no_sync`.
 
     Unlike DDP's, this `no_sync` postpones no reduction: gradients are reduced and sharded after each micro-batch,
     because unsharded gradients would take the memory that FSDP saves.

@@ -32,7 +32,7 @@ _MAX_SHAPES = 64
 
 
 def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> nn.Module:
-    """Move the model, or with `--strategy fsdp` its shard, to the device. Call this before the optimizer is made."""
+    """Move the model to the device; with FSDP, only this rank's shard. Call this before the optimizer is made."""
     if config.strategy == "ddp":
         return model.to(group.device)
     from training.models.fsdp import shard  # noqa: PLC0415  # DDP saves this second
@@ -45,7 +45,7 @@ def wrap_for_training(
 ) -> "DistributedDataParallel | FsdpModel":
     """Wrap the model in DDP, or in `FsdpModel` if FSDP has sharded it.
 
-    In training, each rank has its own batch statistics; saved states and evaluations use those of rank 0. Gradients are
+    In training, each rank has its own batch statistics; saved states and evaluations use rank 0's. Gradients are
     views of DDP's buckets, which saves a copy of all gradients.
 
     Raises:
@@ -73,8 +73,8 @@ def wrap_for_training(
 def has_other_buffers(model: nn.Module) -> bool:
     """Return whether a model has buffers other than batch statistics.
 
-    Batch statistics need no broadcast: a forward pass of training reads only those of frozen layers, which are equal on
-    all ranks.
+    Batch statistics need no broadcast: training reads only the statistics of frozen layers, which are equal on all
+    ranks.
     """
     norms = {buffer for module in model.modules() if isinstance(module, BatchNorm) for buffer in module.buffers()}
     return not norms.issuperset(model.buffers())
@@ -94,7 +94,7 @@ def allreduce_seconds(wrapped: "DistributedDataParallel | FsdpModel") -> tuple[f
 
 
 def gradient_bytes(model: nn.Module, config: TrainConfig) -> int:
-    """Return the bytes of gradients that each rank sends and receives per step."""
+    """Return the bytes of gradients that the all-reduce of a step reduces."""
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     compressed = config.compress_gradients == "bf16"
     return sum(parameter.numel() * (2 if compressed else parameter.element_size()) for parameter in trained)

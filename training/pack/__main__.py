@@ -85,7 +85,7 @@ def _identity(index: PackIndex) -> dict[str, Any]:
 
 
 def _check_resumable(directory: Path, index: PackIndex) -> None:
-    """Check that a directory was begun for the images of `index`. If no image is packed yet, record these images."""
+    """Check that a directory was begun for the images and size of `index`. If no image is packed yet, record both."""
     path, identity = directory / _PLAN, _identity(index)
     if not has_records(directory):
         write_json(path, identity)
@@ -143,7 +143,7 @@ def pack(options: PackOptions, workers: int) -> None:
     """Pack SRC into DST, unless DST is complete already.
 
     Raises:
-        UserError: SRC is not an image folder or has changed, or DST holds something else.
+        UserError: SRC is not an image folder or has changed, DST holds something else, or the disk is too small.
         TorchrelayError: another process packs into DST, or the disk is full.
     """
     src, dst = (Path(os.path.abspath(path.expanduser())) for path in (options.src, options.dst))  # noqa: PTH100
@@ -200,7 +200,7 @@ def _is_packed(dst: Path, index: PackIndex) -> bool:
 
 @contextmanager
 def _working_directory(dst: Path) -> Iterator[Path]:
-    """Make and lock the directory in which the files are made. Removes it if no image was packed."""
+    """Make and lock the directory in which the files are made. At the end, remove it if no image was packed."""
     directory = dst.parent / f".{dst.name}.packing"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 @contextmanager
 def _explained(directory: Path) -> Iterator[None]:
-    """Add to each error of the body that the packed images are kept, and how to resume."""
+    """Tell how to resume, after a killed worker, an OSError or a stop in the `with` block."""
     again = f"the same command resumes with the images packed in {directory}"
     try:
         yield

@@ -132,7 +132,7 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
 def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], records: np.ndarray) -> np.ndarray:
     """Decode consecutive images, and write them to a file from byte `offset` on. Runs in a process of the pool.
 
-    `records` (_RECORD [n]) are those of an earlier packer, by which done images are skipped. Returns the new records.
+    `records` (_RECORD [n]) come from an earlier packer, and say which images to skip. Returns the new records.
 
     Raises:
         OSError: an image cannot be read, or the disk is full.
@@ -169,7 +169,7 @@ def as_square(image: Image.Image, size: int) -> np.ndarray:
 
 
 def pixels_sha256(path: Path, images: int, pool: ProcessPoolExecutor) -> str:
-    """Return the checksum of a file of pixels, to compare with that of `SplitWriter.file`."""
+    """Return the checksum of a file of pixels, to compare with the checksum in `SplitWriter.file`."""
     digest = hashlib.sha256()
     for digests in pool.map(partial(_image_digests, path), range(0, images, _CHUNK), chunksize=_AHEAD):
         digest.update(digests)

@@ -41,7 +41,7 @@ _CUTS = {
     "evaluate": "SIGKILL during the first evaluation from step",
     "stop": "SIGTERM before step",
 }
-# Seconds for the error messages of the other ranks after a rank has failed.
+# After a rank has failed, the other ranks have so many seconds to print their errors.
 _GRACE_SECONDS = 10
 
 

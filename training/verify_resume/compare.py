@@ -164,7 +164,7 @@ def compare_samples_and_losses(one: RunDir, other: RunDir) -> list[ComparedPart]
 
 
 def samples_by_step(run: RunDir) -> dict[int, list[int]]:
-    """Return the images of each step, in the order of the ranks, that the last attempt at the step used."""
+    """Return for each step the images that the last attempt at this step used, in the order of the ranks."""
     latest: dict[int, tuple[str, list[int]]] = {}
     for path in sorted(run.sample_log(0, 0).parent.glob("*.jsonl")):
         attempt = path.name.partition("-rank-")[0]

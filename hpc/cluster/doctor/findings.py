@@ -17,7 +17,7 @@ _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9
 _MIN_LOCKED_BYTES = 10**9
 _LOCAL_DISK = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"})
-# Prefixes of virtual interfaces, which do not lead to other nodes. NCCL skips the first two if others exist.
+# Prefixes of virtual interfaces, which do not lead to other nodes. By default, NCCL skips `lo` and `docker` interfaces.
 _VIRTUAL = ("lo", "docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "cali")
 
 Facts = TypeVar("Facts")
@@ -263,7 +263,7 @@ def _interfaces(node: NodeInfo) -> Finding:
             "NCCL finds no interface: no run on GPUs of several nodes starts",
             "unset NCCL_SOCKET_IFNAME before hpc submit",
         )
-    # InfiniBand is accepted, because its addresses may differ from those to which the host names resolve.
+    # An InfiniBand interface is accepted, even if the host names resolve to addresses of another interface.
     if route is None or used[0] == route or used[0].startswith("ib"):
         return ok(value if route is None else f"{value}; {route} leads to the other nodes")
     return note(
@@ -277,7 +277,7 @@ def nccl_interfaces(interfaces: tuple[str, ...], setting: str) -> list[str]:
     """Return the interfaces that NCCL uses, in the order in which NCCL tries them.
 
     `interfaces` are the interfaces with an address, in the kernel's order. `setting` is NCCL_SOCKET_IFNAME: name
-    prefixes, separated by commas. A leading `^` excludes the matching interfaces. `=` (after `^`) means whole names.
+    prefixes, separated by commas. A leading `^` excludes the matching interfaces. `=` or `^=` means whole names.
     Source: NVIDIA's NCCL documentation, Environment Variables.
     """
     if not setting:

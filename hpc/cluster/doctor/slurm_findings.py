@@ -43,7 +43,7 @@ def may_be_preempted(cluster: ClusterConfig) -> bool | None:
 
 
 def seconds_to_save(grace: int, kill_wait: int | None) -> float:
-    """Return the seconds that ranks have to save on preemption, by GraceTime or, if GraceTime is 0, by KillWait.
+    """Return how many seconds a preemption gives ranks for saving: by GraceTime or, if GraceTime is 0, by KillWait.
 
     Agents do not know KillWait and assume Slurm's default, so a longer KillWait gives the ranks no more time.
     """

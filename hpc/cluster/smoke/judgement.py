@@ -16,7 +16,7 @@ _SLOW_LATENCY, _LEAST_LATENCY_SECONDS = 5.0, 0.001
 _CLOCK_SECONDS = 1.0
 # A rate has changed if it rose or fell by more than a factor of 1 + _CHANGED.
 _CHANGED = 0.5
-# The rates of a node: the field, the words about a slow one, and the words about a changed one.
+# The rates of a node: the field, the words for a slow rate, and the words for a changed rate.
 _NODE_RATES = (
     ("write_bytes_per_second", "its disk writes", "disk writes"),
     ("staged_bytes_per_second", "it stages data at", "stages"),

@@ -1,4 +1,4 @@
-"""Starts the login host's daemons: munged, slurmctld, and for accounting slurmdbd and MariaDB. Runs as root."""
+"""Starts the login host's daemons: munged, slurmctld and, for accounting, MariaDB and slurmdbd. Runs as root."""
 
 import os
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ def start_slurmctld(paths: TestbedPaths) -> None:
 
 
 def controller_answers(paths: TestbedPaths) -> bool:
-    """Return whether slurmctld answers. Without its process, return at once: Slurm's tools would retry for long."""
+    """Return whether slurmctld answers. If it does not run, return at once: Slurm's tools would retry for long."""
     return running_slurm_conf() is not None and succeeds("scontrol", "ping", SLURM_CONF=str(paths.slurm_conf))
 
 
@@ -63,8 +63,8 @@ def node_states(paths: TestbedPaths) -> dict[str, str]:
     """Return the state of each node, in the words of `parse_states`; an empty dict if slurmctld does not answer."""
     if running_slurm_conf() is None:
         return {}
-    # sinfo must list all nodes: asked for a single one (-n), Slurm 22.05 reports `mixed*` for a node that it has marked
-    # down, until somebody asks for all nodes.
+    # sinfo must list all nodes. For a single node (-n) that it has marked down, Slurm 22.05 reports `mixed*`, until
+    # somebody asks for all nodes.
     sinfo = ("sinfo", "--noheader", "--Node", "--format=%N %T")
     try:
         text = run(*sinfo, timeout_seconds=10, SLURM_CONF=str(paths.slurm_conf))
@@ -99,7 +99,8 @@ def start_accounting(paths: TestbedPaths, account: Mapping[str, str]) -> None:
         *("setsid", "--fork", "mariadbd", "--no-defaults", data, user),
         f"--socket={paths.database_socket}",
         f"--pid-file={paths.run}/mariadbd.pid",
-        # Without this option, slurmdbd exits when two transactions conflict. "loose": MariaDB 10.11 lacks the option.
+        # Without this option, slurmdbd exits when two transactions conflict. With "loose", MariaDB 10.11, which lacks
+        # the option, ignores it.
         "--loose-innodb-snapshot-isolation=OFF",
         "--skip-networking",
         # The database is temporary, so it is small and need not survive a crash.

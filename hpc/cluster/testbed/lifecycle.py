@@ -70,7 +70,7 @@ def down() -> bool:
 
 
 def kill_node(name: str) -> None:
-    """Cut a node's power. Slurm marks it down by itself, 13 to 30 s later."""
+    """Cut a node's power. Slurm marks the node down by itself, about SlurmdTimeout later."""
     with locked(PATHS.lock):
         nodes.power_off(_running_shape().node(name).name, PATHS)
 
@@ -82,7 +82,7 @@ def revive_node(name: str) -> None:
         if nodes.processes(PATHS.node_net(name)) and _is_usable(name):
             return
         nodes.power_off(name, PATHS)
-        # Slurm keeps the dead jobs of a node that returns before Slurm has missed it, so the node is first marked down.
+        # If a node returned before Slurm missed it, Slurm would keep its dead jobs. So the node is first marked down.
         down = ("update", f"NodeName={name}", "State=DOWN", "Reason=testbed")
         run("scontrol", *down, SLURM_CONF=str(PATHS.slurm_conf))
         nodes.power_on(node, PATHS)
@@ -111,8 +111,8 @@ def _running_shape() -> TestbedShape:
 
 def _is_healthy(shape: TestbedShape) -> bool:
     """Return whether a testbed of this shape runs, all daemons answer, and all nodes work."""
-    # Files are compared instead of shapes: those of another version may differ, and an explicit default makes no
-    # difference.
+    # Files are compared instead of shapes: for the same shape, another version may write other files; for two shapes
+    # that differ only in an explicit default, the files are the same.
     wanted = render.files(shape, PATHS, socket.gethostname())
     if _recorded_shape() is None or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):
         return False

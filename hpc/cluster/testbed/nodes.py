@@ -1,8 +1,8 @@
 """Powers the testbed's nodes on and off, with their namespaces and network. Runs as root on the testbed's machine.
 
-Every process of the testbed runs in a namespace that was pinned to a file before: a node's processes in its network
-namespace, the login host's daemons in a host-name namespace. The namespace identifies these processes, even if they
-fork or lose their pid files, and no other process is touched.
+Every process of the testbed runs in a namespace that is pinned to a file. A node's processes run in the node's network
+namespace, and the login host's daemons run in a host-name namespace. The namespace identifies these processes, even if
+they fork or lose their pid files, and no other process is touched.
 """
 
 import contextlib
@@ -113,7 +113,7 @@ def remove_switch(paths: TestbedPaths) -> None:
 
 
 def _change_link(name: str, paths: TestbedPaths, *change: str) -> None:
-    """Run `ip link` with the words of `change` at the switch, if the node's link exists."""
+    """Run `ip link` with the arguments `change` in the switch's namespace, if the link `name` exists."""
     switch = inside(paths.switch_net)
     if paths.switch_net.exists() and succeeds(*switch, "ip", "link", "show", name):
         run(*switch, "ip", "link", *change)

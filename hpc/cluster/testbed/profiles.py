@@ -46,9 +46,9 @@ function slurm_job_modify(job, old, partitions, user)
 end
 """
 
-# eth1 is a network that is closed between the nodes: nobody answers in it. eth2 has only IPv6. On eth0, these
-# ports are open: those of Slurm, 20000 to 20999, and those that the kernel assigns (30000 to 30999). Routing rules
-# close the others, because a firewall needs further packages.
+# On eth1, nobody answers: no node reaches another. eth2 has only IPv6. On eth0, the ports of Slurm, the ports 20000 to
+# 20999, and the ports that the kernel assigns (30000 to 30999) are open. Routing rules close most other ports, because
+# a firewall needs further packages.
 _THREE_NETWORKS = """\
 ip link add eth1 type veth peer name closed
 ip address add 10.88.0.{number}/24 dev eth1
@@ -64,9 +64,9 @@ for closed in 1024-6817 6819-7816 7818-19999 21000-29999 31000-65534; do
 done
 """
 
-# job_container/tmpfs keeps the jobs' directories and mount namespaces in /mnt. Linux 6.18 numbers the namespaces that a
-# CPU makes from a range of that CPU, and mounts a namespace only within one with a lower number. So the node's own
-# namespace must be made on the CPU with the lowest numbers. Otherwise, jobs that start on some CPUs fail.
+# job_container/tmpfs keeps the jobs' directories and mount namespaces in /mnt. Linux 6.18 numbers namespaces, from a
+# separate range for each CPU, and mounts a namespace only within one with a lower number. So the node's own namespace
+# must be made on the CPU with the lowest numbers. Otherwise, jobs that start on some CPUs fail.
 _PRIVATE_DIRECTORIES = """\
 mount -n -t tmpfs -o mode=755 tmpfs /mnt
 touch /mnt/probe

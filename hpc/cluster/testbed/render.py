@@ -58,7 +58,7 @@ JobAcctGatherType=jobacct_gather/linux
 """
 
 # On preemption, Slurm sends SIGTERM at once, and SIGKILL after GraceTime seconds. MaxTime is the longest time limit of
-# a job, DefaultTime the time limit of a job that requests none.
+# a job. DefaultTime is the time limit of a job that requests none.
 _GPU_PARTITION = {
     "PreemptMode": "REQUEUE", "GraceTime": "20", "MaxTime": "1-00:00:00", "DefaultTime": "01:00:00",
 }  # fmt: skip

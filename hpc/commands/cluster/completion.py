@@ -12,7 +12,7 @@ from hpc.__main__ import module_of
 from hpc.base import program
 from hpc.commands import cli
 
-# The class of each command's flags. Its module stands before it if that is not the command's own.
+# For each command, the class of its flags, preceded by the class's module if that is not the command's own module.
 OPTIONS = {
     "submit": "hpc.submit.options:SubmitTraining", "status": "StatusOptions", "logs": "LogsOptions",
     "cancel": "CancelOptions", "resume": "ResumeOptions", "fork": "ForkOptions", "evaluate": "EvaluateOptions",

@@ -31,7 +31,7 @@ class ConfigOptions(cli.Common):
 
 
 def config(environment: Mapping[str, str], options: ConfigOptions) -> int:
-    """Print the table."""
+    """Print each default and where it comes from."""
     values = {name: (value, "built in") for name, value in _built_in().items()} if options.all else {}
     merged = dict[str, Any]()
     for one in sbatch_variables.read(flag_names(SubmitTraining), environment):

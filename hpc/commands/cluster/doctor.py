@@ -56,7 +56,7 @@ class DoctorOptions(NodeOptions):
 
 
 def doctor(options: DoctorOptions) -> int:
-    """Gather facts, judge them, print the findings. Returns 1 if there is a `cost`."""
+    """Gather facts, judge them, and print the findings. Returns 1 if a finding has the severity `cost`."""
     found = merge(examine(options, find_run(options)))
     if options.json:
         cli.print_json([asdict(finding) for finding in found])
@@ -89,7 +89,7 @@ def measurements_of(run: RunDir) -> RunMeasurements:
 
 
 def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
-    """Return all findings. Raises UserError if there is no such partition, or if `--node` is given without Slurm."""
+    """Return all findings. Raises UserError if the partition does not exist, or for `--node` without Slurm."""
     spec = RunSpec.load(run) if run else None
     stage_dir = Path(spec.stage_dir if spec else "/tmp")  # noqa: S108 - submit's default
     measured = measurements_of(run) if run else None
@@ -139,7 +139,7 @@ def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node. `nodes` are the compute nodes that were inspected."""
     real = runs_dir.expanduser().resolve()
     lacks = list[Feature]()
-    with suppress(OSError):  # the storage is full, or not the user's
+    with suppress(OSError):  # the storage is full, or the user may not write to it
         lacks = missing_features(real)
     point = automounted_at(real)
     return LoginNode(
@@ -153,7 +153,7 @@ def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
 
 
 def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
-    """Print costs, then notes, and how many checks passed. With `debug`, print also the unknown ones."""
+    """Print the costs, the notes, and how many checks passed. With `debug`, also print the unknown findings."""
     console = Console()
     console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
     of = {severity: [finding for finding in found if finding.severity is severity] for severity in Severity}

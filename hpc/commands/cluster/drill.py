@@ -62,7 +62,7 @@ class DrillTarget:
 
 
 def drill(options: DrillOptions) -> int:
-    """Confirm, cause the failure, wait, and print the interruptions."""
+    """Ask for confirmation, cause the failure, wait, and print the interruptions."""
     run = cli.find_own_run(options.run, options.runs_dir)
     target = target_of(options, run, summaries([run])[0])
     command, action = plan(options.kind, target)
@@ -91,7 +91,7 @@ def drill(options: DrillOptions) -> int:
 
 
 def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
-    """Resolve the flags by the run's status. Raises UserError if the run is not training, or lacks the rank or node."""
+    """Choose the target by the flags and the run's status. Raises UserError if the run, node or rank does not train."""
     world_size = int(row.world_size or 0)
     if row.state != "running" or not world_size:
         raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
@@ -126,7 +126,7 @@ _RANK_FAULTS = {
 
 
 def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
-    """Return a failure's command and its description. Raises UserError if it needs Slurm, but the run is local."""
+    """Return the command that causes a failure, and a description. Raises UserError if a local run cannot have it."""
     if kind in _RANK_FAULTS:
         action, description = _RANK_FAULTS[kind]
         return on_nodes(target, target.nodes, action, str(target.rank)), description.format(target.rank)
@@ -162,7 +162,7 @@ def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[st
 
 
 def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
-    """Wait until the run trains again or has ended. Returns the interruptions after the first `before` ones.
+    """Wait until the run trains again or has ended. Returns its interruptions except the first `before`.
 
     With disk-full, a save without an interruption also ends the wait. Raises TorchrelayError after 15 minutes.
     """

@@ -38,7 +38,7 @@ class SmokeOptions(NodeOptions):
 
 
 def smoke(options: SmokeOptions) -> int:
-    """Measure, judge, keep and print. Returns 1 if something is slow."""
+    """Measure the nodes, and judge, save and print the result. Returns 1 if something is slow."""
     runs_dir = options.runs_dir.expanduser().resolve()
     before, result = newest(runs_dir), measure(options)
     slow, changed = judge(result), changes(before, result) if before else []

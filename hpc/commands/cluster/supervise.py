@@ -1,8 +1,8 @@
 """`hpc supervise`: watch squeue and keep runs going. Runs on the login node, as a daemon or from cron.
 
 It keeps no state of its own: `observe` reads the queue and the run directories, `decide` chooses an action, `perform`
-does it. It may be killed at any moment and restarted. Two supervisors do no harm: only the first to create the file
-that claims the next job submits that job.
+does it. It may be killed at any moment and restarted. Two supervisors do no harm: before it submits a job, a supervisor
+creates the file that claims the job, and only one of them can create it.
 """
 
 import functools

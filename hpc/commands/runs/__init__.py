@@ -1,1 +1,1 @@
-"""The other commands about runs."""
+"""The commands about runs that a new user does not need first."""

@@ -71,20 +71,20 @@ class Holding:
     run_dir: str
     state: State
     last_used: float
-    """The time when something was last written to it, in seconds since the epoch."""
+    """The time when a file of the run was last written, in seconds since the epoch."""
     size: int
     """Bytes that the run's removal frees, without files that it shares with its forks."""
     checkpoints: int
     """Bytes of the run's checkpoints, a part of `size`."""
 
     def freed(self, *, checkpoints_only: bool) -> int:
-        """Return the bytes that the removal frees."""
+        """Return the bytes that are freed by removing the run or, with `checkpoints_only`, only its checkpoints."""
         return self.checkpoints if checkpoints_only else self.size
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageCopies:
-    """Copies of our packages that earlier versions kept next to the runs. The runs have hard links to their files."""
+    """Copies of our packages that earlier versions kept next to the runs, which have hard links to the same files."""
 
     path: str
     size: int
@@ -228,7 +228,7 @@ def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return whether a removal was interrupted, or a submission was killed while it made this directory."""
+    """Return whether an interrupted removal or a killed submission has left this directory."""
     if _REMOVED.fullmatch(path.name):
         return True
     return is_temporary(path) and time.time() - path.stat().st_mtime > _ABANDONED_SECONDS

@@ -1,8 +1,8 @@
 """`hpc evaluate`: submit a run that evaluates the model of another run, or an exported file. Login node.
 
-The evaluation is a run of its own: it is staged, started, interrupted and continued like a training, and all verbs
-accept it. It has hard links to the model, so the other run may train on or be removed meanwhile. It never changes the
-other run.
+The evaluation is a run of its own: it is staged, started, interrupted and continued like a training, and commands such
+as `hpc status` accept it. It has hard links to the other run's model, so that run may meanwhile continue or be removed.
+It never changes the other run.
 """
 
 import json
@@ -36,12 +36,12 @@ from training.config.train_config import TrainConfig
 from training.relay.checkpoint_files import checkpoint_path, find_damage, list_checkpoints, step_of
 
 _EXPORTED = (".pt2", ".onnx")
-# Flags of the other run about how to get a node. The number of nodes and the time are the evaluation's own.
+# Flags about how to get a node, which the evaluation takes from the other run. It has its own --nodes and --time.
 _SAME_SETTINGS = (
     "cluster", "gpus-per-node", "cpus-per-gpu", "mem", "partition", "account", "qos", "constraint", "exclude", "sbatch",
     "setup", "interface", "port-range", "stage-dir", "stage-keep", "device", "stage-env",
 )  # fmt: skip
-# Flags of the other run's trainer that concern an evaluation.
+# Flags of the trainer that the evaluation takes from the other run.
 _SAME_TRAINING = (
     "model",
     "seed",
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_of(given: Mapping[str, Any]) -> EvaluateOptions:
-    """Complete the given flags with settings of the other run. Raises UserError if one is wrong."""
+    """Complete the given flags with settings of the evaluated run. Raises UserError if a flag is wrong."""
     name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc evaluate NAME; hpc status lists the runs")
@@ -126,7 +126,7 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
     """Return the exported file or the run of this name.
 
     Raises:
-        UserError: there is none, or it has no model of ours.
+        UserError: there is neither, or the run is an evaluation or a user's script.
     """
     path = Path(name).expanduser()
     if path.suffix in _EXPORTED or path.is_file():
@@ -239,7 +239,7 @@ def find_model(run: RunDir, checkpoint: str) -> list[Path]:
 
 
 def _card(run: RunDir) -> Path | None:
-    """Return the file that describes a run's models, the same for all of them. None: there is none yet."""
+    """Return the file that describes all models of a run; None if there is none yet."""
     cards = (directory / MODEL_CARD for directory in (run.final, run.best))
     return next((card for card in cards if card.is_file()), None)
 

@@ -1,7 +1,7 @@
 """`hpc fork`: submit a run that continues from another run's newest checkpoint, with other flags. Login node.
 
-The new run is submitted as by `hpc submit`; flags that are not given have their values in the other run. It has hard
-links to the checkpoint and the best model: nothing writes to these files, and the other run may delete its own links.
+The new run is submitted as by `hpc submit`; flags that are not given keep the values of the other run. The new run has
+hard links to the checkpoint and the best model: nothing writes to these files, and the other run may delete its links.
 """
 
 import json
@@ -93,9 +93,9 @@ def fork(options: ForkOptions) -> NewRun:
 
 
 def give_newest_checkpoint(source: RunDir, run: RunDir, spec: RunSpec) -> RunSpec:
-    """Put the newest intact checkpoint of a run, its metrics until then and its best model into a new run directory.
+    """Give a new run the newest intact checkpoint of `source`, the metrics up to it, and the best model until then.
 
-    Returns the new run's spec with its origin.
+    Returns the new run's spec, which then names the checkpoint.
 
     Raises:
         UserError: no checkpoint is intact, or the training would already be complete at the newest one.

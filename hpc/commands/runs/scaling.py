@@ -1,4 +1,4 @@
-"""The verb `scaling`: its flags, its start and its end. Runs on the login node, like a supervisor."""
+"""`hpc scaling`: the flags, the start and the end of a scaling study. Runs on the login node."""
 
 import dataclasses
 import sys

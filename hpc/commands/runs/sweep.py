@@ -1,4 +1,4 @@
-"""The verb `sweep`: its flags, its start and its end. Runs on the login node, like a supervisor."""
+"""`hpc sweep`: the flags, the start and the end of a sweep. Runs on the login node."""
 
 import dataclasses
 import sys

@@ -54,7 +54,7 @@ def cancel(options: CancelOptions) -> int:
 
 
 def _show(run: RunDir, before: str | None, *, final: bool) -> None:
-    """Print what was done; `before` is the state of a run that had already ended, else None."""
+    """Print what was done. `before` is the state in which the run had already ended; None if it was cancelled now."""
     after = "for good" if final else f"and will not be requeued; {cli.own_command()} resume {run.name} continues it"
     end = f"is cancelled {after}" if before is None else f"had already ended: {before}"
     print(visible(f"run {run.name} {end}"))

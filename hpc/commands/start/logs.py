@@ -110,7 +110,7 @@ def reader_for(options: LogsOptions, run: RunDir) -> LogReader:
 
 
 def first_error(history: History) -> RankFailed | AttemptEnded | None:
-    """Return the first rank failure in a failed run's last attempt. None: the run has not failed, or no rank has."""
+    """Return the first failure of a rank in a failed run's last attempt. None for other runs, or if no rank failed."""
     last = history.last_attempt
     if last is None or last.cause is None or last.cause in FINAL_CAUSES or history.may_restart:
         return None
@@ -119,7 +119,7 @@ def first_error(history: History) -> RankFailed | AttemptEnded | None:
     named = [event for event in failed if event.rank == ended.rank][-1:]
     # The ranks may have been restarted in place: only the failures of the last round count.
     last_round = [event for event in failed if event.round == failed[-1].round]
-    # A rank that fails because of another's death may be noticed first.
+    # A rank that fails because another rank died may be noticed first.
     last_round.sort(key=lambda event: (is_consequence(event.detail or ""), event.failed_at))
     return next(iter(named or last_round), ended if ended.rank is not None else None)
 

@@ -1,4 +1,4 @@
-"""`hpc status`: a table of runs, of a single one also its interruptions. Runs on the login node."""
+"""`hpc status`: print a table of runs, or a single run in detail. Runs on the login node."""
 
 import time
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Sends the messages about a run, each message once to each recipient.
 
 Agents and the supervisor run this module in a separate process, `python -m hpc.services.notification.delivery RUN_DIR`,
-because a name server that does not answer may delay it for minutes. Of several processes with the same message, the one
-that creates the file `events/notice-KEY-RECIPIENT-1.jsonl` sends it. If sending fails, as on a compute node without
-internet, the supervisor tries again, and creates the file with the next number.
+because a name server that does not answer may delay a message for minutes. Of several processes with the same message,
+the one that creates the file `events/notice-KEY-RECIPIENT-1.jsonl` sends it. If sending fails, as on a compute node
+without internet, the supervisor tries again, and creates the file with the next number.
 """
 
 import argparse
@@ -157,8 +157,8 @@ def _tell(text: str) -> None:
 
 
 def try_to_send(recipient: str, title: str, body: str, seconds: float = _SEND_SECONDS) -> str | None:
-    """Send a message. Return None if it was sent; if not, the reason, without any part of the address."""
-    # The thread is a daemon, so that the interpreter does not wait for a name server either.
+    """Send a message. Return None if it was sent, or else the reason, without secrets from the address."""
+    # The thread is a daemon, so that this process can end while the thread waits for a name server.
     answers = list[str | None]()
     thread = threading.Thread(target=lambda: answers.append(_send(recipient, title, body)), daemon=True)
     thread.start()
@@ -201,7 +201,7 @@ class _Warnings(logging.Handler):
 
 
 def without_secrets(text: str, address: str) -> str:
-    """Return a text without the parts of an address, except its scheme: any other part may be a password.
+    """Return a text without the parts of an address that may be a password: all parts except the scheme.
 
     Parts of up to three characters, such as a port, stay, because they occur within other words.
     """

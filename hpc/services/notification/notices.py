@@ -58,7 +58,7 @@ def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
 
 
 def unsent_messages(history: History) -> list[dict[str, str | None]]:
-    """Return the notice, recipient and problem (None while it is being sent) of each message that was not sent."""
+    """Return notice, recipient and problem of each unsent message. The problem of one that is being sent is None."""
     last = {(event.notice, event.recipient): event for event in history.of(OfMessage)}
     return [
         {"notice": one.notice, "recipient": one.recipient,
@@ -68,7 +68,7 @@ def unsent_messages(history: History) -> list[dict[str, str | None]]:
 
 
 def alert_times(times: Iterable[float], most: int) -> list[float]:
-    """Return the times of alerts. An alert takes more than `most` interruptions within an hour; each counts once."""
+    """Return when alerts are due: when an hour has more than `most` interruptions. Each interruption counts once."""
     recent, alerts = list[float](), list[float]()
     for at in times:
         recent = [*(each for each in recent if at - each < _HOUR_SECONDS), at]
@@ -79,7 +79,7 @@ def alert_times(times: Iterable[float], most: int) -> list[float]:
 
 
 def _interruptions(history: History, *, failed: bool) -> dict[float, str]:
-    """Return the times and causes of a run's interruptions, in order, without the failure that ended it."""
+    """Return the causes of a run's interruptions by time, in order. If the run has `failed`, leave out the last one."""
     stops = [
         event
         for event in history.events
@@ -95,7 +95,7 @@ def _ended(run: Path, how: str, history: History) -> Notice:
     last, detail = history.attempts[-1], history.not_continued
     stopped = f"Nothing restarts the run ({detail}): start hpc supervise, or type hpc resume"
     advice = [] if detail is None else [stopped]
-    # The agents of a run that is complete may have been killed before they recorded the end of its attempt.
+    # The agents of a complete run may have been killed before they recorded the end of the attempt.
     at = last.ended or max((event.time for event in history.of(TrainCompleted)), default=0.0)
     return Notice(
         key=f"{how}-{last.attempt:03d}", title=title, time=at,

@@ -77,7 +77,7 @@ def _check_is_private(path: Path, status: os.stat_result) -> None:
 
 
 def with_known_names(notification: Notification) -> Notification:
-    """Return the flags with all names in place of `all`. Raises UserError as `choose_recipients` does."""
+    """Check the names of --notify, and replace `all` by all names. Raises UserError as `choose_recipients` does."""
     return replace(notification, notify=tuple(choose_recipients(notification.notify)))
 
 

@@ -47,7 +47,7 @@ class MlflowTracker:
         self.url = page if uri.startswith("http") else shown
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send points. After an interrupted call, the next one sends them again: MLflow's database keeps each once."""
+        """Send points. After an interrupted call, the next call sends them again: MLflow's database keeps each once."""
         metrics = [
             (point, Metric(name, value, round(1000 * (point.time or 0.0)), point.step))
             for point in points
@@ -81,7 +81,7 @@ def create_run(run: RunDir, spec: RunSpec) -> str:
 
 
 def delete_run(mlflow_run: str) -> None:
-    """Delete the run at MLflow of a failed submission. Raises TrackingError."""
+    """Delete the run that a failed submission has made at MLflow. Raises TrackingError."""
     client, uri = _client()
     with _errors(uri):
         client.delete_run(mlflow_run)

@@ -16,7 +16,7 @@ _EVALUATIONS = "eval"
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The measurements of one line."""
+    """The metrics in one line of a file."""
 
     series: str
     """`train`, the split of an evaluation, or the name of another file."""
@@ -28,7 +28,7 @@ class Point:
 
 
 def read_points(metrics: Path, sent: Mapping[str, int]) -> list[Point]:
-    """Return the points of all files in a directory that come after the step of their series in `sent`, by step.
+    """Return the points in a directory's files, sorted by step, that are newer than their series' step in `sent`.
 
     If a restart repeated a step, its later line replaces the earlier one.
     """

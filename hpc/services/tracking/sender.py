@@ -2,7 +2,7 @@
 
 The head node's agent starts `python -m hpc.services.tracking.sender RUN_DIR SERVICE ATTEMPT`, which can neither stop
 nor delay the training. The process ends when its standard input ends: at the end of the attempt, or when the agent
-dies. If it cannot send, as on nodes without internet, `hpc sync` sends the rest from the login node.
+dies. If it cannot send, as on nodes without internet, `hpc sync` sends the missing points from the login node.
 """
 
 import argparse

@@ -28,9 +28,9 @@ def check_ready(service: Service) -> None:
 
 @contextmanager
 def at_trackers(run: RunDir, spec: RunSpec) -> Iterator[RunSpec]:
-    """Make the run at MLflow, whose server the nodes may not reach, and yield the spec with the run's id there.
+    """Make the run at MLflow if its flags name MLflow, and yield the spec with the run's id there.
 
-    The run at MLflow is deleted if the submission fails. Raises TrackingError if MLflow does not answer.
+    Nodes may not reach MLflow's server. The run at MLflow is deleted if the submission fails. Raises TrackingError.
     """
     if "mlflow" not in spec.tracker:
         yield spec

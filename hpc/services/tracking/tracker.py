@@ -69,7 +69,7 @@ def run_id(spec: RunSpec) -> str:
 
 
 def rank_variables(run: RunDir, spec: RunSpec) -> dict[str, str]:
-    """Return the variables by which a script's `wandb.init()` and `mlflow.start_run()` continue the run."""
+    """Return environment variables with which `wandb.init()` and `mlflow.start_run()` in a script continue the run."""
     variables = {
         "WANDB_RUN_ID": run_id(spec), "WANDB_RESUME": "allow", "WANDB_NAME": spec.name, "WANDB_DIR": str(run.path),
     }  # fmt: skip

@@ -17,7 +17,7 @@ from hpc.services.tracking.points import Point
 from hpc.services.tracking.tracker import PROJECT, TrackingError, run_id, settings_of
 
 _INIT_SECONDS = 60.0
-# Prefix of the last step of each series in W&B's summary, which the server returns to a process that resumes the run.
+# Prefix of the last step of each series in W&B's summary. A process that resumes the run gets this summary.
 _SENT = "sent/"
 
 

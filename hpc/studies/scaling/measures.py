@@ -37,9 +37,9 @@ class Measures:
     epoch_seconds: float | None = None
     """The mean duration of an epoch."""
     epochs: float | None = None
-    """The number of epochs that were trained in the time."""
+    """The number of epochs trained so far, which may be a fraction."""
     images_per_second: float | None = None
-    """The speed of all ranks: the median of the log's lines, without the first of each attempt."""
+    """The speed of all ranks: the median of the log's lines, without each attempt's first line."""
     val_loss: float | None = None
     """The best validation loss."""
     test_loss: float | None = None
@@ -164,7 +164,7 @@ def _reason(one: Measures) -> list[str]:
 
 
 def _up_or_out(known: Sequence[Measures]) -> list[str]:
-    """Return a sentence for each number of ranks that was tried on few and on many nodes: which of both is faster."""
+    """For each number of ranks that was tried on few and on many nodes, return a sentence that says which is faster."""
     found = list[str]()
     for ranks in sorted({one.size.ranks for one in known}):
         alike = [one for one in known if one.size.ranks == ranks]
@@ -203,7 +203,7 @@ def _last(evaluations: Sequence[Mapping[str, Any]], split: str) -> Mapping[str, 
 
 
 def _curve(points: Sequence[Mapping[str, Any]], lines: Sequence[Mapping[str, Any]]) -> Curve:
-    """Return losses by the seconds of training. Evaluations have no seconds: these come from the line of their step."""
+    """Return losses by seconds of training. An evaluation's seconds come from the training's line of the same step."""
     seconds = {line.get("step"): number_in(line, "train_seconds") for line in lines}
     found = list[tuple[float, float]]()
     for point in points:

@@ -40,7 +40,7 @@ class ScalingController:
             TorchrelayError: Slurm does not answer.
         """
         missing, running = list[Size](), 0
-        self._cache = StatusCache()  # in an old one, a run that another controller just submitted may look failed
+        self._cache = StatusCache()  # in an old cache, a run that another controller just submitted may look failed
         for size in self._spec.sizes:
             run = self._study.run(size.name)
             summary = self._cache.summary(run) if run.spec.exists() else None

@@ -1,4 +1,4 @@
-"""The directory of a scaling study: a group with a run for each size."""
+"""The directory of a scaling study, which has a run for each size."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingSpec(GroupSpec):
-    """The spec of a study."""
+    """The settings of a study."""
 
     nodes: tuple[int, ...]
     gpus: tuple[int, ...]
@@ -46,7 +46,7 @@ class ScalingSpec(GroupSpec):
 
     @property
     def sizes(self) -> Sequence[Size]:
-        """All combinations, sorted by the number of ranks, then of nodes."""
+        """All combinations of nodes and GPUs per node, sorted by the number of ranks, then of nodes."""
         sizes = [Size(nodes=nodes, gpus=gpus) for nodes, gpus in product(self.nodes, self.gpus)]
         return sorted(sizes, key=lambda size: (size.ranks, size.nodes))
 

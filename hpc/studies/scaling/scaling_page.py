@@ -1,4 +1,4 @@
-"""The page of a scaling study: its table, the parts of a step's time, speed by ranks and losses by time. Pure."""
+"""The page of a scaling study: its table, parts of a step's time, speed by ranks, losses by time. Login node."""
 
 import time
 from collections.abc import Mapping, Sequence

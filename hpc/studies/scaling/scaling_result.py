@@ -1,4 +1,4 @@
-"""Writes the result of a scaling study so far: a table with a column for each size, conclusions, and the page."""
+"""Prints and writes the results of a scaling study so far: a table with a column for each size, and conclusions."""
 
 from collections.abc import Callable, Sequence
 from os.path import relpath

@@ -1,4 +1,4 @@
-"""The values that each trial may take, from `--param`. Pure."""
+"""Reads from `--param` which values the parameters of a trial may take. Pure."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
 def read_space(params: Sequence[str]) -> "dict[str, BaseDistribution]":
-    """Return the distribution of the values of each parameter, by its name.
+    """Return the distribution of each parameter's values, by the parameter's name.
 
     Raises:
         UserError: a parameter is malformed.
@@ -60,7 +60,7 @@ def _distinct(param: str, values: Sequence[str]) -> list[str]:
 
 
 def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
-    """Return all combinations of values; the last parameter varies fastest. Raises UserError for a range."""
+    """Return all combinations of values; the last parameter varies fastest. Raises UserError if one is a range."""
     lists: list[list[str]] = []
     for name, values in space.items():
         choices = getattr(values, "choices", None)

@@ -34,7 +34,7 @@ def open_study(sweep: SweepDir, spec: SweepSpec) -> optuna.Study:
         # The sampler counts running trials as bad, so that new ones differ from them.
         "tpe": lambda: optuna.samplers.TPESampler(seed=spec.seed, constant_liar=True),
         "random": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
-        # Optuna's grid sampler stops the study, which only optimize() allows. So `step` enqueues the grid's values.
+        # Optuna's grid sampler works only inside optimize(), where it stops the study. So `step` enqueues values.
         "grid": lambda: optuna.samplers.RandomSampler(seed=spec.seed),
     }
     pruners = {"median": optuna.pruners.MedianPruner(), "none": optuna.pruners.NopPruner()}
@@ -66,7 +66,7 @@ class SweepController:
             UserError: the first trial cannot be submitted.
             TorchrelayError: Slurm does not answer.
         """
-        self._cache = StatusCache()  # in an old one, a run that another controller just submitted may look failed
+        self._cache = StatusCache()  # in an old cache, a run that another controller just submitted may look failed
         for trial in self._running():
             self._follow(trial)
         if self._sweep.cancelled.exists():

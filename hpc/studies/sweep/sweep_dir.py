@@ -1,4 +1,4 @@
-"""The directory of a sweep: a group whose runs are Optuna's trials, and its journal."""
+"""The directory of a sweep: its runs, which are Optuna's trials, and Optuna's journal."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +14,12 @@ Pruner = Literal["median", "none"]
 
 @dataclass(frozen=True, kw_only=True)
 class SweepSpec(GroupSpec):
-    """The spec of a sweep."""
+    """The settings of a sweep."""
 
     param: tuple[str, ...]
     trials: int
     metric: str
-    """Name of the metric, as at trackers: `val/accuracy`."""
+    """Name of the metric, as trackers show it, such as `val/accuracy`."""
     direction: Direction
     sampler: Sampler
     pruner: Pruner

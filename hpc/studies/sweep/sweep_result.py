@@ -1,4 +1,4 @@
-"""Writes the result of a sweep so far: a table, the best trial's flags, and a page. Runs on the login node."""
+"""Writes the best trial's flags and the page of a sweep so far, and prints its trials. Runs on the login node."""
 
 import shlex
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from hpc.studies.sweep.sweep_page import STATES, sweep_page
 
 
 def write_result(directory: SweepDir, spec: SweepSpec, study: optuna.Study) -> None:
-    """Write the page, the pages of the runs that have ended and, if a trial is complete, `best.yaml`."""
+    """Write the sweep's page, the pages of runs that have ended and, if a trial is complete, `best.yaml`."""
     best, trials = best_trial(study), _sorted(study)
     if best is not None:
         write_atomic(directory.best, _best_flags(directory, spec, best))

@@ -1,7 +1,7 @@
 """The archive of a Python environment: packed once on the login node, fetched and unpacked by compute nodes.
 
-A shared file system delivers one large file in seconds, but the 30,000 small files of an environment in minutes, at
-every start of every rank.
+A shared file system delivers one large file in seconds. For the 30,000 small files of an environment it needs minutes,
+at every start of every rank.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from jobs.staging.python_environment import DESCRIPTION, EnvironmentDescription,
 DIRECTORY = ".environments"
 _BUFFER_BYTES = 2**20
 _KEEP_SECONDS = 7 * 86400
-# A packing process writes all the time, so the writer of another host's file that is older than this is dead.
+# A packing process writes all the time. If a file of another host is older than this, its writer is dead.
 _ABANDONED_SECONDS = 3600
 _LONGEST_SCRIPT = 2**20
 # For the shell, the second line is a no-op; for Python, it starts a string that ends in the fourth line.
@@ -152,7 +152,7 @@ def _pack(environment: PythonEnvironment, file: IO[bytes], progress: Progress) -
 def _tar_info(member: PackedFileEntry) -> tarfile.TarInfo:
     info = tarfile.TarInfo(member.name)
     info.size, info.mode = member.size, 0o700 if member.executable else 0o600
-    # Byte code records the time of its source in whole seconds, and Python compares the two.
+    # Byte code records its source's time in whole seconds, and Python compares that with the source file.
     info.mtime = member.modified_ns // 10**9
     if member.target is not None:
         info.type, info.linkname = tarfile.SYMTYPE, member.target

@@ -1,8 +1,8 @@
 """Checks the user's own environment (`--python`, `--container`) before the run is queued. Runs on the login node.
 
-torchrun and the ranks of a user's script run in this environment, the agents in the environment of `hpc`. Some of our
-modules run in both, and so need only the standard library and torch: torchrun_main and the rendezvous that it loads,
-the rank wrapper, and the preflight.
+torchrun and the ranks of a user's script run in this environment; the agents run in the environment of `hpc`. Some of
+our modules run in both, so they import only the standard library and torch: torchrun_main and the rendezvous that it
+loads, the rank wrapper, and the preflight.
 """
 
 import json
@@ -154,8 +154,8 @@ def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seco
 
 
 def _executable(given: Path, flag: str) -> Path:
-    # The link that is a venv's interpreter is kept, because the interpreter finds its environment relative to it. Links
-    # to its directory are resolved, because they may be missing on other nodes.
+    # A venv's interpreter is a link. It is not resolved, because the interpreter finds the venv relative to the link.
+    # Links to the interpreter's directory are resolved, because they may be missing on other nodes.
     path = given.expanduser().absolute()
     path = path.parent.resolve() / path.name
     if path.is_dir():

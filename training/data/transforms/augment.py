@@ -55,18 +55,18 @@ _DEFAULTS: dict[Kind, _Defaults] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Augments the images of a training: if it `resizes`, first each image by `crop_one`, then all by `batch`."""
+    """Augments the images of a training: with `resizes`, first one by one in `crop_one`; then together in `batch`."""
 
     seed: int
     resizes: bool
-    """Whether images are cropped and resized one by one: always for a folder, whose images differ in size."""
+    """Whether images are cropped and resized one by one: always for folders and packed data."""
     area: tuple[float, float] | None = None
     """Least and greatest area of a random box, as shares of the image; None to crop the square in the middle."""
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Least and greatest aspect ratio (width / height) of a random box."""
     interpolation: Interpolation = "bilinear"
     padding: int = 0
-    """Largest shift of an image, in pixels, which are filled with zeros; 0 for no shift."""
+    """Largest shift of an image, in pixels. Zeros fill the gap. 0 means no shift."""
     flip: bool = False
     """Whether to mirror a random half of the images."""
     policy: Callable[[Any], Tensor] | None = None
@@ -75,7 +75,7 @@ class Augmentation:
 
     @property
     def needs_cpu(self) -> bool:
-        """Whether a part runs on the CPU, image by image, so slowly that loader workers pay off."""
+        """Whether a part of the augmentation takes so long on the CPU, image by image, that loader workers pay off."""
         return self.resizes or self.policy is not None
 
     def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
@@ -101,8 +101,8 @@ class Augmentation:
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip and not self.resizes:
-            # The upper half of the draws mirrors here, but the lower half in `crop_one`. To change one would change the
-            # images of a seed.
+            # The upper half of the draws mirrors here, the lower half in `crop_one`. They stay different: a seed must
+            # keep its images.
             mirrored = to_device(rand_int(key, indices * _DRAWS + _FLIP, 2).bool(), images.device)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if self.policy is not None:
@@ -145,11 +145,11 @@ def make_augmentation(
 ) -> Augmentation:
     """Return the augmentation that the flags ask for. What `auto` means depends on the kind of the data.
 
-    `shape` is the [C, H, W] of images in memory, or to which the images of a folder are resized. `mean` is the mean of
-    each channel, from 0 to 1, with which random erasing fills.
+    `shape` is the [C, H, W] of the images; images of a folder are resized to it. `mean` is the mean of each channel,
+    from 0 to 1. Random erasing fills with it.
 
     Raises:
-        UserError: the policy does not take images with this number of channels.
+        UserError: the color jitter or the policy does not take images with this number of channels.
     """
     if shape[0] not in {1, 3}:
         for name, value, nothing in (

@@ -1,6 +1,6 @@
 """Chooses the box to crop from an image, and resizes the crop. Runs on ranks, loader workers and packers.
 
-Only `crop_and_resize` imports torch, since packers use the boxes and start without torch.
+Only `crop_and_resize` imports torch. Packers use the boxes alone, and start without torch.
 """
 
 import math

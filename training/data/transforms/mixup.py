@@ -18,10 +18,10 @@ from training.runtime.counter_rng import Purpose, derive_key
 
 @dataclass(frozen=True, kw_only=True)
 class Mixup:
-    """The mix of the images of a step."""
+    """How the images of a step are mixed."""
 
     lam: float
-    """Weight of the image, lambda in the papers. Its partner has the weight 1 - `lam`."""
+    """Weight of each image, lambda in the papers. Its partner has the weight 1 - `lam`."""
     box: tuple[int, int, int, int] | None
     """For cutmix, top, bottom, left and right of the partner's box in pixels; None for mixup."""
 
