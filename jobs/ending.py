@@ -138,7 +138,7 @@ def continue_ended_run(node: NodeAttempt, cause: Cause) -> int:
 
 
 def _follows_a_dead_start(node: NodeAttempt) -> bool:
-    """Return whether the agents of the previous attempt fell silent, in an earlier start of this job.
+    """Return whether the agents of the previous attempt fell silent in an earlier start of this job.
 
     If their node was only suspended, the earlier srun ends the job step of this start when the node resumes, because
     both steps have the same name.

@@ -1,1 +1,1 @@
-"""Foundation of hpc, jobs and training that knows nothing of runs: files, units, errors, processes. Runs everywhere."""
+"""Files, units, errors and processes for hpc, jobs and training. Knows nothing of runs. Runs everywhere."""

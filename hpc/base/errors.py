@@ -25,12 +25,12 @@ class UserError(TorchrelayError):
     exit_code = 2
 
 
-# Packages by extra, if the names differ. Messages name the package, because pip installs an extra only from an index.
+# Packages of the extras that have another name. Messages name packages, because pip installs extras only from an index.
 _PACKAGES = {"sweep": "optuna", "mlflow": "mlflow-skinny"}
 
 
 def need_package(package: str, extra: str, what: str) -> None:
-    """Raise UserError, which says that `what` needs it, if the optional package of one of our extras is missing."""
+    """Raise UserError if `package`, which our `extra` installs, is missing. The message says that `what` needs it."""
     if importlib.util.find_spec(package) is None:
         raise UserError(
             f"{what} needs the package {package}, which is not in {sys.prefix}: type pip install "

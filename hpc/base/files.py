@@ -34,7 +34,7 @@ UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSU
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers if the storage is full, or a quota is used up."""
 TEMPORARY = DISK_FULL | {errno.ESTALE, errno.EIO}
-"""Error numbers that may go away: the storage is full, or its server does not answer."""
+"""Error numbers of problems that may pass: the storage is full, or its server does not answer."""
 
 
 def sha256_of(path: Path) -> str:
@@ -81,7 +81,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def modified(path: Path) -> float | None:
-    """Return a file's modification time by its storage's clock; None if missing. Opens it, to refresh NFS's cache."""
+    """Return a file's modification time by its storage's clock; None without the file. Refreshes NFS's cache first."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -90,7 +90,7 @@ def modified(path: Path) -> float | None:
 
 
 def storage_time(directory: Path) -> float:
-    """Return the present time by the clock of a directory's storage, or by this machine's if nothing can be written."""
+    """Return the time by the clock of a directory's storage, or by this machine's clock if nothing can be written."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b".")
@@ -154,7 +154,7 @@ def write_exclusive(path: Path, data: str) -> bool:
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a new private directory under a temporary name, and rename it to `path` when the block ends.
 
-    Parents are made, too. An error leaves only the parents; a kill also leaves the directory (see `is_temporary`).
+    Makes missing parents. An error removes the new directory, but not its parents. A kill leaves all (`is_temporary`).
 
     Raises:
         FileExistsError: `path` exists when the block ends.
@@ -162,7 +162,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     temporary = _temporary_name(path)
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may have removed the parent: it had made it, and then failed.
+        # Another process may have made the parent, failed, and removed it.
         with contextlib.suppress(FileNotFoundError):
             temporary.mkdir(mode=0o700)
             break
@@ -264,7 +264,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
     try:
-        # One call for all lines takes a third of the time, but a torn line makes it fail or merges with its neighbours.
+        # One call for all lines takes a third of the time of a call per line. It fails or merges lines if one is torn.
         records = json.loads(b"[%b]" % b",".join(lines))
     except (ValueError, RecursionError):
         records = []
@@ -305,12 +305,12 @@ def numbered_json_lines(path: Path | str) -> Iterator[tuple[int, dict[str, Any] 
 
 
 def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Return an iterator over the whole records of a log, the oldest first; empty if the log does not exist."""
+    """Return an iterator over a log's records without torn lines, oldest first; empty if the log does not exist."""
     return (record for _, record in numbered_json_lines(path) if record is not None)
 
 
 def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
-    """Return a field that a user's script may have written, if it is a number up to `MOST`; None if not, as for NaN."""
+    """Return the field `name`; None if it is no number up to `MOST`. A user's script may have written NaN or text."""
     value: Any = record.get(name)
     return value if type(value) in {int, float} and -MOST <= value <= MOST else None
 

@@ -30,7 +30,7 @@ def is_listed_as_untracked(path: Path) -> bool:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Return the output of git; None if git is missing or fails, as outside a repository or in another user's."""
+    """Return git's output; None if git is missing or fails, for example outside a repository."""
     try:
         done = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=False)
     except FileNotFoundError:

@@ -37,16 +37,16 @@ _CLOCK_OFFSET = time.time() - time.monotonic()
 
 
 def steady_time(monotonic: float | None = None) -> float:
-    """Return the seconds since the epoch, now or at a value of time.monotonic(), by a clock that nobody can set.
+    """Return the time in seconds since the epoch, by a clock that nobody can set.
 
-    Use it for times that are compared later. If somebody set the clock of time.time() back by an hour, each new rank
-    would seem older than the last failure, and for an hour no failure or hang would count.
+    `monotonic` is a value of time.monotonic(), by default now. Use this clock for times that are compared later: if
+    somebody set the clock of time.time() back by an hour, no failure or hang of a new rank would count for an hour.
     """
     return _CLOCK_OFFSET + (time.monotonic() if monotonic is None else monotonic)
 
 
 def _stat(pid: str | int) -> list[str]:
-    """Return the fields of /proc/PID/stat after the name, which may hold spaces and parentheses; empty if missing."""
+    """Return the fields of /proc/PID/stat after the process's name; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -54,7 +54,7 @@ def _stat(pid: str | int) -> list[str]:
 
 
 def start_time(pid: str | int) -> int | None:
-    """Return a process's start in clock ticks since boot, unique with its id; None if no such process exists."""
+    """Return when a process started, in clock ticks since boot; None if there is no such process."""
     fields = _stat(pid)
     return int(fields[_START_TIME]) if fields else None
 
@@ -83,7 +83,7 @@ def is_alive(pid: str | int, started: int | None) -> bool:
 
 
 def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
-    """Return whether a signal is in a process's mask SigCgt (handled) or SigIgn (ignored); False if it has ended."""
+    """Return whether a process's `mask`, SigCgt (handled) or SigIgn (ignored), has a signal; False if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -93,7 +93,7 @@ def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
 
 
 def open_files(beginning: str) -> dict[int, str]:
-    """Return the paths, by descriptor, of this process's open files whose paths begin with `beginning`."""
+    """Return this process's open files whose paths begin with `beginning`, as paths by descriptor."""
     found = {}
     for descriptor in list(Path("/proc/self/fd").iterdir()):
         with suppress(FileNotFoundError):  # the listing's own descriptor is closed by now
@@ -208,7 +208,7 @@ def file_system_type(path: Path) -> str | None:
 
 
 def mounted_directory(path: Path) -> str:
-    """Return the root of a path's mount within its file system: `/`, except for bind mounts; empty if unknown."""
+    """Return which directory of its file system is mounted at a path's mount point, mostly `/`; empty if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -220,8 +220,8 @@ def mounted_directory(path: Path) -> str:
 def mounted_type(mounts: str, path: Path) -> str | None:
     """Return the type of an absolute path's file system, from the text of /proc/mounts; None if no mount contains it.
 
-    The last of the innermost mounts counts. An overlay has the type of the directory to which it writes, which is in
-    memory on a diskless node.
+    Of several mounts at one point, the last counts. An overlay has the type of the directory to which it writes: on a
+    diskless node, it is in memory.
     """
     found = _innermost(mounts.splitlines(), 1, path)
     if not found:
@@ -234,7 +234,7 @@ def mounted_type(mounts: str, path: Path) -> str | None:
 
 
 def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
-    """Return the last of the innermost mounts that contain a path, or "". `field` is the index of the mount point."""
+    """Return the line of the innermost mount that contains a path, or "". `field` is the index of the mount point."""
     found, longest = "", 0
     for line in mounts:
         point = Path(_unescape(line.split()[field]))

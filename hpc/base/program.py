@@ -38,7 +38,7 @@ SCHEMA = 1
 """Version of docs/json.schema.json; a change that breaks readers raises it."""
 Options = TypeVar("Options")
 Explanation = Callable[[Sequence[str], int], str | None]
-"""A function that returns what to type instead of the word at an index of a command line; None without advice."""
+"""A function of a command line and an index. Returns what to type instead of the word there; None without advice."""
 TYRO = (
     tyro.conf.FlagCreatePairsOff,
     tyro.conf.DisallowNone,  # the help shows STR, not {None}|STR
@@ -94,11 +94,11 @@ def read(
 ) -> dict[str, Any]:
     """Return the texts of the flags and positional arguments on a command line, by name without leading dashes.
 
-    The first dataclass has the program's flags. The flags of the others are read too, for a caller that refuses them
-    with a reason. `explain` may return what to type instead of a word of `argv` that cannot be read.
+    The first of `options` has the program's flags. The flags of the others are read too, so that the caller can say why
+    it refuses them. `explain` may return what to type instead of a word of `argv` that cannot be read.
 
     Raises:
-        UserError: a flag does not exist or has no value, a switch has one, or a word belongs to no flag.
+        UserError: a flag does not exist or has no value, a switch has a value, or a word belongs to no flag.
     """
     known = {flag_name(field): field for kind in reversed(options) for field in flags(kind)}
     try:
@@ -123,7 +123,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
         marks = _marks(field)
         letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
         words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
-        # A missing value becomes None. If argparse reported it, it would hide an unknown flag, which explains more.
+        # A missing value becomes None. If argparse reported it, the user would not hear of an unknown flag before it.
         nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
         if _is_positional(field):
             parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
@@ -135,7 +135,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
 
 
 def build(options: type[Options], values: Mapping[str, Any]) -> Options:
-    """Return a dataclass, with its groups, from values by flag name: texts of a command line, or Python values.
+    """Make a dataclass and its groups from values by flag name, which are texts of a command line or Python values.
 
     Raises:
         UserError: a value does not fit its flag, a flag does not exist, or an argument is missing.
@@ -201,7 +201,7 @@ def taken(label: str, kind: Any, value: Any) -> Any:
     raise UserError(f"{label} is {str(value)!r}: expected {expected}")
 
 
-# For each type of field: the conversion, the types that it accepts, and what an error says is expected.
+# For each type of field: the conversion, the types that it accepts, and their description in errors.
 _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
     bool: (lambda value: {"true": True, "false": False}[str(value).lower()], (bool, str), "true or false"),
     int: (int, (int, str), "a whole number"),
@@ -212,7 +212,7 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
 
 
 def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str) -> str:
-    """Return the error message for an unknown flag, with the most similar flag, or for a word without a flag."""
+    """Return the error message for an unknown flag, with the most similar one, or for a word that belongs to no flag."""
     flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
     if not flag.startswith("-"):
         return f"unexpected argument: {word} (see {prog} --help)"
@@ -365,7 +365,7 @@ def run(
     debug: bool = False,
     report: Callable[[str, int], None] = lambda _message, _exit_code: None,
 ) -> int:
-    """Call `work`, and return its exit code, or that of its TorchrelayError or OSError, or of Ctrl-C.
+    """Call `work`, and return the exit code: the one that it returns, or the one for its error or Ctrl-C.
 
     Prints an error after `prefix`, and its traceback if `debug`. Then calls `report` with the message and exit code.
     """

@@ -18,7 +18,7 @@ def visible(text: str) -> str:
 
 
 def few(names: Sequence[str], separator: str = ", ") -> str:
-    """Return names in one line for people: all of up to four names; of more, the first, the last and the number."""
+    """Return names in one line for people. Of more than four names, only the first, the last and the number."""
     return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NAMES_SHOWN else separator.join(names)
 
 
@@ -34,7 +34,7 @@ def csv_text(cell: str) -> str:
 
 def similar(word: str, known: Iterable[str], count: int = 3) -> list[str]:
     """Return at most `count` known words that resemble a typed word, the most similar one first."""
-    # A single suggestion must be right; of several, it is enough if one is.
+    # A single suggestion must be right; of several suggestions, one must be.
     return difflib.get_close_matches(word, list(known), n=count, cutoff=0.7 if count == 1 else 0.5)
 
 

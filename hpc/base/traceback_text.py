@@ -1,4 +1,4 @@
-"""Finds the exception that ended a Python program in the program's output. Pure; runs everywhere.
+"""Finds, in the output of a Python program, the exception that ended the program. Pure; runs everywhere.
 
 After torch's `init_process_group` each line of an uncaught exception names the rank: `[rank1]: ValueError: no luck`.
 The process wrapper of each rank imports this module, which therefore imports little.
@@ -12,7 +12,7 @@ _RANK = re.compile(r"(?:\[rank\d+\]: )+")
 # Characters to the left of a traceback that a message quotes, or that belongs to an exception group.
 _MARGIN = re.compile(r"[\s|+]*")
 _EXCEPTION = re.compile(r"[^\W\d][\w.<>]*(?::|$)")
-# Header of a traceback that no exception's message quotes, as printed by Python, an exception group or rich.
+# Header of a traceback that is not quoted in a message. Python, exception groups and rich print it in these forms.
 _OWN_HEADER = re.compile(r"(?:  \+ Exception Group |╭─+ )?Traceback")
 _CHAINED = re.compile(r"(?:The above exception was the direct cause of|During handling of the above exception)")
 # Lines that Python prints above a traceback that does not end the process.
@@ -26,8 +26,8 @@ _Traceback = tuple[int, int]
 def describe_exception(printed: Sequence[str]) -> str:
     """Return the message of the last exception; empty if there is none, or if later output shows that it was caught.
 
-    An exception that it is chained to or quotes follows in parentheses, because it may name the cause: on a full disk,
-    torch.save raises a RuntimeError while it handles an OSError.
+    The exception that it quotes or is chained to follows in parentheses, because that one may name the cause: on a full
+    disk, torch.save raises a RuntimeError while it handles an OSError.
     """
     lines = _without_ranks(printed)
     found = _last_exception(lines)
@@ -36,7 +36,7 @@ def describe_exception(printed: Sequence[str]) -> str:
     (_, last), uncaught = found[-1], _RANK.match(printed[found[0][0]])
     if not uncaught and sum(any(map(str.isalnum, line)) for line in lines[last + 1 :]) > _MOST_LINES_AFTER:
         return ""
-    # Of an exception group, the least indented traceback is the group's own; those of its members are indented further.
+    # The traceback of an exception group itself is the least indented; the tracebacks of its members are inside.
     _, main = min(reversed(found), key=lambda each: _indentation(lines[each[0]]))
     message = _message(lines, main)
     others = [other for _, number in found if (other := _message(lines, number)) != message]
@@ -77,7 +77,7 @@ def _last_exception(lines: Sequence[str]) -> list[_Traceback]:
 
 
 def _exception_line(lines: Sequence[str], header: int) -> int | None:
-    """Return the number of the line that names a traceback's exception, indented at most like its header, or None."""
+    """Return the number of the line that names the exception of the traceback at `header`; None without such a line."""
     indentation = _indentation(lines[header])
     for number in range(header + 1, len(lines)):
         own = _indentation(lines[number])
@@ -94,7 +94,7 @@ def _indentation(line: str) -> int:
 
 
 def _message(lines: Sequence[str], number: int) -> str:
-    """Return the message that begins on a line; it continues on the next line as long as it ends with a colon."""
+    """Return the message that begins on line `number`. After a colon at a line's end, the next line belongs to it."""
     text = lines[number][_indentation(lines[number]) :].strip()
     for line in lines[number + 1 :]:
         if not text.endswith(":") or _HEADER in line:

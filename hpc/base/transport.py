@@ -1,6 +1,6 @@
 """Authenticated connections between the nodes of a run (the agents' control channel, staging's peers), and free ports.
 
-Runs on compute nodes; local launches choose ports, too.
+Runs on compute nodes; `training.verify_resume` also chooses a port.
 
 The handshake proves to each end that the other end has the secret, which is never sent:
 
@@ -15,7 +15,7 @@ A message is a JSON object, sent as four bytes of length, an HMAC of its number 
 encrypted: an eavesdropper can read messages, but not alter, repeat, or add any. Bulk data that follow a message have no
 HMAC. The receiver checks them against checksums in an authenticated message, so they are as safe as these checksums.
 
-Before it is authenticated, a client may send only 64 bytes, none of which is parsed, within `HANDSHAKE_SECONDS`.
+A client must authenticate within `HANDSHAKE_SECONDS`. Until then it can send only 64 bytes, and none of them is parsed.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _RETRY_SECONDS = 0.1
 LOWEST_PORT = 10_000
 EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _DEFAULT_EPHEMERAL = 32_768
-# `listen` shuffles the ports with the system's random numbers, which would be slow for all twenty thousand.
+# `listen` shuffles the ports with the system's random numbers. For all twenty thousand ports that would be slow.
 _TRIES = 1000
 
 
@@ -66,7 +66,7 @@ class Limits:
     max_connections: int = 4096
     """Maximum number of authenticated connections of a server, which closes further ones."""
     max_unauthenticated: int = 128
-    """Maximum number of unauthenticated connections of a server, which closes the oldest for a further one. Agents
+    """Maximum number of unauthenticated connections of a server. For a further one, it closes the oldest. Agents
     authenticate within milliseconds, so idle connections cannot keep them out."""
 
 
@@ -82,7 +82,7 @@ class Connection:
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The timeouts are the kernel's, on a blocking socket: with Python's, MSG_WAITALL returns after each packet.
+        # The socket blocks, and the kernel times out. With Python's timeouts, MSG_WAITALL returns after each packet.
         connected.settimeout(None)
         self._set_timeout(min(limits.timeout_seconds, HANDSHAKE_SECONDS))
 
@@ -172,7 +172,7 @@ class Connection:
         return message
 
     def send_bytes(self, content: bytes) -> None:
-        """Send bulk data, whose checksum an earlier message has announced."""
+        """Send bytes without an HMAC: bulk data, for which another message has the checksums."""
         try:
             self.socket.sendall(content)
         except BlockingIOError:
@@ -302,10 +302,10 @@ class Server:
                 if oldest:
                     _shut_down(oldest)
                 threading.Thread(target=self._converse, args=(connection,), daemon=True, name=self._purpose).start()
-                # `accept` may block for long: a reference here would keep a connection open that has no thread.
+                # `accept` may block for long: a reference here would keep open a connection that has no thread.
                 del connection, oldest
             except (OSError, RuntimeError):
-                # No descriptor or thread is left. A connection without a thread is closed once it is the oldest.
+                # A limit of files or threads is reached. A connection without a thread is closed once it is the oldest.
                 self._closed.wait(_RETRY_SECONDS)
 
     def _converse(self, connection: Connection) -> None:
@@ -332,6 +332,6 @@ class Server:
 
 
 def _shut_down(connection: Connection) -> None:
-    """Wake the connection's thread, which closes it: if it were closed here, another file could get its descriptor."""
+    """End a connection. Its thread then closes it: a close here would free the descriptor that the thread uses."""
     with contextlib.suppress(OSError):
         connection.socket.shutdown(socket.SHUT_RDWR)

@@ -49,7 +49,7 @@ def duration_seconds(flag: str, text: str) -> int:
 
 
 def walltime_minutes(text: str, flag: str = "--time") -> int:
-    """Return the minutes, rounded up, of a flag's time limit in one of Slurm's forms, or such as `90m`, `36h`, `2d`.
+    """Return the minutes, rounded up, of a flag's time limit: `90m`, `36h`, `2d`, or one of Slurm's forms.
 
     Raises:
         UserError: the value has another form, or is zero or unlimited.

@@ -25,13 +25,13 @@ from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 _TIMEOUT_SECONDS = 30
 _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 # The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions, and with
-# SLURM_TIME_FORMAT=relative nobody can parse the times of squeue. If a script is submitted by hand, the agents get the
-# variables of the shell in which that happened.
+# SLURM_TIME_FORMAT=relative nobody can parse the times of squeue. If a user submits a script by hand, the agents inherit
+# such variables from the user's shell.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
-# The reasons of COMPLETING jobs. A job whose batch script was killed has the reason JobLaunchFailure in Slurm 22.05.8,
-# and RaisedSignal in 26.05.5.
+# How a COMPLETING job ends, by Slurm's reason. A job whose batch script was killed has the reason JobLaunchFailure in
+# Slurm 22.05.8, and RaisedSignal in 26.05.5.
 _ENDING_REASONS = {
     "TimeLimit": JobState.TIMEOUT, "JobLaunchFailure": JobState.FAILED, "NonZeroExitCode": JobState.FAILED,
     "RaisedSignal": JobState.FAILED,
@@ -39,7 +39,7 @@ _ENDING_REASONS = {
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 _CRED_EXPIRE_SECONDS = 120
 LONG_REQUEUE_DELAY_SECONDS = 15
-"""Seconds of Slurm's requeue delay above which a run continues in a new job."""
+"""If Slurm holds requeued jobs for more seconds than this, a run continues in a new job."""
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
 Fields = Mapping[str, str]
 
@@ -61,7 +61,7 @@ class Partition:
     """Number of GPUs of a node by type; the type of untyped GPUs is empty."""
 
     def gpus(self, gpu_type: str | None = None) -> int:
-        """Return the number of GPUs of a node: those of one type, or all if `gpu_type` is None."""
+        """Return how many GPUs a node has: GPUs of `gpu_type` or, if that is None, GPUs of all types."""
         return sum(self.gpu_types.values()) if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
 
@@ -77,10 +77,10 @@ class SlurmRefusalError(TorchrelayError):
 
 
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
-    """Remove the variables from which Slurm's commands would take options, in place.
+    """Remove from `environment` the variables from which Slurm's commands would take options.
 
     Inside a job, the job's SLURM_* and SBATCH_* would pass to a new job (SLURM_CPU_BIND would pin every rank to the
-    wrong cores). Outside a job they would override our flags; some become defaults first (hpc.submit.sbatch_variables).
+    wrong cores). Outside a job they would override our flags. (hpc.submit.sbatch_variables reads some of them before.)
     The variables that choose the cluster stay. If no cluster is configured, SLURM_CONF is set to the running testbed's.
     """
     kept = _KEPT_IN_A_JOB if "SLURM_JOB_ID" in environment else _KEPT
@@ -146,14 +146,14 @@ def complete(
 def run_srun(command: Sequence[str]) -> str:
     """Run srun without a time limit, and return the output of its tasks, whether or not they succeeded.
 
-    The user sees srun's messages, such as that it waits in the queue, and can end it with Ctrl-C.
+    The user sees srun's messages, for example that it waits in the queue, and can end it with Ctrl-C.
     """
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as process:
         return process.communicate()[0]
 
 
 def first_error(stderr: str) -> str:
-    """Return the last line of a Slurm command's stderr that names an error, else the last line; empty without lines."""
+    """Return the last line of stderr that names an error or, without one, the last line; empty without lines."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     # After an option that is unknown or lacks its value, the last line that Slurm prints is `Try "..."`.
     lines = [line for line in lines if not line.startswith('Try "')]
@@ -215,7 +215,7 @@ def parse_partitions(text: str) -> list[Partition]:
 
 
 def gpus_in(gres: str) -> dict[str, int]:
-    """Return the number of GPUs by type in a gres text such as `gpu:a100:4(S:0-1),nvme:1`. Untyped GPUs have ''."""
+    """Return the number of GPUs by type in a text such as `gpu:a100:4(S:0-1),nvme:1`. The type of untyped GPUs is ''."""
     found = Counter[str]()
     for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
         found[gpu_type] += int(count)
@@ -224,12 +224,12 @@ def gpus_in(gres: str) -> dict[str, int]:
 
 def jobs() -> dict[str, SlurmJob]:
     """Return all jobs of the user in squeue, by id. Slurm remembers ended jobs for a while (MinJobAge)."""
-    # --all shows jobs in partitions that are hidden, or that have been closed to the user since.
+    # --all also shows jobs in partitions that are hidden, or that the user may no longer use.
     return parse_jobs(run("squeue", "--me", "--all", "--states=all", "--noheader", f"--Format={QUEUE_FORMAT}"))
 
 
 def dependencies() -> dict[str, str]:
-    """Return the dependencies of the user's pending jobs that have one, by job id, such as `afterok:12,afterany:13`."""
+    """Return the dependencies of the user's pending jobs, such as `afterok:12,afterany:13`, by job id."""
     text = run("squeue", "--me", "--all", "--states=pending", "--noheader", "--format=%i|%E")
     rows = (line.partition("|") for line in text.splitlines())
     # squeue adds a state to each condition: afterok:12(unfulfilled).
@@ -258,7 +258,7 @@ def show_reservations() -> tuple[dict[str, str], ...]:
 
 
 def grace_seconds(fields: Fields) -> int | None:
-    """Return the seconds from SIGTERM to SIGKILL on preemption, from `show_partition`; None if the fields set none."""
+    """Return the seconds from SIGTERM to SIGKILL on preemption that a partition's fields set; None if they set none."""
     # If GraceTime is 0, the default, KillWait applies as for every ending job. The modes SUSPEND and OFF end no job.
     # Since 25.05, the mode may be PRIORITY,REQUEUE.
     modes, grace = fields.get("PreemptMode", "").split(","), fields.get("GraceTime", "")
@@ -271,7 +271,7 @@ def parse_fields(text: str) -> dict[str, str]:
 
 
 def ending_state(fields: Fields, restart: int) -> JobState:
-    """Return the state in which a job ends, from `show_job`; `restart` is its restart count when the attempt began.
+    """Return the state in which a job ends, from its fields. `restart` is its restart count when the attempt began.
 
     While its processes end, every job is COMPLETING. Then a higher restart count means a requeue, and the reason shows
     a time limit or a failed batch script. In all other cases the job was cancelled.
@@ -286,15 +286,15 @@ def ending_state(fields: Fields, restart: int) -> JobState:
 
 
 def is_preempted(fields: Fields) -> bool:
-    """Return whether the job was preempted since its last start, from `show_job`. Both times are slurmctld's."""
+    """Return whether a job's fields show a preemption since its last start. slurmctld's clock sets both times."""
     preempted = fields.get("PreemptTime", "None")
     return preempted not in {"None", "N/A", ""} and preempted >= fields.get("StartTime", "")
 
 
 def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
-    """Return the states, by id, of jobs that squeue has forgotten, from the accounting, which may lack some of them.
+    """Return the states of jobs, by id, from Slurm's accounting, which may lack some of the jobs.
 
-    Raises TorchrelayError if the cluster has no accounting, or it does not answer.
+    Raises TorchrelayError if the cluster has no accounting, or if the accounting does not answer.
     """
     options = ("--allocations", "--noheader", "--parsable2", "--format=JobIDRaw,State", f"--jobs={','.join(job_ids)}")
     rows = (line.split("|") for line in run("sacct", *options).splitlines())
@@ -312,7 +312,7 @@ def release(job_id: str) -> None:
 
 
 def usable_nodes(partition: str | None) -> set[str]:
-    """Return the nodes on which jobs may start now or later. `partition` may be a list, `a,b`, or None, the default."""
+    """Return the nodes on which jobs may start now or later. `partition` may be a list, `a,b`; None is the default one."""
     return {node for node, state in _node_states(partition).items() if not state.startswith(_UNUSABLE)}
 
 
@@ -328,7 +328,7 @@ def idle_nodes(partition: str | None) -> set[str]:
 
 
 def has_queue(partition: str | None) -> bool:
-    """Return whether jobs wait for nodes of a partition, or of any if None. Other users' jobs may be hidden."""
+    """Return whether jobs wait for nodes of a partition; None is any partition. Other users' jobs may be hidden."""
     options = [f"--partition={partition}"] if partition else []
     return not {"Resources", "Priority"}.isdisjoint(
         run("squeue", *options, "--states=pending", "--noheader", "--format=%r").split()
@@ -342,13 +342,13 @@ def _node_states(partition: str | None) -> dict[str, str]:
 
 
 def silent_nodes(nodes: Sequence[str]) -> set[str]:
-    """Return those of `nodes` that do not respond to Slurm, but that it has not marked down yet."""
+    """Return which of `nodes` do not respond to Slurm, although Slurm has not marked them down yet."""
     states = _states_of_all_nodes()
     return {name for name in nodes if states.get(name, "").endswith("*") and not states[name].startswith("down")}
 
 
 def dead_nodes(nodes: list[str]) -> list[str]:
-    """Return those of `nodes` that Slurm has marked down. A node that merely does not respond keeps its jobs."""
+    """Return which of `nodes` Slurm has marked down. A node that merely does not respond keeps its jobs."""
     states = _states_of_all_nodes()
     return [name for name in nodes if states.get(name, "").startswith("down")]
 
@@ -366,7 +366,7 @@ def submit(
     """Submit a script without a start delay, and return the job's id.
 
     Args:
-        script: the script. Its own options of sbatch hold, except --exclude, --begin and --dependency.
+        script: the script. Its #SBATCH options hold, except --begin, --dependency and, if `exclude` has nodes, --exclude.
         exclude: nodes to avoid, as names or lists (gpu[01-03]).
         given: the environment variables of the job; by default those of this process.
         dependency: Slurm's dependency (hpc.slurm.predecessors); empty if the job waits for nothing.
@@ -375,8 +375,8 @@ def submit(
     Raises:
         TorchrelayError: sbatch refused the script, or Slurm does not answer.
     """
-    # --sbatch dependency= is overridden: the run's first job has waited, and if a job of that dependency has failed
-    # since, this job would never start.
+    # This overrides the user's --sbatch dependency=, for which the run's first job has already waited. If a job that it
+    # names has failed since, the new job would never start.
     options = [
         "--parsable",
         "--begin=now",
@@ -491,7 +491,7 @@ def _max_submit_jobs() -> float | None:
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
-    """Return the partition `name`, or the default one if None. Raises UserError, with all names, if it is missing."""
+    """Return the partition `name`; None is the default one. If there is none, UserError lists the names of all."""
     for partition in partitions:
         if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
             return partition
@@ -510,12 +510,12 @@ def requeue_options() -> list[str]:
 
 
 def expedites_requeues(config: Fields) -> bool:
-    """Return whether Slurm allows jobs to be requeued without a delay, from `show_config`."""
+    """Return whether Slurm's configuration allows requeues without a delay."""
     return "enable_expedited_requeue" in config.get("SlurmctldParameters", "")
 
 
 def is_expedited(fields: Fields) -> bool:
-    """Return whether Slurm requeues the job without a delay, from `show_job`.
+    """Return whether Slurm requeues a job without a delay, according to the job's fields.
 
     If the script of such a job fails, Slurm does not end the job, but requeues and holds it (26.05.5).
     """
@@ -523,13 +523,13 @@ def is_expedited(fields: Fields) -> bool:
 
 
 def is_shortened(fields: Fields, usual_minutes: int) -> bool:
-    """Return whether --time-min has lowered the job's time limit below the usual one, from `show_job`."""
+    """Return whether --time-min has lowered the time limit in a job's fields below the usual one."""
     limit = slurm_seconds(fields.get("TimeLimit", "N/A"))
     return fields.get("TimeMin", "N/A") != "N/A" and limit is not None and limit < 60 * usual_minutes
 
 
 def requeue_delay_seconds(config: Fields) -> int:
-    """Return the seconds for which Slurm holds a requeued job, from `show_config`.
+    """Return the seconds for which Slurm, with this configuration, holds a requeued job.
 
     The delay is `requeue_delay` (since Slurm 25.11) or, if that is not set, the time for which credentials are valid.
     """

@@ -35,14 +35,14 @@ from hpc.slurm.squeue import jobs_by_script
 from hpc.slurm.srun import own_pythonpath
 
 # The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin
-# every rank to the wrong cores, give the only task of a node one of its GPUs, or make srun refuse. Slurm itself sets
-# such a variable in a job whose sbatch has the option of that name: then the variable stays.
+# every rank to the wrong cores, give the only task of a node one of its GPUs, or make srun refuse. If --sbatch has the
+# option of the same name, Slurm itself sets the variable in the job, so it stays.
 _BINDING = (
     "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "MEM_BIND", "GPU_BIND", "TRES_BIND", "GPUS",
     "GPUS_PER_TASK", "GPUS_PER_SOCKET", "TRES_PER_TASK", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "CPUS_PER_GPU",
     "MEM_PER_GPU",
 )  # fmt: skip
-# slurmd may send signals to the script, too, which must outlive the agents.
+# slurmd may also signal the script, but the script must outlive the agents.
 _OUTLIVE = "trap : TERM USR2"
 # In the shell of a job array or heterogeneous job, sbatch passes that job's variables on, and srun would obey them.
 _REFUSED = (
@@ -54,8 +54,8 @@ _REFUSED = (
 def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
     """Return the shell command that runs a module of the run's copy of our packages, by default the node agent.
 
-    PYTHONPATH names the copy. Without -P, python -m would import from the current directory first, where the code may
-    have been edited since.
+    PYTHONPATH names the copy. Without -P, python -m would first import from the current directory, whose code may have
+    changed.
     """
     return shlex.join(
         ["env", f"PYTHONPATH={own_pythonpath(run.packages)}", sys.executable, "-u", "-P", "-m", module, str(run.path)]
@@ -63,7 +63,7 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
 
 
 def _one_job(run: RunDir) -> list[str]:
-    """Return script lines that end an array or heterogeneous job, because each part of it would be a job of the run."""
+    """Return script lines that end an array or heterogeneous job, because each of its parts would train the run."""
     parts = (
         ("SLURM_ARRAY_JOB_ID", "a job array", "without --array"),
         ("SLURM_HET_SIZE", "a heterogeneous job", "alone"),
@@ -100,7 +100,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
 
 
 def last_resort(run: RunDir) -> list[str]:
-    """Return the script's lines after srun. If srun fails, jobs.last_resort continues the run for killed agents."""
+    """Return the script's lines after srun. If srun fails, jobs.last_resort acts for agents that were killed."""
     return ["exit_code=$?", "[ $exit_code = 0 ] && exit", "trap '' TERM USR2",
             f"exec {agent_command(run, 'jobs.last_resort')} $exit_code", ""]  # fmt: skip
 
@@ -123,21 +123,21 @@ class SlurmExecutor(SubmititSlurm):
 
     @cached_property
     def shorter(self) -> ShorterLimit | None:
-        """The shorter time limit of this job if it must end before a reservation; None if not."""
+        """The shorter time limit with which this job ends before a reservation; None if it needs none."""
         return shorter_limit(self.spec)
 
     def _limit_options(self) -> list[str]:
         return self.shorter.options if self.shorter else []
 
     def prepare(self, directory: RunDir) -> None:
-        """Find the jobs to wait for, and write the job's files into a directory that does not have the run's name yet.
+        """Find the jobs to wait for, and write the job's files into `directory`, which is not yet named after the run.
 
         Raises:
             TorchrelayError: Slurm does not answer; or a run of --after-ok did not complete, or a run to wait for has
                 no job.
         """
         if self.spec.after or self.spec.after_ok:
-            # The script does not name the dependency, because later jobs of the run use it and have other dependencies.
+            # The script does not name the dependency, because the run's later jobs use it with other dependencies.
             self.waits_for = dependency(self.run, self.spec, slurm.jobs())
         write_atomic(directory.environment, json.dumps(dict(os.environ)), mode=0o600)
         write_atomic(directory.script, self.script())
@@ -206,10 +206,10 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
     if most > 1:
-        # With --no-kill, a job survives the death of a node. A job of one node lacks it, so that Slurm requeues it.
+        # With --no-kill, a job survives the death of a node. Without it, Slurm requeues the job: right for one node.
         extra["no-kill"] = True
-    # sbatch's --no-kill keeps the allocation, but not the step: srun would end the agents on the other nodes when a
-    # node died.
+    # sbatch's --no-kill keeps the allocation, but not the step: when a node dies, srun without these options would end
+    # the agents on the other nodes.
     survive = ["--no-kill", "--kill-on-bad-exit=0"] if most > 1 else ["--kill-on-bad-exit=1"]
     optional = {key: getattr(resources, key) for key in ("mem", "partition", "account", "qos", "constraint", "exclude")}
     return {
@@ -230,10 +230,10 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
             # Since 22.05, srun does not inherit this option from sbatch. Without it, all ranks would use the same core.
             f"--cpus-per-task={resources.cpus_per_node}",
             *survive,
-            # The agents use the number of their task as the number of their node in the job. Since 26.05, tasks may
-            # have another order where nodes have a topology.
+            # An agent takes the number of its task for the number of its node in the job. Since 26.05, these numbers
+            # may differ on a cluster with a topology.
             "--distribution=block",
-            # Without --wait=0, Slurm would end the step WaitTime seconds after its first task ends, as on a lost node.
+            # Without --wait=0, Slurm would end the step WaitTime seconds after one of its tasks ends, as when a node dies.
             "--wait=0",
             "--mpi=none",
         ],
@@ -242,7 +242,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
 
 
 class LocalExecutor(SubmititLocal):
-    """Starts the same agents on this machine, one task per simulated node."""
+    """Starts the agents of a run on this machine, one task per simulated node."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs, agent_command(run))
@@ -276,7 +276,7 @@ def start_local(run: RunDir) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Start submitit's controller and record its id. A separate process runs this, because the user's may be killed."""
+    """Start submitit's controller and record its id. A process of its own runs this, because the user may kill `hpc`."""
     run = RunDir(Path(argv[0]))
     spec = RunSpec.load(run)
     job_id = LocalExecutor(run, spec).start()

@@ -59,7 +59,7 @@ HANDOVER_SECONDS = 100.0
 
 
 def record_end(run: RunDir, ended: AttemptEnded) -> bool:
-    """Record the end of an attempt. Return False if another process has already recorded an end, which stays.
+    """Record the end of an attempt. If another process has already recorded one, keep that and return False.
 
     Agents that still work on the attempt see the record, and exit within seconds.
 
@@ -72,9 +72,9 @@ def record_end(run: RunDir, ended: AttemptEnded) -> bool:
 def record_missing_end(
     run: RunDir, last: Attempt, detail: str, *, cause: Cause = Cause.LOST, suspect: str | None = None
 ) -> bool:
-    """Record the end, at the last heartbeat, of an attempt whose agents recorded none. Return as `record_end` does.
+    """Record that an attempt whose agents recorded no end ended at its last heartbeat. Return what `record_end` returns.
 
-    A preemption of the job, or a node that Slurm has marked down, replaces `cause` and the node `suspect`.
+    A preemption of the job, or a node that Slurm has marked down, may replace `cause` and the node `suspect`.
     """
     spec = RunSpec.load(run)
     if cause is Cause.LOST and was_preempted(run, last.job_id, last.started):
@@ -96,7 +96,7 @@ def record_missing_end(
 
 
 def was_preempted(run: RunDir, job_id: str, since: float) -> bool:
-    """Return whether Slurm has preempted a job since a time, according to the job's log.
+    """Return whether Slurm has preempted a job since the time `since`, according to the job's log.
 
     With GraceTime=0 only the log says so: in `scontrol show job` such a preemption looks like a requeue.
     """
@@ -120,7 +120,7 @@ def _end_file(run: RunDir, attempt: int) -> Path:
 
 
 def last_step(run: RunDir) -> int | None:
-    """Return the last step in metrics/train.jsonl; None if it is missing, or no whole number: a script may write it."""
+    """Return the last step in metrics/train.jsonl, which a script may write; None if it has no whole number there."""
     step = (last_json_line(run.train_metrics) or {}).get("step")
     return step if type(step) is int else None
 
@@ -153,13 +153,13 @@ def has_own_script(run: RunDir) -> bool:
     """Return whether the run's script names this directory; False if the directory was copied or moved."""
     for line in run.script.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(ValueError):  # a comment may have an unclosed quote
-            if str(run.path) in shlex.split(line):  # the line quotes a path with blanks and quotes
+            if str(run.path) in shlex.split(line):  # a path with blanks or quotes is quoted in the line
                 return True
     return False
 
 
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
-    """Submit the run's next job and return its id. Return a job that an earlier sbatch queued if its reply was lost.
+    """Submit the run's next job and return its id. If an earlier sbatch has queued one unnoticed, return that one's id.
 
     `excluded` comes from `nodes_to_exclude`, and `old` are the ids of the run's jobs so far.
 
@@ -206,7 +206,7 @@ def _given(spec: RunSpec) -> list[str]:
 def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()) -> list[str]:
     """Return the nodes that the next job of a run excludes: the user's --exclude, and nodes that failed recently.
 
-    `failed` are nodes to exclude first. Failed nodes are excluded only if the partition has enough others for the job.
+    Nodes of `failed` come first. Failed nodes are excluded only if the partition has enough other nodes for the job.
     """
     given, now = _given(spec), time.time()
     returned = {event.node: event.time for event in history.of(NodeReturned)}

@@ -30,7 +30,7 @@ def parse_estimate(printed: str) -> StartEstimate | None:
 def refusal(printed: str, spec: RunSpec) -> str:
     """Return why sbatch refuses the job of a run: all its errors, in one line. The first is the most exact.
 
-    A job_submit plugin of the site may print other lines before the errors, and sbatch a hint at its help after them.
+    A site's job_submit plugin may print other lines before the errors, and sbatch may print a hint after them.
     """
     lines = [line.strip() for line in printed.splitlines() if line.strip() and not line.startswith("Try ")]
     errors = [line for line in lines if "error:" in line or "failure:" in line] or lines[:1]

@@ -29,7 +29,7 @@ _STATES = {
 
 
 def job_state(word: str) -> JobState:
-    """Return the state for which a word of Slurm stands; UNKNOWN for an unknown word."""
+    """Return the state that Slurm's word for it means; UNKNOWN for an unknown word."""
     return _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
 
 
@@ -44,13 +44,13 @@ class SlurmJob:
     command: str
     """Path of the job's script, which is submit.sbatch for a job of a run."""
     batch_host: str = ""
-    """Node on which the job's script was started, even after Slurm has taken this node from a job with --no-kill."""
+    """Node on which the job's script was started. A job with --no-kill may have lost this node since."""
     restarts: int = 0
     """Number of times that Slurm has requeued the job."""
     eligible: float | None = None
     """Earliest start in seconds since the epoch; None if unknown."""
     started: float | None = None
-    """Start in seconds since the epoch, which Slurm expects for a pending job; None if unknown."""
+    """Start in seconds since the epoch; for a pending job, the expected start; None if unknown."""
 
 
 def parse_jobs(text: str) -> dict[str, SlurmJob]:
@@ -58,7 +58,7 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
     found = {}
     for line in text.split("\n"):
         words = line.split(_SEPARATOR, len(_FIELDS) - 1)
-        # Such a line is a warning, or the rest of a command that contains a line break.
+        # A line in another form is a warning, or the end of a command that contains a line break.
         if len(words) < len(_FIELDS) or not words[0][:1].isdecimal():
             continue
         job_id, state, reason, nodes, batch_host, restarts, eligible, started, command = words

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def step_beside_training(job_id: str, nodes: Sequence[str]) -> list[str]:
-    """Return the srun that starts one task on each of these nodes of a job. Append the program and its arguments.
+    """Return the start of an srun command for one task on each of these nodes of a job. The caller adds the program.
 
     The task reserves nothing: it shares the CPUs, memory and GPUs of the ranks.
     """

@@ -22,7 +22,7 @@ def own_addresses(interface: str | None = None) -> list[str]:
 
 
 def head_hosts(name: str, addresses: Sequence[str], interface: str | None = None) -> list[str]:
-    """Return the hosts at which to try the head node: its name and its addresses, or with an interface only these."""
+    """Return the hosts at which to try the head node: its name and addresses; with an interface, only its addresses."""
     return [*([] if interface else [name]), *addresses]
 
 

@@ -17,7 +17,7 @@ from jobs.control.agent_clock import AgentClock
 from jobs.control.messages import Answer, Directive, NodeStatus, Phase, decode
 from jobs.node_attempt import log
 
-# A node counts as dead after five seconds of silence. A busy machine or a rebooting switch port may cause two.
+# A node counts as dead after five seconds of silence: busy machines and switches may interrupt it for two seconds.
 LOST_SECONDS = 5.0
 _SEND_SECONDS = 0.5
 _SEND_WAITING_SECONDS = 0.1

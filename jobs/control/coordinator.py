@@ -70,7 +70,7 @@ class Coordinator:
         self.bad_nodes: set[int] = set()
         """Node ranks that failed the preflight, or whose storage or device hangs."""
         self.stuck: set[int] = set()
-        """Node ranks of bad nodes with an unkillable rank: Slurm cannot end or requeue the job there for long."""
+        """The `bad_nodes` with an unkillable rank: for a long time Slurm cannot end or requeue the job there."""
         self.last_step = 0
         """The last step that any rank has done since the last interruption."""
         self._began = self._announced = self._end_checked = time.monotonic()
@@ -177,7 +177,7 @@ class Coordinator:
         self.bad_nodes |= stuck
         self._direct(abort_count=self._server.directive.abort_count + 1)
         cause, name = Cause.BAD_NODE if stuck else Cause.HANG, next(map(self._name, stuck), None)
-        # The same hang happens at the same step. If the program promises no steps, only heartbeats show it.
+        # The same hang happens at the same step. If the program promises no steps, only heartbeats show the step.
         signature = None if stuck else "" if self._node.spec.program.reports_steps else f"after step {self.last_step}"
         since = steady_time() - hang.seconds
         self._handle(self._failure(cause, since, hang.detail, rank=hang.rank, node=name, signature=signature))
@@ -189,7 +189,7 @@ class Coordinator:
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record a failure as interruption, or end the attempt if the run may not restart, or it has ended already."""
+        """Record a failure as interruption. If the run may not restart, or others have ended the attempt, end it."""
         if handover.has_ended(self._node.run, self._node.attempt.attempt):
             self._end()
             return
@@ -233,7 +233,7 @@ class Coordinator:
             )
 
     def _node_of(self, rank: int) -> int | None:
-        """Return the node rank of the node that runs a rank; None if unknown. Old statuses of lost nodes are skipped."""
+        """Return the node rank of the node that runs a rank; None if unknown. Lost nodes' old statuses are skipped."""
         present = [(node, status) for node, status in self._server.statuses().items() if node not in self.lost]
         return next((node for node, status in present for each in status.heartbeats if each.rank == rank), None)
 
@@ -296,8 +296,8 @@ class Coordinator:
         self._end_checked = time.monotonic()
         run = self._node.run
         if is_cancelled_now(run):
-            # Make the agents stop as if the SIGTERM of scancel had reached them already. To end the attempt here would kill
-            # ranks that save.
+            # Make the agents stop as if the SIGTERM of scancel had reached them already. Ending the attempt here would
+            # kill ranks that save.
             self._direct(stop=True)
         return handover.has_ended(run, self._node.attempt.attempt)
 

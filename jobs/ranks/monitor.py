@@ -20,7 +20,7 @@ from jobs.control.patience import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
-# A status has so many failures that the head node's agent misses none while it is busy. The event files have all.
+# A status has this many failures, so that a busy head node's agent misses none. The event files have all failures.
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
 _LONGEST_VALUE = 50
@@ -72,7 +72,7 @@ class LocalRanks:
             path.unlink(missing_ok=True)
 
     def running(self) -> Iterator[Path]:
-        """Yield the files of process wrappers that run or were killed. A wrapper that ends by itself removes its file."""
+        """Yield the files of process wrappers that run or were killed. One that ends by itself removes its file."""
         return self._node_dir.exits.glob("running-*.json")
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:

@@ -86,7 +86,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     """Run one rank, record its failure if it fails, and end as it ended. Returns only if it did not fail."""
     set_parent_death_signal()
     if program[0] in _IN_A_FORK:
-        # torchrun starts a session only for a program that it executes. The agent takes a fork without a session for stuck.
+        # torchrun starts a session only for a program that it executes. Without one, the agent takes a fork for stuck.
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own handler
     # Write no core files: a rank that hangs is aborted, and its memory would fill the disk.
@@ -244,7 +244,7 @@ def _last_step(heartbeat: str, pid: int) -> int | None:
 def _last_line(log: str, size_before: int, *, killed: bool) -> str:
     """Return the message of the exception that ended the rank, or the last line that it printed.
 
-    If a signal killed the rank, only lines of the C++ runtime or of Python's faulthandler say why: return one or "".
+    If a signal killed the rank, only lines of the C++ runtime or of Python's faulthandler count.
     """
     try:
         with open(log, "rb") as file:

@@ -34,7 +34,7 @@ def program_argv(program: Program, start: Path, places: Mapping[str, object]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class TopLevel:
-    """The top level of a Python file: what it imports, and whether it uses environment variables before."""
+    """The top level of a Python file: what it imports, and whether it uses os.environ before an import."""
 
     imports: tuple[str, ...] = ()
     """Modules that may be imported before the ranks fork."""

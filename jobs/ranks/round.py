@@ -204,7 +204,7 @@ def _in_container(node: NodeAttempt, image: Path, program: list[str], mounts: li
 
 
 def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:
-    """Return this process's environment for the ranks. If `python` is in a venv or conda environment, activate it."""
+    """Return this process's variables for the ranks. Outside a container, activate the environment of `python`."""
     if spec.container:
         return {name: value for name, value in os.environ.items() if name not in _OF_AN_ENVIRONMENT}
     if spec.python and not is_environment(python):

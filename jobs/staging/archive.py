@@ -101,7 +101,7 @@ def _damage_reported(archive: Path) -> Iterator[None]:
 
 
 class _TarInfo(tarfile.TarInfo):
-    """A header, which raises an error if it is too large, or if tarfile would mistake damage for the archive's end."""
+    """A tar header. Reading it fails if it is too large, or if tarfile would take damage for the archive's end."""
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
@@ -134,7 +134,7 @@ class _RetryingFile(io.FileIO):
 
 @contextmanager
 def _members(archive: Path) -> Iterator[Iterator[tuple[tarfile.TarInfo, _Read]]]:
-    """Yield the members of an archive; the members of a zip archive are described like a tar's."""
+    """Yield the members of an archive. TarInfo describes the members of a zip archive, too."""
     with _RetryingFile(archive) as raw:
         if archive.suffix == ".zip":
             with zipfile.ZipFile(raw) as zipped:
@@ -166,7 +166,7 @@ def _zip_member(zipped: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[tarfile
 
 
 class _Unpacker:
-    """Checks the members and writes them, in one thread: several would only contend for the GIL."""
+    """Checks the members and writes them, in one thread: several threads would only contend for the GIL."""
 
     def __init__(self, archive: Path, target: Path, available: int, update: Callable[[int], bool]) -> None:
         self._archive, self._target, self._available, self._update = archive, target, available, update
@@ -234,7 +234,7 @@ class _Unpacker:
         try:
             checksums = tuple(self._write_chunks(descriptor, member, read))
             if 0 <= member.mtime < _LATEST_TIME:
-                # Keep whole seconds: byte code records those of its source, and Python compares them.
+                # Keep whole seconds: byte code records the time of its source in seconds, and Python compares the two.
                 os.utime(descriptor, (time.time(), int(member.mtime)))
         finally:
             os.close(descriptor)

@@ -34,7 +34,7 @@ class CopyStats:
     from_source: int = 0
     from_peers: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
-    """Number of batches by reason why a peer did not send them, so that they were read from the source."""
+    """Number of batches that were read from the source because a peer did not send them, by reason."""
 
     @property
     def bytes(self) -> int:

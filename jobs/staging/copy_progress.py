@@ -50,7 +50,7 @@ class CancellableWait:
     """The waits of one staging: for other nodes, other processes, or storage that may hang."""
 
     def __init__(self, watch: Watch, timeout_seconds: float = float("inf")) -> None:
-        """Prepare the waits. Storage may make no progress for `timeout_seconds`."""
+        """Prepare the waits. Storage without progress for more than `timeout_seconds` counts as hanging."""
         self._watch, self._heartbeat_at = watch, 0.0
         self._timeout_seconds = timeout_seconds
         self._done: int | None = None
@@ -61,7 +61,7 @@ class CancellableWait:
     def update(self, progress: CopyProgress | None, done: int | None = None) -> bool:
         """Report the progress and send the heartbeat. Returns whether to stop.
 
-        `done` counts the storage's work if `progress` does not; None if no work of the storage is awaited.
+        `done` rises while the storage works, if `progress` does not show it; None if nothing waits for the storage.
 
         Raises:
             NoProgressError: the storage has made no progress for too long.

@@ -4,7 +4,7 @@ The nodes coordinate through the control channel: each reports the state of its 
 that says which node reads what (jobs.staging.coordination).
 
 Packed data (`--pack`) are an ordinary entry of the cache: the next attempt checks the sizes (after a reboot, the
-checksums) and uses the entry again; it is deleted when it is old or the disk is full.
+checksums) and uses the entry again. An entry is deleted when it is old or the disk is full.
 """
 
 import os
@@ -115,7 +115,7 @@ class NodeStaging:
     """Stages this node's data and environment."""
 
     def __init__(self, node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, resources: ExitStack) -> None:
-        # `resources` keeps the copies in use until it is closed at the end of the attempt.
+        # Until `resources` is closed, at the end of the attempt, the copies cannot be deleted.
         self.node, self.channel, self.monitor, self._resources = node, channel, monitor, resources
 
     def stage_data(self) -> Path | None:
@@ -205,11 +205,11 @@ class NodeStaging:
 
 
 def pack(stage_dir: Path, resources: ExitStack, folder: Path, size: int, watch: Watch) -> Path:
-    """Pack a staged folder, unless it is packed already, and keep the packed data in use.
+    """Pack a staged folder unless it is packed already. Returns the directory of the packed data.
 
     Args:
         stage_dir: the directory of this node's copies.
-        resources: keeps the packed data in use until it is closed.
+        resources: until it is closed, the packed data cannot be deleted.
         folder: the copy of the image folder.
         size: side of the packed images in pixels.
         watch: gets the progress, and returns whether to stop.

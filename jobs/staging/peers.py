@@ -101,7 +101,7 @@ class PeerServer:
     """Serves this node's listings and batches to the other nodes of the job."""
 
     def __init__(self, secret: str, ports: Sequence[int] = ()) -> None:
-        """Serve on one of `ports`, or, if there are none, on one that the kernel chooses."""
+        """Serve on one of `ports`; if `ports` is empty, the kernel chooses a port."""
         self.listings: dict[str, bytes] = {}
         self.chunk_stores: dict[str, ChunkStore] = {}
         """Stores by version of the data set, as in `listings`."""

@@ -61,7 +61,7 @@ class PythonEnvironment:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of names, sizes, times and symlink targets, without byte code, which Python may write at any time."""
+        """Digest of names, sizes, times and symlink targets. Omits byte code: Python may write it at any time."""
         digest = hashlib.sha256(repr((_FORMAT, str(self.prefix), self.python)).encode())
         for member in self.members:
             if not member.name.endswith(_BYTE_CODE):
@@ -71,18 +71,18 @@ class PythonEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentDescription:
-    """Paths, version and links with which a node uses a copy. The archive has them in the file `DESCRIPTION`."""
+    """What a node needs to use its copy of a Python environment. The archive has it in the file `DESCRIPTION`."""
 
     python: str
     torch: str
     torch_version: str
     links: dict[str, str]
-    """Symlinks out of the environment by name, such as the base interpreter's. Unpacking refuses such links, so each
-    node makes them itself."""
+    """Targets of the symlinks that lead out of the environment, by the links' names. Unpacking refuses such links, so
+    each node makes them itself."""
 
     @classmethod
     def load(cls, unpacked: Path) -> Self:
-        """Read the description in an unpacked archive. Raises TorchrelayError if it is missing or another version's."""
+        """Read the description in an unpacked archive. Raises TorchrelayError if it is missing or malformed."""
         try:
             return cls(**json.loads((unpacked / DESCRIPTION).read_bytes()))
         except (OSError, ValueError, TypeError) as error:
@@ -131,7 +131,7 @@ def _file(name: str, status: os.stat_result) -> PackedFileEntry:
 
 
 def _link(prefix: Path, name: str, entry: "os.DirEntry[str]") -> PackedFileEntry:
-    """Return the entry of a symlink. A link to a file of a package becomes that file.
+    """Return the entry of a symlink. If it leads from a package to a file outside, pack that file instead.
 
     uv can link every file of a package into its cache: copies of such links would break without the cache.
     """

@@ -1,7 +1,7 @@
 """Lists the source of a data set, divides its files into batches, and reads the batches. Runs on compute nodes.
 
-One node of a job lists the source and sends the listing to the others: listing a million files takes a shared file
-system minutes.
+One node of a job lists the source and sends the listing to the others: on a shared file system, listing a million
+files takes minutes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from hpc.base.errors import TorchrelayError
 from jobs.staging.copy_progress import stop_if
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
-# Enough threads to keep a parallel file system busy; a local one needs only one.
+# Enough threads to keep a parallel file system busy. One thread is enough for a local file system.
 _LISTING_THREADS = 8
 _POLL_SECONDS = 0.2
 # A restarting server or a stale NFS handle recovers within seconds.
@@ -71,12 +71,12 @@ Batch = tuple[FileChunk, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceListing:
-    """All files of a source, directory by directory, each in the order of the names."""
+    """All files of a source, sorted by directory, and by name in each directory."""
 
     source: Path
     files: tuple[SourceFile, ...]
     directories: tuple[str, ...] = ()
-    """Paths relative to the source: a directory without files may be a class without images."""
+    """Paths relative to the source. They are listed because one without files may be a class without images."""
 
     @property
     def is_archive(self) -> bool:
@@ -151,7 +151,7 @@ def pack_records(head: Any, records: Sequence[Any]) -> bytes:
 
 
 def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
-    """Return the head and the records of `pack_records`. Raises ValueError if the content is malformed."""
+    """Return the head and the records that `pack_records` packed. Raises ValueError if the content is malformed."""
     try:
         head, *lines = zlib.decompress(content).splitlines()
     except zlib.error as error:

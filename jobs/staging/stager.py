@@ -32,11 +32,11 @@ from jobs.staging.store import (
     open_store,
 )  # fmt: skip
 
-# The head node assigns the batches within seconds; if its plan does not come, this node reads everything.
+# The head node assigns the batches within seconds. If it takes longer than this, this node reads everything.
 _PLAN_SECONDS = 60.0
 # A node keeps its archive for at most this long after unpacking, for peers that still fetch it.
 _KEEP_ARCHIVE_SECONDS = 60.0
-# Archives of images unpack to about their own size; the room for unpacking is this multiple of that size.
+# Archives of images unpack to about their own size. Unpacking needs free space for this multiple of the size.
 _UNPACKED_FACTOR = 1.1
 
 
@@ -48,12 +48,12 @@ class Staged:
     """The directory in which this node reads the data."""
     reused: bool = False
     in_place: str | None = None
-    """The reason for reading the data from shared storage; None if they were staged."""
+    """Why this node reads the data from shared storage; None if they were staged."""
     seconds: float = 0.0
     bytes_from_source: int = 0
     bytes_from_peers: int = 0
     fallback: str | None = None
-    """The reason for reading data from shared storage that a peer should have sent."""
+    """Why this node read data from shared storage that a peer should have sent; None if it did not."""
     repaired: int = 0
     """Number of damaged files in the copy that this one replaces."""
     evicted: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class Staged:
     in_memory: bool = False
     """Whether the copy is RAM-backed."""
     shared: str | None = None
-    """The reason to think that the copy is not on a disk of this node; None if it seems to be."""
+    """Why the copy seems not to be on a disk of this node; None if it seems to be on one."""
 
 
 class NoRoomError(TorchrelayError):
@@ -118,7 +118,7 @@ class Stager:
             self._server.check()
 
     def stage(self, source: Path) -> Staged:
-        """Find a copy of a directory or of the content of an archive, or make one.
+        """Find or make a copy of a directory, or of the content of an archive.
 
         Raises:
             StagingStopped: `watch` returned true.
@@ -298,7 +298,7 @@ class Stager:
     def _fill(
         self, entry: CacheEntry, target: Path, listing: SourceListing
     ) -> tuple[CopyStats, tuple[CopiedFile, ...]]:
-        """Copy the data, or unpack them. An archive that peers fetch from here is first copied to its own directory."""
+        """Copy the data, or unpack them. An archive that peers fetch is first copied to a directory of its own."""
         if not listing.is_archive:
             return self._copy(target, listing)
         if not self._group.has_peers:
@@ -330,7 +330,7 @@ class Stager:
         return ()
 
     def _unpack(self, archive: Path, target: Path, listing: SourceListing) -> tuple[CopiedFile, ...]:
-        """Unpack the source itself, or a copy of it."""
+        """Unpack an archive: the source itself, or a copy of it."""
         began, cancel, bytes_done = time.monotonic(), threading.Event(), 0
 
         def update(count: int) -> bool:

@@ -35,7 +35,7 @@ from jobs.staging.source import pack_records, unpack_records
 _STALLED_SECONDS = 60.0
 # Part of the disk that a copy leaves free, for other users' files and for the job's own files in /tmp.
 _RESERVED_DISK_SHARE = 0.05
-# Part of the free memory that a copy in RAM may take: it counts as the job's, and the ranks also need memory.
+# Part of the free memory that a copy in RAM may take: the copy counts as memory of the job, whose ranks need some, too.
 _USABLE_MEMORY_SHARE = 0.5
 # A file occupies whole blocks, and an inode.
 _FILE_OVERHEAD_BYTES = 4096 + 512
@@ -239,7 +239,7 @@ class CacheEntry:
         """Let one process of this node make the copy at a time; the others call `wait` until it is done.
 
         Raises:
-            StalledError: that process sends no heartbeat; its job may be suspended, perhaps in favour of this one.
+            StalledError: the process that makes the copy sends no heartbeat. Its job may be suspended.
         """
         descriptor = open_lock(self._copy_lock)
         try:
@@ -322,7 +322,7 @@ class CacheStore:
         return self.root / "locks"
 
     def why_shared(self) -> str | None:
-        """Return why the cache may not be on this node's own disk, else None. Leaves this node's name for others."""
+        """Return why the cache seems not to be on this node's own disk, or None. Records this node's name there."""
         own, last = os.uname().nodename, self.locks / "node"
         before = last.read_text().strip() if last.exists() else own
         with contextlib.suppress(OSError):  # the disk may be full

@@ -1,6 +1,6 @@
-"""Stages and relinks a copy of the Python environment, and uses it if it imports torch. Runs on compute nodes.
+"""Stages and relinks a copy of the Python environment, and tries to import torch there. Runs on compute nodes.
 
-If it does not, this node's ranks start from the shared environment, as they do without `--stage-env`.
+If torch cannot be imported, this node's ranks start from the shared environment, as they do without `--stage-env`.
 """
 
 import contextlib
@@ -80,7 +80,7 @@ def make_link(path: Path, target: str) -> None:
 
 
 def _import_torch(watch: Watch, python: str, expected: list[str]) -> None:
-    """Import torch in the copy, which proves that every library is found. Raises TorchrelayError if that fails.
+    """Import torch in the copy, to prove that every library is found. Raises TorchrelayError if that fails.
 
     No time is lost: the ranks then find in memory what this import has read.
     """
