@@ -36,7 +36,7 @@ SHARE = 0.9
 # tests/simulation runs these on schedules of known defects and on this number of others.
 SIMULATED = (
     "hpc/run/budget.py", "hpc/run/causes.py", "hpc/slurm/handover.py", "hpc/supervise/decide.py",
-    "hpc/supervise/perform.py", "jobs/claim.py", "jobs/control/coordinator.py", "jobs/control/patience.py",
+    "hpc/supervise/perform.py", "jobs/claim.py", "jobs/control/coordinator.py", "jobs/control/silent_nodes.py",
     "jobs/control/root_failure.py", "jobs/control/round_members.py", "jobs/ending.py", "jobs/last_resort.py",
     "jobs/next_attempt.py",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`python -m training`: runs a rank of a training, under torchrun or alone.
+"""`python -m training`: runs one rank of a training or an evaluation, under torchrun or alone.
 
 If started by hand, it parses the command line. If started by a node agent, it reads the run's `spec.json`.
 """
@@ -11,7 +11,7 @@ from training.relay.progress_files import Heartbeat
 from training.relay.stop_signals import STOP_SIGNALS, signals
 
 # Handle signals before all other imports: a signal during the import of torch, which takes seconds, must not end the
-# rank unsaved. A rank that hangs gets SIGABRT, at which faulthandler prints the stacks of its threads.
+# rank unsaved. A rank that hangs gets SIGABRT; faulthandler then prints the stacks of its threads.
 _STARTED = time.monotonic()
 signals.install()
 faulthandler.enable(all_threads=True)
@@ -38,19 +38,19 @@ from training.runtime.run_context import RankInfo, RunContext, rank_info_from  #
 
 
 def main() -> int:
-    """Train, and return the exit code. An error is printed as one line.
+    """Train or evaluate, and return the exit code. An expected error is printed as one line.
 
-    A crash ends the process at once: an orderly end would wait for workers, threads or other ranks.
+    An unexpected exception ends the process at once: an orderly end would wait for workers, threads or other ranks.
     """
     if not sys.stdout.isatty():
-        # Write whole lines at once, for those who read the log meanwhile.
+        # Write each line as soon as it is complete: people read the log while it grows.
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
     rank = rank_info_from(os.environ)
     try:
         if is_from_spec(sys.argv[1:]):
             options, evaluation = rank_options(sys.argv[1:])
             return _train(options, rank, evaluation)
-        # Import these only here: they import tyro and YAML.
+        # Import these only here: they import tyro and YAML, which ranks under a node agent do not need.
         from hpc.base import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
 
@@ -62,7 +62,7 @@ def main() -> int:
             _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130  # hpc.base.program.INTERRUPTED, but that module imports tyro
+        return 130  # the value of hpc.base.program.INTERRUPTED, whose module would import tyro
     except Exception as error:  # noqa: BLE001  # a defect, here or in a library
         traceback.print_exc()
         first, *more = str(error).strip().splitlines() or [""]
@@ -114,7 +114,7 @@ def _train(options: RankOptions, rank: RankInfo, evaluation: EvaluationTask | No
 
 
 def _print_error(error: TorchrelayError) -> None:
-    """Print the last line of an error, since the error of a loader worker is a traceback that ends with the message."""
+    """Print only the last line of an error: a loader worker's error is a traceback that ends with the message."""
     line = str(error).strip().splitlines()[-1].removeprefix(f"{type(error).__module__}.{type(error).__name__}: ")
     print(f"error: {line}", file=sys.stderr, flush=True)
 

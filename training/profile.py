@@ -1,7 +1,7 @@
 """`python -m training.profile FLAGS...`: finds the bottleneck of a training, and the flag that changes it.
 
-Runs under torchrun or alone, with the flags of the training. It times each part of a step by repeating only that part,
-equally often on all ranks, because steps need all ranks. The slowest rank's time counts. It leaves no files.
+Runs under torchrun or alone, with the flags of the training. It times each part of a step by repeating only that part.
+All ranks repeat it equally often, because a step needs all ranks. The slowest rank's time counts. No files remain.
 """
 
 import os
@@ -30,12 +30,12 @@ from training.runtime.determinism import configure
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import RunContext, rank_info_from
 
-# So many epochs that no training ends while it is measured.
+# Number of epochs, large enough that no training ends while it is measured.
 _EPOCHS = 10**6
-# Loading, which overlaps with steps, is the bottleneck if it takes longer than them by this factor.
+# With loader workers, loading is the bottleneck if it takes more than this many times as long as the other parts.
 _LOADING_FACTOR = 1.1
 _MAX_REPETITIONS = 500
-# Number of images of a batch that this process decodes and augments for a measurement.
+# Limit on the images of a batch that this process decodes and augments for a measurement.
 _MAX_IMAGES = 64
 
 # For each possible bottleneck, a description and what to change.
@@ -90,7 +90,7 @@ class ProfileOptions(TrainFlags):
 
 
 def main() -> int:
-    """Run the program, and return its exit code. Only rank 0 prints a UserError, which all ranks raise."""
+    """Run the program, and return its exit code. All ranks raise a UserError, and rank 0 prints it."""
     rank_info = rank_info_from(os.environ)
     try:
         options = parse_flags(
@@ -200,7 +200,7 @@ class Meter:
         self.trainer.stepper.step(batch, self.trainer.loss_meter)
 
     def _milliseconds(self, work: Callable[[], Any]) -> float:
-        """Return the mean milliseconds of `work` on the slowest rank, over as many repetitions as fit into the seconds.
+        """Return the mean milliseconds of `work` on the slowest rank. It is repeated as often as fits into --seconds.
 
         The first repetition does not count, because it allocates and compiles what later ones reuse.
         """
@@ -220,17 +220,17 @@ class Meter:
 
 
 def bottleneck(costs: Costs, workers: int) -> str:
-    """Return the part that limits a step, a key of ADVICE.
+    """Return the part that limits a step, as a key of ADVICE.
 
-    With loader workers, loading overlaps with the rest of the step, and limits it only if it takes longer. Without
-    workers, the parts follow each other, and the longest part is the bottleneck.
+    With loader workers, loading runs at the same time as the other parts, and is the bottleneck only if it takes longer
+    than all of them together. Without workers, the parts follow each other, and the longest part is the bottleneck.
     """
     parts = {"copy": costs.copy or 0.0, "compute": costs.compute, "all_reduce": costs.all_reduce or 0.0}
     if costs.loading <= (_LOADING_FACTOR * sum(parts.values()) if workers else max(parts.values())):
         return max(parts, key=lambda name: parts[name])
     inside = {"decode": costs.decode or 0.0, "augment": costs.augment or 0.0}
     largest = max(inside, key=lambda name: inside[name])
-    # The rest of the loading time is the transfer of batches from the workers.
+    # If neither takes a third of the loading time, joining images to batches and transferring them takes more.
     return largest if inside[largest] > costs.loading / 3 else "loading"
 
 

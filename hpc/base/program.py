@@ -212,7 +212,7 @@ _KINDS: dict[type, tuple[Callable[[Any], Any], tuple[type, ...], str]] = {
 
 
 def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str) -> str:
-    """Return the error message for an unknown flag, with the most similar one, or for a word that belongs to no flag."""
+    """Return the error message for an unknown flag, with the most similar one, or for a word that is not expected."""
     flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
     if not flag.startswith("-"):
         return f"unexpected argument: {word} (see {prog} --help)"

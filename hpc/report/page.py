@@ -7,12 +7,12 @@ from typing import Any
 import pandas as pd
 
 from hpc.report import formats
+from hpc.report.bokeh_figures import plots_of
 from hpc.report.colors import line_style
 from hpc.report.command import flat_settings, settings_with_defaults, shell_text, submit_command
 from hpc.report.formats import known
 from hpc.report.gather import RunRecord, labels_of
 from hpc.report.origin import cost, how_to_get_the_code, provenance
-from hpc.report.plots import plots_of
 from hpc.report.rendering import render
 from hpc.run.events.downtime import PARTS
 from hpc.run.spec import RunSpec

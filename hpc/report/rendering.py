@@ -14,10 +14,10 @@ import jinja2
 from markupsafe import Markup
 
 from hpc.report import formats
+from hpc.report.bokeh_figures import DEFAULT_SMOOTHING, Plots, bokeh_script, plots_by
 from hpc.report.charts import SMOOTHINGS, Axis, Chart
 from hpc.report.colors import COLORS
 from hpc.report.formats import FILTERS, UNKNOWN, known
-from hpc.report.plots import DEFAULT_SMOOTHING, Plots, bokeh_script, plots_by
 
 Column = tuple[str, Any, str]
 """The title of a column, its key in the rows, and the kind of its cells."""

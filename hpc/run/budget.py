@@ -1,6 +1,6 @@
-"""Limits the failures without progress of a run, and sets the pause before its ranks restart. Pure; runs everywhere.
+"""Limits how often a run may fail without progress, and sets the pause before its ranks restart. Pure; runs everywhere.
 
-docs/explanation/recovery.md has the budgets as a table for users.
+A budget is such a limit for several causes. docs/explanation/recovery.md has a table of the budgets for users.
 """
 
 import re
@@ -12,11 +12,11 @@ from hpc.run.causes import Cause, JobState, is_consequence
 
 # Causes that end a run without a failure.
 FINAL_CAUSES = frozenset({Cause.COMPLETED, Cause.CANCELLED})
-# Two failures at most this many steps apart count as the same step, because ranks report the last step that they have
-# finished, and a heartbeat is at most one step old.
+# Failures count as being at the same step if they are at most this many steps apart: ranks report the last step that
+# they have finished, and a heartbeat is at most one step old.
 _SAME_STEP = 2
-# Pauses before the ranks restart after the first, second, ... failure without progress, because a transient fault of
-# storage or a network lasts longer than a start of the ranks.
+# Pauses before the ranks restart after the first, second, ... failure without progress. A transient fault of storage or
+# a network lasts longer than a start of the ranks.
 _PAUSES_SECONDS = (0.0, 10.0, 30.0, 90.0)
 # Ranks whose steps are unknown have made progress if they ran for longer than this. Ranks that hang from their start
 # end earlier, because torch's own timeout of a collective is half an hour for gloo.
@@ -69,7 +69,7 @@ class PastInterruption:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The use of a run's budgets, as of its last interruption."""
+    """How much of its failure limits a run has used, as of its last interruption."""
 
     cause: str | None = None
     """The cause of the last interruption; None before the first."""
@@ -80,7 +80,7 @@ class Budget:
 
     @property
     def failures(self) -> int:
-        """The number of failures since the last progress in the budget of the last failure; 0 if it has no budget."""
+        """The number of failures since the last progress that share the limit of the last cause; 0 if it has none."""
         rule = _rule(self.cause)
         return sum(cause in rule.causes for cause in self.row) if rule else 0
 
@@ -101,7 +101,7 @@ class Budget:
 
     @property
     def used(self) -> list[dict[str, Any]]:
-        """The budgets in use, each with its causes, its number of failures, and the number at which the run fails."""
+        """The limits that count a failure: their causes, number of failures, and number at which the run fails."""
         found = [(rule, [cause for cause in self.row if cause in rule.causes]) for rule in _RULES]
         return [
             {"causes": list(dict.fromkeys(own)), "failures": len(own), "budget": rule.failures}
@@ -111,7 +111,7 @@ class Budget:
 
 
 def budget_after(history: Iterable[PastInterruption]) -> Budget:
-    """Return the use of a run's budgets after all its interruptions and ends of attempts, given in order.
+    """Return how much of its limits a run has used after all its interruptions and ends of attempts, given in order.
 
     Ranks that start from a later step than the ranks before them show progress; steps that were done but lost do not
     count. Ranks whose steps are unknown have made progress if they were ended from outside, or ran for over an hour. A
@@ -153,8 +153,8 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
     """Return the signature of a rank's failure; None if failures that look alike may have different causes.
 
     A message about a lost peer has no signature, because it does not say why the peer died. A SIGKILL has one only if
-    memory ran out: others come from outside, and may hit one rank after the other as soon as they are back. Another
-    signal, or a bad node, has a signature only if the step is known.
+    memory ran out: any other SIGKILL comes from outside, and may hit each rank in turn when it is back. Another signal,
+    or a bad node, has a signature only if the step is known.
     """
     killed = signal == "SIGKILL" and cause != Cause.OUT_OF_MEMORY
     if is_consequence(detail) or killed or (step is None and (signal is not None or cause == Cause.BAD_NODE)):
@@ -163,10 +163,10 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
 
 
 def must_requeue(cause: Cause, job_state: JobState, *, may_restart: bool) -> bool:
-    """Return whether the agent must ask Slurm to requeue the job, because the run may restart and Slurm only ends jobs.
+    """Return whether an agent must ask Slurm to requeue the job, because the run may restart and Slurm does not do it.
 
     Slurm itself requeues a job that lost a node, and a job that somebody else has requeued is already pending. Slurm
-    only ends a job that still runs, has reached its time limit or lost its batch script, and a job that it preempts
+    does not requeue a job that still runs, has reached its time limit or lost its batch script, or that it preempts
     with PreemptMode=CANCEL.
     """
     not_requeued = {JobState.RUNNING, JobState.TIMEOUT, JobState.FAILED, JobState.UNKNOWN}

@@ -135,7 +135,7 @@ def cause_of_exit(
     """Return the cause of a rank's failure, from its exit code or the signal that killed it, and its last log line.
 
     `signal` is the name of the signal. `out_of_memory` says whether the kernel killed a process of the node for lack of
-    memory while the rank ran. `exit_codes` maps the exit codes of the rank's program that have a known cause.
+    memory while the rank ran. `exit_codes` has the causes of the exit codes of the rank's program.
     """
     if signal is None and exit_code in exit_codes:
         return exit_codes[exit_code]

@@ -1,4 +1,4 @@
-"""The private directories on a node: each user has one in /dev/shm or /tmp, which contains one for each run.
+"""The private directories on a node. Each user has one in /dev/shm or /tmp; inside is one for each run of the user.
 
 A run's directory is in /dev/shm if possible, and in /tmp if not. It outlives the processes that write to it, but in
 /dev/shm it is lost with the node. The node agent makes, locks and removes the directory; the ranks write to it.
@@ -155,7 +155,7 @@ class NodeDir:
         return self.path, self.snapshots, self.exits, self.heartbeat(0).parent
 
     def is_needed(self) -> bool:
-        """Return whether the run can still continue, and its newest checkpoint is older than the newest snapshot here.
+        """Return whether the run can still continue, from a snapshot here that is newer than its newest checkpoint.
 
         Such a snapshot is left over if the agent was killed before it could save the snapshot, or if the disk was full.
         """
@@ -165,8 +165,7 @@ class NodeDir:
             return False
         if _key(run.path) != self.path.name.rpartition("-")[0] or run.final_result.exists():
             return False
-        # Ranks import this module in the environment of a user's script, where the packages for the history are
-        # missing.
+        # Ranks import this module in the environment of a user's script, which lacks packages that the history needs.
         from hpc.run.events.history import History  # noqa: PLC0415
 
         if History.load(run).is_cancelled_for_good:
@@ -180,7 +179,7 @@ class HeldNodeDir:
     def __init__(self, run: Path, node_rank: int) -> None:
         """Make and lock the directory, or take over the one of the run's previous attempt.
 
-        Directories of this user's other runs that no process has locked and no run needs are removed to free memory.
+        To free memory, this user's directories of other runs are removed if no process has locked and no run needs them.
         `node_rank` distinguishes the pretended nodes of one machine.
 
         Raises:
@@ -262,7 +261,7 @@ class HeldNodeDir:
 
 
 def _key(run: Path) -> str:
-    """Return a digest that identifies a run. The path does not, because a new run may have replaced a deleted run."""
+    """Return a digest that identifies a run. Its path alone does not: a new run may have replaced a deleted run."""
     digest = hashlib.sha256(os.fsencode(run))
     spec = RunDir(run).spec
     if spec.exists():

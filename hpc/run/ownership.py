@@ -53,7 +53,7 @@ def others_may_write(status: os.stat_result) -> bool:
 
 
 def who_may_rename(directory: Path) -> str | None:
-    """Return a sentence about other users who can rename the contents of a directory; None if nobody can.
+    """Return a sentence about other users who can rename the contents of a directory; None if no other user can.
 
     User 0 and the owner of `/`, who may be another user inside a user namespace, do not count: they administer the
     machine. For a symbolic link, only the owner counts.

@@ -54,8 +54,8 @@ _UNCLEAR_TIMES = (
     (r"\d+:\d+", "minutes and seconds", "{0}:00 for hours, or 00:{0}"),
 )
 _UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is clear: it asks for all the memory of a node
-# The shortest --port-range suffices for one run on a node (control channel, staging of data and environment,
-# rendezvous, the ranks' store) and for other runs.
+# Fewest ports in a --port-range. They suffice for one run on a node (control channel, staging of data and environment,
+# rendezvous, the ranks' store), and leave some for other runs.
 _MIN_PORTS = 10
 _SHORTEST_MINUTES = 10
 # Limits of --signal-before: the requeue itself takes part of this time, and sbatch keeps the number in 16 bits.
@@ -127,7 +127,7 @@ class Resources:
 
     @property
     def given_time_min(self) -> str | None:
-        """The value of --time-min; None without one, and for `auto`."""
+        """The value of --time-min; None if the flag is not set, or is `auto`."""
         return None if self.time_min == "auto" else self.time_min
 
     @property
@@ -265,7 +265,7 @@ class RunSpec:
     cluster: Cluster
     resources: Resources
     has_default_time: bool = False
-    """Whether the user gave no --time, so that the time limit is the partition's, even if hpc resume changes it."""
+    """Whether the user gave no --time. The time limit is then the partition's, also after hpc resume --partition."""
     data: str | None
     """The directory or archive that every node stages; None if the run has no data to stage."""
     program: Program
@@ -273,15 +273,15 @@ class RunSpec:
     training: Training | None = None
     """The trainer's part of the spec; None if the program is a user's script."""
     working_directory: str = "."
-    """The directory in which a script was submitted and the ranks start, relative to the top of the user's code."""
+    """The directory in which the user submitted a script, and the ranks start. Relative to the top of the code."""
     stage_dir: str
     """The directory on each node's own disk for staged copies. Each node replaces the variables in it."""
     stage_keep: str = "7d"
     """The time for which an unused copy in `stage_dir` is kept, such as 7d."""
     stage_timeout: str = "5m"
-    """The time without progress of its copy after which a node is dropped, such as 5m."""
+    """A node whose copy makes no progress for this time, such as 5m, is dropped."""
     pack: int | None = None
-    """Side in pixels of the packed images from which the nodes train; None if they do not pack."""
+    """The side, in pixels, of the images that the nodes pack and then train from; None if they do not pack."""
     stage_env: str | None = None
     """The archive of the environment that every node unpacks; None if the ranks use the shared environment."""
     python: str | None = None
@@ -297,7 +297,7 @@ class RunSpec:
     recovery: Recovery = field(default_factory=Recovery)
     network: Network = field(default_factory=Network)
     notification: Notification = field(default_factory=Notification)
-    """The flags about messages. Instead of `all`, they have the names that were in the file at the submission."""
+    """The flags about messages. `all` is already replaced by the names that were in the file at the submission."""
     after: tuple[str, ...] = ()
     """The directories of the runs that must have ended before this run starts."""
     after_ok: tuple[str, ...] = ()
@@ -325,7 +325,7 @@ class RunSpec:
         return () if self.training else self.program.argv
 
     def with_script(self, script: tuple[str, ...]) -> "RunSpec":
-        """Return the spec with another path to the same script. An empty one, as the trainer has, changes nothing."""
+        """Return the spec with another path to the same script; unchanged if `script` is empty, as for the trainer."""
         return replace(self, program=replace(self.program, argv=script)) if script else self
 
     def with_training(self, **changes: Any) -> "RunSpec":
@@ -389,7 +389,7 @@ class RunSpec:
     def save(self, run: RunDir, resumption: int = 0, *, flat: bool = False) -> None:
         """Write `spec.json` or, if `resumption` is not 0, the spec that the resumption of this number puts into force.
 
-        `flat` writes the form of earlier versions (`is_flat`), for a run whose copy of our packages reads no other.
+        `flat` writes the form of earlier versions (`is_flat`), for runs whose copy of our packages reads no other form.
         """
         fields = asdict(self)
         write_json(run.revised_spec(resumption) if resumption else run.spec, _flattened(fields) if flat else fields)
@@ -420,8 +420,8 @@ class RunSpec:
         return cls(**fields)
 
 
-# The spec of an earlier version has no `program`, but `script` and the trainer's part among its other fields. A run of
-# that version executes its own copy of our packages, which reads no other form.
+# The spec of an earlier version has no `program`. Instead, `script` and the trainer's fields are among its own fields.
+# A run of that version executes its own copy of our packages, which reads no other form.
 _FLAT = {"train": None, "recipe": None, "forked_from": None, "evaluation": None}
 
 

@@ -73,11 +73,11 @@ def script_program(script: tuple[str, ...]) -> Program:
 
 
 def read_spec(path: Path, part: Callable[[dict[str, Any]], _Part]) -> _Part:
-    """Return the result of `part` for the fields in a spec's file.
+    """Read the fields in a spec's file, and return what `part` makes of them.
 
     Raises:
         OSError: the storage does not answer.
-        UserError: the file is not JSON, or lacks a field, or has one of another version.
+        UserError: the file is not JSON, lacks a field, or has a field of another version.
     """
     try:
         fields = json.loads(path.read_bytes())

@@ -1,9 +1,9 @@
-"""The lead with which a run stops before its time limit, and the time for its ranks to save. Pure; runs everywhere."""
+"""How long before its time limit a run stops, and how long its ranks may save. Pure; runs everywhere."""
 
-# Bounds of the default lead. A tenth of the time limit suffices for saving, because sbatch may deliver --signal up to a
-# minute early but never late, and costs little training time.
+# Bounds of the default, a tenth of the time limit. This suffices for saving, because sbatch may deliver --signal up to
+# a minute early but never late, and it costs little training time.
 _SHORTEST_DEFAULT_SECONDS, _LONGEST_DEFAULT_SECONDS = 30, 300
-# Seconds that the requeue itself needs of the time between the signal and the kill.
+# Seconds between the signal and the kill that the requeue itself needs.
 REQUEUE_SECONDS = 10.0
 # Slurm's default seconds between SIGTERM and SIGKILL.
 KILL_WAIT_SECONDS = 30.0

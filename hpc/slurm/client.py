@@ -25,8 +25,8 @@ from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 _TIMEOUT_SECONDS = 30
 _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 # The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions, and with
-# SLURM_TIME_FORMAT=relative nobody can parse the times of squeue. If a user submits a script by hand, the agents inherit
-# such variables from the user's shell.
+# SLURM_TIME_FORMAT=relative nobody can parse the times of squeue. If a user submits a script by hand, its agents have
+# the variables of the user's shell.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
 _UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
@@ -215,7 +215,7 @@ def parse_partitions(text: str) -> list[Partition]:
 
 
 def gpus_in(gres: str) -> dict[str, int]:
-    """Return the number of GPUs by type in a text such as `gpu:a100:4(S:0-1),nvme:1`. The type of untyped GPUs is ''."""
+    """Return the number of GPUs by type in a text such as `gpu:a100:4(S:0-1),nvme:1`. Untyped GPUs have the type ''."""
     found = Counter[str]()
     for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
         found[gpu_type] += int(count)
@@ -312,7 +312,7 @@ def release(job_id: str) -> None:
 
 
 def usable_nodes(partition: str | None) -> set[str]:
-    """Return the nodes on which jobs may start now or later. `partition` may be a list, `a,b`; None is the default one."""
+    """Return the nodes on which jobs may start now or later. `partition` may be a list, `a,b`; None is the default."""
     return {node for node, state in _node_states(partition).items() if not state.startswith(_UNUSABLE)}
 
 
@@ -366,7 +366,7 @@ def submit(
     """Submit a script without a start delay, and return the job's id.
 
     Args:
-        script: the script. Its #SBATCH options hold, except --begin, --dependency and, if `exclude` has nodes, --exclude.
+        script: the script. Its #SBATCH options hold, except --begin, --dependency, and --exclude if `exclude` is given.
         exclude: nodes to avoid, as names or lists (gpu[01-03]).
         given: the environment variables of the job; by default those of this process.
         dependency: Slurm's dependency (hpc.slurm.predecessors); empty if the job waits for nothing.

@@ -63,7 +63,7 @@ def agent_command(run: RunDir, module: str = "jobs.agent") -> str:
 
 
 def _one_job(run: RunDir) -> list[str]:
-    """Return script lines that end an array or heterogeneous job, because each of its parts would train the run."""
+    """Return script lines that end an array or heterogeneous job, because each part of it would be a job of the run."""
     parts = (
         ("SLURM_ARRAY_JOB_ID", "a job array", "without --array"),
         ("SLURM_HET_SIZE", "a heterogeneous job", "alone"),
@@ -233,7 +233,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
             # An agent takes the number of its task for the number of its node in the job. Since 26.05, these numbers
             # may differ on a cluster with a topology.
             "--distribution=block",
-            # Without --wait=0, Slurm would end the step WaitTime seconds after one of its tasks ends, as when a node dies.
+            # Without --wait=0, Slurm would end the step WaitTime seconds after the first task, perhaps on a lost node.
             "--wait=0",
             "--mpi=none",
         ],
@@ -276,7 +276,7 @@ def start_local(run: RunDir) -> str:
 
 
 def main(argv: list[str]) -> None:
-    """Start submitit's controller and record its id. A process of its own runs this, because the user may kill `hpc`."""
+    """Start submitit's controller and record its id. A separate process does this, because the user may kill `hpc`."""
     run = RunDir(Path(argv[0]))
     spec = RunSpec.load(run)
     job_id = LocalExecutor(run, spec).start()

@@ -72,7 +72,7 @@ def record_end(run: RunDir, ended: AttemptEnded) -> bool:
 def record_missing_end(
     run: RunDir, last: Attempt, detail: str, *, cause: Cause = Cause.LOST, suspect: str | None = None
 ) -> bool:
-    """Record that an attempt whose agents recorded no end ended at its last heartbeat. Return what `record_end` returns.
+    """Record that an attempt without a recorded end ended at its last heartbeat. Return what `record_end` returns.
 
     A preemption of the job, or a node that Slurm has marked down, may replace `cause` and the node `suspect`.
     """

@@ -60,7 +60,7 @@ class ShorterLimit:
 def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
     """Return a shorter time limit for the next job of a run, if the usual limit would run into a reservation.
 
-    Returns None if no reservation is in the way, if too little time is left for a useful job, or if Slurm does not answer.
+    Returns None if no reservation is in the way, if it leaves too little time for a useful job, or without an answer.
     """
     resources, now = spec.resources, time.time()
     own, end = [option.partition("=") for option in resources.sbatch], now + 60 * resources.limit_minutes
@@ -90,7 +90,7 @@ def _read(fields: slurm.Fields) -> Reservation:
 
 
 def first_obstacle(reservations: Sequence[Reservation], free: set[str], needed: int) -> Reservation | None:
-    """Return the first reservation that leaves too few of the `free` nodes for a job; None if none does. Pure."""
+    """Return the first reservation that makes the `free` nodes too few for a job; None if none does. Pure."""
     left = set(free)
     for one in sorted(reservations, key=lambda each: each.start):
         left -= one.nodes

@@ -29,7 +29,7 @@ _STATES = {
 
 
 def job_state(word: str) -> JobState:
-    """Return the state that Slurm's word for it means; UNKNOWN for an unknown word."""
+    """Return the state that a word of Slurm means; UNKNOWN for an unknown word."""
     return _STATES.get(word.partition(" ")[0].rstrip("+"), JobState.UNKNOWN)
 
 

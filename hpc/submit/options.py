@@ -13,7 +13,7 @@ from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.commands import cli
 from hpc.run.spec import Network, Notification, Recovery, Resources, Service
-from hpc.submit import sbatch_flags, sbatch_variables
+from hpc.submit import sbatch_advice, sbatch_variables
 from hpc.submit.cluster_choice import SLURM_FLAGS, ClusterFlag
 from training.config import command_line
 from training.config.command_line import RecipeName
@@ -189,7 +189,7 @@ def reading_of(
     return cli.Reading(
         complete=lambda typed: program.build(options, with_defaults(typed, options)),
         refused=(SubmitTraining,) if script else of_script,
-        explain=sbatch_flags.explain,
+        explain=sbatch_advice.explain,
         shown=program.Help(hidden={*hidden, *(() if all_flags else rare)}),
     )
 

@@ -53,7 +53,7 @@ class SuperviseOptions(cli.RunsOptions):
 
 
 def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
-    """Decide about every run, and act. Returns the --json line of each run. Raises TorchrelayError if squeue fails."""
+    """Decide what to do with each run, and do it. Returns a --json line per run. Raises TorchrelayError without squeue."""
     lines, started = list[Line](), 0
     for one, decided in _decisions(options):
         decision, problem = decided, None
@@ -74,7 +74,7 @@ def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
 
 
 def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
-    """Return the decision about every run. A run is resubmitted as silent only after time for another heartbeat."""
+    """Return the decision about every run. Before a silent run is resubmitted, it gets time for another heartbeat."""
     found = [(one, decide(one.known)) for one in _observed(options.runs_dir)]
     silent = {one.run for one, decision in found if decision.action is Action.RESUBMIT and decision.job_id}
     if silent and not options.dry_run:
@@ -143,7 +143,7 @@ def _act(one: ObservedRun, decision: Decision, on_end: list[str]) -> str | None:
 
 
 def _send_messages(one: ObservedRun, decision: Decision) -> None:
-    """Send the messages for --notify that the nodes could not send, or did not know to send."""
+    """Send the messages for --notify that the nodes failed to send, or whose reason only the supervisor knows."""
     # The events of complete runs are not read, so the time of the result counts.
     times = [modified(one.run.final_result)] if one.known.complete else [event.time for event in one.history.events]
     last_news = max(filter(None, times), default=None)

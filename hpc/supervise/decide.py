@@ -1,6 +1,6 @@
 """Decides what the supervisor does with a run, and which state a run without a job has, from an observation. Pure.
 
-`hpc status` shows the same reason for a run without a job as `hpc supervise --dry-run`.
+For a run without a job, `hpc status` shows the same reason as `hpc supervise --dry-run`.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ _ENDING_SECONDS = 600.0
 _AGENT_RETRY_SECONDS = 900.0
 # A supervisor, even one in cron, would have continued a run within this time.
 _ABANDONED_SECONDS = 600.0
-# If this number of jobs end before they start, the nodes are not the reason.
+# If this number of jobs in a row end before the run starts, the nodes are not the reason.
 _MAX_STARTS = 5
-# A shorter delay is not worth a call, because clocks differ. A longer one is the user's own request.
+# A shorter delay is not worth ending, because clocks differ. A longer one was requested by the user.
 _MIN_DELAY_SECONDS, _MAX_DELAY_SECONDS = 30.0, 900.0
 _FIRST_BACK_OFF_SECONDS = 30.0
 # The cause of an attempt's end that no agent recorded, by the state of its job.
@@ -39,7 +39,7 @@ _CAUSE_OF_STATE = {
 class Action(StrEnum):
     """An action of the supervisor."""
 
-    KEEP = "keep"  # nothing
+    KEEP = "keep"  # do nothing
     START_NOW = "start_now"  # end the delay of a requeued job
     RELEASE = "release"  # release a job that Slurm holds because it could not start it
     ALLOW_NODES = "allow_nodes"  # let a pending job use nodes that failed the run: too few others are left
@@ -50,7 +50,7 @@ class Action(StrEnum):
 
 
 NEVER_SUBMITTED = "hpc submit was killed before it queued the run: submit it with hpc resume"
-"""The reason of a failed run that has no job in the ledger or in Slurm's queue."""
+"""Why a run has failed if neither the ledger nor Slurm's queue has a job of it."""
 STARTS = frozenset({Action.START_NOW, Action.RELEASE, Action.REQUEUE, Action.RESUBMIT})
 """Actions after which a run stages its data and trains."""
 
@@ -89,7 +89,7 @@ def _cancel(job: SlurmJob, reason: str) -> Decision:
 
 
 def _resubmit(run: RunObservation, job: SlurmJob | None, reason: str) -> Decision:
-    # If this start of the job did not make the last attempt, its state does not say why that attempt ended.
+    # Unless this start of the job made the last attempt, the job's state does not say why that attempt ended.
     cause = _missing_cause(run) if job is None or run.made_last_attempt(job) else None
     return Decision(action=Action.RESUBMIT, reason=reason, job_id=job.job_id if job else None, cause=cause)
 
@@ -176,12 +176,12 @@ def _ending(run: RunObservation) -> Decision | None:
 
 
 def _starting(run: RunObservation) -> Decision | None:
-    """Wait until the agents of a job that holds nodes claim an attempt, or replace the job."""
+    """Wait until a running job's agents claim an attempt. Replace the job if they take too long."""
     job = run.running_jobs[-1] if run.running_jobs else None
     if job is None or run.made_last_attempt(job):
         return None
     if job.job_id in run.headless:
-        # Slurm ends such a job only at its time limit: agents on its other nodes wait for the head node's.
+        # Slurm ends such a job only at its time limit: agents on its other nodes wait for the head node's agent.
         return _resubmit(run, job, f"{job.batch_host}, its first node, was lost before its agents started")
     waited = run.now - (job.started or run.now)
     # An agent without a claim may wait for space in the run directory, or squeue's list may be older than the ledger.

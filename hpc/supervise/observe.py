@@ -36,7 +36,7 @@ class RunObservation:
     headless: frozenset[str] = frozenset()
     """Ids of running jobs that have lost the node of their script, and did not make the last attempt."""
     last_job_state: JobState = JobState.UNKNOWN
-    """State of the last job in squeue or, if squeue does not list it, in Slurm's accounting."""
+    """State of the last job, from squeue or, if squeue does not list the job, from Slurm's accounting."""
     heartbeat_at: float | None = None
     """Time of the last heartbeat of the head node's agent; None before the first."""
     queued_jobs: int = 0
@@ -44,11 +44,11 @@ class RunObservation:
     handed_over_at: float | None = None
     """Time of the last requeue, new job or release since the last attempt; None if none was recorded."""
     handover_unfinished: bool = False
-    """Whether a process claimed the next job without recording it. The process may have ended the old job."""
+    """Whether a process announced the next job, but has not recorded it. The process may have ended the old job."""
     handover_deadline: float = 0.0
     """Time until which the process of an unfinished handover may finish; 0 if it died."""
     excluded: Sequence[str] = ()
-    """Nodes that the last job excludes: those of --exclude, and those that failed the run."""
+    """Nodes that the last job excludes: the user's --exclude, and nodes that failed the run."""
     excludable: Sequence[str] = ()
     """Nodes that the pending job could exclude now, because the partition has enough others."""
     now: float
@@ -76,7 +76,7 @@ class RunObservation:
 
     @property
     def failures(self) -> int:
-        """Number of failures without progress that share the budget of the last failure, which is included."""
+        """Number of failures without progress that count toward the same limit as the last one, including the last."""
         return budget_of(self.attempts).failures
 
     @property
@@ -110,7 +110,7 @@ class RunObservation:
         return self.now - max(worked, self.last.ended or 0.0 if self.last else 0.0, self.handed_over_at or 0.0)
 
     def made_last_attempt(self, job: SlurmJob) -> bool:
-        """Return whether the present start of a job, which its number of restarts identifies, made the last attempt."""
+        """Return whether a job's present start made the last attempt. The number of restarts identifies the start."""
         return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
 
 

@@ -59,7 +59,7 @@ def _requeue(observed: ObservedRun, decision: Decision) -> None:
     try:
         slurm.requeue(str(decision.job_id))
     except slurm.SlurmRefusalError:
-        _resubmit(observed, replace(decision, job_id=None, cause=None))  # the end is recorded
+        _resubmit(observed, replace(decision, job_id=None, cause=None))  # the end is already recorded
     else:
         _record(observed, Requeued(job_id=str(decision.job_id)))
 
@@ -128,7 +128,7 @@ def _resubmit(observed: ObservedRun, decision: Decision) -> None:
         try:
             new = handover.submit_next_job(run, spec, excluded, job_ids)
         except TorchrelayError:
-            if old:  # a limit on jobs per user may allow the new one only after the old one
+            if old:  # a limit on jobs per user may forbid the new job until the old one has ended
                 slurm.cancel(old)
             raise
         _record(observed, Resubmitted(job_id=new, old_job_id=old, excluded=tuple(excluded)))

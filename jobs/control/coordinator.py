@@ -20,10 +20,10 @@ from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import handover
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
-from jobs.control.patience import LINK_SECONDS, Patience
 from jobs.control.rank_health import StragglerDetector, find_hang
 from jobs.control.root_failure import RootFailure
 from jobs.control.round_members import MembershipView, decide_round
+from jobs.control.silent_nodes import LINK_SECONDS, Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.senders import start_notifying
 from jobs.stop_request import StopRequest

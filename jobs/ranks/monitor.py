@@ -16,7 +16,7 @@ from hpc.run.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel, ControlClient
 from jobs.control.messages import RankFailure, RankHeartbeat
-from jobs.control.patience import Patience
+from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 

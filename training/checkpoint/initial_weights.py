@@ -19,10 +19,10 @@ from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
-# Other programs save the weights under one of these keys, and prefix their names with these.
+# Other programs may save the weights under one of these keys, and the names with one of these prefixes.
 _KEYS = ("model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.")
-# torchvision's files of DenseNets have the names that their layers had before a renaming.
+# torchvision's DenseNet files have older names of layers, such as `norm.1` instead of `norm1`.
 _OLD_NAME = re.compile(r"(denselayer\d+\.(?:norm|conv))\.([12])\.")
 
 
@@ -73,7 +73,7 @@ def _own_name(name: str) -> str:
 
 
 def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors that fit a model, and the names of its head's layers without such tensors (they stay random).
+    """Return the tensors that fit a model, and the names of the head's layers that lack some and stay random.
 
     Raises:
         UserError: a layer outside the head has no fitting tensors.

@@ -55,7 +55,7 @@ class Restorer:
         restored = restore_newest(self.candidates(), self.load, self.group.control, directory)
         node, rank_info = self.context.node_dir, self.group.rank_info
         if node and rank_info.local_rank == 0:
-            # Other snapshots of this node are from ranks of another world size or strategy.
+            # Remove this node's other snapshots, which ranks of another world size or strategy wrote.
             ranks = range(self.group.rank, self.group.rank + rank_info.local_world_size)
             own = {shard_directory(rank, self.group.world_size) for rank in ranks}
             full = {path.name for path in list_checkpoints(node.snapshots)}
@@ -114,7 +114,7 @@ class Restorer:
         return tensors
 
     def examine(self, candidate: Candidate, path: Path) -> tuple[bytes, dict[str, Tensor], str]:
-        """Return a state's values and tensors (empty unless this rank offers it), and why it is not usable, or `""`."""
+        """Return a state's values and tensors, if this rank offers it, and why it is not usable, or an empty text."""
         is_own, text, tensors = candidate.rank == self.group.rank, b"", dict[str, Tensor]()
         try:
             if self.state.sharded:
@@ -127,8 +127,8 @@ class Restorer:
                 text, tensors = _read(path, with_tensors=not self.state.sharded)
                 self.state.check_compatible(json.loads(text), path.name)
         except (OSError, TorchrelayError) as error:
-            # The storage does not answer, or the flags do not fit the state. The next state may replace a snapshot. For
-            # a checkpoint, the training must end, and tell the user.
+            # The storage does not answer, or the flags do not fit the state. If it is a snapshot, another state will be
+            # tried. If it is a checkpoint, the training must end, and tell the user.
             if not candidate.durable:
                 return b"", {}, str(error)
             if isinstance(error, OSError):

@@ -1,8 +1,8 @@
 """Saves and loads states in shards (`--strategy fsdp`). A rank can load its shards from files of any number of ranks.
 
 Runs on every rank. The files are safetensors in the format of torch's distributed checkpoints (DCP): each says where
-its shards begin in the full tensors. DCP reads the files, but does not write them: its writer would first negotiate
-which rank writes what, which is fixed here, and would make another copy.
+its shards begin in the full tensors. DCP reads the files, but does not write them: its writer would make
+another copy, and would first let the ranks agree on who writes what, although that is fixed here.
 """
 
 import json
@@ -32,7 +32,7 @@ _SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def shard_file(group: ProcessGroup) -> str:
-    """Return the name of the file of this rank's shards."""
+    """Return the name of the file for this rank's shards."""
     return f"state-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
 
 
@@ -42,7 +42,7 @@ class ShardLayout:
 
     file: str = STATE_TENSORS
     offsets: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Offset of the rank's shard in each sharded tensor, per dimension, by name. Other tensors are replicated."""
+    """For each sharded tensor, by name, the offset of the rank's shard in each dimension. Others are replicated."""
     is_copy: bool = False
     """Whether a rank of another node holds the same shards, and writes them (--fsdp-sharding hybrid)."""
 
@@ -64,7 +64,7 @@ class ShardLayout:
 
 def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[dict[str, Tensor], ShardLayout]:
     """Return the shards and replicated tensors that this rank holds, on its device, and their layout."""
-    from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, and DDP does without
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415  # takes a second, which DDP saves
 
     sharded: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, DTensor)}
     offsets = {name: shard_offsets(value) for name, value in sharded.items()}
@@ -119,7 +119,7 @@ def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[st
         for name, value in found.items()
     }
     with warnings.catch_warnings():
-        # A rank loads its shards without the others (`no_dist`), of which DCP would warn.
+        # DCP would warn that a rank loads its shards without the other ranks (`no_dist`).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
     return tensors

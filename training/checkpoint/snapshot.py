@@ -1,4 +1,4 @@
-"""Saves snapshots as checkpoints, and checks the memory for them. Runs on ranks and in the node agent; no torch.
+"""Saves snapshots as checkpoints, and checks the memory for snapshots. Used by ranks and node agents; no torch.
 
 Snapshots are states in a node's memory, in the format of checkpoints. Ranks write them (`training.checkpoint.writer`).
 When the ranks have died, the node agent saves the newest one as a checkpoint. Two are kept while a third is written.
@@ -29,7 +29,7 @@ from training.relay.checkpoint_files import (
 def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], None] | None = None) -> int | None:
     """Save the newest usable snapshot of a node as a checkpoint of the run, unless a checkpoint is at least as new.
 
-    No older checkpoint is deleted. Call this when no rank writes any more; agents of several nodes may do so at once.
+    No older checkpoint is deleted. Call this when no rank writes any more. Several nodes' agents may call it at once.
     `check` raises if the checkpoint may not be published. Returns the step of the saved snapshot, or None if none had
     to be saved.
 
@@ -100,7 +100,7 @@ def missing_space(directory: Path, size_bytes: int) -> str:
     free = disk.f_bavail * disk.f_frsize
     if free < missing:
         return f"{directory} has {_in_megabytes(free)} free, and snapshots need {_in_megabytes(missing)} more"
-    # Snapshots are written from a copy in host memory, which takes as much again as one of them.
+    # Snapshots are written from a copy in host memory, which is as large as one snapshot.
     available, missing = available_memory_bytes(), missing + size_bytes
     if available < missing:
         return f"{_in_megabytes(available)} of memory are available, and snapshots need {_in_megabytes(missing)}"

@@ -26,7 +26,7 @@ from training.runtime.compat import scaler_tensors
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress
 
-# The loss in a state. If it is not finite, the training has diverged: the state must not replace a good one.
+# Name of the loss in a state. If the loss is not finite, the training has diverged: keep older states.
 LOSS = "loss_meter/loss"
 
 
@@ -42,7 +42,7 @@ class TrainState:
     scaler: GradScaler
     ema: Ema | None
     identity: dict[str, Any]
-    """Settings and data that must be equal in a saved state that is restored."""
+    """Settings and data on which the state depends. A saved state can be restored only if they are equal."""
     attempt: int
     """Number of this attempt at the run. Sharded snapshots of different attempts do not match."""
     sharded: bool
@@ -64,8 +64,8 @@ class TrainState:
     def register(self, name: str, part: _Part) -> _Part:
         """Add a part that is saved and restored, and return it.
 
-        Its state dict maps names to tensors, which the training may go on changing, or to JSON values. All ranks call
-        its `state_dict` at the same step, so `state_dict` may communicate.
+        The part's state dict maps names to tensors, which the training may go on changing, or to JSON values. All ranks
+        call its `state_dict` at the same step, so `state_dict` may communicate.
         """
         self._parts[name] = part
         return part
@@ -89,8 +89,8 @@ class TrainState:
     ) -> Callable[[str, Tensor], Tensor]:
         """Return a function that returns memory for a saved tensor, given its name and a tensor of its shape and dtype.
 
-        For a model's tensor that is this state's own tensor; for an optimizer's, new memory on the device; for others,
-        new host memory. `shape_of` returns the shape in which a tensor of this state is saved.
+        A model's tensor gets the memory of this state's own tensor, an optimizer's tensor gets new memory on the
+        device, and others get new host memory. `shape_of` returns the shape in which a tensor of this state is saved.
         """
         models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
         own: dict[str, Tensor] = {
@@ -100,7 +100,7 @@ class TrainState:
 
         def allocate(name: str, like: Tensor) -> Tensor:
             part, _, key = name.partition("/")
-            # For a tensor that does not fit, allocate its saved shape: `load_state_dict` refuses it.
+            # For a tensor that does not fit, allocate its saved shape: `load_state_dict` will refuse the tensor.
             if name in own and like.shape == shape_of(own[name]):
                 return own[name]
             parameter = parameters[int(key.split("/")[0])] if part == "optimizer" else None
@@ -112,7 +112,7 @@ class TrainState:
         return allocate
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore a compatible state, whose tensors are in memory from `allocator`."""
+        """Restore a compatible state. Its tensors are in memory that `allocator` returned."""
         for name, part in self._parts.items():
             prefix = f"{name}/"
             saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
@@ -185,7 +185,7 @@ class _ModelState:
 
 
 class _OptimizerState:
-    """Saves an optimizer's state as `PARAMETER_INDEX/KEY`, and its parameter groups."""
+    """Saves an optimizer's tensors, named `PARAMETER_INDEX/KEY`, and its parameter groups."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer

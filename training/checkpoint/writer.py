@@ -45,8 +45,8 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
     Batch statistics differ by rank, so rank 0's are saved. They are copies, since the next forward pass changes them.
 
     Returns:
-        The tensors or this rank's shards, on the device (only loss and batch statistics are copies), all other values
-        for JSON, and the layout of the shards.
+        The tensors (or this rank's shards) on the device, all other values for JSON, and the layout of the shards.
+        Only the tensors of the loss meter and the models' buffers are copies.
 
     Raises:
         SharedError: more images are unreadable than --max-corrupt-images.
@@ -63,9 +63,9 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
 
 
 def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Allocate host memory for tensors of these shapes and dtypes, by name. It is pinned if they are on a GPU.
+    """Return host memory for tensors of these shapes and dtypes, by name. It is pinned if they are on a GPU.
 
-    It is allocated in few blocks, since torch rounds each piece of pinned memory up to a power of two.
+    The memory is allocated in few blocks, since torch rounds each piece of pinned memory up to a power of two.
     """
     blocks: list[list[str]] = [[]]
     size = 0
@@ -111,7 +111,7 @@ class HostCopy:
         Returns the copy for which the device must wait before it changes the state, or None if it is complete.
         """
         self._tensors |= host_memory({name: tensors[name] for name in tensors if name not in self._tensors})
-        # Keep references until the copy is complete: the device could reuse the memory of the captured tensors.
+        # Keep references until the copy is complete, so that the memory of the captured tensors is not reused before.
         self._captured, self._layout, self._values = list(tensors.values()), layout, values
         if tensors[LOSS].is_cuda:
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
@@ -204,7 +204,7 @@ class SnapshotDestination:
         if self.directory:
             self.interval = parse_interval("snapshot_every", context.config.snapshot_every)
         sharded = context.config.strategy == "fsdp"
-        # No rank may skip a step alone: shards are usable only if all ranks have those of the same step.
+        # No rank may skip a step alone: shards are usable only if all ranks have shards of the same step.
         self.skips_while_busy = not sharded
         self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
         self._group, self._logger = group, logger
@@ -283,19 +283,19 @@ class StateWriter:
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
-        """Restart the interval as if this step were saved. If `due`, it counts as unsaved, and a save is due."""
+        """Restart the interval as if this step were saved. If `due`, this step counts as unsaved, and a save is due."""
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
 
     @property
     def cost_seconds(self) -> float:
-        """Seconds that the last save took from the training. The GPU's wait counts once it is known."""
+        """Seconds that the last save took from the training. The GPU's wait for the copy counts once it is known."""
         waited = self._device_copy.stall_seconds if self._device_copy else 0.0
         return self._stall_seconds + self._thread_seconds + waited
 
     @property
     def is_saved(self) -> bool:
-        """Whether `save` was called for this step, or it counts as saved. The same on all ranks."""
+        """Whether `save` was called for this step, or it counts as saved. All ranks agree on this."""
         return self._state.progress.step == self._saved_step
 
     def due_by_time(self) -> bool:
@@ -312,7 +312,7 @@ class StateWriter:
         return steps is not None and self._state.progress.step % steps == 0
 
     def due_within(self, boundaries: int) -> bool:
-        """Return whether to request a save that is due in `boundaries` boundaries, when the ranks have agreed on it.
+        """Return whether a save will be due after `boundaries` more boundaries, when the ranks will have agreed on it.
 
         While the last save is being written, this returns False.
         """
@@ -327,7 +327,7 @@ class StateWriter:
         """Start to save the state, unless it `is_saved`. All ranks must call this.
 
         A destination with `skips_while_busy` gets no state while the last one is being written. Returns the seconds
-        that the copy took, or on a GPU its start.
+        that the copy took, or, from a GPU, the seconds to start it.
 
         Raises:
             SharedError: more images are unreadable than --max-corrupt-images.

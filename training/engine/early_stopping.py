@@ -16,7 +16,7 @@ _MESSAGES = {
 
 
 class EarlyStopping:
-    """Decides when a training ends early. Its state is the training time of all attempts, by rank 0's clock."""
+    """Decides when a training ends early. It saves the training time of all attempts, by rank 0's clock."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
@@ -25,7 +25,7 @@ class EarlyStopping:
         self._began = time.monotonic()
 
     def start_clock(self) -> None:
-        """Start to count time: connecting, compiling and restoring, which come before, do not count."""
+        """Start to count time. Call this after connecting, compiling and restoring, which do not count."""
         self._began = time.monotonic()
 
     @property
@@ -39,7 +39,7 @@ class EarlyStopping:
         return self.spent_seconds >= self._limit_seconds
 
     def reason(self, progress: Progress, group: ProcessGroup) -> str | None:
-        """Return PATIENCE or MAX_HOURS if the training must end now, else None. All ranks must call this."""
+        """Return PATIENCE or MAX_HOURS if the training must end now, or None. All ranks must call this."""
         if out_of_patience(self._config, progress):
             return PATIENCE
         return MAX_HOURS if group.all_gather_json(self.out_of_time)[0] else None

@@ -104,7 +104,7 @@ class EvaluationRun:
         self._batches += 1
 
     def _write(self, result: Evaluation) -> None:
-        """Write `final/` without weights, because those belong to another run."""
+        """Write `final/` without weights, because the weights belong to another run."""
         self._context.heartbeat.beat("end")
         classes = self._model.card.classes
         numbers = {
@@ -147,7 +147,7 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
 
 
 def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
-    """Return the images with the model's preparation, and labels that are the model's class numbers.
+    """Return the source with the model's crop and interpolation, and with the model's class numbers as labels.
 
     Raises:
         UserError: the model does not take images of this size or these channels, or does not know a class.
@@ -171,7 +171,7 @@ def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedMod
 def labels_of_model(labels: Tensor, classes: tuple[str, ...], known: tuple[str, ...]) -> Tensor:
     """Translate labels (int64 [n]) of `classes` into labels of `known`, the model's classes, by the names of classes.
 
-    IDX files have class numbers, not names: if the data and the model have equally many classes, labels stay unchanged.
+    IDX files name their classes by numbers. Such labels stay unchanged if data and model have equally many classes.
 
     Raises:
         UserError: the model does not know a class.

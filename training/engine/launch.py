@@ -23,8 +23,8 @@ from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 
-# Keeps objects that hold DDP alive until the process ends, so that DDP's destructor never runs: it holds Python's lock
-# while it joins a gloo thread, which may wait for that lock. With torch 2.11, one in ten stopped ranks hung there.
+# Refers to the objects that use DDP until the process ends, so that DDP's destructor never runs. The destructor holds
+# Python's lock while it joins a gloo thread, which may wait for the lock: one in ten stopped ranks hung (torch 2.11).
 _ALIVE: list[EvaluationRun | Trainer] = []
 
 
@@ -40,7 +40,7 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
     configure(context.config)
     group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")
-    # Rank 0 decides: the other ranks' view of shared storage may be older.
+    # Rank 0 decides whether the run is complete: the other ranks' view of shared storage may be older.
     is_complete = any(group.all_gather_json(group.is_rank_zero and context.run_dir.final_result.exists()))
     if is_complete and group.is_rank_zero:
         print(f"{context.run_dir.path} is already complete: {context.run_dir.final_result}", flush=True)
@@ -51,8 +51,8 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         _ALIVE.append(work)
         work.logger.event(Preflight(**asdict(report)))
         work.logger.event(convert(versions(), Software))
-        # The present objects live to the end. Once frozen, they cost the garbage collector no time, and it does not
-        # write to them, which would make loader workers copy their pages.
+        # The present objects live to the end. Freezing them saves the garbage collector's time. It also keeps the
+        # collector from writing to their pages, which each loader worker would then have to copy.
         gc.freeze()
         gc.enable()
         work.run()

@@ -34,12 +34,12 @@ class Means(NamedTuple):
     accuracy: float
     """Share of all ranks' images that were predicted correctly."""
     data_wait_share: float
-    """Mean share of the training time that a rank waited for data."""
+    """Share of the training time for which a rank waited for data, on average over the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """The sums of all ranks after step `step`, which the device may still be computing."""
+    """The sums over all ranks after step `step`. The device may still be computing them."""
 
     step: int
     values: HostValues
@@ -73,9 +73,9 @@ class Totals:
 class LossMeter:
     """Sums losses, correct predictions, images and training time since the last line of metrics.
 
-    Losses and correct predictions are this rank's; images and steps are those of all ranks. The losses are float32
-    numbers of similar size, whose sum in float64 is not rounded: so it depends neither on the number of ranks nor on
-    when a state was saved. Saved with the training's state.
+    Losses and correct predictions are this rank's own; images and steps count for all ranks. The losses are float32
+    numbers of similar size, so a sum in float64 is exact, and depends neither on the number of ranks nor on when a
+    state was saved. The sums are saved with the training's state.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -107,7 +107,7 @@ class LossMeter:
         self.correct += correct
 
     def add_images(self, images: int) -> None:
-        """Count a step with this many images on all ranks."""
+        """Count a step that used this many images on all ranks together."""
         self.images += images
         self._timed_images += images
         self._steps += 1
@@ -116,7 +116,7 @@ class LossMeter:
     def totals(self, step: int) -> Totals:
         """Return all ranks' sums after step `step`. All ranks must call this; the host does not wait for the sums."""
         waited = torch.full_like(self.loss, self._waited / max(self._seconds, 1e-9))
-        # Use one all-reduce for all sums: each one waits for all ranks.
+        # Use one all-reduce for all sums, because each all-reduce waits for all ranks.
         sums = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct, waited]))
         return Totals(
             step=step,
@@ -150,7 +150,7 @@ class LossMeter:
         """Reset the sums, after a line of metrics."""
         self._earlier_seconds = self.train_seconds
         self._started, self._waited = time.monotonic(), 0.0
-        # A loss that is not finite stays so when it is multiplied by 0, so that no state is saved from here on.
+        # Multiply by 0 instead of clearing: a loss that is not finite stays so, and no state is saved from here on.
         self.loss.mul_(0)
         self.correct.zero_()
         self.images = self._timed_images = self._steps = 0
@@ -163,7 +163,7 @@ class LossMeter:
         return {**sums, "images": self.images, "train_seconds": self.train_seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Restore a saved state. Its sums are those of all ranks, so only rank 0 takes them over."""
+        """Restore a saved state. Its sums are over all ranks, so rank 0 takes them, and other ranks take 0."""
         for name, mine in (("loss", self.loss), ("correct", self.correct)):
             mine.copy_(state_dict[name] if self._group.is_rank_zero else torch.zeros(()))
         self.images, self._earlier_seconds = state_dict["images"], state_dict["train_seconds"]

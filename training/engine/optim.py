@@ -18,7 +18,7 @@ from training.runtime.train_progress import Progress
 
 Groups = list[dict[str, Any]]
 
-# SwinV2 computes the biases of its attention with this MLP.
+# Name of the MLP with which SwinV2 computes the position biases of its attention.
 _POSITION_MLP = "cpb_mlp"
 
 
@@ -51,10 +51,10 @@ OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
-    """Make the optimizer of the parameters that require gradients: on CUDA a fused one if possible (fewer kernels).
+    """Make the optimizer of the parameters that require gradients. On CUDA it is fused if possible (fewer kernels).
 
-    Parameters without decay always have their own groups, so --decay-norm-and-bias may change during a run. A group's
-    `lr_scale` is its share of the learning rate; the first group has 1.
+    Norms and biases always have groups of their own, so --decay-norm-and-bias may change during a run. A group's
+    learning rate is multiplied by its `lr_scale`, which is 1 for the first group.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     decayed, scales = decayed_names(model), layer_scales(model, config.layer_decay)
@@ -75,9 +75,9 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters with weight decay: the weights of linear layers, convolutions and attention.
+    """Return the names of the parameters that always have decay: weights of linear layers, convolutions and attention.
 
-    Biases, norms, embeddings, tokens, scales and position biases have no decay, whatever their shape.
+    Biases, norms, embeddings, tokens, scales and position biases have decay only with --decay-norm-and-bias.
     """
     spared = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     # timm models list further exclusions in `no_weight_decay()`.
@@ -90,10 +90,10 @@ def decayed_names(model: nn.Module) -> set[str]:
 
 
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
-    """Return each parameter's share of the learning rate, by name: `decay` to the power of the blocks after its own.
+    """Return the factor of each parameter's learning rate, by name: `decay` ** (number of blocks after its own).
 
-    See Clark et al., "ELECTRA" (2020), and Bao et al., "BEiT" (2021), for vision transformers, whose layers are the
-    embeddings, the blocks and the head.
+    See Clark et al., "ELECTRA" (2020), and, for vision transformers, Bao et al., "BEiT" (2021): embeddings and head
+    count as blocks.
     """
     found = depths(model)
     deepest = max(found.values())
@@ -140,27 +140,27 @@ def _step(config: TrainConfig, position: LrPosition) -> float:
 
 
 def _one_cycle(_config: TrainConfig, position: LrPosition) -> float:
-    """Return the share of torch's OneCycleLR in two phases. Smith and Topin, "Super-convergence" (2018)."""
+    """Return the share as in torch's OneCycleLR with two phases. Smith and Topin, "Super-convergence" (2018)."""
     top, last = max(0, position.warmup_steps - 1), max(1, position.total_steps - 1)
     if position.step < top:
         return _cosine(_ONE_CYCLE_FIRST, 1.0, position.step / top)
     return _cosine(1.0, _ONE_CYCLE_FIRST * _ONE_CYCLE_LAST, (position.step - top) / max(1, last - top))
 
 
-# Each function returns the share of the highest learning rate. Keys are `training.config.train_config.LrScheduler`.
+# Each function returns the learning rate as a share of the highest one. Keys: training.config.train_config.LrScheduler.
 # "cosine" is Loshchilov and Hutter, "SGDR" (2017), without restarts.
 SCHEDULES: dict[str, Callable[[TrainConfig, LrPosition], float]] = {
     "cosine": lambda config, position: _cosine(1.0, config.min_lr / highest_learning_rate(config), position.share),
     "step": _step,
     "one-cycle": _one_cycle,
-    # `follow_plateau` lowers it through Progress.lr_factor.
+    # `follow_plateau` lowers the learning rate through Progress.lr_factor.
     "plateau": lambda *_: 1.0,
     "constant": lambda *_: 1.0,
 }
 
 
 def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> float:
-    """Return the learning rate of the next step: a linear warm-up (one-cycle has its own), then the schedule."""
+    """Return the next step's learning rate, by the schedule after a linear warm-up. One-cycle has its own warm-up."""
     total_steps, step = steps_per_epoch * config.epochs, progress.step
     warmup_steps = min(round(config.warmup_epochs * steps_per_epoch), total_steps)
     highest = highest_learning_rate(config) * progress.lr_factor

@@ -1,8 +1,8 @@
 """Checks that each device computes correctly and that all ranks communicate. Runs on every rank, before a training.
 
 `python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script. Since it
-runs in the user's environment (--python), it may import nothing but the standard library, torch, and our modules that
-import no more.
+runs in the user's environment (--python), it may import only the standard library, torch, and those of our modules
+that import nothing else.
 """
 
 import faulthandler
@@ -90,11 +90,11 @@ def run_preflight(group: ProcessGroup, fault: Fault = NO_FAULT) -> PreflightRepo
 
 
 def _computations(device: torch.device, *, falsify: bool) -> Iterator[tuple[str, int, int]]:
-    """Run the operations of models. Yields an operation's name, its number of wrong elements, and of all elements."""
+    """Run operations that models use. Yields each one's name, number of wrong elements, and number of elements."""
     for side, dtype, periods in _products(device):
         yield "a matrix product", count_wrong(device, side, dtype, periods, falsify=falsify), side**2
     if device.type == "cpu":
-        # The first convolution takes half a second on a CPU.
+        # Check no convolutions on a CPU, where the first one takes half a second.
         return
     dtype = _products(device)[-1][1]
     yield "a convolution and its gradients", *wrong_in_convolution(device, dtype)
@@ -105,7 +105,7 @@ def _products(device: torch.device) -> list[tuple[int, torch.dtype, tuple[int, i
     """Return the products that a device must compute: side and dtype of the matrices, and the periods of their numbers.
 
     All partial sums are whole numbers that the dtype holds, so a product is exact in any order of summation, also with
-    TF32. Sums stay small since the periods have no common factor: as many terms as their product add up to 0.
+    TF32. The sums stay small: the periods m and n have no common factor, so any m * n terms in a row add up to 0.
     """
     small = (256, torch.float32, (17, 13))
     if device.type == "cpu":
@@ -135,7 +135,7 @@ def count_wrong(
 
 
 def wrong_in_convolution(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Return the number of wrong elements, and of all, of a convolution and the gradients of its input and weights.
+    """Return the numbers of wrong and of all elements of a convolution and of its gradients (input and weights).
 
     All numbers are -1, 0 or 1, and no sum has more than 256 terms: so each partial sum is a whole number that bfloat16
     holds, and the result is exact in any order. A stride of 2 rules out Winograd's algorithm, which is not exact.
@@ -157,7 +157,7 @@ def _convolve(images: Tensor, weights: Tensor, gradient: Tensor) -> list[Tensor]
 
 
 def wrong_in_attention(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Return the number of wrong elements, and of all, of an attention and the gradient of its values.
+    """Return the numbers of wrong and of all elements of an attention and of the gradient of its values.
 
     All keys are the same, so each query gets the mean of the values, a multiple of 1/64 that is exact in any order.
     """
@@ -168,7 +168,7 @@ def wrong_in_attention(device: torch.device, dtype: torch.dtype, *, falsify: boo
     values = (places[:, None] < places).to(dtype).expand(2, 2, -1, -1).clone().requires_grad_()
     result = functional.scaled_dot_product_attention(keys, keys, values)
     with warnings.catch_warnings():
-        # training.runtime.determinism makes torch warn of such kernels, but these sums are exact in any order.
+        # training.runtime.determinism makes torch warn that this kernel sums in any order, but these sums are exact.
         warnings.filterwarnings("ignore", ".*non-deterministic algorithm")
         [gradient] = torch.autograd.grad(result, values, torch.ones_like(result))
     found = [result.detach().clone(), gradient]
@@ -228,7 +228,7 @@ def main(run_dir: str = "", attempt: str = "1") -> int:
 
 
 def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
-    # Plain dicts: a user's environment may lack the package that the types of events need (hpc.run.events).
+    # Write plain dicts: the types in hpc.run.events need a package that a user's environment may lack.
     ledger, known = run.events / f"attempt-{attempt:03d}-trainer.jsonl", {"time": time.time(), "attempt": attempt}
     try:
         ledger.parent.mkdir(parents=True, exist_ok=True)

@@ -24,9 +24,9 @@ from training.runtime.rank_device import device_name
 _PREFIX = "benchmark: "
 _TRIES = 3
 _PING_PONGS = 20
-# Messages of 1 KiB show the latency; those of 16 MiB, on GPUs 256 MiB, the bandwidth that gradients need.
+# Exponents of 2 for message sizes in bytes. 1 KiB shows the latency; 16 or 256 MiB show the bandwidth for gradients.
 _EXPONENTS = {"cpu": (10, 13, 16, 20, 24), "cuda": (10, 13, 16, 20, 24, 28)}
-# Such a message takes a tenth of a second on a gigabit link, and is large enough for the bandwidth of a fast link.
+# Size of a message that shows the bandwidth even of a fast link. On a gigabit link, 8 MiB take a tenth of a second.
 _PAIR_BYTES = {"cpu": 2**23, "cuda": 2**26}
 _MATRIX_SIDE = {"cpu": 1024, "cuda": 8192}
 _COPY_BYTES = 2**28
@@ -71,7 +71,7 @@ def _rank_speed(group: ProcessGroup, node: str) -> RankSpeed:
 
 
 def _fastest(group: ProcessGroup, work: Callable[[], object]) -> float:
-    """Return the seconds of the fastest try but the first one, a warm-up. All ranks try at the same time."""
+    """Return the seconds of the fastest try. The first try is a warm-up and does not count. All ranks try together."""
     found = []
     for _ in range(_TRIES + 1):
         distributed.barrier(group=group.control)
@@ -100,7 +100,7 @@ def _all_reduce(group: ProcessGroup) -> list[dict[str, Any]]:
 
 
 def _pairs(group: ProcessGroup, node_of_rank: list[str]) -> list[dict[str, Any]]:
-    """Return the speeds of all pairs of nodes, the same on every rank. The first node of a pair reports its speed."""
+    """Return the speeds of all pairs of nodes, the same on every rank. The first node of a pair reports for both."""
     per_node = group.rank_info.local_world_size
     own, found = group.rank // per_node, []
     for pairs in pair_rounds(group.world_size // per_node):

@@ -9,7 +9,7 @@ from training.data.file_index import load_or_build_index
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 
-# Each worker holds two batches in memory, which snapshots need too. No GPU trains faster than 32 workers decode.
+# Each worker's two batches take memory that snapshots need, too. No GPU trains faster than 32 workers decode.
 _MAX_WORKERS = 32
 
 
@@ -27,7 +27,7 @@ def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayo
 
 
 def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
-    """Return this rank's number of loader processes: by default its share of the node's cores."""
+    """Return this rank's number of loader workers. By default: one per core, up to 32; 0 if batches are made fast."""
     if data.on_device:
         return 0
     if config.num_workers is not None:

@@ -1,4 +1,4 @@
-"""Makes an optimizer step of all ranks, each on its share of the global batch. Runs on every rank."""
+"""Makes optimizer steps, in which each rank processes its share of the global batch. Runs on every rank."""
 
 from contextlib import nullcontext
 
@@ -23,7 +23,7 @@ from training.runtime.run_context import RunContext
 
 
 class Stepper:
-    """Makes optimizer steps. All state that must survive is in the TrainState."""
+    """Makes optimizer steps. All state that must survive an interruption is in the TrainState."""
 
     def __init__(
         self,
@@ -41,13 +41,13 @@ class Stepper:
         """Names of the model's operations that have no deterministic kernel on this device; `warm_up` finds them."""
 
     def warm_up(self, channels: int, size: int) -> None:
-        """Make a backward pass on blank images of `channels` and `size` x `size` pixels, which changes no state.
+        """Make a backward pass on blank images of `channels` and `size` x `size` pixels. It changes no state.
 
-        After its first backward pass, DDP rebuilds its buckets, which changes the order of summation for three or more
-        ranks. Since that pass is not a step, the steps of a resumed run sum in the order of an uninterrupted one.
+        After its first backward pass, DDP rebuilds its buckets, and then sums in another order if there are three or
+        more ranks. This pass is no step, so all steps of a resumed run sum in the order of an uninterrupted one.
 
         Raises:
-            SharedError: the model needs more images per rank, cannot be compiled, or has no deterministic kernels.
+            SharedError: the model needs more images per rank, cannot be compiled, or lacks a deterministic kernel.
         """
         model = self.state.model
         set_train_mode(model)
@@ -83,7 +83,7 @@ class Stepper:
     def step(self, batch: Batch, loss_meter: LossMeter) -> None:
         """Make one optimizer step.
 
-        DDP and FSDP average gradients over the ranks. Each rank's sum is scaled so that this average is the mean over
+        DDP and FSDP average gradients over the ranks. Each rank's loss is scaled so that this average is the mean over
         the global batch, even if the ranks' shares differ. With gradient accumulation, DDP communicates only in the
         backward pass of the last micro-batch.
         """
@@ -91,7 +91,7 @@ class Stepper:
         optimizer, scaler = state.optimizer, state.scaler
         loss_meter.begin_step()
         seed_generators(self.group.device, derive_key(config.seed, Purpose.STEP, progress.step, self.group.rank))
-        # Needed only after an evaluation, and visiting all modules takes half a millisecond.
+        # Set the mode only after an evaluation: to visit all modules takes half a millisecond.
         if not state.model.training:
             set_train_mode(state.model)
         set_learning_rate(optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
@@ -121,7 +121,7 @@ class Stepper:
     def _loss(self, images: Tensor, labels: Tensor, mix: Mixup | None) -> tuple[Tensor, Tensor]:
         """Return the sum of a micro-batch's losses, and the number of images predicted correctly.
 
-        The class of a mixed image is that of its larger part, as in torchvision's references.
+        A mixed image has the class of its larger part, as in torchvision's references.
         """
         inputs = self.preprocess(images)
         with autocast(self.config, self.group.device):

@@ -1,8 +1,8 @@
-"""Measures a rank's step times and its own work, which tells a straggler from the ranks that wait for it.
+"""Measures a rank's step times and the time of its own work, to tell a slow rank from the ranks that wait for it.
 
-Runs on every rank. With DDP, every rank's step takes as long as that of the slowest rank. So each rank also times its
-own work: waiting for its batch, and the forward pass of the model inside DDP, after the broadcast of rank 0's batch
-statistics. The backward pass, which waits for the gradients of other ranks, is left out.
+Runs on every rank. With DDP, every rank's step takes as long as the slowest rank's step. So each rank also times its
+own work: the wait for its batch, and the model's forward pass. Parts that wait for other ranks are left out: DDP's
+broadcast of buffers before the forward pass, and the backward pass, which exchanges gradients.
 """
 
 import time
@@ -35,10 +35,10 @@ class StepTimer:
         self._entered: _Mark = 0.0
         self._forwards: list[tuple[_Mark, _Mark]] = []
         self._unread: deque[tuple[float, float, list[tuple[_Mark, _Mark]]]] = deque()
-        """Per step not yet read: its seconds, its seconds of loading, and the marks of its forward passes."""
+        """For each step that is not read yet: its seconds, seconds of loading, and marks of forward passes."""
         self._recent: deque[tuple[float, float]] = deque(maxlen=10)
-        """Per recent step: its seconds, and the seconds of this rank's own work."""
-        # With SyncBN or FSDP, the forward pass waits for other ranks, so only the loading is own work.
+        """For each recent step: its seconds, and the seconds of this rank's own work."""
+        # With SyncBN or FSDP, the forward pass waits for other ranks, so only the loading counts as own work.
         if not context.config.sync_bn and context.config.strategy == "ddp":
             model.register_forward_pre_hook(self._enter)
             model.register_forward_hook(self._leave)
@@ -52,7 +52,7 @@ class StepTimer:
             self._forwards.append((self._entered, self._mark()))
 
     def batches(self, batches: Iterator[Batch], progress: Progress) -> Iterator[Batch]:
-        """Yield the batches, and start to time a step before each: the wait for its batch is a part of the step."""
+        """Yield the batches. The time of a step starts before the wait for its batch."""
         while True:
             self._heartbeat.beat("load", progress.step)
             self._began = time.perf_counter()

@@ -94,17 +94,17 @@ class Trainer:
         self.totals: Totals | None = None
         """The totals of the last logged step; None once its loss is checked."""
         self.ended: str | None = None
-        """PATIENCE or MAX_HOURS if the training ended early, else None."""
+        """PATIENCE or MAX_HOURS if the training ended early, or None."""
 
     def make_validator(self, preprocess: Preprocess) -> Validator:
-        """Return a validator of the averaged model (--ema-decay) if there is one, else of the trained model."""
+        """Return a validator of the averaged model (--ema-decay) if it exists, or of the trained model."""
         evaluated = replace(preprocess, size=self.config.eval_image_size or preprocess.size)
         evaluator = Evaluator(
             config=self.config,
             model=self.state.ema.model if self.state.ema else self.state.model,
             preprocess=evaluated,
             group=self.group,
-            # An evaluation does not augment: to index images in memory is faster than to start workers.
+            # An evaluation does not augment, so indexing images in memory is faster than starting workers.
             workers=0 if self.data.in_memory else self.workers,
         )
         return Validator(
@@ -118,7 +118,7 @@ class Trainer:
         )
 
     def run(self) -> None:
-        """Train to the end, or until all ranks agree to stop. Both save the last step."""
+        """Train to the end, or until all ranks agree to stop. The last step is saved in both cases."""
         self.stepper.warm_up(self.data.channels, self.data.size)
         self.resume()
         try:
@@ -154,7 +154,7 @@ class Trainer:
         restored = Restorer(self.context, self.state, self.group, self.logger).restore()
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.context, self.state, self.group))
-        # A snapshot, which only nodes' memory holds, should soon become a checkpoint: a failed node may fail again.
+        # Only nodes' memory holds a restored snapshot: save a checkpoint soon, because a failed node may fail again.
         self.checkpoint_writer.restart_interval(due=restored is not None and not restored.durable)
         self.snapshot_writer.restart_interval()
         self.early_stopping.start_clock()
@@ -249,7 +249,7 @@ class Trainer:
             StopRequested: a rank received a signal.
         """
         is_rank_zero, steps_left = self.group.is_rank_zero, self.schedule.total_steps - self.state.progress.step
-        # No snapshot while the logger writes the best model: the restore rejects one whose best model is missing.
+        # No snapshot while the logger writes the best model: a restore rejects a snapshot whose best model is missing.
         snapshot_due = (
             is_rank_zero and not self.logger.busy and self.snapshot_writer.due_within(self.stop_consensus.interval)
         )
@@ -261,7 +261,7 @@ class Trainer:
                 corrupt_images=int(self.corrupt_images.has_unshared),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
-            # A snapshot is late by at most a quarter of its interval. A stop near the end is still agreed on in time.
+            # So a snapshot is late by at most a quarter of its interval, and a stop near the end is agreed on in time.
             max_interval=min(self.snapshots.interval.steps or math.inf, steps_left) / 4,
         )
         if agreed.corrupt_images:
@@ -269,7 +269,7 @@ class Trainer:
         return agreed
 
     def save(self) -> None:
-        """Start to write a checkpoint, unless this step has one, or the loss is not finite."""
+        """Start to write a checkpoint, unless this step has one. If the loss is not finite, none is written."""
         if self.checkpoint_writer.is_saved:
             return
         self.heartbeat.beat("save", self.state.progress.step)
@@ -278,7 +278,7 @@ class Trainer:
         self.heartbeat.beat("step")
 
     def check_loss(self, *, now: bool = False) -> None:
-        """Check the loss of the last logged step, and if `now` also that of this step, for which the host waits.
+        """Check the loss of the last logged step. If `now`, wait for the device, and check the loss of this step, too.
 
         Raises:
             DivergedError: the loss is not finite.
@@ -298,7 +298,7 @@ class Trainer:
             self.validator.record(result)
 
     def before_batch(self) -> None:
-        """Exchange flags between two batches of an evaluation, so that a stop need not wait for its end."""
+        """Exchange flags between two batches of an evaluation: a stop need not wait for the evaluation's end."""
         self.heartbeat.beat("evaluate", self.state.progress.step)
         self.agree()
         self.context.fault.inject("evaluate", self.state.progress.step, self.group.rank)
@@ -355,7 +355,7 @@ class Trainer:
         )
 
     def allreduce(self, step_seconds: float) -> dict[str, float]:
-        """Return this rank's metrics of the gradients' all-reduce, or an empty dict with one rank or FSDP."""
+        """Return this rank's metrics of the gradients' all-reduce, or an empty dict if DDP measured none."""
         measured = allreduce_seconds(self.stepper.wrapped) if self.group.world_size > 1 else None
         if measured is None:
             return {}
@@ -373,8 +373,8 @@ class Trainer:
         try:
             self.validator.complete(self.before_batch, self.ended)
         except TorchrelayError:
-            # If `final/` cannot be written, only rank 0 raises this. It must still call clear_snapshots, a collective
-            # that the other ranks call.
+            # If `final/` cannot be written, only rank 0 raises this. The other ranks call clear_snapshots, which is a
+            # collective, so rank 0 must call it, too.
             self.clear_snapshots()
             raise
         self.clear_snapshots()

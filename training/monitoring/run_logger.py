@@ -55,7 +55,7 @@ class JsonLines:
         self._waiting: list[Record] = []
 
     def append(self, record: Record) -> None:
-        """Append a record, after those whose writes failed. Warns if the file cannot be written."""
+        """Append a record, after the records whose writes failed. Warns if the file cannot be written."""
         self._waiting.append(record)
         try:
             if self._check:
@@ -130,7 +130,7 @@ class RunLogger:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {event.kind!r} is lost")
 
     def log_later(self, log: Callable[[], None]) -> None:
-        """Call `log` in a background thread, after those of earlier calls. `log` calls `log_metrics`.
+        """Call `log`, which calls `log_metrics`, in a background thread, in the order of the calls of `log_later`.
 
         `log` may wait for the device and for a slow disk.
         """
@@ -225,7 +225,7 @@ class RunLogger:
         return self._run_dir.best / _RESULT
 
     def save_final(self, weights: Weights, result: dict[str, Any], files: Files) -> None:
-        """Write `final/`, which marks the run as complete. The arguments are those of `save_best`.
+        """Write `final/`, which marks the run as complete. The arguments are as in `save_best`.
 
         An evaluation passes no weights, because they belong to another run.
 
@@ -265,7 +265,7 @@ class RunLogger:
 
 
 def _write_model(weights: Weights, result: dict[str, Any], files: Files, directory: Path) -> None:
-    # Serialize in memory first: on a full disk safetensors raises no OSError.
+    # Serialize in memory, and then write: safetensors itself would raise no OSError on a full disk.
     if weights:
         (directory / MODEL_WEIGHTS).write_bytes(save(weights, {"format": "pt"}))
     (directory / _RESULT).write_text(json.dumps(result, indent=2) + "\n")

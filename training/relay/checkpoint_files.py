@@ -32,9 +32,9 @@ def publish_directory(
 ) -> None:
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
-    `write_files` receives the empty directory, and need not flush its files. The directory gets `mode`, and its files
-    `mode` without the execute bits; if `mode` is None, the umask decides. `check` is called after the write, which may
-    take minutes; if `check` raises, nothing is published.
+    `write_files` receives the empty directory, and need not flush its files. The directory gets the permissions `mode`,
+    and its files get them without the execute bits. If `mode` is None, the umask decides. `check` is called after the
+    write, which may take minutes. If `check` raises, nothing is published.
 
     Raises:
         OSError: a write failed, such as on a full disk. The old directory is unchanged, and no temporary one remains.
@@ -84,7 +84,7 @@ def _fsync(path: Path) -> None:
 def remove_published(path: Path) -> None:
     """Remove a published directory, ignoring errors.
 
-    It is renamed first, so a kill leaves no incomplete directory of its name; `remove_unpublished` removes the rest.
+    The directory is renamed first, so a kill leaves no incomplete one. `remove_unpublished` removes what a kill left.
     """
     with suppress(OSError):
         path = path.rename(_temporary_name(path, _UNFINISHED))
@@ -130,10 +130,10 @@ def save_checkpoint(
     directory: Path, step: int, write_files: WriteFiles, keep: int | None, mode: int | None = None,
     *, check: Callable[[], None] | None = None,
 ) -> Path:  # fmt: skip
-    """Write a checkpoint; once it is on the disk, delete all but the newest `keep`. With `keep` None, delete nothing.
+    """Write a checkpoint. Once it is on the disk, delete all but the newest `keep`, or nothing if `keep` is None.
 
-    `write_files` receives the checkpoint's directory, which gets the mode `mode`. It may return manifest entries of
-    files, which are then not read again. `check` raises if the checkpoint may not be published.
+    `write_files` receives the checkpoint's directory. It may return manifest entries of files, which are then not read
+    again. The directory gets the permissions `mode`. `check` raises if the checkpoint may not be published.
 
     Raises:
         OSError: the checkpoint could not be written. All older ones are kept.
@@ -160,7 +160,7 @@ def save_snapshot(directory: Path, step: int, write_files: WriteFiles) -> None:
 
 
 def missing_snapshot_bytes(directory: Path, size_bytes: int) -> int:
-    """Return the free bytes that snapshots of this size need: two are kept while a third one is written."""
+    """Return the bytes that must be free to keep two snapshots of this size while a third one is written."""
     return size_bytes * (_KEPT_SNAPSHOTS + 1 - min(_KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
 
 
@@ -189,7 +189,7 @@ def describe_bytes(data: bytes) -> dict[str, Any]:
 
 
 def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
-    """Return why a checkpoint is damaged; an empty text if its files match the manifest.
+    """Return why a checkpoint is damaged, or an empty text if its files match the manifest.
 
     A rank that passes its rank as `first` and the world size as `stride` checks its share of the files.
 
@@ -217,7 +217,7 @@ def file_names(path: Path) -> list[str]:
 
 
 def read_checkpoint(path: Path) -> dict[str, bytes] | str:
-    """Return the contents of a checkpoint's files, or why it is damaged. Raises OSError if they cannot be read."""
+    """Return the contents of a checkpoint's files by name, or why it is damaged. Raises OSError if a read fails."""
     files = dict[str, bytes]()
 
     def read(file: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Owns a script's position in its loops over epochs and batches, saved like its objects. Runs on every rank."""
+"""Owns a script's position in its loops over epochs and batches, and restores it. Runs on every rank."""
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -17,8 +17,8 @@ class LoopPosition:
         self.epoch = 0
         """The epoch that is not finished yet."""
         self._batches, self._to_skip = 0, 0
-        # The states of the random number generators at the start of the epoch, at the start of its batches, and after
-        # the restore, from which the training continues.
+        # States of the random number generators: at the start of the epoch, at the start of its batches, and after the
+        # restore. The training continues with the last one.
         self._at_epoch = dict[str, Any]()
         self._at_batches = dict[str, Any]()
         self._now = dict[str, Any]()
@@ -37,7 +37,7 @@ class LoopPosition:
         self._at_epoch, self._at_batches = state["at_epoch"], state["at_batches"]
 
     def begin_epoch(self) -> None:
-        """Begin an epoch. In a resumed one, the random numbers before its batches are those of its first start."""
+        """Begin an epoch. An interrupted epoch begins again with the random states with which it first began."""
         if self._to_skip and self._at_epoch:
             self._now = random_states()
             restore_random(self._at_epoch)
@@ -49,10 +49,10 @@ class LoopPosition:
         self.epoch, self._batches, self._to_skip = self.epoch + 1, 0, 0
 
     def batches(self, loader: Iterable[Batch], *, skips: bool, skipped: Callable[[], object]) -> Iterator[Batch]:
-        """Yield the batches of an epoch. If `skips`, load and skip the used ones, and call `skipped` for each.
+        """Yield the batches of an epoch. If `skips`, load and skip the used batches, and call `skipped` for each.
 
-        Loading starts with the random states that it first started with: a loader that shuffles repeats its order, and
-        its workers their random transforms. The training then continues with its own random states.
+        After a restore, loading starts with the random states of the earlier attempt. So a loader repeats its order,
+        and its workers repeat their random transforms. The training then continues with its own random states.
         """
         here = random_states()
         now = (self._now or here) if self._to_skip else None

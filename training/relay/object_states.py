@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from .rank_exchange import all_gather_bytes, ranks
 from .this_rank import THIS_RANK
 
-# The file of a script's state in its directory.
+# Name of the file with a script's state, in the directory of a checkpoint or snapshot.
 STATE_FILE = "state.pt"
 
 
@@ -96,14 +96,14 @@ def serialized(content: Any) -> bytes:
 
 
 def _deserialized(data: bytes) -> Any:
-    """Return the content of bytes from `serialized`. Raises UnpicklingError for pickled code, and does not run it."""
+    """Return the content that `serialized` made into bytes. Pickled code is not run, but raises UnpicklingError."""
     import torch
 
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def check_restorable(objects: Mapping[str, Saveable]) -> None:
-    """Raise TypeError, before the first step, if a state could be saved but not restored."""
+    """Raise TypeError if the state of one of the objects could be saved but not restored."""
     from torch import nn
 
     for name, each in objects.items():
@@ -138,13 +138,13 @@ def load_states(objects: Mapping[str, Saveable], data: bytes) -> None:
 
 
 def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
-    """Return the state, with its tensors sharded like the object's parameters (FSDP2)."""
+    """Return the state `content`, with its tensors sharded like the parameters of `one` (FSDP2)."""
     from torch import nn, optim
 
     if isinstance(one, nn.Module):
         current = one.state_dict()
         loaded = {name: _like(current.get(name), value) for name, value in content.items()}
-        # `current` also has the modules' versions, without which some modules of torchvision refuse a state.
+        # `current` also has the modules' versions. Some modules of torchvision refuse a state without versions.
         current.clear()
         current.update(loaded)
         return current
@@ -159,7 +159,7 @@ def _in_shards(one: Saveable, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _like(model: Any, value: Any) -> Any:
-    """Shard a whole tensor like `model`. Return it unchanged if `model` is not sharded, or has another shape."""
+    """Return the tensor `value` sharded like `model`, or unchanged if `model` is not sharded or has another shape."""
     import torch
     from torch.distributed.tensor import DTensor, distribute_tensor
 

@@ -32,12 +32,12 @@ class Heartbeat:
         self._step = 0
         self._path = path
         self.step_seconds: float | None = None
-        """Mean seconds of recent steps; None before the first one."""
+        """Mean seconds per recent step; None before the first step."""
         self.busy_seconds: float | None = None
         """Mean seconds of this rank's own work in recent steps (see step_timer.py); None if unknown."""
 
     def beat(self, phase: Phase, step: int | None = None) -> None:
-        """Write the phase that begins now and the optimizer steps done, by default those of the previous beat."""
+        """Write the phase that begins now, and the optimizer steps done. `None` repeats the step of the last beat."""
         if self._path is None:
             return
         self._count += 1
@@ -64,7 +64,7 @@ class ProgressFiles:
         self._failed = False
 
     def beat(self, step: int | None = None) -> None:
-        """Show that this rank is alive, so that the node's agent notices a hang."""
+        """Show the node agent that this rank is alive. The time from one call to the next counts as a step."""
         now, mean = time.monotonic(), self._heartbeat.step_seconds
         if self._beaten_at is not None:
             seconds = now - self._beaten_at

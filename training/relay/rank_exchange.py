@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def all_gather_bytes(data: bytes, group: "ProcessGroup | None") -> list[bytes]:
-    """Return the bytes of every rank, in the order of ranks. All ranks must call this. One rank alone has no `group`.
+    """Return the bytes of every rank, in the order of ranks. All ranks must call this. With one rank, `group` is None.
 
-    This replaces torch's all_gather_object, which unpickles what it receives: since the connections between ranks are
-    not authenticated, any process that poses as a rank could run code on all ranks.
+    This replaces torch's all_gather_object, which unpickles what it receives. The connections between ranks are not
+    authenticated, so any process that poses as a rank could run code on all ranks.
     """
     import torch
     from torch import distributed
@@ -57,11 +57,11 @@ class Ranks:
         self.group: Any = None
         """The gloo process group of all ranks; None if this is the only rank."""
         self.stopping: tuple[str, float] | None = None
-        """The signal for which all ranks stop, and time.monotonic() when it arrived or was agreed on. None before."""
+        """Name of the signal that stops all ranks, and time.monotonic() when this rank got it or agreed, or None."""
         self._consensus: StopConsensus | None = None
 
     def connect(self, call: str) -> StopConsensus:
-        """Connect once, and return the consensus. Raises RuntimeError if torch.distributed is not initialized yet."""
+        """Connect once, and return the consensus. Raises RuntimeError if several ranks have no process group."""
         from torch import distributed
 
         if self._consensus is None:

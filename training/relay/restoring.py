@@ -42,7 +42,7 @@ class Candidate:
 
 
 def find_candidates(rank: int, checkpoints: Path | None, snapshots: Path | None) -> list[Candidate]:
-    """Return the states in a rank's directories, the newest last. Removes unfinished ones of killed processes."""
+    """Return the states in a rank's directories, the newest last. Removes what killed processes left unfinished."""
     found = list[Candidate]()
     for durable, directory in ((True, checkpoints), (False, snapshots)):
         if directory:
@@ -83,7 +83,7 @@ def remove_newer(directory: Path, step: int) -> None:
 
 
 def restore_objects(objects: Mapping[str, Saveable]) -> Candidate | None:
-    """Load the newest intact state into the objects, and return it, or None without one. All ranks must call this.
+    """Load the newest intact state into the objects, and return it, or None if none exists. All ranks must call this.
 
     Raises:
         KeyError: the state was saved from objects of other names.
@@ -101,7 +101,7 @@ def restore_objects(objects: Mapping[str, Saveable]) -> Candidate | None:
 
 
 def _read(candidate: Candidate) -> bytes:
-    """Return the content of a state's file. Discard a damaged state or unreadable snapshot, and return no bytes.
+    """Return the content of a state's file. Discard a damaged state or unreadable snapshot, and return b"" for it.
 
     Raises:
         OSError: a checkpoint cannot be read, but may be intact.

@@ -32,7 +32,7 @@ class SavedState:
     step: int
     """The number of optimizer steps done."""
     active: ClassVar["SavedState | None"] = None
-    """The block that this process is in; None outside of one."""
+    """The `with state(...)` block that this process is in, or None."""
 
     def __init__(
         self, objects: dict[str, Saveable], checkpoint_seconds: float, snapshot_seconds: float, keep: int
@@ -81,7 +81,7 @@ class SavedState:
         return self
 
     def __exit__(self, _kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        """Save the last step unless an error (not sys.exit(0)) ended the block. Raises OSError if the write fails."""
+        """Save the last step if the block ended without error or by sys.exit(0). Raises OSError if the write fails."""
         SavedState.active = None
         is_done = error is None or (isinstance(error, SystemExit) and error.code in {None, 0})
         if THIS_RANK.run_dir is not None and is_done:
@@ -101,11 +101,11 @@ class SavedState:
     def epochs(self, count: int) -> Iterator[int]:
         """Yield the epochs from the saved one (at first 0) to `count` - 1. Calls sys.exit(0) if the script has to stop.
 
-        The loop's body runs again for an epoch that was interrupted; `batches` then yields the rest of the epoch,
-        perhaps nothing. A loop that was left by `break` does not continue in later attempts.
+        An interrupted epoch is yielded again, and `batches` then yields its remaining batches, perhaps none. A loop
+        that the script left by `break` does not continue in later attempts.
         """
         while self._position.epoch < count:
-            _exit_if_asked()  # the state to save now includes the end of the previous epoch
+            _exit_if_asked()  # a state saved here includes the end of the previous epoch
             self._position.begin_epoch()
             try:
                 yield self._position.epoch
@@ -118,7 +118,7 @@ class SavedState:
         _exit_if_asked()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the rest of an epoch's batches, and count `step`. Calls sys.exit(0) if the script has to stop.
+        """Yield an epoch's remaining batches, and count them in `step`. Calls sys.exit(0) if the script has to stop.
 
         The batches that were used before the save are loaded and skipped, unless the loader is a saved object.
         """
@@ -129,7 +129,7 @@ class SavedState:
             _exit_if_asked()
 
     def due(self) -> tuple[int, int]:
-        """Return 1 or 0 for whether a checkpoint is due, and for a snapshot; ranks other than 0 return zeros.
+        """Return two numbers, for a checkpoint and a snapshot: 1 if it is due, else 0. Only rank 0 returns ones.
 
         After the attempt's first step, this also records the event `first_step`.
         """
@@ -145,7 +145,7 @@ class SavedState:
 
     @property
     def _done(self) -> tuple[int, int]:
-        """The steps done, and the epochs done. An epoch is done after all that the script does at its end."""
+        """The steps done, and the epochs done. An epoch is done when the script's loop asks for the next one."""
         return self.step, self._position.epoch
 
     def save(self, *, durable: bool) -> None:
@@ -190,7 +190,7 @@ class SavedState:
 
 
 def should_stop() -> bool:
-    """Return whether to save and exit with code 0. After a rank got a signal, all ranks get True at the same step.
+    """Return whether to save and to exit with code 0. After a rank got a signal, all ranks get True at the same step.
 
     All ranks call this after each step; `saved.batches(...)` does so for you. Within `with state(...)`, it also saves
     the snapshots and checkpoints that are due.

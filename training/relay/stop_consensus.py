@@ -1,6 +1,6 @@
 """Lets all ranks act at the same step on one rank's request, such as to stop or to save. Runs on every rank.
 
-A trainer exchanges flags every few steps, a script at each call of `should_stop`.
+The trainer exchanges flags every few steps. A script exchanges flags at each call of `should_stop`.
 """
 
 import math
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-# The ranks exchange flags only about this often, since an exchange is a ring in which a rank waits for those before it.
-# They do so at least once in _MAX_INTERVAL boundaries: when storage stalls, steps of milliseconds may take seconds, and
-# a signal should still take effect within the grace period of a preemption.
+# The ranks exchange flags only about this often, because in an exchange each rank waits for the ranks before it in a
+# ring. An exchange follows after at most _MAX_INTERVAL boundaries: if storage stalls, steps of milliseconds may take
+# seconds, and a signal should still take effect within the grace period of a preemption.
 _EXCHANGE_SECONDS = 0.05
 _MAX_INTERVAL = 5
 
@@ -28,12 +28,12 @@ class StopRequested(Exception):  # noqa: N818  # a request that all ranks agreed
 
 
 class StepFlags(NamedTuple):
-    """The requests of a rank at a step boundary. All ranks act on the maximum of each over the ranks."""
+    """The requests of a rank at a step boundary. All ranks act on the maximum of each field over the ranks."""
 
     signal: int = 0  # number of the signal to stop for, or 0
     save: int = 0  # 1 if a checkpoint is due
     snapshot: int = 0  # 1 if a snapshot is due
-    corrupt_images: int = 0  # 1 if this rank found corrupt images that other ranks do not know of
+    corrupt_images: int = 0  # 1 if this rank found corrupt images of which other ranks may not know
     end: int = 0  # 1 if this was the last step
     interval: int = 0  # boundaries from one exchange to the next; rank 0 sets it
 
@@ -67,8 +67,8 @@ class StopConsensus:
     def exchange(self, flags: StepFlags, max_interval: float = math.inf) -> StepFlags:
         """Send this rank's flags, and return the flags that all ranks agreed on at the previous exchange.
 
-        Every rank must call this, at a step boundary when `is_due`, and in an evaluation before each batch. Rank 0's
-        `max_interval` is the maximum number of boundaries between the next exchange and the one after it.
+        Every rank must call this: at each step boundary where `is_due` returned True, and before each batch of an
+        evaluation. On rank 0, `max_interval` limits the boundaries from the next exchange to the one after it.
 
         Raises:
             StopRequested: a rank received a signal.
@@ -77,7 +77,7 @@ class StopConsensus:
         if agreed.signal:
             raise StopRequested(agreed.signal)
         self.interval = agreed.interval or 1
-        # A request that was agreed on happens now. A rank that still requests it must not cause it twice.
+        # The ranks now do what they agreed on. A rank that still requests it must not make them do it twice.
         wanted = StepFlags(*(0 if done else flag for done, flag in zip(agreed, flags, strict=True)))
         self._start(wanted._replace(interval=self._proposed_interval(max_interval)))
         return agreed

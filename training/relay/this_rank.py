@@ -26,7 +26,7 @@ class ThisRank:
 
     @classmethod
     def find(cls, environment: Mapping[str, str]) -> Self:
-        """Return the place that the environment variables of torchrun and the node agent describe."""
+        """Return the rank that the environment variables of torchrun and the node agent describe."""
 
         def path(name: str) -> Path | None:
             return Path(environment[name]) if name in environment else None
@@ -62,6 +62,6 @@ def check_no_later_attempt() -> None:
     if THIS_RANK.run_dir is None or not (events := THIS_RANK.run_dir / "events").is_dir():
         return
     attempt = THIS_RANK.attempt
-    os.close(os.open(events, os.O_RDONLY))  # else NFS may cache for up to a minute that the file is missing
+    os.close(os.open(events, os.O_RDONLY))  # without this, NFS may hide the file for up to a minute
     if (events / f"attempt-{attempt + 1:03d}-node-00.jsonl").exists():
         raise RuntimeError(f"attempt {attempt + 1} has begun: attempt {attempt} writes nothing more")

@@ -33,7 +33,7 @@ def passes(message: str) -> bool:
 
 
 def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
-    """Call `use` again while another process holds the GPU, and return its result.
+    """Call `use`, again and again while another process holds the GPU, and return its result.
 
     Raises:
         BadNodeError: another process still holds the GPU after a minute.

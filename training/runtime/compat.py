@@ -28,7 +28,7 @@ def average_each(averages: list[Tensor], values: list[Tensor], weight: float) ->
 
 
 def scaler_tensors(scaler: GradScaler) -> tuple[Tensor | None, Tensor | None]:
-    """Return scale and growth tracker on the device, or None before the first step. Read in torch 2.11 and 2.15.
+    """Return scale and growth tracker on the device, (None, None) before the first step. Read in torch 2.11 and 2.15.
 
     The public `state_dict` waits for the device.
     """
@@ -46,7 +46,7 @@ def stop_workers(batches: Any) -> Sequence[Any]:
 
 
 def shard_offsets(sharded: Any) -> tuple[int, ...]:
-    """Return the offset of this rank's shard in a DTensor, per dimension, as DCP does. Read in torch 2.11 and 2.15."""
+    """Return this rank's offset in each dimension of a DTensor, as DCP does. Read in torch 2.11 and 2.15."""
     return tuple(sharded.__create_chunk_list__()[0].offsets)
 
 

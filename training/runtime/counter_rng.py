@@ -75,5 +75,5 @@ def rand_int(key: int, index: Tensor, bound: int) -> Tensor:
 
 
 def permutation(key: int, size: int) -> Tensor:
-    """Return the integers from 0 to size - 1 in random order, sorted by their random bits, which all differ."""
+    """Return the integers from 0 to size - 1 in the random order of the stream `key`."""
     return torch.argsort(bits(key, torch.arange(size)))

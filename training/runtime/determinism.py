@@ -49,7 +49,7 @@ def configure(config: TrainConfig) -> None:
 def configure_attention(model: nn.Module) -> None:
     """Make torch refuse operations without a deterministic kernel, even with `warn`, if the model has fused attention.
 
-    In the mode that only warns, torch uses a backward pass of fused attention that adds in any order
+    If torch only warned, it would use a backward pass of fused attention that adds in any order
     (torch.nn.attention.SDPBackend).
     """
     if torch.are_deterministic_algorithms_enabled() and uses_fused_attention(model):
@@ -65,9 +65,9 @@ def uses_fused_attention(model: nn.Module) -> bool:
 
 @contextmanager
 def watch_operations() -> Iterator[list[str]]:
-    """Yield a list that holds, after the body, the names of its operations without a deterministic kernel here.
+    """Yield a list. After the `with` block, it names the block's operations that have no deterministic kernel here.
 
-    torch's warnings of such operations are no longer printed, now and later; other warnings are.
+    torch's warnings of such operations are not printed, neither here nor later. Other warnings are printed.
     """
     operations: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -83,7 +83,7 @@ def watch_operations() -> Iterator[list[str]]:
 
 
 def operation_without_kernel(text: str) -> str:
-    """Return the operation that torch's message `text` says has no deterministic kernel, or an empty text."""
+    """Return the operation that has no deterministic kernel according to torch's message `text`, or an empty text."""
     before, found, _ = text.partition(f" {_NO_KERNEL}")
     return before.split()[-1] if found else ""
 
@@ -111,7 +111,7 @@ class Numerics:
                 **{name: os.environ.get(name) for name in _NCCL_NAMES},
             }
         else:
-            # torch chooses kernels by instruction set; oneDNN and the matrix product library by the model of the CPU.
+            # torch chooses kernels by instruction set; oneDNN and the matrix library choose them by the CPU's model.
             self.values |= {
                 "processor": _distinct(group.all_gather_json(processor_name())),
                 "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -126,7 +126,7 @@ class Numerics:
         return dict(self.values)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """List the differences from the values of a saved state in `changes`."""
+        """Compare with the values of a saved state, and list the differences in `changes`."""
         names = [*self.values, *(name for name in state_dict if name not in self.values)]
         self.changes = [
             f"{name} {self.values.get(name)} instead of {state_dict.get(name)}"
@@ -136,12 +136,12 @@ class Numerics:
 
 
 def describe_numerics(values: dict[str, Any]) -> str:
-    """Return a short description of values that `Numerics` saved, such as for a result that two trainings are equal."""
+    """Return a short description of values that `Numerics` saved: --deterministic, ranks, device and torch version."""
     ranks, device = values["ranks"], values["device"]
     where = f"{ranks} rank{'' if ranks == 1 else 's'} on {device}"
     return f"--deterministic {values['deterministic']}, {where}, torch {values['torch']}"
 
 
 def _distinct(values: list[Any]) -> Any:
-    """Return the one value if all ranks have the same, else the list of values by rank."""
+    """Return the value if all ranks have the same one, or else the list of values by rank."""
     return values[0] if all(value == values[0] for value in values) else values

@@ -1,15 +1,15 @@
-"""Owns the rendezvous of a round's torchruns: known members, authenticated connections. Runs once per node.
+"""Owns the rendezvous of a round's torchruns, with known members and authenticated connections. Runs once per node.
 
 The coordinator chooses the members (jobs.control.round_members) and replaces lost ones. Here the members only wait for
 each other, at the start and whenever ranks of a member have died. torch's own backends do not suffice:
 
-- `c10d` keeps its state as a pickle in a store to which anyone on the network can write, and so run code as the user on
-  all nodes.
+- `c10d` keeps its state as a pickle in a store. Anyone on the network can write to the store, and so run code as the
+  user on all nodes.
 - `static` never tells a node that another node's ranks have died: its `num_nodes_waiting` is always 0. Anyone can write
   to its store, too, and the ranks of all restarts share it.
 
 The first member's torchrun keeps the members' reports. Each report is a member's whole state and is sent repeatedly, so
-connections may break. Each start of the ranks is a generation, which no member enters before all were in the last one.
+connections may break. Each start of the ranks is a generation. A member enters it only after all were in the last one.
 """
 
 import os
@@ -38,13 +38,13 @@ BACKEND = "torchrelay"
 # Importing torch from slow storage may take minutes.
 _ARRIVAL_SECONDS = 600.0
 _POLL_SECONDS = 0.2
-# The pause between reports while no ranks run, because members wait for the last one.
+# The pause between reports while members wait for the last one. It is short, because no ranks run meanwhile.
 _MEETING_POLL_SECONDS = 0.03
 # If ranks fail as soon as they start, the coordinator decides within two seconds whether they start again. Without this
 # pause, torchrun would meanwhile start a broken script ten times.
 _MIN_BETWEEN_STARTS_SECONDS = 3.0
-# Limits the reports to a thousand a second, whose answers take a fifth of a core on the first node. This matters in
-# rounds of more than 200 nodes, or of 30 while they meet.
+# Limits all nodes' reports to a thousand a second; to answer them takes a fifth of a core on the first node. The limit
+# matters in rounds of more than 200 nodes, or of more than 30 while the nodes wait for each other.
 _POLL_SECONDS_PER_NODE = 0.001
 _LIMITS = Limits(timeout_seconds=5.0, max_message_bytes=2**12)
 
@@ -103,7 +103,7 @@ class NodeRendezvous(RendezvousHandler):
         self._members: _Members | None = None
         if self._node == 0:
             self._members = _Members(self._num_nodes)
-            # The run id tells rounds apart, whose torchruns have the same secret.
+            # The torchruns of all rounds have the same secret. The run id tells the rounds apart.
             self._server = Server(secret, self._run_id, self._members.serve, _LIMITS, [self._endpoint[1]])
 
     def get_backend(self) -> str:
@@ -137,7 +137,7 @@ class NodeRendezvous(RendezvousHandler):
             if has_arrived and time.monotonic() >= self._next_start:
                 self._next_start = time.monotonic() + _MIN_BETWEEN_STARTS_SECONDS
                 address, port = answer["master"]
-                # For the ranks: TORCHELASTIC_RESTART_COUNT stays 0 if ranks of another node caused the restart.
+                # The ranks read this: TORCHELASTIC_RESTART_COUNT stays 0 if ranks of another node caused the restart.
                 os.environ[RESTARTS] = str(self._generation - 1)
                 store = cast("Store", _ExitBarrier(self))
                 return RendezvousInfo(store, self._node, self._num_nodes, RendezvousStoreInfo(address, port))
@@ -152,7 +152,7 @@ class NodeRendezvous(RendezvousHandler):
         return int(self._report().get("waiting", 0))
 
     def wait_for_end(self) -> None:
-        """Report that this node's ranks have ended, and wait until those of all members have ended."""
+        """Report that this node's ranks have ended, and wait until the ranks of all members have ended."""
         self._ended = True
         while self._report().get("ended") != self._num_nodes and not self._host_has_left:
             time.sleep(self._poll_seconds)
@@ -186,7 +186,7 @@ class NodeRendezvous(RendezvousHandler):
             answer = self._connection.receive()
             self._met = True
         except OSError as error:
-            # The first member listens until it ends, so a refusal means that it has. Other errors may pass.
+            # The first member listens until it ends, so a refusal means that it has ended. Other errors may pass.
             self._host_has_left = self._met and isinstance(error, ConnectionRefusedError)
             if self._connection:
                 self._connection.close()
@@ -196,7 +196,7 @@ class NodeRendezvous(RendezvousHandler):
 
 
 class _ExitBarrier:
-    """Replaces torchrun's store, with which it waits for the other members before it ends."""
+    """Replaces the store with which torchrun waits for the other members before it ends."""
 
     timeout = timedelta()
 

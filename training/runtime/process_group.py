@@ -52,7 +52,7 @@ class ProcessGroup:
     connected_at: float
     """time.monotonic() when all ranks had connected."""
     cores: int
-    """Number of CPU cores for this rank, its share of the node's."""
+    """Number of CPU cores for this rank: its share of the node's cores."""
     timeout: timedelta = _TIMEOUT
     """Maximum duration of each wait for other ranks."""
 
@@ -79,7 +79,7 @@ class ProcessGroup:
 
     @property
     def used_memory(self) -> int:
-        """Peak bytes that torch reserved on this rank's GPU, or on a CPU the present resident bytes of this process."""
+        """On a GPU, the peak bytes that torch has reserved; on a CPU, the resident bytes of this process now."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_reserved(self.device)
         return resident_memory_bytes()
@@ -154,7 +154,7 @@ class ProcessGroup:
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Make all ranks raise if the body raises UserError on any rank. All ranks must enter the body.
+        """Make all ranks raise if the `with` block raises UserError on any rank. All ranks must enter the block.
 
         Raises:
             SharedError: with the message of the first rank that failed.
@@ -230,7 +230,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _wait_for_store(address: str, port: int) -> None:
-    """Wait until rank 0 listens, with shorter pauses than torch's client: 0.4 s and longer (seen in torch 2.15)."""
+    """Wait until rank 0 listens, with pauses shorter than the 0.4 s and more of torch's client (seen in torch 2.15)."""
     deadline, pause = time.monotonic() + _TIMEOUT.total_seconds(), _FIRST_PAUSE_SECONDS
     while time.monotonic() < deadline:
         try:
@@ -245,7 +245,7 @@ def _wait_for_store(address: str, port: int) -> None:
 
 
 def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield the names of tensors in buckets. Each has one dtype, and 64 MB at most or a single tensor."""
+    """Yield the names of tensors in buckets. Each bucket has one dtype, and at most 64 MB or a single tensor."""
     bucket, size_bytes = list[str](), 0
     for name, tensor in sorted(tensors.items(), key=lambda item: str(item[1].dtype)):
         if bucket and (size_bytes + tensor.nbytes > _BUCKET_BYTES or tensor.dtype != tensors[bucket[0]].dtype):
@@ -259,7 +259,7 @@ def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 def _control_group(timeout: timedelta) -> distributed.ProcessGroup:
     group = distributed.new_group(backend="gloo", timeout=timeout)
-    assert isinstance(group, distributed.ProcessGroup)  # noqa: S101  # it is a number for ranks that are not members
+    assert isinstance(group, distributed.ProcessGroup)  # noqa: S101  # only ranks that are not members get a number
     return group
 
 

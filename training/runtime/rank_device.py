@@ -1,4 +1,4 @@
-"""Finds the device of a rank. If it does not work, tells whether the node or the user is to blame. Every rank."""
+"""Finds a rank's device. If none works, tells whether the node or the user is to blame. Runs on every rank."""
 
 import os
 import platform
@@ -26,10 +26,10 @@ _NVIDIA_DRIVER, _AMD_DRIVER = Path("/dev/nvidiactl"), Path("/dev/kfd")
 
 @contextmanager
 def device_of_the_node() -> Iterator[None]:
-    """Turn a CUDA error of the body, the first use of this rank's device, into a BadNodeError.
+    """Turn a CUDA error in the `with` block or function, which first uses this rank's device, into a BadNodeError.
 
     Raises:
-        BadNodeError: the body raised a RuntimeError of CUDA.
+        BadNodeError: a RuntimeError says that CUDA or the device has failed.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def device_name(device: torch.device) -> str:
 
 
 def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Return the CPU's model, such as `INTEL(R) XEON(R) PLATINUM 8592+, family 6, model 207`, or at least `aarch64`."""
+    """Return the CPU's model, such as `XEON(R) 8592+, family 6, model 207`, or its architecture, such as `aarch64`."""
     try:
         first = cpuinfo.read_text().partition("\n\n")[0]
     except OSError:
@@ -61,7 +61,7 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _event() -> torch.cuda.Event:
-    """Return an event whose waiting threads sleep. By default they keep a core busy that the training needs."""
+    """Return an event for which threads wait asleep. By default, a waiting thread keeps a core of the training busy."""
     return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
 
 
@@ -128,7 +128,7 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
 
     Raises:
         BadNodeError: this node has fewer GPUs than ranks, or torch cannot use GPUs that were asked for.
-        UserError: this rank needs a second MIG instance, but a process sees only one; also see `choose_device`.
+        UserError: this rank needs a second MIG instance, but a process sees only one; or `choose_device` raised it.
         TorchrelayError: another node has too few GPUs, or the driver accepts only new processes.
     """
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -136,7 +136,7 @@ def find_device(rank_info: RankInfo, store: Store) -> torch.device:
     if visible.startswith("MIG-") and rank_info.local_rank >= usable > 0:
         what = f"CUDA_VISIBLE_DEVICES is {visible}, but a process sees only one MIG instance"
         raise UserError(f"{what}: start one rank per node (--gpus-per-node 1)")
-    # Without a node agent, the user names GPUs in CUDA_VISIBLE_DEVICES. A testbed names fake ones, without a driver.
+    # Without a node agent, the user names GPUs in CUDA_VISIBLE_DEVICES. A testbed names fake GPUs, and has no driver.
     named = bool(visible) and _NVIDIA_DRIVER.exists()
     problem = why_no_gpu() if not usable and (named or must_use_gpu(os.environ)) else ""
     if passes(problem) and driver_recovers(problem):
@@ -165,7 +165,7 @@ def why_no_gpu(drivers: tuple[Path, ...] = (_NVIDIA_DRIVER, _AMD_DRIVER)) -> str
 
 
 def choose_device(rank_info: RankInfo, store: Store, usable: int, problem: str) -> torch.device:
-    """Return a GPU if all ranks have one, or the CPU if none has: ranks on different kinds cannot connect.
+    """Return a GPU if all ranks have one, or the CPU if no rank has one. GPUs and CPUs cannot connect to each other.
 
     Args:
         rank_info: this rank.

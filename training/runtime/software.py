@@ -1,7 +1,7 @@
 """Finds the versions of the software on which a model's numbers depend. Runs on every rank.
 
-The preflight calls it in the environment of a user's script, too, so it may import nothing but the standard library,
-torch, and our modules that import no more.
+The preflight calls it in the environment of a user's script, too, so it may import only the standard library, torch,
+and those of our modules that import nothing else.
 """
 
 import importlib.metadata
@@ -16,7 +16,7 @@ _PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
 
 
 def versions() -> dict[str, str | None]:
-    """Return the version of each software by name, None if it is absent."""
+    """Return the version of each software by name, or None if it is absent."""
     cuda = torch.cuda.is_available()
     cudnn = torch.backends.cudnn.version() if cuda else None  # type: ignore[no-untyped-call]
     installed: dict[str, str | None] = dict.fromkeys(_PACKAGES)

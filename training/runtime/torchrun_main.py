@@ -1,10 +1,10 @@
-"""Replaces `python -m torch.distributed.run` by a torchrun with our rendezvous that starts and exits faster.
+"""Runs torchrun like `python -m torch.distributed.run`, but with our rendezvous, and with a faster start and exit.
 
-Runs once per node and round. With `--run-path`, the ranks are forks of this process, which imports their modules once
-per node instead of once per rank, and not again for a rank that replaces a failed one.
+Runs once per node and round. With `--run-path`, the ranks are forks of this process. So their modules are imported once
+per node instead of once per rank, and not again when the ranks are restarted.
 
 Garbage collection is off during the imports: it takes a quarter of a second of their 1.5 s and finds nothing. The exit
-skips the freeing of torch's modules, which takes half a second and may be a part of the grace period.
+does not free torch's modules: that takes half a second, which may be a part of the grace period.
 """
 
 import gc
@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.launcher.api import elastic_launch
 from torch.distributed.run import config_from_args, parse_args
 
-# Search this copy before PYTHONPATH: a user's code may have packages named `hpc` or `training`.
+# Search this copy of torchrelay before PYTHONPATH: a user's code may have packages named `hpc` or `training`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.base.environment import PRELOAD, SECRET
 from hpc.base.errors import EXIT_BAD_NODE
@@ -37,7 +37,7 @@ from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 del sys.path[0]
 
 # After a rank's death, the others hang in a collective and do not end on SIGTERM; torchrun would wait 30 s for them. If
-# ranks can still save, the agent has asked them to before.
+# ranks can still save, the agent has asked them to save before.
 _END_SECONDS = 1
 
 
@@ -68,7 +68,7 @@ def preload(names: Iterable[str]) -> None:
 
 @record
 def launch() -> None:
-    """Launch like torchrun's `main`, but without a query of the GPUs, after which forks could not use them.
+    """Launch like torchrun's `main`, but without querying the GPUs: after a query, forks could not use them.
 
     torch counts the GPUs to choose a NUMA binding if the launch names none. So a binding is named here, and removed
     before it takes effect.
@@ -77,7 +77,7 @@ def launch() -> None:
     arguments.numa_binding = "node"
     config, program, words = config_from_args(arguments)
     config.numa_options = None
-    # SIGTERM stays ignored, as inherited. SIGINT, from the timeout of jobs.node_probe, ends torchrun in good order.
+    # SIGTERM stays ignored, as inherited. When jobs.node_probe times out, its SIGINT ends torchrun in good order.
     config.signals_to_handle = "SIGINT"
     elastic_launch(config, program)(*words)
 
@@ -109,7 +109,7 @@ def run() -> int:
 
 if __name__ == "__main__":
     code = run()
-    # os._exit skips this clean-up, such as of temporary directories.
+    # os._exit would skip these functions, such as the removal of temporary directories.
     run_exit_functions()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,7 +11,7 @@ class Progress:
     step: int = 0  # optimizer steps done
     epoch: int = 0  # epochs done
     samples_seen: int = 0  # images of the current epoch that were used
-    evaluated_epochs: int = 0  # epochs after which the model was validated
+    evaluated_epochs: int = 0  # epochs done at the last validation
     val_loss: float | None = None  # loss of the last validation
     val_accuracy: float | None = None  # accuracy of the last validation
     best_accuracy: float | None = None  # highest accuracy of all validations

@@ -27,7 +27,7 @@ from hpc.run.spec import RunSpec
 from hpc.submit.answer import show
 from hpc.submit.new_run import NewRun, start_run
 from hpc.submit.options import SubmitOptions, SubmitTraining, with_defaults
-from hpc.submit.sbatch_flags import explain
+from hpc.submit.sbatch_advice import explain
 from hpc.submit.settings import settings_of
 from jobs.staging.source import is_archive
 from training.config.dataset_layout import check_data, resolve_data

@@ -23,7 +23,7 @@ from hpc.run.spec import RunSpec, program_of
 from hpc.submit.answer import show
 from hpc.submit.new_run import NewRun, start_run
 from hpc.submit.options import SubmitTraining
-from hpc.submit.sbatch_flags import explain
+from hpc.submit.sbatch_advice import explain
 from hpc.submit.settings import adaptable_settings_of
 from training.config.changes import refuse_on_fork
 from training.config.train_config import TrainConfig

@@ -118,7 +118,7 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
 
 
 def budget_of(attempts: Iterable[Attempt]) -> Budget:
-    """Return the use of a run's budgets since its user last resumed it.
+    """Return how much of its failure limits a run has used since its user last resumed it.
 
     Interruptions within an attempt and ends of attempts both count.
     """

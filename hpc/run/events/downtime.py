@@ -14,9 +14,9 @@ follows or should follow. The times of events divide the recovery into parts:
 | first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
 
 Inside an attempt nothing is released, started or staged: these parts are 0. The pause before an `hpc resume` belongs to
-no part. If an attempt ended without reporting, the next one notices when it claims: `notice` then includes the time in
-the queue and of Slurm's start. A part is None if one of its times is missing. The total is None, too, if another
-interruption follows before the training has started.
+no part. If an attempt ended without a report, its end is noticed when the next one claims: `notice` then includes the
+wait in the queue and Slurm's start of the job. A part is None if one of its times is missing. The total is None, too,
+if another interruption follows before the training has started.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -75,7 +75,7 @@ class History:
 
     @property
     def budget(self) -> Budget:
-        """The use of the run's budgets since its user last resumed it."""
+        """How much of its failure limits the run has used since its user last resumed it."""
         return budget_now(self.attempts)
 
     @property
@@ -135,7 +135,7 @@ class History:
     @property
     def last_job_id(self) -> str | None:
         """The id of the run's newest job; None before the first."""
-        # Attempts count before times, because clocks differ between nodes, and may be set.
+        # The order of attempts counts before the times of events, because nodes' clocks differ, and may be set.
         order = {"submitted": 0, "claimed": 1, "requeued": 2, "resubmitted": 2}
         starts = [event for event in self.events if isinstance(event, Submitted | Claimed | Requeued | Resubmitted)]
         newest = sorted(starts, key=lambda event: (event.attempt or 0, order[event.kind]))[-1:]
@@ -149,7 +149,7 @@ class History:
 
     @property
     def lost_nodes(self) -> list[str]:
-        """The nodes that are lost now, each listed once for every report of its loss."""
+        """The nodes that are lost now. A node is listed as often as its loss was reported."""
         lost = list[str]()
         for event in self.events:
             if isinstance(event, NodeLost):
@@ -159,7 +159,7 @@ class History:
         return lost
 
     def unfinished_handover(self, attempt: int) -> Handover | None:
-        """Return the unfinished claim to submit the job after `attempt`, or, for 0, the first job; None without one."""
+        """Return the claim to submit the job after `attempt` (0: the first job) if no job has followed it, or None."""
         kinds = Handover | Submitted | Resubmitted | Requeued
         own = [event for event in self.events if isinstance(event, kinds) and (event.attempt or 0) == attempt]
         return own[-1] if own and isinstance(own[-1], Handover) else None

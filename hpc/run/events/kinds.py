@@ -246,7 +246,7 @@ class NodeFailed(Event, frozen=True, kw_only=True):
 
 
 class MemoryEmptied(Event, frozen=True, kw_only=True):
-    """An agent has made the run's directory on its node again, which somebody had emptied."""
+    """Somebody has emptied the run's directory on a node, and its agent has made the directory again."""
 
     node: str
     detail: str | None = None
@@ -260,7 +260,7 @@ class NotForked(Event, frozen=True, kw_only=True):
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
-    """The head node's agent has lost contact with a node, or another agent with the head node."""
+    """The head node's agent has lost contact with a node, or another agent has lost contact with the head node."""
 
     node: str
     last_heard: Time | None = None

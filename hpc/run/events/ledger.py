@@ -29,7 +29,7 @@ class EventWriter:
 
     path: Path
     attempt: int | None = None
-    """The attempt of all events of this writer; if None, events keep their own."""
+    """The attempt of all events of this writer; if None, each event keeps its own attempt."""
 
     def append(self, event: Event) -> None:
         """Append an event that happens now, in the writer's attempt."""
@@ -78,7 +78,7 @@ def read_with_damage(events: Path) -> tuple[list[Event], list[str]]:
 
 
 def read_without_other_nodes(events: Path) -> list[Event]:
-    """Return the events of a run without those in the files of nodes other than the first.
+    """Return the events of a run. Of the nodes' files, only the files of the first node are read.
 
     All agents of a job call this at the same time: if each of a thousand nodes read the files of a thousand nodes in
     all attempts, shared storage would be busy for minutes.

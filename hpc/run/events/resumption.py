@@ -1,8 +1,8 @@
 """The cancellations and resumptions of a run, and the spec in force. Runs everywhere.
 
-A resumption is one file, `events/resume-001.jsonl`, created exclusively with its whole `resumed` event. `hpc resume`
-first writes the new spec to `spec-001.json`, next to `spec.json`. This spec has no effect until the event exists, so an
-`hpc resume` that was killed in between has changed nothing.
+A resumption is one file, `events/resume-001.jsonl`. Only one process can create it, with its whole `resumed` event.
+`hpc resume` first writes the new spec to `spec-001.json`, next to `spec.json`. This spec has no effect until the event
+exists, so an `hpc resume` that was killed in between has changed nothing.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ _PREFIX = "resume-"
 
 
 def current_spec(run: RunDir) -> Path:
-    """Return the file of the spec in force, which is that of the last resumption or of the submission."""
+    """Return the file of the spec in force: from the last resumption or, without one, from the submission."""
     last = max(run.events.glob(f"{_PREFIX}*.jsonl"), default=None)
     return run.revised_spec(int(last.stem.removeprefix(_PREFIX))) if last else run.spec
 

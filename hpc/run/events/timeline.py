@@ -7,7 +7,7 @@ The periods follow each other without a gap:
 | queue | the submission; the requeue or the new job | the next attempt's claim |
 | startup | the first claim | the first step |
 | training | a first step | the next failure, or the end; evaluating and saving are parts of it |
-| recovery | a failure | the first step after it, without the queue |
+| recovery | a failure | the first step after it; the queue is no part of it |
 
 GPU-hours count all GPUs of an attempt's nodes, spares included, from its claim to its end:
 
@@ -17,7 +17,7 @@ GPU-hours count all GPUs of an attempt's nodes, spares included, from its claim 
 | recomputed | GPUs of the ranks, in steps that an interruption discarded: their number times the mean time of a step |
 | recovering | all GPUs, in recoveries |
 | waiting | all GPUs, in the startup; GPUs of spares, while the ranks train |
-| evaluating and saving | the rest |
+| evaluating and saving | GPUs of the ranks, in the rest of the training |
 | unknown | GPUs of the ranks, if the script was interrupted and does not report how many steps that cost |
 """
 
@@ -43,7 +43,7 @@ class Period:
     began: float
     ended: float
     interruption: int | None = None
-    """The number of the interruption, from 1, in a recovery or the queue within one; None in other periods."""
+    """In a recovery, or in the queue within one, the number of the interruption, from 1; None in other periods."""
 
     @property
     def seconds(self) -> float:
@@ -136,10 +136,10 @@ def gpu_hours(
 
 
 def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str, Any]) -> float | None:
-    """Return the GPU-seconds of all steps that count, without those of a fork's original; None if not recorded."""
+    """Return the GPU-seconds of all steps that count; steps of a fork's original do not. None if not recorded."""
     if last_logged.get("train_seconds") is None:
         return None
-    # Each start restores the seconds of the steps that count until then. Each of its ranks uses one GPU.
+    # A start's `train_seconds` are the seconds of the steps that count until then. Each of its ranks uses one GPU.
     marks = [*(start.train_seconds for start in starts), last_logged["train_seconds"]]
     trained = [max(0.0, end - begin) for begin, end in pairwise(marks)]
     return float(sum(start.world_size * seconds for start, seconds in zip(starts, trained, strict=True)))

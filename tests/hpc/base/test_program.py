@@ -13,7 +13,7 @@ from hpc.commands.cluster.doctor import DoctorOptions
 from hpc.commands.start.status import StatusOptions
 from hpc.submit.options import SubmitScript, SubmitTraining
 from hpc.submit.resumed_run import ResumeOptions
-from hpc.submit.sbatch_flags import explain
+from hpc.submit.sbatch_advice import explain
 from training.config.train_config import TrainConfig
 from training.inference.predict import PredictOptions
 

@@ -13,7 +13,7 @@ from support.waiting import wait_for
 
 from hpc.run.spec import Resources
 from jobs.control import patience as patience_module
-from jobs.control.patience import Patience
+from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt
 
 NODES = """
