@@ -154,7 +154,7 @@ def write_exclusive(path: Path, data: str) -> bool:
 def new_directory(path: Path) -> Iterator[Path]:
     """Yield a new private directory under a temporary name, and rename it to `path` when the block ends.
 
-    Makes missing parents. An error removes the new directory, but not its parents. A kill leaves all (`is_temporary`).
+    Makes missing parents. An error removes the directory, but not its parents. A kill leaves both (see `is_temporary`).
 
     Raises:
         FileExistsError: `path` exists when the block ends.

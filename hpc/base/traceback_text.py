@@ -94,7 +94,7 @@ def _indentation(line: str) -> int:
 
 
 def _message(lines: Sequence[str], number: int) -> str:
-    """Return the message that begins on line `number`. After a colon at a line's end, the next line belongs to it."""
+    """Return the message that begins on line `number`. A line that ends with a colon continues on the next line."""
     text = lines[number][_indentation(lines[number]) :].strip()
     for line in lines[number + 1 :]:
         if not text.endswith(":") or _HEADER in line:

@@ -179,7 +179,7 @@ class HeldNodeDir:
     def __init__(self, run: Path, node_rank: int) -> None:
         """Make and lock the directory, or take over the one of the run's previous attempt.
 
-        To free memory, this user's directories of other runs are removed if no process has locked and no run needs them.
+        To free memory, it removes directories of this user's other runs that no process has locked and no run needs.
         `node_rank` distinguishes the pretended nodes of one machine.
 
         Raises:

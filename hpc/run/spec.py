@@ -273,7 +273,7 @@ class RunSpec:
     training: Training | None = None
     """The trainer's part of the spec; None if the program is a user's script."""
     working_directory: str = "."
-    """The directory in which the user submitted a script, and the ranks start. Relative to the top of the code."""
+    """The directory, relative to the top of the user's code, where a script was submitted and the ranks start."""
     stage_dir: str
     """The directory on each node's own disk for staged copies. Each node replaces the variables in it."""
     stage_keep: str = "7d"

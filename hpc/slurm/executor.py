@@ -206,7 +206,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
     if most > 1:
-        # With --no-kill, a job survives the death of a node. Without it, Slurm requeues the job: right for one node.
+        # With --no-kill, a job survives the death of a node. Without it, Slurm requeues the job, as one node needs.
         extra["no-kill"] = True
     # sbatch's --no-kill keeps the allocation, but not the step: when a node dies, srun without these options would end
     # the agents on the other nodes.

@@ -60,7 +60,7 @@ class ShorterLimit:
 def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
     """Return a shorter time limit for the next job of a run, if the usual limit would run into a reservation.
 
-    Returns None if no reservation is in the way, if it leaves too little time for a useful job, or without an answer.
+    Returns None if no reservation is in the way, if too little time is left for a job, or if Slurm does not answer.
     """
     resources, now = spec.resources, time.time()
     own, end = [option.partition("=") for option in resources.sbatch], now + 60 * resources.limit_minutes

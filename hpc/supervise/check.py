@@ -53,7 +53,7 @@ class SuperviseOptions(cli.RunsOptions):
 
 
 def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
-    """Decide what to do with each run, and do it. Returns a --json line per run. Raises TorchrelayError without squeue."""
+    """Decide about each run, and act on it. Returns a --json line per run. Raises TorchrelayError if squeue fails."""
     lines, started = list[Line](), 0
     for one, decided in _decisions(options):
         decision, problem = decided, None
