@@ -38,7 +38,7 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
     log(f"this job goes back into the queue: {reason}")
     if problem is None:
         slurm.requeue(job_id)
-        ask_slurm(lambda: slurm.set_dependency(job_id, dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
+        ask_slurm(lambda: slurm.update(job_id, Dependency=dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
     else:
         slurm.requeue_held(job_id)
         # Before this job was held, the other run may have got a new job: then wait for that one.

@@ -31,7 +31,7 @@ from hpc.run.nodedir import NodeDir, node_dirs
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, job_fields
 from jobs import claim
 from jobs.control.channel import ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
@@ -198,7 +198,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         fields = slurm.show_job(node.allocation.job_id) if node.on_slurm else fields
     except TorchrelayError as error:
         log(f"Slurm does not report the state of this job: {error}")
-    state = slurm.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING
+    state = job_fields.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING
     if state is JobState.CANCELLED:
         this = node.history().during(node.attempt.attempt).events
         if any(isinstance(event, Resubmitting | Resubmitted) for event in this):
@@ -208,7 +208,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         cancelled=is_cancelled_now(node.run),
         signal=signal,
         job_state=state,
-        preempted=slurm.is_preempted(fields)
+        preempted=job_fields.is_preempted(fields)
         or handover.was_preempted(node.run, node.allocation.job_id, node.attempt.started),
         failure=failure,
     )

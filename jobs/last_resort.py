@@ -26,7 +26,7 @@ from hpc.run.events.kinds import NotContinued, Requeued, Resubmitted
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, job_fields
 from jobs import claim
 from jobs.deferral import must_wait
 from jobs.ending import conclude_failed_agent, continue_ended_run
@@ -59,8 +59,8 @@ def _let_job_fail() -> None:
         job_id = find_allocation(os.environ).job_id
         job = slurm.show_job(job_id)
         # A job that agents have requeued no longer runs: leave it alone.
-        if slurm.is_expedited(job) and job.get("JobState") == JobState.RUNNING:
-            slurm.forbid_requeue(job_id)
+        if job_fields.is_expedited(job) and job.get("JobState") == JobState.RUNNING:
+            slurm.update(job_id, Requeue="0")
     except TorchrelayError as error:
         log(f"Slurm may requeue and hold this job, which has failed: then cancel it with scancel ({error})")
 

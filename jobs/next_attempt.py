@@ -14,7 +14,7 @@ from functools import cache, partial
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import Excluded, NotContinued, Requeued, Resubmitted
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, job_fields, sinfo
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.slurm.reservations import shorter_limit
 from jobs.node_attempt import NodeAttempt, ask_slurm, log
@@ -100,11 +100,11 @@ def _why_new_job(node: NodeAttempt) -> str | None:
         return "--continue-with job" if node.spec.recovery.continue_with == "job" else None
     try:
         job = slurm.show_job(node.allocation.job_id)
-        if slurm.is_shortened(job, node.spec.resources.limit_minutes):
+        if job_fields.is_shortened(job, node.spec.resources.limit_minutes):
             return f"this job's time limit is {job['TimeLimit']} (--time-min), and a requeue would keep it"
         if shorter := shorter_limit(node.spec):
             return str(shorter)
-        if slurm.is_expedited(job):
+        if job_fields.is_expedited(job):
             return None
         delay = slurm.requeue_delay_seconds(slurm.show_config())
     except TorchrelayError as error:
@@ -117,7 +117,7 @@ def _holds(node: NodeAttempt, dead: set[str]) -> bool:
 
     A node that does not answer Slurm counts as dead: it may have died after the agents noticed the `dead` ones.
     """
-    held = dead - set(slurm.dead_nodes(sorted(dead))) | slurm.silent_nodes(node.allocation.hostnames)
+    held = dead - set(sinfo.dead_nodes(sorted(dead))) | sinfo.silent_nodes(node.allocation.hostnames)
     job = slurm.jobs().get(node.allocation.job_id) if held else None
     # A dead node that has been rebooted is not down any more, but no longer belongs to the job.
     return job is not None and not held.isdisjoint(slurm.hostnames(job.nodes))
@@ -132,7 +132,7 @@ def _requeue(node: NodeAttempt, avoid: list[str]) -> None:
     try:
         excluded = handover.nodes_to_exclude(node.spec, node.history(), avoid)
         # Do this after the requeue, because Slurm changes the excluded nodes only of a pending job.
-        ask_slurm(lambda: slurm.set_excluded_nodes(job_id, excluded), SLURM_SECONDS)
+        ask_slurm(lambda: slurm.update(job_id, ExcNodeList=",".join(excluded)), SLURM_SECONDS)
     except (OSError, TorchrelayError) as error:  # if raised, the caller would requeue again
         log(f"job {job_id} may start on {', '.join(avoid)} again: {error}")
     else:

@@ -47,7 +47,7 @@ def _keep_up_to_date(node: NodeAttempt, over: threading.Event) -> None:
         text = comment(node)
         try:
             if text != shown:
-                slurm.set_comment(node.allocation.job_id, text)
+                slurm.update(node.allocation.job_id, Comment=text)
                 shown = text
         except TorchrelayError as error:
             log(f"the comment of this job is not up to date: {error}")

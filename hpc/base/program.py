@@ -123,7 +123,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
         marks = _marks(field)
         letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
         words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
-        # A missing value becomes None. If argparse reported it, it would not report an unknown flag, which explains more.
+        # A missing value becomes None. If argparse reported it, it would hide an unknown flag, which explains more.
         nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
         if _is_positional(field):
             parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)

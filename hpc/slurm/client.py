@@ -1,23 +1,18 @@
 """Runs Slurm's commands and parses their output. Runs on login and compute nodes.
 
-Works without Slurm's accounting: only `final_states` needs it, and `query_cluster` tests whether it works.
+Works without Slurm's accounting, which only `final_states` needs.
 """
 
 import functools
-import getpass
 import os
 import re
 import shutil
 import signal
 import subprocess
-from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 
-from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.units import slurm_seconds
+from hpc.base.errors import TorchrelayError
 from hpc.run.causes import JobState
 from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 
@@ -29,40 +24,12 @@ _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 # the variables of the user's shell.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
-_UNUSABLE = ("down", "drain", "fail", "unknown", "inval", "maint")
-# How a COMPLETING job ends, by Slurm's reason. A job whose batch script was killed has the reason JobLaunchFailure in
-# Slurm 22.05.8, and RaisedSignal in 26.05.5.
-_ENDING_REASONS = {
-    "TimeLimit": JobState.TIMEOUT, "JobLaunchFailure": JobState.FAILED, "NonZeroExitCode": JobState.FAILED,
-    "RaisedSignal": JobState.FAILED,
-}  # fmt: skip
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 _CRED_EXPIRE_SECONDS = 120
 LONG_REQUEUE_DELAY_SECONDS = 15
 """If Slurm holds requeued jobs for more seconds than this, a run continues in a new job."""
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
 Fields = Mapping[str, str]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Partition:
-    """The nodes of one kind in one partition: a line of sinfo."""
-
-    name: str
-    default: bool
-    up: bool
-    limit_minutes: int | None
-    default_minutes: int | None
-    """Time limit in minutes of a job that requests none; None if the partition has no default."""
-    max_nodes_per_job: int | None
-    nodes: int
-    cpus: int
-    gpu_types: Mapping[str, int]
-    """Number of GPUs of a node by type; the type of untyped GPUs is empty."""
-
-    def gpus(self, gpu_type: str | None = None) -> int:
-        """Return how many GPUs a node has: GPUs of `gpu_type` or, if that is None, GPUs of all types."""
-        return sum(self.gpu_types.values()) if gpu_type is None else self.gpu_types.get(gpu_type, 0)
 
 
 # Parts of Slurm's messages for permanent refusals (slurm_errno.c): a plugin or a limit forbids the request.
@@ -185,43 +152,6 @@ def why_unavailable() -> str | None:
     return None
 
 
-def partitions() -> list[Partition]:
-    """Return the partitions that the user sees, once per kind of node. Raises UserError if Slurm does not answer."""
-    try:
-        # Without --noconvert sinfo prints 1024 nodes as "1K".
-        return parse_partitions(run("sinfo", "--noconvert", "--noheader", "--format=%P|%a|%l|%L|%s|%D|%c|%G"))
-    except TorchrelayError as error:
-        raise UserError(f"Slurm does not answer ({error}): try again later, or use --cluster local") from error
-
-
-def parse_partitions(text: str) -> list[Partition]:
-    """Parse `sinfo --format=%P|%a|%l|%L|%s|%D|%c|%G`."""
-    found = []
-    for line in text.splitlines():
-        name, avail, limit, default, job_size, nodes, cpus, gres = line.split("|")
-        seconds, default_seconds = slurm_seconds(limit), slurm_seconds(default)
-        most = job_size.split("-")[-1]
-        partition = Partition(
-            name=name.rstrip("*"), default=name.endswith("*"), up=avail == "up",
-            limit_minutes=None if seconds is None else seconds // 60,
-            default_minutes=None if default_seconds is None else default_seconds // 60,
-            max_nodes_per_job=int(most) if most.isdigit() else None,
-            nodes=int(nodes),
-            gpu_types=gpus_in(gres),
-            cpus=int(re.match(r"\d+", cpus)[0]),  # type: ignore[index]  # sinfo prints a number, or `8+`
-        )  # fmt: skip
-        found.append(partition)
-    return found
-
-
-def gpus_in(gres: str) -> dict[str, int]:
-    """Return the number of GPUs by type in a text such as `gpu:a100:4(S:0-1),nvme:1`. Untyped GPUs have the type ''."""
-    found = Counter[str]()
-    for gpu_type, count in re.findall(r"(?:^|,)gpu(?::([^:,()]+))?:(\d+)", gres):
-        found[gpu_type] += int(count)
-    return dict(found)
-
-
 def jobs() -> dict[str, SlurmJob]:
     """Return all jobs of the user in squeue, by id. Slurm remembers ended jobs for a while (MinJobAge)."""
     # --all also shows jobs in partitions that are hidden, or that the user may no longer use.
@@ -270,27 +200,6 @@ def parse_fields(text: str) -> dict[str, str]:
     return {match[1]: match[2] for match in re.finditer(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", text)}
 
 
-def ending_state(fields: Fields, restart: int) -> JobState:
-    """Return the state in which a job ends, from its fields. `restart` is its restart count when the attempt began.
-
-    While its processes end, every job is COMPLETING. Then a higher restart count means a requeue, and the reason shows
-    a time limit or a failed batch script. In all other cases the job was cancelled.
-    """
-    state = job_state(fields.get("JobState", ""))
-    if state is not JobState.ENDING:
-        return state
-    if int(fields.get("Restarts", "0")) > restart:
-        return JobState.PENDING
-    reason = fields.get("Reason", "").partition(":")[0]  # RaisedSignal:9(Killed)
-    return _ENDING_REASONS.get(reason, JobState.CANCELLED)
-
-
-def is_preempted(fields: Fields) -> bool:
-    """Return whether a job's fields show a preemption since its last start. slurmctld's clock sets both times."""
-    preempted = fields.get("PreemptTime", "None")
-    return preempted not in {"None", "N/A", ""} and preempted >= fields.get("StartTime", "")
-
-
 def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
     """Return the states of jobs, by id, from Slurm's accounting, which may lack some of the jobs.
 
@@ -301,30 +210,9 @@ def final_states(job_ids: Sequence[str]) -> dict[str, JobState]:
     return {row[0]: job_state(row[1]) for row in rows if len(row) == 2}
 
 
-def set_start_time(job_id: str, at: str) -> None:
-    """Set the earliest start of a pending job; `at` is a time in Slurm's format, such as `now+2`."""
-    run("scontrol", "update", f"JobId={job_id}", f"StartTime={at}")
-
-
 def release(job_id: str) -> None:
     """Release a held job."""
     run("scontrol", "release", job_id)
-
-
-def usable_nodes(partition: str | None) -> set[str]:
-    """Return the nodes on which jobs may start now or later. `partition` may be a list, `a,b`; None is the default."""
-    return {node for node, state in _node_states(partition).items() if not state.startswith(_UNUSABLE)}
-
-
-def responding_nodes(partition: str | None) -> set[str]:
-    """Return the `usable_nodes` that respond to Slurm now."""
-    states = _node_states(partition).items()
-    return {node for node, state in states if not state.startswith(_UNUSABLE) and not state.endswith("*")}
-
-
-def idle_nodes(partition: str | None) -> set[str]:
-    """Return the `usable_nodes` that are idle, so that a job may start on them now."""
-    return {node for node, state in _node_states(partition).items() if state == "idle"}
 
 
 def has_queue(partition: str | None) -> bool:
@@ -333,30 +221,6 @@ def has_queue(partition: str | None) -> bool:
     return not {"Resources", "Priority"}.isdisjoint(
         run("squeue", *options, "--states=pending", "--noheader", "--format=%r").split()
     )
-
-
-def _node_states(partition: str | None) -> dict[str, str]:
-    lines = [line.split("|") for line in run("sinfo", "--noheader", "--Node", "--format=%N|%P|%T").splitlines()]
-    wanted = partition.split(",") if partition else [name.rstrip("*") for _, name, _ in lines if name.endswith("*")]
-    return {node: state for node, name, state in lines if name.rstrip("*") in wanted}
-
-
-def silent_nodes(nodes: Sequence[str]) -> set[str]:
-    """Return which of `nodes` do not respond to Slurm, although Slurm has not marked them down yet."""
-    states = _states_of_all_nodes()
-    return {name for name in nodes if states.get(name, "").endswith("*") and not states[name].startswith("down")}
-
-
-def dead_nodes(nodes: list[str]) -> list[str]:
-    """Return which of `nodes` Slurm has marked down. A node that merely does not respond keeps its jobs."""
-    states = _states_of_all_nodes()
-    return [name for name in nodes if states.get(name, "").startswith("down")]
-
-
-def _states_of_all_nodes() -> dict[str, str]:
-    # Nodes are not selected with --nodes, because its answer may be minutes old.
-    text = run("sinfo", "--noheader", "--Node", "--format=%N|%T")
-    return dict(line.split("|") for line in text.splitlines())
 
 
 def submit(
@@ -400,19 +264,9 @@ def is_headless(job: SlurmJob) -> bool:
     return job.state is JobState.RUNNING and job.batch_host not in hostnames(job.nodes)
 
 
-def set_excluded_nodes(job_id: str, nodes: Sequence[str]) -> None:
-    """Set the nodes that a pending job excludes."""
-    run("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={','.join(nodes)}")
-
-
 def requeue(job_id: str) -> None:
     """Requeue a job: Slurm ends its processes, and the job keeps its id."""
     run("scontrol", "requeue", job_id)
-
-
-def forbid_requeue(job_id: str) -> None:
-    """Keep Slurm from requeuing a job if it fails, although it was submitted with --requeue."""
-    run("scontrol", "update", f"JobId={job_id}", "Requeue=0")
 
 
 def requeue_held(job_id: str) -> None:
@@ -420,14 +274,9 @@ def requeue_held(job_id: str) -> None:
     run("scontrol", "requeuehold", job_id)
 
 
-def set_dependency(job_id: str, dependency: str) -> None:
-    """Set the dependency of a pending job; an empty text removes it."""
-    run("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}")
-
-
-def set_comment(job_id: str, comment: str) -> None:
-    """Set the comment of a job, which squeue shows."""
-    run("scontrol", "update", f"JobId={job_id}", f"Comment={comment}")
+def update(job_id: str, **fields: str) -> None:
+    """Set fields of a job, such as `ExcNodeList="gpu01"`. Slurm allows most of them only while the job is pending."""
+    run("scontrol", "update", f"JobId={job_id}", *(f"{name}={value}" for name, value in fields.items()))
 
 
 def cancel(job_id: str) -> None:
@@ -437,67 +286,6 @@ def cancel(job_id: str) -> None:
     except TorchrelayError as error:
         if "Invalid job id" not in str(error):
             raise
-
-
-# --- for hpc doctor: the cluster's whole configuration ---
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterConfig:
-    """A cluster's configuration, in Slurm's fields. Fields that the cluster's Slurm lacks are missing."""
-
-    config: Fields
-    partition: Fields
-    """The partition that a run would use."""
-    partitions: tuple[Fields, ...] = ()
-    """All partitions, including those that the user may not use, because their jobs may preempt the user's."""
-    sacct_error: str = ""
-    """The error of sacct; empty if it works."""
-    max_submit_jobs: float | None = None
-    """Maximum number of the user's running and pending jobs; inf without a limit, None if Slurm does not say."""
-
-
-def query_cluster(name: str | None) -> ClusterConfig:
-    """Query a cluster and one of its partitions: the one of this name, or the default one if `name` is None.
-
-    Raises:
-        UserError: there is no such partition.
-        TorchrelayError: Slurm does not answer.
-    """
-    partitions = parse_records(run("scontrol", "--all", "--oneliner", "show", "partition"))
-    partition, sacct_error = choose_partition(name, partitions), ""
-    try:
-        run("sacct", "--noheader", "--allocations", "--starttime=now-1minute")
-    except TorchrelayError as error:
-        sacct_error = str(error)
-    config = show_config()
-    return ClusterConfig(
-        config=config,
-        partition=partition,
-        partitions=partitions,
-        sacct_error=sacct_error,
-        max_submit_jobs=_max_submit_jobs() if "limits" in config.get("AccountingStorageEnforce", "") else inf,
-    )
-
-
-def _max_submit_jobs() -> float | None:
-    """Return the lowest MaxSubmitJobs of the user's accounts; inf if none has one, None if sacctmgr does not answer."""
-    user = f"user={getpass.getuser()}"
-    try:
-        text = run("sacctmgr", "--noheader", "--parsable2", "show", "associations", user, "format=MaxSubmitJobs")
-    except TorchrelayError:
-        return None
-    return min((int(word) for word in text.split() if word.isdigit()), default=inf)
-
-
-def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
-    """Return the partition `name`; None is the default one. If there is none, UserError lists the names of all."""
-    for partition in partitions:
-        if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
-            return partition
-    problem = "the cluster has no default partition" if name is None else f"--partition {name!r} does not exist"
-    names = ", ".join(fields["PartitionName"] for fields in partitions if "PartitionName" in fields)
-    raise UserError(f"{problem}: use --partition with one of {names}")
 
 
 def requeue_options() -> list[str]:
@@ -512,20 +300,6 @@ def requeue_options() -> list[str]:
 def expedites_requeues(config: Fields) -> bool:
     """Return whether Slurm's configuration allows requeues without a delay."""
     return "enable_expedited_requeue" in config.get("SlurmctldParameters", "")
-
-
-def is_expedited(fields: Fields) -> bool:
-    """Return whether Slurm requeues a job without a delay, according to the job's fields.
-
-    If the script of such a job fails, Slurm does not end the job, but requeues and holds it (26.05.5).
-    """
-    return fields.get("ExpeditedRequeue") == "Yes" and fields.get("Requeue") != "0"
-
-
-def is_shortened(fields: Fields, usual_minutes: int) -> bool:
-    """Return whether --time-min has lowered the time limit in a job's fields below the usual one."""
-    limit = slurm_seconds(fields.get("TimeLimit", "N/A"))
-    return fields.get("TimeMin", "N/A") != "N/A" and limit is not None and limit < 60 * usual_minutes
 
 
 def requeue_delay_seconds(config: Fields) -> int:
@@ -566,9 +340,3 @@ def parse_config(text: str) -> dict[str, str]:
 def parse_records(text: str) -> tuple[dict[str, str], ...]:
     """Parse the output of `scontrol --oneliner show`: one record per line."""
     return tuple(parse_fields(line) for line in text.splitlines() if "=" in line)
-
-
-def leading_number(fields: Fields, name: str) -> int | None:
-    """Return the number with which a field begins (`30 sec`); None if the field begins with no number or is missing."""
-    match = re.match(r"\d+", fields.get(name, ""))
-    return int(match[0]) if match else None

@@ -28,6 +28,7 @@ from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
 from hpc.slurm import client as slurm
+from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.reservations import ShorterLimit, shorter_limit
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
@@ -169,7 +170,7 @@ class SlurmExecutor(SubmititSlurm):
         """
         # The nodes are counted before sbatch is asked: if nodes return to service in between, sbatch's refusal must not
         # be taken for the user's mistake.
-        in_service = len(slurm.responding_nodes(self.spec.resources.partition))
+        in_service = len(sinfo.responding_nodes(self.spec.resources.partition))
         done = slurm.complete("sbatch", "--test-only", *self._limit_options(), text=self.script())
         # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
         if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
@@ -206,7 +207,7 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     if most != fewest:
         extra["nodes"] = f"{fewest}-{most}"
     if most > 1:
-        # With --no-kill, a job survives the death of a node. Without it, Slurm requeues the job, as one node needs.
+        # With --no-kill, a job survives the death of a node. For one node, Slurm shall requeue the job instead.
         extra["no-kill"] = True
     # sbatch's --no-kill keeps the allocation, but not the step: when a node dies, srun without these options would end
     # the agents on the other nodes.

@@ -42,6 +42,7 @@ from hpc.run.events.ledger import record_once
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
+from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.reservations import shorter_limit
 from hpc.slurm.squeue import jobs_by_script
@@ -81,7 +82,7 @@ def record_missing_end(
         cause, suspect = Cause.PREEMPTED, None
     if spec.cluster == "slurm" and cause in {Cause.LOST, Cause.NODE_FAILURE}:
         try:
-            if dead := slurm.dead_nodes(list(last.nodes)):
+            if dead := sinfo.dead_nodes(list(last.nodes)):
                 cause, suspect, detail = Cause.NODE_FAILURE, dead[0], f"{detail}; down: {', '.join(dead)}"
         except TorchrelayError as error:
             detail = f"{detail}; Slurm does not report its nodes: {error}"
@@ -173,7 +174,7 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
             if job.state is JobState.PENDING:
                 # The earlier sbatch may have excluded other nodes. If Slurm refuses the change, the job keeps them.
                 with contextlib.suppress(TorchrelayError):
-                    slurm.set_excluded_nodes(job.job_id, excluded)
+                    slurm.update(job.job_id, ExcNodeList=",".join(excluded))
             return job.job_id
     environment = json.loads(run.environment.read_text()) if run.environment.exists() else None
     waits_for, shorter = dependency(run, spec, jobs), shorter_limit(spec)
@@ -220,7 +221,7 @@ def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()
     if not names:
         return given
     # Slurm does not use nodes that it has marked down.
-    usable = slurm.usable_nodes(spec.resources.partition)
+    usable = sinfo.usable_nodes(spec.resources.partition)
     usable -= {name for nodes in given for name in slurm.hostnames(nodes)}
     spare = max(0, len(usable) - spec.job_nodes[0])
     if len(usable.intersection(failed)) > spare:

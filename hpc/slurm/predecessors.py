@@ -106,7 +106,7 @@ def redirect_waiting_jobs(run: RunDir, replaced: tuple[str, str] | None = None) 
         for job_id, waits_for in slurm.dependencies().items():
             changed = re.sub(rf"(?<=:){old}(?!\d)", new, waits_for)
             if changed != waits_for:
-                slurm.set_dependency(job_id, changed)
+                slurm.update(job_id, Dependency=changed)
     jobs = slurm.jobs()
     for script, own in jobs_by_script(jobs.values()).items():
         waiting = RunDir(Path(script).parent)
@@ -136,6 +136,6 @@ def wait_again(run: RunDir, job_id: str, jobs: Mapping[str, SlurmJob], *, held: 
         waits_for = dependency(run, spec, jobs)
     except TorchrelayError:
         return  # hpc status shows the problem
-    slurm.set_dependency(job_id, waits_for)
+    slurm.update(job_id, Dependency=waits_for)
     if held:
         slurm.release(job_id)

@@ -14,6 +14,7 @@ from hpc.base.errors import TorchrelayError
 from hpc.base.units import format_minutes
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
+from hpc.slurm import sinfo
 
 # A shortened job fits if it starts within these minutes. After them, --time-min lets Slurm shorten it further.
 _SPARE_MINUTES = 1
@@ -70,7 +71,7 @@ def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
         ahead = [one for one in others if one.start <= end]
         if not ahead:
             return None
-        free = slurm.usable_nodes(resources.partition)
+        free = sinfo.usable_nodes(resources.partition)
         free -= {*slurm.hostnames(resources.exclude)} if resources.exclude else set()
     except TorchrelayError:
         return None  # sbatch will say what is wrong

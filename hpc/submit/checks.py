@@ -19,7 +19,7 @@ from hpc.base.text import did_you_mean
 from hpc.base.units import format_minutes, walltime_minutes
 from hpc.run.ownership import who_may_rename
 from hpc.run.spec import Cluster, Resources, RunSpec
-from hpc.slurm.client import Partition
+from hpc.slurm.sinfo import Partition
 from hpc.submit.runs_storage import LOST, Feature, has_been_seen_by_nodes, missing_features
 from jobs.staging import archive
 from jobs.staging.source import ARCHIVES, is_archive

@@ -19,6 +19,7 @@ from hpc.run.spec_file import script_program
 from hpc.services.notification.recipients import with_known_names
 from hpc.services.tracking.submission import check_ready
 from hpc.slurm import client as slurm
+from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
 from hpc.submit import checks
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
@@ -51,7 +52,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     cluster = choose_cluster(options.cluster, options.resources, in_terminal=in_terminal)
     checks.check_setup(options.resources.setup, cluster)
     if cluster == "slurm":
-        resources = checks.resolve_resources(options.resources, slurm.partitions(), options.recovery.spares)
+        resources = checks.resolve_resources(options.resources, sinfo.partitions(), options.recovery.spares)
         checks.check_is_shared("--data", data)
         checks.check_is_shared("--weights", Path(train.weights) if train and train.weights else None)
     else:

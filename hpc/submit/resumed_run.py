@@ -40,7 +40,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, is_flat, program_of
 from hpc.services.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
-from hpc.slurm import handover
+from hpc.slurm import handover, sinfo
 from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
@@ -203,7 +203,7 @@ def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: His
         return after
     checks.check_setup(after.resources.setup, after.cluster)
     if after.cluster == "slurm":
-        resources = checks.resolve_resources(after.resources, slurm.partitions(), after.recovery.spares)
+        resources = checks.resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
     else:
         resources = checks.local_resources(after.resources)
     after = dataclasses.replace(after, resources=resources)

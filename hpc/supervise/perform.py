@@ -91,7 +91,7 @@ def _release(observed: ObservedRun, decision: Decision) -> None:
         print(f"hpc supervise: {observed.run.name}: nodes that failed it are not excluded: {error}", file=sys.stderr)
     if decision.action is Action.RELEASE:
         slurm.release(str(decision.job_id))
-    slurm.set_start_time(str(decision.job_id), _SOON)
+    slurm.update(str(decision.job_id), StartTime=_SOON)
     _record(observed, Released(job_id=decision.job_id))
 
 
@@ -103,7 +103,7 @@ def _allow_nodes(observed: ObservedRun, decision: Decision) -> None:
 
 
 def _exclude(observed: ObservedRun, decision: Decision, nodes: Sequence[str]) -> None:
-    slurm.set_excluded_nodes(str(decision.job_id), nodes)
+    slurm.update(str(decision.job_id), ExcNodeList=",".join(nodes))
     _record(observed, Excluded(job_id=str(decision.job_id), excluded=tuple(nodes)))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from hpc.base.errors import TorchrelayError
 from hpc.slurm import client as slurm
+from hpc.slurm import sinfo
 from jobs.node_attempt import NodeAttempt, log
 
 # Below a minute: after a minute without a heartbeat of the head node's agent the supervisor continues the run, and the
@@ -44,8 +45,8 @@ class Patience:
     def _ask(self, names: tuple[str, ...]) -> None:
         resources, needed = self._node.spec.resources, self._node.spec.job_nodes[0]
         try:
-            dead = slurm.dead_nodes(list(names))
-            idle = slurm.idle_nodes(resources.partition)
+            dead = sinfo.dead_nodes(list(names))
+            idle = sinfo.idle_nodes(resources.partition)
             idle -= {*names, *(slurm.hostnames(resources.exclude) if resources.exclude else ())}
             # The other nodes of this job become free when it ends, but other jobs in the queue may get them.
             with_own = idle.union(self._node.allocation.hostnames).difference(names)

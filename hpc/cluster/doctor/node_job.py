@@ -19,7 +19,8 @@ from hpc.base.units import walltime_minutes
 from hpc.commands import cli
 from hpc.run.spec import Network, Resources
 from hpc.slurm import client as slurm
-from hpc.slurm.client import ClusterConfig
+from hpc.slurm import sinfo
+from hpc.slurm.cluster_config import ClusterConfig
 from hpc.slurm.srun import own_pythonpath
 from hpc.submit import checks
 from hpc.submit.options import reading_of
@@ -61,7 +62,7 @@ def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterCo
     names, asked = options.node or (), options.resources
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
     wanted = replace(asked, partition=site.partition["PartitionName"], nodes=str(nodes), time=asked.time or "10m")
-    resources = checks.resolve_resources(wanted, slurm.partitions())
+    resources = checks.resolve_resources(wanted, sinfo.partitions())
     return NodeJob(name=name, resources=resources, network=options.network, names=names, stage_dir=stage_dir)
 
 

@@ -6,13 +6,8 @@ from math import ceil
 
 from hpc.cluster.doctor.findings import Check, Finding, RunMeasurements, costs, note, ok
 from hpc.run.stop_times import KILL_WAIT_SECONDS, save_timeout_seconds
-from hpc.slurm.client import (
-    LONG_REQUEUE_DELAY_SECONDS,
-    ClusterConfig,
-    expedites_requeues,
-    leading_number,
-    requeue_delay_seconds,
-)
+from hpc.slurm.client import LONG_REQUEUE_DELAY_SECONDS, expedites_requeues, requeue_delay_seconds
+from hpc.slurm.cluster_config import ClusterConfig, leading_number
 from hpc.status.warnings import MAX_SHARE
 
 _MIN_SAVE_SECONDS = 10.0

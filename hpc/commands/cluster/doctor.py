@@ -39,6 +39,7 @@ from hpc.run.events.kinds import DataStaged, NotForked, SnapshotOff
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
+from hpc.slurm import cluster_config
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
@@ -107,7 +108,7 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
         here = node_info.inspect_node(Path(os.path.expandvars(stage_dir)))
         return [verdict.at("slurm", "login"), *found, *judge(OF_MACHINE, here, here.name)]
     try:
-        site = slurm.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
+        site = cluster_config.query_cluster(options.resources.partition or (spec.resources.partition if spec else None))
     except UserError:
         raise
     except TorchrelayError as error:

@@ -16,6 +16,7 @@ from hpc.cluster.smoke.measurements import SmokeResult, document_of, keep, newes
 from hpc.cluster.smoke.tables import show
 from hpc.commands import cli
 from hpc.slurm import client as slurm
+from hpc.slurm import cluster_config
 from hpc.submit.checks import check_runs_dir
 
 _WIDTH = 140
@@ -65,7 +66,7 @@ def measure(options: SmokeOptions) -> SmokeResult:
     if (reason := slurm.why_unavailable()) is not None:
         raise UserError(f"hpc smoke measures nodes of a cluster, but there is no Slurm here ({reason})")
     check_runs_dir(options.runs_dir, on_cluster=True)
-    job = plan("smoke", options, slurm.query_cluster(options.resources.partition), options.stage_dir)
+    job = plan("smoke", options, cluster_config.query_cluster(options.resources.partition), options.stage_dir)
     nodes = run_on_nodes(job, options.runs_dir, write_data)
     if not nodes:
         raise TorchrelayError(

@@ -10,6 +10,7 @@ from support.fake_slurm import write_programs
 
 from hpc.run.causes import JobState
 from hpc.slurm import client as slurm
+from hpc.slurm import job_fields, sinfo
 from hpc.slurm.squeue import explain_reason, parse_jobs
 
 
@@ -26,7 +27,7 @@ from hpc.slurm.squeue import explain_reason, parse_jobs
     ],
 )
 def test_gpus_in_gres(gres: str, gpus: dict[str, int]) -> None:
-    assert slurm.gpus_in(gres) == gpus
+    assert sinfo.gpus_in(gres) == gpus
 
 
 def test_jobs_of_squeue() -> None:
@@ -87,14 +88,14 @@ def test_fields_of_scontrol() -> None:
     ],
 )
 def test_state_of_a_completing_job(fields: dict[str, str], state: JobState) -> None:
-    assert slurm.ending_state(fields, restart=0) is state
+    assert job_fields.ending_state(fields, restart=0) is state
 
 
 @pytest.mark.parametrize(
     ("since", "preempted"), [("2026-11-21T09:00:05", True), ("2026-11-20T23:00:00", False), ("None", False)]
 )
 def test_preemption_of_an_earlier_start_does_not_count(since: str, preempted: bool) -> None:
-    assert slurm.is_preempted({"PreemptTime": since, "StartTime": "2026-11-21T09:00:00"}) is preempted
+    assert job_fields.is_preempted({"PreemptTime": since, "StartTime": "2026-11-21T09:00:00"}) is preempted
 
 
 @pytest.mark.parametrize(

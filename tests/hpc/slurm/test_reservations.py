@@ -10,7 +10,7 @@ from support.events import script_spec
 
 from hpc.base.errors import UserError
 from hpc.run.spec import Resources, RunSpec
-from hpc.slurm import client as slurm
+from hpc.slurm import job_fields
 from hpc.slurm.reservations import Reservation, first_obstacle, shorter_limit
 
 NODES = {"gpu01", "gpu02", "gpu03", "gpu04"}
@@ -102,4 +102,4 @@ def test_automatic_shortest_limit_is_not_above_the_limit(spec: RunSpec) -> None:
     ids=["by --time-min", "not shortened", "by scontrol update: a requeue keeps it"],
 )
 def test_job_whose_limit_was_shortened(limit: str, least: str, *, shortened: bool) -> None:
-    assert slurm.is_shortened({"TimeLimit": limit, "TimeMin": least}, 60) is shortened
+    assert job_fields.is_shortened({"TimeLimit": limit, "TimeMin": least}, 60) is shortened

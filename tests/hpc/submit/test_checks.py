@@ -7,7 +7,7 @@ from support.events import of_training, script_spec
 
 from hpc.base.errors import UserError
 from hpc.run.spec import Cluster, Recovery, Resources, RunSpec
-from hpc.slurm.client import Partition, parse_partitions
+from hpc.slurm.sinfo import Partition, parse_partitions
 from hpc.submit.checks import (
     check_data_on_device,
     check_recovery,

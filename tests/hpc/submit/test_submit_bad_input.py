@@ -18,7 +18,7 @@ import pytest
 from support.cluster import TIMEOUT_SECONDS, Site, mounted_volume, shared_directory, tiny_data
 from support.fake_slurm import SINFO, SINFO_TEXT, write_programs
 
-from hpc.slurm.client import parse_partitions, partitions
+from hpc.slurm.sinfo import parse_partitions, partitions
 
 NOTHING_QUEUES = "echo 'sbatch was called' >&2; exit 1"
 

@@ -20,7 +20,8 @@ from hpc.cluster.doctor.findings import (
     merge,
 )
 from hpc.cluster.doctor.slurm_findings import OF_SLURM, ClusterFacts
-from hpc.slurm.client import ClusterConfig, choose_partition, leading_number, parse_config, parse_records
+from hpc.slurm.client import parse_config, parse_records
+from hpc.slurm.cluster_config import ClusterConfig, choose_partition, leading_number
 from hpc.submit.runs_storage import Feature
 
 # As Slurm 22.05.8 prints them, shortened.
