@@ -77,7 +77,7 @@ def _resume(run: RunDir) -> str:
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
-    """Wait for the end of another job of the run. Raises TorchrelayError if it runs, or takes over two minutes."""
+    """Wait until another job of the run has ended or is pending. TorchrelayError if it runs, or after two minutes."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while allocation.cluster == "slurm":
         job = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS).get(job_id)

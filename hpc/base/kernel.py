@@ -234,7 +234,7 @@ def mounted_type(mounts: str, path: Path) -> str | None:
 
 
 def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
-    """Return the line of the innermost mount that contains a path, or "". `field` is the index of the mount point."""
+    """Return the line of the innermost mount that contains a path, or "". `field` is the mount point's column."""
     found, longest = "", 0
     for line in mounts:
         point = Path(_unescape(line.split()[field]))

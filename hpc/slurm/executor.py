@@ -101,7 +101,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
 
 
 def last_resort(run: RunDir) -> list[str]:
-    """Return the script's lines after srun. If srun fails, jobs.last_resort acts for agents that were killed."""
+    """Return the script's lines after srun. If srun fails, jobs.last_resort does what the agents left undone."""
     return ["exit_code=$?", "[ $exit_code = 0 ] && exit", "trap '' TERM USR2",
             f"exec {agent_command(run, 'jobs.last_resort')} $exit_code", ""]  # fmt: skip
 

@@ -149,7 +149,7 @@ def _root(working_directory: Path) -> Path:
 
 
 def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> list[str]:
-    """Return the files that match the pattern, or are below a directory that matches it, relative to the root."""
+    """Return the paths, relative to `root`, of files that match `pattern` or lie below a matching directory."""
     found = [(here / name).resolve() for name in glob.glob(pattern, root_dir=here, recursive=True)]  # noqa: PTH207 - pathlib refuses absolute patterns
     files = [path for match in found for path in (match.rglob("*") if match.is_dir() else [match]) if path.is_file()]
     files = [path for path in files if not any(path.is_relative_to(directory) for directory in no_code)]

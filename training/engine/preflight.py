@@ -135,9 +135,9 @@ def count_wrong(
 
 
 def wrong_in_convolution(device: torch.device, dtype: torch.dtype, *, falsify: bool = False) -> tuple[int, int]:
-    """Return the numbers of wrong and of all elements of a convolution and of its gradients (input and weights).
+    """Return how many elements of a convolution and its gradients (input, weights) are wrong, and how many there are.
 
-    All numbers are -1, 0 or 1, and no sum has more than 256 terms: so each partial sum is a whole number that bfloat16
+    All inputs are -1, 0 or 1, and no sum has more than 256 terms: so each partial sum is a whole number that bfloat16
     holds, and the result is exact in any order. A stride of 2 rules out Winograd's algorithm, which is not exact.
     """
     numbers = torch.arange(4 * 16 * 16 * 16)

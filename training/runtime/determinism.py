@@ -126,7 +126,7 @@ class Numerics:
         return dict(self.values)
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        """Compare with the values of a saved state, and list the differences in `changes`."""
+        """Restore nothing; list in `changes` how this process's values differ from a saved state's."""
         names = [*self.values, *(name for name in state_dict if name not in self.values)]
         self.changes = [
             f"{name} {self.values.get(name)} instead of {state_dict.get(name)}"

@@ -92,7 +92,7 @@ class Requeued(Event, frozen=True, kw_only=True):
 
 
 class Resubmitting(Handover, frozen=True, kw_only=True):
-    """An agent, the supervisor or `hpc resume` announces the job after an attempt."""
+    """An agent, the supervisor or `hpc resume` is about to submit the job that follows an attempt."""
 
 
 class Resubmitted(Event, frozen=True, kw_only=True):

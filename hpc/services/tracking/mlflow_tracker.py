@@ -27,7 +27,7 @@ _STATUS = {"completed": "FINISHED", "failed": "FAILED", "cancelled": "KILLED"}
 
 
 class MlflowTracker:
-    """A run at the server, or in the database, of MLFLOW_TRACKING_URI."""
+    """An MLflow run on the server or in the database that MLFLOW_TRACKING_URI names."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         self._client, uri = _client()
