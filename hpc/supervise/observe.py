@@ -110,7 +110,7 @@ class RunObservation:
         return self.now - max(worked, self.last.ended or 0.0 if self.last else 0.0, self.handed_over_at or 0.0)
 
     def made_last_attempt(self, job: SlurmJob) -> bool:
-        """Return whether the last attempt belongs to this job since its latest start: same id, same number of restarts."""
+        """Return whether the last attempt is of this job since its latest start: same id and number of restarts."""
         return self.last is not None and (self.last.job_id, self.last.restart) == (job.job_id, job.restarts)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hpc.run.events.ledger import Event
 from hpc.run.spec import Recovery, Resources
-from jobs.control import channel, coordinator, patience, rank_health, root_failure
+from jobs.control import channel, coordinator, rank_health, root_failure, silent_nodes
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
 from jobs.node_attempt import NodeAttempt
@@ -24,7 +24,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000_000.0
-        for module in (coordinator, patience, rank_health, root_failure):
+        for module in (coordinator, silent_nodes, rank_health, root_failure):
             monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(coordinator, "steady_time", self.monotonic)
 

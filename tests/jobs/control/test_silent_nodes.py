@@ -12,7 +12,7 @@ from support.cluster import Command
 from support.waiting import wait_for
 
 from hpc.run.spec import Resources
-from jobs.control import patience as patience_module
+from jobs.control import silent_nodes
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt
 
@@ -81,7 +81,7 @@ def test_slurm_is_asked_every_five_seconds(
     node: NodeAttempt, slurm_command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]
-    monkeypatch.setattr(patience_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(silent_nodes, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     slurm_command("sinfo", f"echo >> {tmp_path}/asked; {NODES.format(silent='down*', others=BUSY)}")
     patience = Patience(node)
     for _ in range(3):
