@@ -90,7 +90,7 @@ class ScalingController:
         return True
 
     def _follow(self, size: Size, summary: Summary) -> bool:
-        """Return whether a size's run goes on. Cancels a script after the study's minutes: our trainer alone obeys them."""
+        """Return whether the run of a size goes on. A script ends after the study's minutes; our trainer obeys them."""
         state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:
             self._ended.add(size)
