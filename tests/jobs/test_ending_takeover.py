@@ -123,15 +123,18 @@ def test_cancelled_run_without_its_head_node_ends(
     assert slurm.asked == ["scancel 7"], "its job keeps no nodes"
 
 
-def test_run_that_another_agent_has_continued_is_left_alone(
-    ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command
-) -> None:
+@pytest.mark.parametrize(("state", "asked"), [("COMPLETING", []), ("RUNNING", ["scancel 7"])])
+def test_replaced_job_is_ended_unless_the_agent_that_replaced_it_did_so(
+    state: str, asked: list[str], ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(ending, "_CONFIRM_SECONDS", 0.2)
     survivor = ended(node_rank=1)
-    slurm_command("squeue", f"echo '7|RUNNING|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
+    slurm_command("squeue", f"echo '7|{state}|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
     ending.record_end(survivor.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
     write_events(survivor.run, resubmitted(), file="attempt-001-node-02.jsonl")
     assert take_over(survivor) == 0
-    assert slurm.asked == []
+    assert slurm.asked == asked
 
 
 @pytest.mark.parametrize(("settings", "metrics", "step"), [({}, 5, None), (TRAINING, 5, 5), (TRAINING, None, 0)])
