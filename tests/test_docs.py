@@ -23,7 +23,7 @@ NOT_THERE = {"hpc/commands/runs/collect.py"}
 # Of other programs and of the flags' own spelling.
 OTHER_FLAGS = {
     *("help", "version", "json", "debug", "help-all", "watch", "quiet"),
-    *("nproc-per-node", "standalone", "nnodes", "rdzv-backend", "rdzv-endpoint", "signals-to-handle"),  # torchrun
+    *("nproc-per-node", "standalone", "nnodes", "rdzv-backend", "rdzv-endpoint"),  # torchrun
     *("no-kill", "requeue", "test-only", "signal", "gres", "overlap", "pty", "ntasks-per-node", "parsable", "format"),
     *("cuts", "small", "extra", "editable", "user", "system", "index-url", "yes"),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from math import inf
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.slurm import client
-from hpc.slurm.client import Fields, parse_records, show_config
+from hpc.slurm.client import Fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +33,13 @@ def query_cluster(name: str | None) -> ClusterConfig:
         UserError: there is no such partition.
         TorchrelayError: Slurm does not answer.
     """
-    partitions = parse_records(client.run("scontrol", "--all", "--oneliner", "show", "partition"))
+    partitions = client.parse_records(client.run("scontrol", "--all", "--oneliner", "show", "partition"))
     partition, sacct_error = choose_partition(name, partitions), ""
     try:
         client.run("sacct", "--noheader", "--allocations", "--starttime=now-1minute")
     except TorchrelayError as error:
         sacct_error = str(error)
-    config = show_config()
+    config = client.show_config()
     return ClusterConfig(
         config=config,
         partition=partition,
