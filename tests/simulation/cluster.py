@@ -300,8 +300,8 @@ class Cluster(World):
         """Cut a host's power."""
         self.tell(f"{host} dies")
         self.network.dead.add(host)
-        agents = [each for each in self.processes_on(host) if each.name.startswith("agent")]
-        self.slurm.kill_host(host, has_agent=bool(agents))
+        # Nobody misses an agent that had closed its connection, because it had lost contact with the head.
+        self.slurm.kill_host(host, has_agent=self.network.is_connected(host))
         for process in self.processes_on(host):
             process.end(137)
         shutil.rmtree(self.root / "memory" / host, ignore_errors=True)

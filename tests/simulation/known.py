@@ -89,6 +89,12 @@ KNOWN = {
         Fault(at=1.0, after=_TRAINS, kind="resume"), Fault(at=10.0, after=_TRAINS, kind="cancel"),
         training=replace(_TRAINING, total_steps=200),
     ),
+    # `hpc resume` took back the second cancellation, too.
+    "a run is cancelled again while `hpc resume` waits": _plan(
+        _kill_host(6.8), Fault(at=14.2, kind="cancel"), Fault(at=15.5, kind="resume"), Fault(at=31.9, kind="cancel"),
+        nodes="3", training=replace(_TRAINING, total_steps=200),
+        configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05")},
+    ),
     # They took it for a cancellation again: Slurm 26.05 has another word for it.
     "the batch script is killed, on Slurm 26.05": _plan(Fault(at=20.0, kind="kill-script"), configuration=_NEWER),
     # Its job stayed in the queue, held.

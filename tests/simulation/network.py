@@ -22,6 +22,7 @@ class Network:
         self.world = world
         self.dead = set[str]()
         """Hosts without power: nothing there answers."""
+        self.open = set[SimulatedConnection]()
         self._cut = dict[tuple[str, str], float]()
         """Until when the packets from one host to another are lost."""
         self._listening = dict[tuple[str, int], "SimulatedServer"]()
@@ -42,6 +43,10 @@ class Network:
         if until <= self.world.now:
             return self.world.now + delay
         return until + delay + self.world.random.uniform(0.0, _RESEND_SECONDS)
+
+    def is_connected(self, host: str) -> bool:
+        """Return whether a process on a host has a connection."""
+        return any(connection.process.host == host for connection in self.open)
 
     def free_port(self) -> int:
         """Return a port that nobody has had."""
@@ -89,6 +94,7 @@ class SimulatedConnection:
         self._last_arrival = 0.0
         self._reader: tuple[Task, int] | None = None
         process.on_end.append(self.close)
+        network.open.add(self)
 
     def __enter__(self) -> Self:
         return self
@@ -152,6 +158,7 @@ class SimulatedConnection:
         if self._is_closed:
             return
         self._is_closed = True
+        self._network.open.discard(self)
         if self.process.host in self._network.dead:
             return
         at = max(self._network.open_at(self.process.host, self.peer.process.host), self._last_arrival)

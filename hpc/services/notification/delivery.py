@@ -93,31 +93,28 @@ def run_delivery(run: RunDir, *, retry: bool = False, failure: str | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Send the due messages. Return 1 if the file of a message could not be written."""
+    """Send the due messages. Return 1 if a file of the run could not be read or written."""
     parser = argparse.ArgumentParser(description="Send what is to be told of a run.")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--retry", action="store_true", help="also what others could not send")
     parser.add_argument("--failure", help="why the run has failed, if its events do not say so")
     options = parser.parse_args(argv)
     run = RunDir(options.run_dir)
-    notification = RunSpec.load(run).notification
     senders = list[threading.Thread]()
     deadline = time.monotonic() + _SEND_SECONDS
     problem: OSError | None = None
-    for message in _due(run, notification, retry=options.retry, failure=options.failure):
-        try:
-            writer = _claim(run, message)
-        except OSError as error:
-            problem = error
-            break
-        if writer:
-            thread = threading.Thread(target=_send_and_record, args=(message, writer, deadline))
-            thread.start()
-            senders.append(thread)
+    try:
+        notification = RunSpec.load(run).notification
+        for message in _due(run, notification, retry=options.retry, failure=options.failure):
+            if writer := _claim(run, message):
+                senders.append(threading.Thread(target=_send_and_record, args=(message, writer, deadline)))
+                senders[-1].start()
+    except OSError as error:
+        problem = error
     for thread in senders:
         thread.join()
     if problem:
-        _tell(f"a message cannot be sent yet, because its file could not be written: {problem}")
+        _tell(f"messages cannot be sent yet, because the run directory cannot be read or written: {problem}")
     return int(problem is not None)
 
 
