@@ -89,9 +89,7 @@ def test_supervisor_submits_no_script_of_another_user(
     assert f"run theirs is not yours alone: {runs}/theirs belongs to nobody" in printed.err
 
 
-def test_status_of_another_users_run_is_what_its_directory_says(
-    runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(runs / "theirs", STRANGER)
     make_run(runs / "own")
     main(["status", "--json", "--runs-dir", str(runs)])
