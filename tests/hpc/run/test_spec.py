@@ -64,7 +64,7 @@ def test_flat_spec_of_an_earlier_version_is_read_and_written(name: str, tmp_path
 @pytest.mark.parametrize(
     ("field", "values", "message"),
     [
-        ("gpus_per_node", ("", "a100:", ":2", "a100:0", "-1", "1.5", "gpu:a100:2", "a b:2"),
+        ("gpus_per_node", ("", "a100", "a100:", ":2", "a100:0", "-1", "1.5", "gpu:a100:2", "a b:2"),
          r"--gpus-per-node is '.*use a number such as 2, or .* a100:2"),
         ("nodes", ("", "0", "x", "4:2", "1:", ":3", "-1", "1:2:3", "1.5"), "--nodes"),
         ("mem", ("64",), "--mem is 64, which Slurm takes for megabytes: use 64G or 64M"),
