@@ -46,10 +46,21 @@ def raw(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), 20)
 
 
+def answer_to_a_challenge(unauthenticated: socket.socket) -> bytes:
+    """The server's own challenge, and its proof for this one."""
+    unauthenticated.sendall(bytes(32))
+    return unauthenticated.recv(64, socket.MSG_WAITALL)
+
+
 def works(server: Server) -> bool:
     with client(server.port) as connection:
         connection.send({"text": "ä"})
         return connection.receive() == {"echo": {"text": "ä"}}
+
+
+def assert_ended_by_the_server(connection: Connection) -> None:
+    with pytest.raises(TransportError, match="closed the connection"):
+        connection.receive()
 
 
 def is_closed(unauthenticated: socket.socket) -> bool:
@@ -68,19 +79,14 @@ def test_client_without_the_secret_or_for_another_purpose_is_refused(server: Ser
 
 def test_server_does_not_serve_a_client_that_ignores_its_wrong_proof(server: Server) -> None:
     with raw(server.port) as unauthenticated:
-        unauthenticated.sendall(bytes(32))
-        assert len(unauthenticated.recv(64, socket.MSG_WAITALL)) == 64
+        assert len(answer_to_a_challenge(unauthenticated)) == 64
         unauthenticated.sendall(bytes(32))
         assert is_closed(unauthenticated)
 
 
 def test_the_secret_is_never_on_the_wire(server: Server) -> None:
-    with raw(server.port) as unauthenticated:
-        unauthenticated.sendall(bytes(32))
-        first = unauthenticated.recv(64, socket.MSG_WAITALL)
-    with raw(server.port) as unauthenticated:
-        unauthenticated.sendall(bytes(32))
-        second = unauthenticated.recv(64, socket.MSG_WAITALL)
+    with raw(server.port) as one, raw(server.port) as another:
+        first, second = answer_to_a_challenge(one), answer_to_a_challenge(another)
     assert first[:32] != second[:32], "each challenge is a new one"
     assert first[32:] != second[32:]
     assert SECRET.encode() not in first + second
@@ -88,8 +94,7 @@ def test_the_secret_is_never_on_the_wire(server: Server) -> None:
 
 def test_reflected_proof_is_refused(server: Server) -> None:
     with raw(server.port) as unauthenticated:
-        unauthenticated.sendall(bytes(32))
-        unauthenticated.sendall(unauthenticated.recv(64, socket.MSG_WAITALL)[32:])
+        unauthenticated.sendall(answer_to_a_challenge(unauthenticated)[32:])
         assert is_closed(unauthenticated)
 
 
@@ -133,15 +138,13 @@ def test_message_that_was_altered_or_repeated_ends_the_connection(server: Server
         text = b'{"text":"good"}'
         mac = transport._mac(connection._send_key, transport._NUMBER.pack(0), text)
         connection.send_bytes(transport._LENGTH.pack(len(text)) + mac + text.replace(b"good", b"evil"))
-        with pytest.raises(TransportError, match="closed the connection"):
-            connection.receive()
+        assert_ended_by_the_server(connection)
     with client(server.port) as connection:
         connection.send({"text": "once"})
         connection.receive()
         connection._sent = 0
         connection.send({"text": "once"})
-        with pytest.raises(TransportError, match="closed the connection"):
-            connection.receive()
+        assert_ended_by_the_server(connection)
     assert works(server)
 
 
@@ -199,8 +202,7 @@ def test_authenticated_connections_are_limited_and_none_is_cut(serve: Callable[.
 def test_oversized_message_is_refused_by_its_length(server: Server) -> None:
     with client(server.port) as connection:
         connection.send_bytes(transport._LENGTH.pack(2**32 - 1))
-        with pytest.raises(TransportError, match="closed the connection"):
-            connection.receive()
+        assert_ended_by_the_server(connection)
     with client(server.port) as connection:
         connection.send({"text": "x" * 1000})
         with pytest.raises(TransportError):
@@ -212,8 +214,7 @@ def test_half_a_message_is_none(server: Server) -> None:
     with client(server.port) as connection:
         connection.send_bytes(transport._LENGTH.pack(100) + bytes(40))
         connection.socket.shutdown(socket.SHUT_WR)
-        with pytest.raises(TransportError, match="closed the connection"):
-            connection.receive()
+        assert_ended_by_the_server(connection)
     assert works(server)
 
 
@@ -221,8 +222,7 @@ def test_half_a_message_is_none(server: Server) -> None:
 def test_what_is_no_json_object_ends_the_connection(server: Server, text: bytes) -> None:
     with client(server.port) as connection:
         connection._send_text(text)
-        with pytest.raises(TransportError, match="closed the connection"):
-            connection.receive()
+        assert_ended_by_the_server(connection)
     assert works(server)
 
 
@@ -253,8 +253,7 @@ def test_closed_server_ends_its_connections(server: Server) -> None:
         connection.send({})
         connection.receive()
         server.close()
-        with pytest.raises(TransportError, match="closed the connection"):
-            connection.receive()
+        assert_ended_by_the_server(connection)
     with pytest.raises(OSError, match="refused"):
         client(server.port)
 
@@ -267,8 +266,7 @@ def test_defect_in_what_serves_a_connection_is_raised_once_and_ends_that_connect
     server.check()
     with client(server.port) as connection:
         connection.send({})
-        with pytest.raises(TransportError, match="closed the connection"):
-            connection.receive()
+        assert_ended_by_the_server(connection)
     with pytest.raises(KeyError, match="question"):
         server.check()
     server.check()
@@ -278,24 +276,14 @@ def test_defect_in_what_serves_a_connection_is_raised_once_and_ends_that_connect
     server.close()
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
-
-
-def test_taken_ports_are_passed_over(taken: int) -> None:
-    free = pick_port()
-    assert {pick_port((taken, free)) for _ in range(10)} == {free}
-
-
 def test_port_is_below_the_ephemeral_range() -> None:
     first_ephemeral = int(transport.EPHEMERAL.read_text().split()[0])
     assert all(10_000 <= pick_port() < first_ephemeral for _ in range(50))
 
 
-def test_no_free_port_is_an_error(taken: int) -> None:
-    with pytest.raises(OSError, match=f"the ports {taken} to {taken} are all in use"):
-        pick_port((taken,))
+def test_taken_ports_are_passed_over_and_no_free_port_is_an_error() -> None:
+    with socket.create_server(("", 0)) as listener:
+        taken, free = listener.getsockname()[1], pick_port()
+        assert {pick_port((taken, free)) for _ in range(10)} == {free}
+        with pytest.raises(OSError, match=f"the ports {taken} to {taken} are all in use"):
+            pick_port((taken,))

@@ -122,10 +122,8 @@ def test_page_says_on_which_gpus_the_run_trains(gpus: str, words: str, tmp_path:
 def test_no_cell_of_a_table_is_a_formula(whole: RunDir, tmp_path: Path) -> None:
     names = ("=1+1", "-2", "@SUM(A1)")
     run = copied(whole, tmp_path)
-    labels, predicted = (
-        torch.tensor([0] * 4 + [1] * 4 + [2] * 7),
-        torch.tensor([0, 0, 0, 1] + [1] * 4 + [0, 0] + [2] * 5),
-    )
+    labels = torch.tensor([0] * 4 + [1] * 4 + [2] * 7)
+    predicted = torch.tensor([0, 0, 0, 1] + [1] * 4 + [0, 0] + [2] * 5)
     run.confusion.write_text(confusion_csv(labels, predicted, names))
     write_events(run, interruption(BEGAN + 132, "+hang", step=120, failed_at=BEGAN + 130, detail="=cmd()"))
     written = report(run.path)
@@ -186,27 +184,20 @@ def test_several_runs_are_compared_beside_their_directories(compared: Written) -
     assert train.groupby("run").size().to_dict() == {"first": 200, "second": 200}
 
 
-def test_settings_that_differ_are_columns_beside_the_accuracy(tmp_path: Path) -> None:
-    for name, lr in (("a", 0.1), ("b", 0.25)):
-        running_run(tmp_path / name, spec=spec_of(name, lr=lr))
-    html = report(tmp_path / "a", tmp_path / "b").html
-    results, course = re.findall(r'<table class="stacks sortable">.*?</table>', html, re.DOTALL)
-    assert titles(results) == ["run", "state", "best validation", "training loss", "lr"]
-    assert titles(course)[:3] == ["run", "step", "images/s"]
-    assert re.findall(r'data-label="lr" data-value="(.*?)"', results) == ["0.1", "0.25"]
-
-
 def titles(table: str) -> list[str]:
     return re.findall(r"<th scope=\"col\"[^>]*>(.*?)</th>", table)
 
 
-def test_a_comparison_shows_defaults_and_many_settings_in_a_table_of_their_own(tmp_path: Path) -> None:
+def test_settings_that_differ_are_columns_and_many_are_a_table_of_their_own(tmp_path: Path) -> None:
     spec = replace(spec_of("a"), id="1")
     changed = replace(spec_of("b", lr=0.25, image_size=224), id="2")
     runs = [running_run(tmp_path / one.name, spec=one).path for one in (spec, changed)]
     html = report(*runs).html
+    results, course = re.findall(r'<table class="stacks sortable">.*?</table>', html, re.DOTALL)
+    assert titles(results) == ["run", "state", "best validation", "training loss", "lr", "image-size"]
+    assert titles(course)[:3] == ["run", "step", "images/s"]
     for name, values in (("lr", ["0.05303", "0.25"]), ("image-size", ["default", "224"])):
-        assert re.findall(f'data-label="{name}" data-value="(.*?)"', html) == values
+        assert re.findall(f'data-label="{name}" data-value="(.*?)"', results) == values
     many = spec_of("c", mixup=0.2, label_smoothing=0.1, optimizer="adamw", weight_decay=0.3, ema_decay=0.9, epochs=9)
     runs.append(running_run(tmp_path / "c", spec=replace(many, id="3")).path)
     _, _, settings = re.findall(r'<table class="stacks.*?</table>', report(*runs).html, re.DOTALL)
@@ -275,15 +266,8 @@ def test_a_long_log_is_read_in_less_memory_than_it_has_bytes(whole: RunDir, tmp_
 def test_any_number_of_any_file_of_metrics_is_drawn(tmp_path: Path) -> None:
     run = running_run(tmp_path / "r")
     for step in (1, 2, 3, 4, 3, 4, 5):  # it was interrupted after step 4, and began again after step 2
-        line = {
-            "step": step,
-            "temperature": 40 + step,
-            "name": "gpu0",
-            "on": True,
-            "nothing": None,
-            "time": BEGAN + step,
-        }
-        append_json_line(run.train_metrics.with_name("gpu.jsonl"), line)
+        line = {"step": step, "temperature": 40 + step, "name": "gpu0", "on": True, "nothing": None}
+        append_json_line(run.train_metrics.with_name("gpu.jsonl"), {**line, "time": BEGAN + step})
     written = report(run.path)
     assert headings(written.html)[2:10] == [*FIGURES, "temperature"]
     assert "temperature by step. gpu: from 41 at step 1 to 45 at step 5, lowest 41, highest 45." in written.html
@@ -327,7 +311,11 @@ def test_watch_writes_the_page_until_the_run_has_ended(tmp_path: Path, monkeypat
     # Not time.sleep itself: threads of other tests may sleep.
     monkeypatch.setattr("hpc.commands.runs.report.time", SimpleNamespace(sleep=pause, time=time.time))
     written = report(run.path, "--watch")
-    assert [(seconds, 'data-reload="30"' in page) for seconds, page in pages] == [(30, True)]
+    [(seconds, running)] = pages
+    assert (seconds, 'data-reload="30"' in running) == (30, True)
+    assert "No test result yet: the test runs at the end of the training." in running
+    assert "Confusion matrix" not in running
+    assert {"Loss", "Accuracy (%)", "Attempts"} <= set(headings(running))
     assert "data-reload" not in written.html
 
 
@@ -347,13 +335,6 @@ def test_pending_run_lists_what_is_missing(tmp_path: Path) -> None:
     assert re.findall(r"<dt>(.*?)</dt>", html)[4:] == ["Interruptions", "Attempts"], (
         "tiles without a value are not drawn"
     )
-
-
-def test_page_of_a_running_run(tmp_path: Path) -> None:
-    html = report(running_run(tmp_path / "r").path).html
-    assert "No test result yet: the test runs at the end of the training." in html
-    assert "Confusion matrix" not in html
-    assert {"Loss", "Accuracy (%)", "Attempts"} <= set(headings(html))
 
 
 def test_failed_run_shows_its_last_message(tmp_path: Path) -> None:
@@ -485,15 +466,8 @@ def test_command_submits_the_same_run_again() -> None:
         nodes="2:4", gpus_per_node="a100:8", mem="64G", time="90m", sbatch=("mail-type=END", "comment=a b", "hold")
     )
     recovery = Recovery(elastic=True, spares=1, signal_before="2m")
-    spec = RunSpec(
-        name="x",
-        cluster="slurm",
-        resources=resources,
-        recovery=recovery,
-        data="/d a",
-        stage_dir="/scratch",
-        **of_training(train),
-    )
+    where = {"name": "x", "cluster": "slurm", "data": "/d a", "stage_dir": "/scratch"}
+    spec = RunSpec(resources=resources, recovery=recovery, **where, **of_training(train))
     words = submit_command(spec)
     assert words[:3] == ["python", "-m", "hpc.submit"]
     parsed = program.parse(SubmitTraining, words[3:], "hpc submit")

@@ -268,7 +268,7 @@ def test_nothing_is_cut_off_on_paper(page: Page, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_line_shows_its_values_where_one_points_at_it(page: Page, whole: Path) -> None:
+def test_a_line_shows_its_values_where_one_points_at_it_and_no_other_script_runs(page: Page, whole: Path) -> None:
     open_page(page, whole)
     page.locator("#plot-0").scroll_into_view_if_needed()
     page.mouse.move(*page.evaluate(PLACE, 300))
@@ -281,6 +281,14 @@ def test_a_line_shows_its_values_where_one_points_at_it(page: Page, whole: Path)
         for line in map(json.loads, (whole.parents[1] / "metrics/train.jsonl").read_text().splitlines())
     }
     assert float(loss) == pytest.approx(losses[int(step)], abs=1e-4)
+    page.evaluate("""() => {
+      const script = document.createElement("script"), image = document.createElement("img");
+      script.textContent = "hit = 1";
+      image.setAttribute("onerror", "hit = 2");
+      document.body.append(script, image);
+      image.dispatchEvent(new Event("error"));
+    }""")
+    assert page.evaluate("typeof hit") == "undefined"
 
 
 @pytest.mark.slow
@@ -298,20 +306,9 @@ def test_what_one_points_at_is_text_whatever_it_is_called(page: Page, tmp_path: 
 
 
 @pytest.mark.slow
-def test_no_other_script_runs(page: Page, whole: Path) -> None:
-    open_page(page, whole)
-    page.evaluate("""() => {
-      const script = document.createElement("script"), image = document.createElement("img");
-      script.textContent = "hit = 1";
-      image.setAttribute("onerror", "hit = 2");
-      document.body.append(script, image);
-      image.dispatchEvent(new Event("error"));
-    }""")
-    assert page.evaluate("typeof hit") == "undefined"
-
-
-@pytest.mark.slow
-def test_interruptions_begin_at_the_step_that_was_restored_and_say_what_they_were(page: Page, whole: Path) -> None:
+def test_interruptions_say_what_they_were_and_axis_and_smoothing_are_chosen_for_all_figures(
+    page: Page, whole: Path
+) -> None:
     open_page(page, whole)
     find = "name => Bokeh.documents[0].roots()[0].renderers.find(one => one.name === name).data_source.data"
     attempts, strips = page.evaluate(find, "attempts"), page.evaluate(find, "interruptions")
@@ -324,11 +321,6 @@ def test_interruptions_begin_at_the_step_that_was_restored_and_say_what_they_wer
     minutes = (strips["time_from"][queue] + strips["time_to"][queue]) / 2
     page.mouse.move(*page.evaluate(PLACE, minutes))
     page.locator(TIPS).filter(has_text="1 min 6 s in the queue").wait_for()
-
-
-@pytest.mark.slow
-def test_x_axis_and_smoothing_are_chosen_for_all_figures(page: Page, whole: Path) -> None:
-    open_page(page, whole)
     labels = {}
     for axis, largest in (("step", 400), ("time", 8.3), ("epoch", 4)):
         page.select_option("[data-control=axis]", axis)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from support.cluster import ROOT
 from support.events import attempt_ended, claimed, recorded_run
 from support.fake_slurm import write_programs
 
+from hpc.__main__ import main
 from hpc.base.errors import UserError
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
@@ -39,7 +40,7 @@ def by(uid: int, *command: str, **environment: str) -> "subprocess.CompletedProc
     )  # fmt: skip
 
 
-def make_run(path: Path) -> RunDir:
+def make_run(path: Path, owner: int = 0) -> RunDir:
     """A run whose last attempt a node failure ended an hour ago, and whose job is gone."""
     hour_ago = time.time() - 3600
     run = recorded_run(path, claimed(hour_ago), attempt_ended(hour_ago, "node_failure", node="gpu01"))
@@ -47,13 +48,8 @@ def make_run(path: Path) -> RunDir:
         directory.mkdir()
     run.script.write_text(f"#!/bin/sh\necho {run.path}\n")
     run.environment.write_text("{}")
-    return run
-
-
-def make_run_of_the_stranger(path: Path) -> RunDir:
-    run = make_run(path)
     for part in (path, *path.rglob("*")):
-        os.chown(part, STRANGER, STRANGER)
+        os.chown(part, owner, owner)
     return run
 
 
@@ -65,38 +61,39 @@ def runs(shared: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def cluster(shared: Path) -> dict[str, str]:
-    """The environment of a machine with these clients, which write down how they were called."""
-    calls = shared / "calls"
-    calls.touch()
-    calls.chmod(0o666)
-    clients = {name: text.replace("{calls}", str(calls)) for name, text in CLIENTS.items()}
-    return {"PATH": write_programs(shared / "bin", **clients), "CALLS": str(calls), "SLURM_CONF": "/nonexistent"}
+@pytest.fixture(autouse=True)
+def calls(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """On a machine with these clients, which write down here how they were called."""
+    path = shared / "calls"
+    path.touch()
+    path.chmod(0o666)
+    clients = {name: text.replace("{calls}", str(path)) for name, text in CLIENTS.items()}
+    monkeypatch.setenv("PATH", write_programs(shared / "bin", **clients))
+    monkeypatch.setenv("SLURM_CONF", "/nonexistent")
+    return path
 
 
-def called(cluster: dict[str, str], program: str) -> list[str]:
-    return [line for line in Path(cluster["CALLS"]).read_text().splitlines() if line.split()[0] == program]
+def called(calls: Path, program: str) -> list[str]:
+    return [line for line in calls.read_text().splitlines() if line.split()[0] == program]
 
 
-def hpc(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "hpc", *map(str, arguments)]
-
-
-def test_supervisor_submits_no_script_of_another_user(runs: Path, cluster: dict[str, str]) -> None:
-    make_run_of_the_stranger(runs / "theirs")
+def test_supervisor_submits_no_script_of_another_user(
+    runs: Path, calls: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_run(runs / "theirs", STRANGER)
     own = make_run(runs / "own")
-    done = by(0, *hpc("supervise", "--once", "--json", "--runs-dir", runs), **cluster)
-    assert [line.split()[-1] for line in called(cluster, "sbatch")] == [str(own.script)]
-    assert [(line["run"], line["action"]) for line in json.loads(done.stdout)] == [("own", "resubmit")]
-    assert f"run theirs is not yours alone: {runs}/theirs belongs to nobody" in done.stderr
+    main(["supervise", "--once", "--json", "--runs-dir", str(runs)])
+    printed = capsys.readouterr()
+    assert [line.split()[-1] for line in called(calls, "sbatch")] == [str(own.script)]
+    assert [(line["run"], line["action"]) for line in json.loads(printed.out)] == [("own", "resubmit")]
+    assert f"run theirs is not yours alone: {runs}/theirs belongs to nobody" in printed.err
 
 
-def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, cluster: dict[str, str]) -> None:
-    make_run_of_the_stranger(runs / "theirs")
+def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_run(runs / "theirs", STRANGER)
     make_run(runs / "own")
-    done = by(0, *hpc("status", "--json", "--runs-dir", runs), **cluster)
-    rows = {row["run"]: row for row in json.loads(done.stdout)}
+    main(["status", "--json", "--runs-dir", str(runs)])
+    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)}
     own, theirs = rows["own"], rows["theirs"]
     assert (theirs["state"], theirs["reason"]) == ("pending", None)
     assert theirs["warnings"][0].startswith("it belongs to nobody, so this is only what")
@@ -104,36 +101,35 @@ def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, clus
     assert not any("belongs to" in warning for warning in own["warnings"])
 
 
-@pytest.mark.parametrize(
-    "command",
-    [hpc("cancel"), hpc("drill", "{}", "worker-kill", "--yes"), [sys.executable, "-m", "jobs.agent"]],
-    ids=["cancel", "drill", "agent"],
-)
 def test_what_acts_on_a_run_refuses_that_of_another_user(
-    runs: Path, cluster: dict[str, str], command: Sequence[str]
+    runs: Path, calls: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs = make_run_of_the_stranger(runs / "theirs")
+    theirs = make_run(runs / "theirs", STRANGER)
     before = {path: path.stat().st_mtime_ns for path in theirs.path.rglob("*")}
-    words = [word.format(theirs.path) for word in command]
-    words += [] if str(theirs.path) in words else [str(theirs.path)]
-    local = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1"}
+    refusal = "belongs to nobody, and only the owner of a run can act on it"
+    for words in (["cancel", str(theirs.path)], ["drill", str(theirs.path), "worker-kill", "--yes"]):
+        assert main(words) != 0
+        assert refusal in capsys.readouterr().err
+    job = {"SUBMITIT_EXECUTOR": "local", "SUBMITIT_LOCAL_JOB_ID": "1", "SUBMITIT_LOCAL_NTASKS": "1"}
     task = {"SUBMITIT_LOCAL_GLOBALID": "0", "SUBMITIT_LOCAL_LOCALID": "0", "SUBMITIT_LOCAL_NNODES": "1"}
-    done = by(0, *words, **cluster, **local, **task)
-    assert done.returncode != 0
-    assert "belongs to nobody, and only the owner of a run can act on it" in done.stdout + done.stderr
+    agent = by(0, sys.executable, "-m", "jobs.agent", str(theirs.path), **job, **task)
+    assert agent.returncode != 0
+    assert refusal in agent.stdout + agent.stderr
     assert {path: path.stat().st_mtime_ns for path in theirs.path.rglob("*")} == before
-    assert not called(cluster, "scancel")
+    assert not called(calls, "scancel")
 
 
-def test_what_only_reads_may_read_the_run_of_another_user(runs: Path, cluster: dict[str, str], shared: Path) -> None:
-    theirs = make_run_of_the_stranger(runs / "theirs")
-    assert by(0, *hpc("logs", theirs.path), **cluster).returncode == 0
-    assert by(0, *hpc("report", theirs.path, "--output", shared / "page"), **cluster).returncode == 0
-    assert (shared / "page" / "index.html").exists()
+def test_what_only_reads_may_read_the_run_of_another_user(
+    runs: Path, shared: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs, page = make_run(runs / "theirs", STRANGER), shared / "page"
+    assert main(["logs", str(theirs.path)]) == 0
+    assert main(["report", str(theirs.path), "--output", str(page)]) == 0
+    assert (page / "index.html").exists()
     # Without --output it would write into the run, where a link of its owner may lead anywhere.
-    (runs / "theirs" / "report").symlink_to(shared / "page")
-    refused = by(0, *hpc("report", theirs.path), **cluster)
-    assert (refused.returncode, "use --output" in refused.stderr) == (2, True)
+    (theirs.path / "report").symlink_to(page)
+    assert main(["report", str(theirs.path)]) == 2
+    assert "use --output" in capsys.readouterr().err
 
 
 def give(path: Path) -> None:
@@ -173,11 +169,10 @@ def test_group_of_the_user_alone_may_write(shared: Path) -> None:
     check_is_own(run)
 
 
-def test_run_of_a_user_who_shares_files_with_a_group_is_writable_by_nobody_else(
-    runs: Path, cluster: dict[str, str]
-) -> None:
-    words = hpc("submit", "--synthetic", "--name=run", "--runs-dir", runs, "--gpus-per-node=1", "--batch-size=8")
-    done = by(STRANGER, "sh", "-c", 'umask 002; exec "$@"', "sh", *words, **cluster)
+def test_run_of_a_user_who_shares_files_with_a_group_is_writable_by_nobody_else(runs: Path) -> None:
+    flags = ("--synthetic", "--name=run", f"--runs-dir={runs}", "--gpus-per-node=1", "--batch-size=8")
+    submit = (sys.executable, "-m", "hpc", "submit", *flags)
+    done = by(STRANGER, "sh", "-c", 'umask 002; exec "$@"', "sh", *submit)
     assert done.returncode == 0, done.stderr
     loose = [path for path in [runs / "run", *(runs / "run").rglob("*")] if path.stat().st_mode & 0o022]
     assert loose == []
@@ -186,21 +181,13 @@ def test_run_of_a_user_who_shares_files_with_a_group_is_writable_by_nobody_else(
 @pytest.mark.parametrize(
     ("mode", "owner", "refusal"),
     [
-        (0o1777, 0, None),
-        (0o755, 0, None),
         (0o777, 0, r"is drwxrwxrwx, so other users may rename what is in it"),
         (0o1777, STRANGER, r"belongs to nobody, who could replace what is in it"),
     ],
 )
-def test_runs_directory_where_others_may_rename_is_refused(
-    shared: Path, mode: int, owner: int, refusal: str | None
-) -> None:
-    path = shared / "runs"
-    path.mkdir()
-    os.chown(path, owner, owner)
-    path.chmod(mode)
-    if refusal is None:
-        check_runs_dir(path, on_cluster=True)
-        return
+def test_runs_directory_where_others_may_rename_is_refused(runs: Path, mode: int, owner: int, refusal: str) -> None:
+    check_runs_dir(runs, on_cluster=True)
+    os.chown(runs, owner, owner)
+    runs.chmod(mode)
     with pytest.raises(UserError, match=rf"--runs-dir .*{refusal}.*; use a directory of your own"):
-        check_runs_dir(path, on_cluster=True)
+        check_runs_dir(runs, on_cluster=True)

@@ -30,16 +30,10 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     script = script_spec("a.py", "x")
     script.save(run)
     assert RunSpec.load(run) == script
-
-
-def test_spec_without_recovery_has_the_defaults(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    spec = script_spec()
-    spec.save(run)
     fields = json.loads(run.spec.read_text())
     del fields["recovery"]
     run.spec.write_text(json.dumps(fields))
-    assert RunSpec.load(run) == spec
+    assert RunSpec.load(run) == script, "what is not there has its defaults"
 
 
 @pytest.mark.parametrize("name", ["training", "evaluation", "script"])
@@ -67,24 +61,24 @@ def test_flat_spec_of_an_earlier_version_is_read_and_written(name: str, tmp_path
     assert not is_flat(run)
 
 
-@pytest.mark.parametrize("gpus", ["", "a100", "a100:", ":2", "a100:0", "-1", "1.5", "gpu:a100:2", "a b:2"])
-def test_gpus_that_cannot_be_read_are_refused(gpus: str) -> None:
-    with pytest.raises(UserError, match=r"--gpus-per-node is '.*use a number such as 2, or .* a100:2"):
-        Resources(gpus_per_node=gpus)
-
-
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("field", "values", "message"),
     [
-        ({"mem": "64"}, "--mem is 64, which Slurm takes for megabytes: use 64G or 64M"),
-        ({"mem": "64 G"}, "--mem is '64 G': use a whole number with a unit, such as 64G"),
-        ({"time": "24"}, "--time is 24, which Slurm takes for minutes: use 24h or 24m"),
-        ({"time": "12:00"}, "--time is 12:00, which Slurm takes for minutes and seconds: use 12:00:00 for"),
+        ("gpus_per_node", ("", "a100", "a100:", ":2", "a100:0", "-1", "1.5", "gpu:a100:2", "a b:2"),
+         r"--gpus-per-node is '.*use a number such as 2, or .* a100:2"),
+        ("nodes", ("", "0", "x", "4:2", "1:", ":3", "-1", "1:2:3", "1.5"), "--nodes"),
+        ("mem", ("64",), "--mem is 64, which Slurm takes for megabytes: use 64G or 64M"),
+        ("mem", ("64 G",), "--mem is '64 G': use a whole number with a unit, such as 64G"),
+        ("time", ("24",), "--time is 24, which Slurm takes for minutes: use 24h or 24m"),
+        ("time", ("12:00",), "--time is 12:00, which Slurm takes for minutes and seconds: use 12:00:00 for"),
+        ("time_min", ("soon",), "--time-min is 'soon': use a duration"),
+        ("time_min", ("30",), "--time-min is 30, which Slurm takes for minutes: use 30h or 30m"),
     ],
-)
-def test_what_slurm_takes_for_something_much_smaller_is_refused(given: dict[str, str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        Resources(**given)  # type: ignore[arg-type]  # only these two
+)  # fmt: skip
+def test_resources_that_cannot_be_meant_are_refused(field: str, values: tuple[str, ...], message: str) -> None:
+    for value in values:
+        with pytest.raises(UserError, match=message):
+            Resources(**{field: value})  # type: ignore[arg-type]
 
 
 def test_memory_and_times_that_say_what_they_mean() -> None:
@@ -101,6 +95,7 @@ def test_memory_and_times_that_say_what_they_mean() -> None:
         ("nodes=3", "use --nodes"),
         ("output=x", "use --runs-dir"),
         ("signal=USR1@9", "use --signal-before"),
+        ("time-min=30", "--sbatch time-min: use --time-min instead"),
         ("X", "KEY=VALUE"),
         ("=y", "KEY=VALUE"),
         ("comment=a\nb", "KEY=VALUE"),
@@ -136,20 +131,9 @@ def test_bad_run_name(name: str) -> None:
     check_run_name(suggested)
 
 
-@pytest.mark.parametrize("name", ["run", "a b", "it's", '"x"', "$HOME", "a;b", "ünï", "a.b", "x" * 100])
-def test_good_run_name(name: str) -> None:
-    check_run_name(name)
-
-
-@pytest.mark.parametrize("nodes", ["0", "x", "4:2", "1:", ":3", "-1", "1:2:3", "1.5", ""])
-def test_bad_nodes(nodes: str) -> None:
-    with pytest.raises(UserError, match="--nodes"):
-        Resources(nodes=nodes)
-
-
-def test_node_range() -> None:
-    resources = Resources(nodes="2:5")
-    assert (resources.min_nodes, resources.max_nodes) == (2, 5)
+def test_good_run_name() -> None:
+    for name in ("run", "a b", "it's", '"x"', "$HOME", "a;b", "ünï", "a.b", "x" * 100):
+        check_run_name(name)
 
 
 @pytest.mark.parametrize(
@@ -175,18 +159,14 @@ def test_bad_recovery(recovery: dict[str, Any], message: str) -> None:
 
 
 def spec(recovery: Recovery, time: str | None = None, nodes: str = "2") -> RunSpec:
-    resources = Resources(nodes=nodes, time=time)
-    return script_spec(resources=resources, recovery=recovery)
+    return script_spec(resources=Resources(nodes=nodes, time=time), recovery=recovery)
 
 
-def test_spares_are_additional_nodes() -> None:
-    assert spec(Recovery(spares=2), nodes="2:4").job_nodes == (4, 6)
-
-
-def test_elastic_run_starts_on_all_nodes_and_continues_on_one() -> None:
-    assert spec(Recovery(elastic=True), nodes="4").min_nodes == 1
-    assert spec(Recovery(elastic=True), nodes="4").job_nodes == (4, 4)
+def test_nodes_of_a_run_and_of_its_job() -> None:
     assert spec(Recovery(), nodes="2:4").min_nodes == 2
+    assert spec(Recovery(spares=2), nodes="2:4").job_nodes == (4, 6), "spares are additional nodes"
+    elastic = spec(Recovery(elastic=True), nodes="4")
+    assert (elastic.min_nodes, elastic.job_nodes) == (1, (4, 4)), "it starts on all and continues on one"
 
 
 def test_stop_lead_is_a_tenth_of_the_limit_unless_it_is_given() -> None:

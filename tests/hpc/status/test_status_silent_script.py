@@ -19,8 +19,9 @@ from hpc.status.run_view import summarize
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> RunDir:
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A script that failed twice and runs for the third time."""
+    monkeypatch.setenv("PATH", "/nowhere")
     spec = script_spec(name="r", cluster="local")
     found = pending_run(tmp_path / "r", replace(spec, resources=Resources(nodes="1", gpus_per_node="2")))
     (found.events / "agent.jsonl").unlink()
@@ -45,9 +46,8 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
-    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
     text = printed(capsys, str(run.path))
     facts = {line[:11].strip(): line[11:].strip() for line in text.splitlines()}
     assert facts["progress"].startswith("unknown: the script reports no step")
@@ -60,8 +60,7 @@ def test_status_shows_the_last_line_and_that_its_progress_is_unknown(
     assert printing.progress(summarize(run, None)) == "attempt 1: step 2 \x1b[31mloss"
 
 
-def test_report_calls_nothing_productive_that_is_not_known_to_be(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+def test_report_calls_nothing_productive_that_is_not_known_to_be(run: RunDir) -> None:
     html = report(run.path).html
     assert "productive" not in html
     assert re.search(r"<b>unknown 0\.16\d?</b> \(100%\)", html)
@@ -69,10 +68,7 @@ def test_report_calls_nothing_productive_that_is_not_known_to_be(run: RunDir, mo
     assert "steps recomputed: unknown" in html
 
 
-def test_ranks_on_cpus_are_not_called_gpus(
-    run: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")
+def test_ranks_on_cpus_are_not_called_gpus(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     write_events(run, event("preflight", attempt=1, device="CPU", world_size=2, seconds=0.1))
     text = printed(capsys, str(run.path))
     assert "GPU" not in text

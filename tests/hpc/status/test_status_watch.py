@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pyte
 import pytest
-from support.cluster import ROOT, hpc
+from support.cluster import ROOT
 from support.events import claimed, recorded_run, submitted
 
 from hpc.base.files import append_json_line
+from hpc.commands.start import status
 from hpc.run.rundir import RunDir
 
 # The intervals are constants of the verb, which no flag changes: the test would last minutes.
@@ -136,7 +137,7 @@ def test_watch_survives_slurm_being_away(tmp_path: Path, squeue: Callable[[str],
         assert terminal.scrolled == 0
 
 
-@pytest.mark.parametrize(("lines", "columns"), [(12, 120), (8, 60), (6, 40)])
+@pytest.mark.parametrize(("lines", "columns"), [(12, 120), (6, 40)])
 def test_long_table_is_cut_and_begins_with_runs_that_have_not_ended(
     lines: int, columns: int, tmp_path: Path, squeue: Callable[[str], None]
 ) -> None:
@@ -155,8 +156,8 @@ def test_long_table_is_cut_and_begins_with_runs_that_have_not_ended(
         assert terminal.interrupt() == 130
 
 
-def test_watch_needs_a_terminal(tmp_path: Path) -> None:
-    make_run(tmp_path, "r").script.unlink()
-    done = hpc("status", "--watch", "--runs-dir", str(tmp_path))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--watch needs a terminal" in done.stderr
+def test_watch_needs_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status.main(["--watch", "--runs-dir", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "--watch needs a terminal" in printed.err
