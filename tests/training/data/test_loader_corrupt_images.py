@@ -98,12 +98,3 @@ def test_a_file_that_this_node_cannot_read_is_no_corrupt_image(data: Path, troub
         lost.mkdir()
     with pytest.raises(UserError, match=rf"^{lost} cannot be read on \S+ \({trouble}\): copy the data there again"):
         ask(source, 9)
-
-
-def test_images_have_names_for_messages(data: Path, idx_data: Path) -> None:
-    assert load(data, val_split=0.0).train.name(9) == str(data / "green" / "0.jpg")
-    whole = load(idx_data)
-    assert whole.val is not None
-    assert whole.test is not None
-    names = [part.name(17) for part in (whole.train, whole.val, whole.test)]
-    assert names == [f"image 17 of the {part} set" for part in ("training", "validation", "test")]

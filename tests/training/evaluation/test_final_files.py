@@ -50,6 +50,14 @@ def run(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Starter(idx_data, directory).complete(config, *FLAGS, "--num-workers=0").run_dir
 
 
+@pytest.fixture(scope="module")
+def photographed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch on photographs, of which one is corrupt."""
+    data = make_folder(tmp_path_factory.mktemp("photos") / "data")
+    (data / "test" / "green" / "4.jpg").write_bytes(b"no image")
+    return Starter(data, data.parent).complete("--epochs=1", "--batch-size=20", "--image-size=128").run_dir
+
+
 def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
     card = read_card((run / "final" / "model.json").read_text(), "model.json")
     assert (card.model, card.classes, card.image_shape) == ("small-cnn", ("0", "1", "2"), (1, 12, 12))
@@ -248,10 +256,8 @@ def test_errors_are_listed_by_confidence(run: Path) -> None:
     assert len(errors) == min(12, wrong) > 1
 
 
-def test_photographs_are_scaled_down_and_corrupt_ones_left_out(start: Starter, tmp_path: Path) -> None:
-    start.data = make_folder(tmp_path / "data")
-    (start.data / "test" / "green" / "4.jpg").write_bytes(b"no image")
-    found = samples(start.complete("--epochs=1", "--batch-size=20", "--image-size=128").run_dir)
+def test_photographs_are_scaled_down_and_corrupt_ones_left_out(photographed: Path) -> None:
+    found = samples(photographed)
     assert len(found) >= 12
     assert not any("green/4.jpg" in sample["name"] for sample in found)
     assert {pixels(sample).shape for sample in found} == {(96, 96, 3)}
@@ -359,9 +365,8 @@ def test_a_stop_in_the_test_of_the_best_model_changes_nothing(start: Starter) ->
     assert not [part for part in compare_runs(RunDir(whole.run_dir), RunDir(cut.run_dir)) if part.difference]
 
 
-def test_if_the_last_model_is_the_best_its_test_counts_for_both(start: Starter) -> None:
-    run = start.complete("--epochs=1", "--batch-size=20").run_dir
-    final, best = (result_of(run / name) for name in ("final", "best"))
+def test_if_the_last_model_is_the_best_its_test_counts_for_both(photographed: Path) -> None:
+    final, best = (result_of(photographed / name) for name in ("final", "best"))
     assert final["best"]["test_loss"] == best["test_loss"] == final["test_loss"]
 
 

@@ -90,12 +90,6 @@ def test_what_a_rank_sees_depends_on_seed_epoch_and_sample_alone(path: Path, opt
     assert torch.equal(look(source, None), look(plain, None)), "an evaluation augments nothing"
 
 
-def test_without_augmentation_images_in_memory_stay_as_they_are(idx_data: Path, cifar_data: Path) -> None:
-    for data in (idx_data, cifar_data):
-        source = load(data, **NOTHING).train
-        assert torch.equal(look(source, 0), look(source, None))
-
-
 @pytest.mark.parametrize(
     ("kind", "usual"),
     [
