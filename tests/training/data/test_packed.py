@@ -1,6 +1,7 @@
 """Training from packed data: what a rank sees of them, that it is exact, and what it says of damaged ones."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,10 +24,7 @@ COUNT = 27
 @pytest.fixture
 def packed(packed_data: Path, tmp_path: Path) -> Path:
     """One to damage."""
-    (tmp_path / "packed").mkdir()
-    for path in packed_data.iterdir():
-        (tmp_path / "packed" / path.name).write_bytes(path.read_bytes())
-    return tmp_path / "packed"
+    return Path(shutil.copytree(packed_data, tmp_path / "packed"))
 
 
 def look(source: ImageSource, epoch: int | None) -> Tensor:
