@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from support.cluster import checked_json
 from support.events import of_training, script_spec
-from support.trainings import Starter, lines
+from support.trainings import Ask, Starter, lines
 
 from hpc.report.command import submit_command
 from hpc.submit.checks import training_data
@@ -75,16 +74,6 @@ def test_the_bottleneck_is_what_the_step_waits_for(costs: dict[str, float], work
     assert part in profile.ADVICE
 
 
-def profiled(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["profile", *arguments])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return profile.main()
-    finally:
-        torch.set_num_threads(threads)
-
-
 def documented(exit_code: int, out: str, err: str) -> dict[str, Any]:
     """What `hpc profile --json` has printed, which must have the documented shape."""
     done = subprocess.CompletedProcess(["profile"], exit_code, out, err)
@@ -94,13 +83,15 @@ def documented(exit_code: int, out: str, err: str) -> dict[str, Any]:
 FLAGS = ("--batch-size=8", "--seconds=0.05")
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_parts_of_a_training_are_measured(
-    folder_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    folder_data: Path, ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     data = (f"--data={folder_data}", "--image-size=16", "--num-workers=1")
-    assert profiled(monkeypatch, *FLAGS, *data, "--json") == 0
-    result = documented(0, *capsys.readouterr())
+    code, out, err = ask(*FLAGS, *data, "--json", program=profile.main)
+    assert code == 0
+    result = documented(code, out, err)
     assert (result["world_size"], result["workers"], result["batch_size"]) == (1, 1, 8)
     known = {name for name, value in result["milliseconds"].items() if value is not None}
     assert known == {"step", "loading", "decode", "augment", "compute"}
@@ -109,15 +100,13 @@ def test_the_parts_of_a_training_are_measured(
     assert list(tmp_path.glob("torchrelay-*")) == []
 
 
-def test_the_measurements_are_printed_for_people(
-    idx_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert profiled(monkeypatch, *FLAGS, f"--data={idx_data}") == 0
-    printed = capsys.readouterr().out
+@pytest.mark.usefixtures("one_thread")
+def test_the_measurements_are_printed_for_people(idx_data: Path, ask: Ask) -> None:
+    code, printed, _ = ask(*FLAGS, f"--data={idx_data}", program=profile.main)
+    assert code == 0
     assert "small-cnn, 8 images per step, 1 rank on CPU, 0 loader workers per rank" in printed
     assert "forward, backward, optimizer" in printed
     assert "\nto change it: " in printed
-    assert profiled(monkeypatch, "--synthetic", "--seconds=0") == 2
-    assert capsys.readouterr().err == "error: --seconds is 0: use more than 0\n"
-    assert profiled(monkeypatch, "--synthetic", "--seconds=0", "--json") == 2
-    assert documented(2, *capsys.readouterr())["error"] == "--seconds is 0: use more than 0"
+    wrong = ("--synthetic", "--seconds=0")
+    assert ask(*wrong, program=profile.main) == (2, "", "error: --seconds is 0: use more than 0\n")
+    assert documented(*ask(*wrong, "--json", program=profile.main))["error"] == "--seconds is 0: use more than 0"

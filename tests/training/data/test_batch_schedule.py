@@ -18,7 +18,10 @@ def test_the_ranks_share_a_global_batch_that_is_the_same_for_any_number_of_them(
 
 def test_an_epoch_uses_no_image_twice_and_leaves_out_less_than_a_batch() -> None:
     schedule = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
-    batches = [request.indices for request in schedule.requests(0, 0, 0, 1)]
+    requests = list(schedule.requests(0, 0, 0, 1))
+    assert [request.epoch for request in requests] == [0] * 4 + [1] * 4, "each epoch augments otherwise"
+    batches = [request.indices for request in requests]
+    assert [schedule.batch(step) for step in range(1, 9)] == list(map(list, batches))
     assert (schedule.steps_per_epoch, schedule.total_steps, len(batches)) == (4, 8, 8)
     first, second = (sum(batches[epoch * 4 : epoch * 4 + 4], ()) for epoch in (0, 1))
     assert len(set(first)) == len(set(second)) == 88
@@ -69,13 +72,6 @@ def test_a_training_set_smaller_than_the_batch_is_the_batch() -> None:
     assert [sorted(request.indices) for request in schedule.requests(0, 0, 0, 1)] == [list(range(10))] * 3
 
 
-def test_images_of_a_step_are_those_that_its_ranks_request() -> None:
-    schedule = make_schedule(samples=100, batch_size=22, epochs=2, seed=4)
-    requests = list(schedule.requests(0, 0, 0, 1))
-    assert [schedule.batch(step) for step in range(1, 9)] == [list(request.indices) for request in requests]
-    assert [request.epoch for request in requests] == [0] * 4 + [1] * 4, "each epoch augments otherwise"
-
-
 def test_epoch_and_samples_seen_are_the_whole_position() -> None:
     schedule = make_schedule(samples=100, batch_size=22, epochs=3, seed=4)
     whole = list(schedule.requests(0, 0, 1, 3))
@@ -98,10 +94,7 @@ def test_an_evaluation_asks_for_every_sample_once_and_for_equally_many_batches_o
     assert batches == {tuple(range(first, min(first + 16, samples))) for first in range(0, samples, 16)}
 
 
-def test_shares_cover_everything() -> None:
+def test_shares_cover_everything_and_leave_pairs_on_one_rank() -> None:
     assert [split_range(10, rank, 4) for rank in range(4)] == [(0, 2), (2, 5), (5, 7), (7, 10)]
-
-
-def test_pairs_stay_on_one_rank() -> None:
     assert [split_range(10, rank, 4, samples_per_group=2) for rank in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 10)]
     assert [split_range(7, rank, 3, samples_per_group=2) for rank in range(3)] == [(0, 2), (2, 4), (4, 7)]

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from support.real_images import needs_fashion_mnist
 from support.trainings import children, load, make_folder, make_idx, write_idx
 
@@ -106,6 +105,7 @@ def test_a_part_is_held_out_by_seed(idx_data: Path) -> None:
     images = [whole.val[request].images for whole in (data, again, other) if whole.val]
     assert torch.equal(images[0], images[1])
     assert not torch.equal(images[0], images[2])
+    assert load(idx_data, val_split=0.0).val is None
 
 
 def test_nothing_is_held_out_of_data_with_a_validation_set(folder_data: Path) -> None:
@@ -115,10 +115,6 @@ def test_nothing_is_held_out_of_data_with_a_validation_set(folder_data: Path) ->
     assert data.test is not None
     assert (len(data.train), len(data.val), len(data.test)) == (27, 27, 27)
     assert load(folder_data / "train", val_split=0.2).test is None
-
-
-def test_holding_out_nothing_leaves_no_validation(idx_data: Path) -> None:
-    assert load(idx_data, val_split=0.0).val is None
 
 
 def test_the_fingerprint_is_that_of_the_data_not_of_their_place(tmp_path: Path) -> None:
@@ -133,13 +129,6 @@ def test_a_class_that_only_the_test_set_has_is_refused(tmp_path: Path) -> None:
     (data / "test" / "green").rename(data / "test" / "violet")
     with pytest.raises(UserError, match="violet is a class that the training set does not have"):
         load(data)
-
-
-def test_gray_and_transparent_images_have_three_channels(tmp_path: Path) -> None:
-    data = make_folder(tmp_path / "data", parts=("train",))
-    for mode, name in (("L", "0.jpg"), ("RGBA", "1.png")):
-        Image.new(mode, (30, 20)).save(data / "train" / "blue sky" / name)
-    assert load(data).train[BatchRequest(indices=(0, 1), epoch=0)].images.shape == (2, 3, 16, 16)
 
 
 def test_loader_workers_do_not_keep_the_gpus_of_their_rank(

@@ -64,11 +64,8 @@ def test_data_are_moved_only_where_the_flag_asks_for_it(idx_data: Path) -> None:
     data = load(idx_data)
     for wanted in ("auto", "off"):
         assert on_device(data, data_on_device=wanted) is data
-
-
-def test_generated_images_can_be_there() -> None:
     config = TrainConfig(synthetic=True, batch_size=8, data_on_device="on")
-    assert move_to_device(config, synthetic_data(config, 16), CPU).on_device
+    assert move_to_device(config, synthetic_data(config, 16), CPU).on_device, "generated images can be there, too"
 
 
 def test_other_data_are_refused_with_what_to_use(folder_data: Path, idx_data: Path, start: Starter) -> None:

@@ -41,17 +41,15 @@ def test_a_corrupt_image_is_replaced_by_the_next_one_with_its_label(
     data: Path, content: bytes | None, epoch: int | None
 ) -> None:
     spoil(data / "blue sky" / "8.jpg", content)
-    batch = ask(load(data, val_split=0.0).train, 7, 8, 9, epoch=epoch)
+    source = load(data, val_split=0.0).train
+    batch = ask(source, 7, 8, 9, epoch=epoch)
     assert batch.indices.tolist() == [7, 8, 9]
     assert batch.labels.tolist() == [0, 1, 1]
     assert batch.corrupt.tolist() == [8]
     assert torch.equal(batch.images[1], batch.images[2])
     assert not torch.equal(batch.images[0], batch.images[1])
-
-
-def test_without_corrupt_images_none_is_reported(data: Path) -> None:
-    batch = ask(load(data).train, 0, 1)
-    assert (batch.corrupt.dtype, batch.corrupt.tolist()) == (torch.int64, [])
+    whole = ask(source, 0, 1).corrupt
+    assert (whole.dtype, whole.tolist()) == (torch.int64, [])
 
 
 def test_all_corrupt_images_on_the_way_are_reported_once_and_the_first_comes_after_the_last(data: Path) -> None:
@@ -100,12 +98,3 @@ def test_a_file_that_this_node_cannot_read_is_no_corrupt_image(data: Path, troub
         lost.mkdir()
     with pytest.raises(UserError, match=rf"^{lost} cannot be read on \S+ \({trouble}\): copy the data there again"):
         ask(source, 9)
-
-
-def test_images_have_names_for_messages(data: Path, idx_data: Path) -> None:
-    assert load(data, val_split=0.0).train.name(9) == str(data / "green" / "0.jpg")
-    whole = load(idx_data)
-    assert whole.val is not None
-    assert whole.test is not None
-    names = [part.name(17) for part in (whole.train, whole.val, whole.test)]
-    assert names == [f"image 17 of the {part} set" for part in ("training", "validation", "test")]

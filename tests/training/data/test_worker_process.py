@@ -1,13 +1,11 @@
-"""Worker processes die with their parent."""
+"""Worker processes die with their parent; of loaders that still have one: test_relay_heartbeat.py, test_dataset.py."""
 
 import multiprocessing
 import os
 import signal
 import time
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import pytest
 from support.trainings import wait_for_the_end_of
 
 from training.data.worker_process import die_with_parent
@@ -15,34 +13,30 @@ from training.data.worker_process import die_with_parent
 FORK = multiprocessing.get_context("fork")
 
 
-def work(marks: Path, *, orphaned: bool) -> None:
+def work(marks: Path) -> None:
     """In a worker."""
     parent = os.getppid()
     (marks / "begun").write_text(str(os.getpid()))
-    while orphaned and os.getppid() == parent:
+    while os.getppid() == parent:
         time.sleep(0.01)
     die_with_parent((signal.SIGTERM,))
     (marks / "left").touch()
-    time.sleep(600)
 
 
-def begin_worker(marks: Path, *, orphaned: bool) -> None:
+def begin_worker(marks: Path) -> None:
     """In a parent."""
-    worker: BaseProcess = FORK.Process(target=work, args=(marks,), kwargs={"orphaned": orphaned})
+    worker = FORK.Process(target=work, args=(marks,))
     worker.start()
     worker.join()
 
 
-@pytest.mark.parametrize("orphaned", [False, True])
-def test_a_worker_ends_with_its_parent_also_if_that_was_before(tmp_path: Path, *, orphaned: bool) -> None:
-    parent = FORK.Process(target=begin_worker, args=(tmp_path,), kwargs={"orphaned": orphaned})
+def test_a_worker_whose_parent_has_died_before_ends_too(tmp_path: Path) -> None:
+    parent = FORK.Process(target=begin_worker, args=(tmp_path,))
     parent.start()
-    mark = tmp_path / ("begun" if orphaned else "left")
-    while not (mark.exists() and (tmp_path / "begun").read_text()):
+    begun = tmp_path / "begun"
+    while not (begun.exists() and begun.read_text()):
         time.sleep(0.01)
-    worker = int((tmp_path / "begun").read_text())
-    os.kill(worker, signal.SIGTERM if not orphaned else 0)
     parent.kill()
     parent.join()
-    wait_for_the_end_of(worker)
-    assert (tmp_path / "left").exists() == (not orphaned)
+    wait_for_the_end_of(int(begun.read_text()))
+    assert not (tmp_path / "left").exists()

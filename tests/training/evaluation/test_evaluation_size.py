@@ -27,7 +27,7 @@ from training.models.factory import build_model
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
-SMALL = ("--model=resnet20", "--image-size=16", "--eval-image-size=24", "--epochs=3", "--batch-size=9", "--lr=0.02")
+SMALL = ("--model=resnet20", "--image-size=16", "--eval-image-size=24", "--batch-size=9", "--lr=0.02")
 CROP = ("--eval-crop-pct=24/28", "--interpolation=bicubic")
 
 
@@ -52,7 +52,7 @@ def test_photos_are_larger_in_evaluations_alone(kind: str, request: pytest.Fixtu
 
 def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(start: Starter, folder_data: Path) -> None:
     start.data = folder_data
-    run = start.complete(*SMALL, *CROP).run_dir
+    run = start.complete(*SMALL, *CROP, "--epochs=3").run_dir
     result = json.loads((run / "final" / "result.json").read_text())
     card = json.loads((run / "final" / "model.json").read_text())
     assert result["input"]["size"] == card["size"] == 24
@@ -77,20 +77,10 @@ def test_an_evaluation_crops_and_resizes_as_torchvision_does(folder_data: Path, 
 def test_another_evaluation_prepares_images_as_the_model_card_says(folder_data: Path, group: ProcessGroup) -> None:
     trained = load(folder_data, image_size=16, eval_image_size=24, eval_crop_pct="24/28", interpolation="bicubic")
     card = ModelCard(
-        model="resnet20",
-        head_hidden=0,
-        transform_input=False,
-        classes=trained.classes,
-        crop_pct=24 / 28,
-        interpolation="bicubic",
-        image_shape=(3, 24, 24),
-        channels=3,
-        size=24,
-        mean=trained.mean,
-        std=trained.std,
-        amp="none",
-        made_from={},
-    )
+        model="resnet20", head_hidden=0, transform_input=False, classes=trained.classes, crop_pct=24 / 28,
+        interpolation="bicubic", image_shape=(3, 24, 24), channels=3, size=24, mean=trained.mean, std=trained.std,
+        amp="none", made_from={},
+    )  # fmt: skip
     assert read_card(card.to_json(), "model.json") == card
     older = {name: value for name, value in json.loads(card.to_json()).items() if name != "interpolation"}
     assert read_card(json.dumps(older), "model.json") == replace(card, interpolation="bilinear")
@@ -104,7 +94,7 @@ def test_another_evaluation_prepares_images_as_the_model_card_says(folder_data: 
 
 
 def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:
-    run = start.complete(*SMALL).run_dir
+    run = start.complete(*SMALL, "--epochs=1").run_dir
     card = json.loads((run / "final" / "model.json").read_text())
     assert (card["image_shape"], card["size"]) == ([1, 12, 12], 24)
 
@@ -113,11 +103,10 @@ def test_images_in_memory_are_scaled_for_evaluations(start: Starter) -> None:
 def test_a_model_for_one_size_refuses_another(model: str, size: int, other: int) -> None:
     config = TrainConfig(data=".", model=model, image_size=size, eval_image_size=other)
     message = rf"--eval-image-size is {other}, which {model} for {size} pixels does not take \(.+\): leave it out"
-    with pytest.raises(UserError, match=message):
+    with torch.device("meta"), pytest.raises(UserError, match=message):
         build_model(config, classes=3, channels=3, size=size)
 
 
 def test_the_same_size_is_no_other() -> None:
     config = TrainConfig(data=".", image_size=28, eval_image_size=28)
-    model = build_model(config, classes=3, channels=3, size=28)
-    assert model(torch.zeros(1, 3, 28, 28)).shape == (1, 3)
+    assert isinstance(build_model(config, classes=3, channels=3, size=28), nn.Module)

@@ -1,5 +1,6 @@
 """What a complete training leaves for others: tables, the history, and what the model was made from."""
 
+import base64
 import csv
 import io
 import json
@@ -13,15 +14,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
-from support.trainings import Starter, events, lines, load
+from support.trainings import Starter, events, lines, load, make_folder
 
 from hpc.base.git import git_revision
 from hpc.base.text import csv_text
 from hpc.run.rundir import STATE_TENSORS, STATE_VALUES, RunDir
-from hpc.submit.code_copy import copy_code, find_code
 from training.config.train_config import TrainConfig
 from training.data.in_memory import read_idx_pair
 from training.engine.loss_meter import LossMeter
@@ -46,6 +48,14 @@ def run(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "recipe.yaml").write_text("recipe: fashion-mnist\n")
     config = f"--config={directory / 'recipe.yaml'}"
     return Starter(idx_data, directory).complete(config, *FLAGS, "--num-workers=0").run_dir
+
+
+@pytest.fixture(scope="module")
+def photographed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one epoch on photographs, of which one is corrupt."""
+    data = make_folder(tmp_path_factory.mktemp("photos") / "data")
+    (data / "test" / "green" / "4.jpg").write_bytes(b"no image")
+    return Starter(data, data.parent).complete("--epochs=1", "--batch-size=20", "--image-size=128").run_dir
 
 
 def test_a_model_says_what_it_was_made_from(run: Path, idx_data: Path) -> None:
@@ -197,23 +207,60 @@ def test_waiting_for_data_is_counted_once_the_clock_runs(group: ProcessGroup) ->
     assert data_wait_share() == 0
 
 
-def test_the_snapshot_knows_the_revision_of_the_code(tmp_path: Path) -> None:
+def test_revision_of_changed_code_is_dirty(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
         command = ["git", "-c", "user.name=Ann", "-c", "user.email=ann@example.org", *arguments]
-        return subprocess.run(command, cwd=tmp_path / "own", check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
 
-    (tmp_path / "own").mkdir()
     git("init", "-q")
-    (tmp_path / "own" / "notes").write_text("one")
+    (tmp_path / "notes").write_text("one")
     git("add", "notes")
     git("commit", "-qm", "one")
-    for number, ending in enumerate(("", "+dirty")):
-        run = RunDir(tmp_path / str(number))
-        run.path.mkdir()
-        copy_code(run, find_code(tmp_path / "own", ()))
-        assert run.revision.read_text() == f"{git('rev-parse', 'HEAD')}{ending}\n"
-        (tmp_path / "own" / "notes").write_text("two")
+    assert git_revision(tmp_path) == git("rev-parse", "HEAD")
+    (tmp_path / "notes").write_text("two")
+    assert git_revision(tmp_path) == f"{git('rev-parse', 'HEAD')}+dirty"
     assert git_revision(Path("/")) is None
+
+
+# --- sample predictions ---
+
+
+def samples(run_dir: Path) -> list[dict[str, Any]]:
+    return list(json.loads((run_dir / "final" / "samples.json").read_text()))
+
+
+def pixels(sample: dict[str, Any]) -> np.ndarray:
+    return np.array(Image.open(io.BytesIO(base64.b64decode(sample["png"]))))
+
+
+def test_samples_are_images_of_the_test_set_with_their_classes(run: Path, idx_data: Path) -> None:
+    found = samples(run)
+    test = load(idx_data).test
+    assert test is not None
+    assert [sample["kind"] for sample in found].count("even") == 12
+    for sample in found:
+        assert sample["true"] == str(int(test.labels[sample["index"]]))
+        assert sample["name"] == f"image {sample['index']} of the test set"
+        assert (pixels(sample) == test.images[sample["index"], 0].numpy()).all()
+        assert 1 / 3 <= sample["probability"] <= 1, "of the class that it was taken for, the likeliest of three"
+
+
+def test_errors_are_listed_by_confidence(run: Path) -> None:
+    errors = [sample for sample in samples(run) if sample["kind"] == "mistake"]
+    assert all(sample["true"] != sample["predicted"] for sample in errors)
+    sure = [sample["probability"] for sample in errors]
+    assert sure == sorted(sure, reverse=True)
+    with (run / "final" / "confusion.csv").open(newline="") as file:
+        confusion = {row["true class"]: row for row in csv.DictReader(file)}
+    wrong = sum(int(confusion[one][other]) for one in "012" for other in "012" if one != other)
+    assert len(errors) == min(12, wrong) > 1
+
+
+def test_photographs_are_scaled_down_and_corrupt_ones_left_out(photographed: Path) -> None:
+    found = samples(photographed)
+    assert len(found) >= 12
+    assert not any("green/4.jpg" in sample["name"] for sample in found)
+    assert {pixels(sample).shape for sample in found} == {(96, 96, 3)}
 
 
 # --- the best model ---
@@ -318,9 +365,8 @@ def test_a_stop_in_the_test_of_the_best_model_changes_nothing(start: Starter) ->
     assert not [part for part in compare_runs(RunDir(whole.run_dir), RunDir(cut.run_dir)) if part.difference]
 
 
-def test_if_the_last_model_is_the_best_its_test_counts_for_both(start: Starter) -> None:
-    run = start.complete("--epochs=1", "--batch-size=20").run_dir
-    final, best = (result_of(run / name) for name in ("final", "best"))
+def test_if_the_last_model_is_the_best_its_test_counts_for_both(photographed: Path) -> None:
+    final, best = (result_of(photographed / name) for name in ("final", "best"))
     assert final["best"]["test_loss"] == best["test_loss"] == final["test_loss"]
 
 

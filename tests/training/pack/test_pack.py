@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from PIL import Image
 from support.cluster import mounted_volume
-from support.trainings import load, make_folder, slow
+from support.trainings import Ask, load, make_folder, slow
 
 from training.config.packed_index import INDEX, read_index
 from training.data.batch_schedule import BatchRequest
+from training.pack.__main__ import main
 
 NAME = ".packed.packing"
 # Two chunks and a part of a third one.
@@ -31,19 +32,12 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "training.pack", *map(str, arguments)]
 
 
-def pack(*arguments: str | Path, code: int = 0, preexec: object = None) -> str:
+def pack(*arguments: str | Path, code: int = 0, preexec: Callable[[], None] | None = None) -> str:
     """Everything that a packer says."""
-    done = subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=preexec,  # type: ignore[call-overload]
-    )
-    output: str = done.stdout + done.stderr
-    assert done.returncode == code, output
-    assert "Traceback" not in output
-    return output
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False, preexec_fn=preexec)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -192,13 +186,24 @@ def half_packed(source: Path, tmp_path: Path) -> Path:
     return tmp_path / NAME
 
 
-def test_images_that_have_a_record_are_not_decoded_again(many: Path, tmp_path: Path) -> None:
+def test_a_resumed_packer_decodes_what_has_no_record_or_has_changed_and_notices_other_images(
+    many: Path, tmp_path: Path
+) -> None:
     directory = half_packed(many, tmp_path)
+    shutil.copy(many / "class 0" / "000.jpg", many / "class 0" / "a new one.jpg")
+    said = pack(many, tmp_path / "packed", code=2)
+    assert f"{directory} was begun with other images in SRC: use the same, or start over: rm -r '{directory}'" in said
+    (many / "class 0" / "a new one.jpg").unlink()
+    said = pack(many, tmp_path / "packed", "--size", "128", code=2)
+    assert f"{directory} was begun with another --size" in said
     pixels = np.load(directory / "train-pixels.npy", mmap_mode="r+")
-    pixels[0], pixels[-1] = 1, 1
+    pixels[1], pixels[-1] = 1, 1
+    Image.new("RGB", (300, 300), (255, 0, 0)).save(many / "class 0" / "000.jpg", quality=100)
     pack(many, tmp_path / "packed")
-    first, last = np.load(tmp_path / "packed" / "train-pixels.npy")[[0, -1]]
-    assert first.max() == 1
+    changed, kept, last = np.load(tmp_path / "packed" / "train-pixels.npy")[[0, 1, -1]]
+    assert changed[..., 0].min() > 250
+    assert changed[..., 1:].max() < 5
+    assert kept.max() == 1, "an image that has a record is not decoded again"
     assert last.max() > 1
 
 
@@ -207,26 +212,6 @@ def test_records_of_pixels_that_are_gone_are_not_believed(many: Path, tmp_path: 
     (directory / "train-pixels.npy").unlink()
     assert "packed before" not in pack(many, tmp_path / "packed")
     assert np.load(tmp_path / "packed" / "train-pixels.npy").max(axis=(1, 2, 3)).min() > 0
-
-
-def test_images_that_change_between_two_halves_are_packed_again(many: Path, tmp_path: Path) -> None:
-    half_packed(many, tmp_path)
-    red = Image.new("RGB", (300, 300), (255, 0, 0))
-    red.save(many / "class 0" / "000.jpg", quality=100)
-    pack(many, tmp_path / "packed")
-    image = np.load(tmp_path / "packed" / "train-pixels.npy")[0]
-    assert image[..., 0].min() > 250
-    assert image[..., 1:].max() < 5
-
-
-def test_images_that_come_between_two_halves_are_noticed(many: Path, tmp_path: Path) -> None:
-    directory = half_packed(many, tmp_path)
-    shutil.copy(many / "class 0" / "000.jpg", many / "class 0" / "a new one.jpg")
-    said = pack(many, tmp_path / "packed", code=2)
-    assert f"{directory} was begun with other images in SRC: use the same, or start over: rm -r '{directory}'" in said
-    (many / "class 0" / "a new one.jpg").unlink()
-    said = pack(many, tmp_path / "packed", "--size", "128", code=2)
-    assert f"{directory} was begun with another --size" in said
 
 
 def test_a_second_packer_is_refused_and_harms_nothing(photos: Path, tmp_path: Path) -> None:
@@ -264,58 +249,46 @@ def test_a_full_disk_ends_it_resumably(many: Path, tmp_path: Path, *, begun: boo
     pack(many, tmp_path / "packed")
 
 
-@pytest.fixture
-def little_room(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MB."""
-    with mounted_volume(tmp_path / "little", "size=2m") as place:
-        yield place
+def test_space_is_looked_at_first(photos: Path, tmp_path: Path) -> None:
+    with mounted_volume(tmp_path / "little", "size=2m") as little:
+        said = pack(photos, little / "packed", code=2)
+        assert f"error: {little} has " in said
+        assert "need 15 MB: free some space, use a smaller --size, or give another DST" in said
+        pack(photos, little / "packed", "--size", "32")
 
 
-def test_space_is_looked_at_first(photos: Path, little_room: Path) -> None:
-    said = pack(photos, little_room / "packed", code=2)
-    assert f"error: {little_room} has " in said
-    assert "need 15 MB: free some space, use a smaller --size, or give another DST" in said
-    pack(photos, little_room / "packed", "--size", "32")
-
-
-def test_packing_again_changes_nothing(photos: Path, tmp_path: Path) -> None:
-    pack(photos, tmp_path / "packed", "--size", "32")
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").iterdir()}
-    assert f"{tmp_path / 'packed'} is packed already: 81 images" in pack(photos, tmp_path / "packed", "--size", "32")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").iterdir()} == before
-
-
-def test_wrong_directories_are_refused(photos: Path, tmp_path: Path, idx_data: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.txt").write_text("years of work")
-    pack(photos, tmp_path / "packed", "--size", "32")
+def test_what_is_packed_stays_as_it_is_and_wrong_directories_are_refused(
+    photos: Path, tmp_path: Path, idx_data: Path, ask: Ask
+) -> None:
+    packed, full, new = (tmp_path / name for name in ("packed", "full", "new"))
+    pack(photos, packed, "--size", "32")
+    before = {path: path.stat().st_mtime_ns for path in packed.iterdir()}
+    assert f"{packed} is packed already: 81 images" in pack(photos, packed, "--size", "32")
+    full.mkdir()
+    (full / "thesis.txt").write_text("years of work")
     for arguments, complaint in (
-        ((tmp_path / "nowhere", tmp_path / "a"), "nowhere, which is not a directory: give the image folder"),
-        (
-            (tmp_path / "full", tmp_path / "a"),
-            f"error: SRC is {tmp_path / 'full'}, but there are no images in class directories",
-        ),
-        ((idx_data, tmp_path / "a"), f"{idx_data} needs no packing: train from it as it is"),
-        ((tmp_path / "packed", tmp_path / "a"), "needs no packing"),
-        ((photos, tmp_path / "full"), "exists and is not a packed data set: give a new directory"),
-        ((photos, tmp_path / "full" / "thesis.txt"), "exists and is not a packed data set: give a new directory"),
+        ((tmp_path / "nowhere", new), "nowhere, which is not a directory: give the image folder"),
+        ((full, new), f"error: SRC is {full}, but there are no images in class directories"),
+        ((idx_data, new), f"{idx_data} needs no packing: train from it as it is"),
+        ((packed, new), "needs no packing"),
+        ((photos, full), "exists and is not a packed data set: give a new directory"),
+        ((photos, full / "thesis.txt"), "exists and is not a packed data set: give a new directory"),
         ((photos, photos / "packed"), "which is inside SRC: give a directory outside of"),
-        ((photos, tmp_path / "packed", "--size", "64"), "was packed from other images, or with another --size"),
-        ((photos, tmp_path / "a", "--size", "4"), "--size is 4: use 8 or more"),
-        ((photos, tmp_path / "a", "--num-workers", "0"), "--num-workers is 0: use 1 or more"),
+        ((photos, packed, "--size", "64"), "was packed from other images, or with another --size"),
+        ((photos, new, "--size", "4"), "--size is 4: use 8 or more"),
+        ((photos, new, "--num-workers", "0"), "--num-workers is 0: use 1 or more"),
     ):
-        assert complaint in pack(*arguments, code=2)
+        code, _, said = ask(*arguments, program=main)
+        assert code == 2
+        assert complaint in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "packed", "photos"]
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.txt"]
-
-
-def test_verify_names_the_file_that_is_not_what_it_was(photos: Path, tmp_path: Path) -> None:
-    pack(photos, tmp_path / "packed", "--size", "32")
-    with (tmp_path / "packed" / "test-pixels.npy").open("r+b") as file:
+    assert [path.name for path in full.iterdir()] == ["thesis.txt"]
+    assert {path: path.stat().st_mtime_ns for path in packed.iterdir()} == before
+    with (packed / "test-pixels.npy").open("r+b") as file:
         file.seek(5000)
         file.write(b"\x00\x01\x02")
-    said = pack(photos, tmp_path / "packed", "--verify", code=2)
-    assert f"error: {tmp_path / 'packed' / 'test-pixels.npy'} does not have its checksum" in said
+    said = pack(photos, packed, "--verify", code=2)
+    assert f"error: {packed / 'test-pixels.npy'} does not have its checksum" in said
 
 
 def test_an_image_that_cannot_be_read_is_no_corrupt_one(photos: Path, tmp_path: Path) -> None:
@@ -325,14 +298,9 @@ def test_an_image_that_cannot_be_read_is_no_corrupt_one(photos: Path, tmp_path: 
     assert f"error: {path}: Is a directory: fix that; the same command" in pack(photos, tmp_path / "packed", code=1)
 
 
-def test_the_packer_needs_no_torch() -> None:
-    code = "import sys, training.pack.__main__; print(sorted({'torch', 'torchvision', 'pandas'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_the_login_node_recognises_packed_data_without_numpy(photos: Path, tmp_path: Path) -> None:
-    pack(photos, tmp_path / "packed", "--size", "32")
-    code = "import sys; from pathlib import Path; from training.config.dataset_layout import check_data; "
-    code += "print(check_data(Path(sys.argv[1])).kind, sorted({'torch', 'numpy'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "packed"], capture_output=True, text=True, check=True)
-    assert done.stdout == "packed []\n"
+def test_packer_needs_no_torch_and_the_login_node_neither_numpy_to_recognise_packed_data(packed_data: Path) -> None:
+    code = "import sys; from training.config.dataset_layout import check_data; from pathlib import Path; "
+    code += "print(check_data(Path(sys.argv[1])).kind, sorted({'torch', 'numpy'} & set(sys.modules))); "
+    code += "import training.pack.__main__; print(sorted({'torch', 'torchvision', 'pandas'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code, packed_data], capture_output=True, text=True, check=True)
+    assert done.stdout == "packed []\n[]\n"

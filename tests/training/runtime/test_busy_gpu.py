@@ -57,15 +57,11 @@ def test_a_gpu_that_is_busy_for_a_while_is_waited_for(
     assert line == f"warning: {platform.node()}: {str(error).splitlines()[0]}: trying again for 60 s"
 
 
-@pytest.mark.parametrize("error", PASSING, ids=str)
 def test_a_gpu_that_stays_busy_makes_its_node_a_bad_one(
-    group: ProcessGroup,
-    fail_preflight: Callable[[RuntimeError, int], None],
-    error: RuntimeError,
-    monkeypatch: pytest.MonkeyPatch,
+    group: ProcessGroup, fail_preflight: Callable[[RuntimeError, int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(busy_gpu, "_LIMIT_SECONDS", 0.0)
-    fail_preflight(error, 1_000_000)
+    fail_preflight(PASSING[0], 1_000_000)
     with pytest.raises(BadNodeError, match="cannot use its GPUs: after 0 s still CUDA "):
         preflight.run_preflight(group)
 
@@ -87,9 +83,12 @@ def test_the_processes_on_a_gpu_are_named(tmp_path: Path, monkeypatch: pytest.Mo
     assert busy_gpu.processes_on("8c1f-a1") == []
 
 
-@pytest.fixture
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In this test's processes, replace the driver by a library that works once the returned file exists."""
+@needs_compiler
+@needs_no_gpu_driver
+def test_a_node_is_bad_if_its_driver_goes_on_refusing_and_else_the_rank_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In this test's processes, the driver is a library that works once there is a file.
     works, source = tmp_path / "works", tmp_path / "driver.c"
     source.write_text(
         f'#include <unistd.h>\nint cuInit(unsigned flags) {{ return access("{works}", F_OK) ? 2 : 0; }}\n'
@@ -100,24 +99,10 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(rank_device, "why_no_gpu", lambda: "torch cannot use the driver: Error 2: out of memory")
     monkeypatch.setattr(busy_gpu, "_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(busy_gpu, "_LIMIT_SECONDS", 0.5)
-    return works
-
-
-RANK = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, restarts=0)
-
-
-@needs_compiler
-@needs_no_gpu_driver
-def test_a_rank_that_the_driver_has_refused_is_started_again_once_it_accepts_new_processes(driver: Path) -> None:
-    driver.touch()
-    with pytest.raises(TorchrelayError, match="refused this process, but accepts new ones") as raised:
-        rank_device.find_device(RANK, HashStore())
-    assert raised.value.exit_code == TorchrelayError.exit_code
-
-
-@needs_compiler
-@needs_no_gpu_driver
-@pytest.mark.usefixtures("driver")
-def test_a_driver_that_goes_on_refusing_makes_its_node_a_bad_one() -> None:
+    rank = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, restarts=0)
     with pytest.raises(BadNodeError, match="cannot use the driver: Error 2: out of memory"):
-        rank_device.find_device(RANK, HashStore())
+        rank_device.find_device(rank, HashStore())
+    works.touch()
+    with pytest.raises(TorchrelayError, match="refused this process, but accepts new ones") as raised:
+        rank_device.find_device(rank, HashStore())
+    assert raised.value.exit_code == TorchrelayError.exit_code

@@ -50,14 +50,10 @@ def test_each_mode_sets_all_libraries(mode: str, repeatable: bool, warns: bool) 
     assert {name: os.environ.get(name) for name in VARIABLES} == (VARIABLES if repeatable else dict.fromkeys(VARIABLES))
 
 
-def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_set_wins_and_tf32_is_a_choice_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     configure(CONFIG)
     assert os.environ["NCCL_ALGO"] == "Tree"
-
-
-def test_tf32_is_a_choice_of_its_own() -> None:
-    configure(CONFIG)
     assert torch.get_float32_matmul_precision() == "highest"
     configure(replace(CONFIG, tf32=True))
     assert torch.get_float32_matmul_precision() == "high"

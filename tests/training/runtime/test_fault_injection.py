@@ -1,6 +1,7 @@
 """Injected faults, and how a rank ends that fails or whose peers fail: at once, with the reason as its last line."""
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,20 +24,6 @@ def last_line(training: Training) -> str:
     return training.output().splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("point", "line"),
-    [
-        ("raise", "RuntimeError: failure injected by --fault"),
-        ("oom", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. (injected by --fault"),
-    ],
-)
-def test_a_crash_ends_a_rank_with_its_reason_as_the_last_line(start: Starter, point: str, line: str) -> None:
-    training = start(*FLAGS, f"--fault={point}@3:0")
-    assert training.wait() == [1]
-    assert "Traceback (most recent call last):" in training.output()
-    assert last_line(training).startswith(line)
-
-
 def raise_in_many_lines() -> None:
     """In a rank: an error with the message first, as torch's C++ parts do."""
     from training.engine.step import Stepper
@@ -45,12 +32,6 @@ def raise_in_many_lines() -> None:
         raise ValueError("it is broken\nException raised from here (most recent call first):\nframe #0: there")
 
     Stepper.step = step  # type: ignore[assignment, method-assign]
-
-
-def test_an_error_of_many_lines_ends_with_its_message(start: Starter) -> None:
-    training = start(*FLAGS, prepare=raise_in_many_lines)
-    assert training.wait() == [1]
-    assert last_line(training) == "ValueError: it is broken"
 
 
 def raise_in_the_loader() -> None:
@@ -63,12 +44,28 @@ def raise_in_the_loader() -> None:
     ImageDataset.__getitem__ = fail  # type: ignore[assignment, method-assign]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_of_a_loader_worker_ends_with_its_message(start: Starter, folder_data: Path, workers: int) -> None:
-    start.data = folder_data
-    training = start("--batch-size=3", "--image-size=24", f"--num-workers={workers}", prepare=raise_in_the_loader)
+# Flags, whatever else is done to the rank, and how its last line begins.
+CRASHES: list[tuple[tuple[str, ...], Callable[[], None] | None, str]] = [
+    (("--fault=raise@3:0",), None, "RuntimeError: failure injected by --fault"),
+    (("--fault=oom@3:0",), None, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 GiB. (injected "),
+    ((), raise_in_many_lines, "ValueError: it is broken"),
+    (("--image-size=24", "--num-workers=0"), raise_in_the_loader, "LookupError: no such thing"),
+    (("--image-size=24", "--num-workers=2"), raise_in_the_loader, "LookupError: no such thing"),
+]
+
+
+@pytest.mark.parametrize(("flags", "prepare", "line"), CRASHES)
+def test_a_crash_ends_a_rank_with_its_reason_as_the_last_line(
+    start: Starter, folder_data: Path, flags: tuple[str, ...], prepare: Callable[[], None] | None, line: str
+) -> None:
+    if prepare is raise_in_the_loader:
+        start.data = folder_data
+    training = start(*FLAGS, *flags, prepare=prepare)
     assert training.wait() == [1]
-    assert last_line(training) == "LookupError: no such thing"
+    assert "Traceback (most recent call last):" in training.output()
+    assert last_line(training).startswith(line)
+    if not line.endswith("(injected "):
+        assert last_line(training) == line
 
 
 def test_a_rank_that_leaves_without_a_word_ends_the_others(start: Starter) -> None:
@@ -79,8 +76,6 @@ def test_a_rank_that_leaves_without_a_word_ends_the_others(start: Starter) -> No
 
 def write_forever() -> None:
     """In a rank: a disk that does not answer."""
-    import time
-
     from training.checkpoint import writer
 
     def hang(*_arguments: object, **_options: object) -> None:
@@ -91,26 +86,26 @@ def write_forever() -> None:
 
 # Ranks wait for each other in many places; and rank 0 has a thread of its own that writes.
 @pytest.mark.parametrize(
-    ("dies", "flags", "prepare"),
+    ("dies", "data", "flags", "prepare"),
     [
-        (0, ("--fault=step@5:0",), None),
-        (1, ("--fault=step@5:1",), None),
-        (1, ("--fault=step@5:1", "--checkpoint-every=4"), write_forever),
-        (1, ("--fault=evaluate@9:1",), None),
-        (2, ("--fault=step@5:2", "--model=resnet20", "--sync-bn"), None),
+        (0, "idx_data", ("--fault=step@5:0",), None),
+        (1, "idx_data", ("--fault=step@5:1", "--checkpoint-every=4"), write_forever),
+        (1, "idx_data", ("--fault=evaluate@9:1",), None),
+        (2, "idx_data", ("--fault=step@5:2", "--model=resnet20", "--sync-bn"), None),
+        (1, "folder_data", ("--fault=step@2:1", "--num-workers=2", "--image-size=24", "--batch-size=6"), None),
     ],
 )
 def test_a_rank_whose_peer_was_killed_ends_by_itself(
-    start: Starter, dies: int, flags: tuple[str, ...], prepare: Callable[[], None] | None
+    start: Starter,
+    request: pytest.FixtureRequest,
+    dies: int,
+    data: str,
+    flags: tuple[str, ...],
+    prepare: Callable[[], None] | None,
 ) -> None:
+    start.data = request.getfixturevalue(data)
     training = start(*FLAGS, *flags, world_size=3, prepare=prepare)
     codes = training.wait()
     assert codes.pop(dies) == -signal.SIGKILL
     assert codes == [1, 1], training.output()
     assert last_line(training).startswith(("RuntimeError: ", "torch.distributed.DistBackendError: "))
-
-
-def test_a_rank_with_loader_workers_ends_by_itself_too(start: Starter, folder_data: Path) -> None:
-    start.data = folder_data
-    flags = ("--batch-size=3", "--image-size=24", "--num-workers=2", "--epochs=2", "--fault=step@5:1")
-    assert start(*flags, world_size=2).wait() == [1, -signal.SIGKILL]

@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -142,16 +143,19 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         each.shutdown()
 
 
+@contextmanager
+def meanwhile(call: Callable[[], object]) -> Iterator[None]:
+    """Call something in a thread, which has to end in time once the block is over."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    yield
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def meet(*members: NodeRendezvous) -> list[RendezvousInfo]:
-    found = dict[NodeRendezvous, RendezvousInfo]()
-    threads = [
-        threading.Thread(target=lambda each=each: found.update({each: each.next_rendezvous()})) for each in members
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [found[each] for each in members]
+    with ThreadPoolExecutor(len(members)) as pool:
+        return [*pool.map(NodeRendezvous.next_rendezvous, members)]
 
 
 def test_member_that_looks_late_starts_though_the_ranks_of_another_have_ended(
@@ -161,17 +165,16 @@ def test_member_that_looks_late_starts_though_the_ranks_of_another_have_ended(
     quick = make(0)
     monkeypatch.setattr(node_rendezvous, "_POLL_SECONDS", 1.0)
     late, found = make(1), list[RendezvousInfo]()
-    arrives = threading.Thread(target=lambda: found.append(late.next_rendezvous()), daemon=True)
-    arrives.start()
-    wait_for(lambda: quick.num_nodes_waiting() == 1)
-    quick.next_rendezvous()
-    ends = threading.Thread(target=quick.wait_for_end, daemon=True)
-    ends.start()
-    arrives.join(30)
+
+    def arrive() -> None:
+        found.append(late.next_rendezvous())
+        late.wait_for_end()
+
+    with meanwhile(arrive):
+        wait_for(lambda: quick.num_nodes_waiting() == 1)
+        quick.next_rendezvous()
+        quick.wait_for_end()
     assert [(info.rank, info.world_size) for info in found] == [(1, 2)]
-    late.wait_for_end()
-    ends.join(30)
-    assert not ends.is_alive()
 
 
 def test_members_have_their_places_and_meet_again_and_again(make: Make) -> None:
@@ -190,11 +193,9 @@ def test_members_have_their_places_and_meet_again_and_again(make: Make) -> None:
 def test_member_that_wants_new_ranks_is_noticed_by_the_others(make: Make) -> None:
     first, second = make(0), make(1)
     meet(first, second)
-    thread = threading.Thread(target=second.next_rendezvous)
-    thread.start()
-    wait_for(lambda: first.num_nodes_waiting() == 1)
-    first.next_rendezvous()
-    thread.join(60)
+    with meanwhile(second.next_rendezvous):
+        wait_for(lambda: first.num_nodes_waiting() == 1)
+        first.next_rendezvous()
     wait_for(lambda: first.num_nodes_waiting() == 0)
 
 
@@ -210,14 +211,11 @@ def test_broken_connection_does_no_harm(make: Make) -> None:
 def test_ranks_are_not_restarted_without_those_of_a_node_that_has_ended(make: Make) -> None:
     first, second = make(0), make(1)
     meet(first, second)
-    thread = threading.Thread(target=first.wait_for_end)
-    thread.start()
-    wait_for(lambda: second._report()["ended"])  # noqa: SLF001
-    with pytest.raises(RendezvousClosedError, match="the ranks of another node have ended"):
-        second.next_rendezvous()
-    second.wait_for_end()
-    thread.join(60)
-    assert not thread.is_alive()
+    with meanwhile(first.wait_for_end):
+        wait_for(lambda: second._report()["ended"])  # noqa: SLF001
+        with pytest.raises(RendezvousClosedError, match="the ranks of another node have ended"):
+            second.next_rendezvous()
+        second.wait_for_end()
 
 
 def test_torchrun_whose_first_member_has_ended_goes_on_until_its_ranks_need_it(make: Make) -> None:
@@ -260,9 +258,6 @@ def test_impostor_and_node_that_is_no_member_do_not_arrive(
         except RendezvousTimeoutError as error:
             problems.append(error)
 
-    thread = threading.Thread(target=arrive)
-    thread.start()
-    with pytest.raises(RendezvousTimeoutError, match="not all 2 nodes arrived"):
+    with meanwhile(arrive), pytest.raises(RendezvousTimeoutError, match="not all 2 nodes arrived"):
         first.next_rendezvous()
-    thread.join(60)
     assert problems

@@ -50,19 +50,6 @@ def test_rank_that_comes_first_is_not_refused_by_rank_0() -> None:
 VALUES = [{"accuracy": 0.1 + 0.2, "path": "ä\udcff"}, None, [1, [2, "x" * 1000]]]
 
 
-def exchange_values() -> None:
-    """In a rank: have the values of all."""
-    group = connect(rank_info_from(os.environ))
-    assert group.all_gather_json(VALUES[group.rank]) == VALUES
-    disconnect()
-    sys.exit(0)
-
-
-def test_every_rank_has_the_values_of_all(start: Starter) -> None:
-    training = start(world_size=3, prepare=exchange_values)
-    assert training.wait() == [0, 0, 0], training.output()
-
-
 def sent_tensors() -> dict[str, Tensor]:
     """Each with what may get lost: a type, the bits of a NaN, a memory format, one that is empty or larger than 64."""
     generator = torch.Generator().manual_seed(1)
@@ -78,12 +65,13 @@ def sent_tensors() -> dict[str, Tensor]:
     }
 
 
-def receive_tensors() -> None:
-    """In a rank: receive rank 1's, in buckets of 64 bytes."""
+def exchange() -> None:
+    """In a rank: have the values of all, and receive the tensors of rank 1 in buckets of 64 bytes."""
     from training.runtime import process_group
 
     process_group._BUCKET_BYTES = 64  # noqa: SLF001
     group, sent, sizes = connect(rank_info_from(os.environ)), sent_tensors(), list[int]()
+    assert group.all_gather_json(VALUES[group.rank]) == VALUES
     broadcast = distributed.broadcast
 
     def measure(tensor: Tensor, source: int, **options: Any) -> Any:
@@ -104,8 +92,8 @@ def receive_tensors() -> None:
     sys.exit(0)
 
 
-def test_every_rank_receives_the_tensors_of_one_bit_by_bit_in_buckets(start: Starter) -> None:
-    training = start(world_size=3, prepare=receive_tensors)
+def test_every_rank_has_the_values_of_all_and_receives_the_tensors_of_one_bit_by_bit(start: Starter) -> None:
+    training = start(world_size=3, prepare=exchange)
     assert training.wait() == [0, 0, 0], training.output()
 
 

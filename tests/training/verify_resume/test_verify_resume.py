@@ -4,16 +4,14 @@ import json
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.trainings import Starter, Training, make_folder, make_idx, slow
+from support.trainings import Ask, Starter, Training, make_folder, make_idx, slow
 
-from hpc.base import program
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
@@ -27,110 +25,78 @@ from training.verify_resume.local_launch import start_ranks, wait_for_ranks
 SHORT = {"epochs": 2, "batch_size": 9, "val_split": 0.2, "log_every": 1, "lr": 0.02, "checkpoint_every": "5"}
 SNAPSHOTS = {"checkpoint_every": "1h", "snapshot_every": "2"}
 SMALL_NORM = {"model": "shufflenet_v2_x0_5", "image_size": 32}
+PHOTOS = {"image_size": 32, "batch_size": 8, "epochs": 3}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("data", "ranks", "options"),
     [
-        (2, {"amp": "fp16", "grad_accum_steps": 3, "clip_grad_norm": 0.5, "log_samples": True, **SNAPSHOTS}),
-        slow(3, {"strategy": "fsdp", "amp": "bf16", "grad_accum_steps": 2, "clip_grad_norm": 0.5, "optimizer": "adamw",
-                 "lr": 0.002, "layer_decay": 0.75, **SNAPSHOTS}),
-        slow(1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2, "loss": "bce"}),
-        slow(2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002, "momentum": 0.9,
-                 "adam_beta2": 0.95, "layer_decay": 0.75, "min_lr": 0.0001}),
-        slow(2, {**SMALL_NORM, "sync_bn": True, "ema_decay": 0.99, "batch_size": 20, **SNAPSHOTS}),
-        slow(2, {"lr_scheduler": "plateau", "plateau_patience": 0, "lr_gamma": 0.5, "optimizer": "adam", "lr": 0.002,
-                 "static_graph": True, "grad_accum_steps": 2, "epochs": 3, "early_stopping_patience": 3,
-                 "class_weights": "balanced"}),
-        slow(2, {"lr_scheduler": "one-cycle", "optimizer": "sgd", "decay_norm_and_bias": True, "lr_scaling": "sqrt",
-                 "lr": 0.1, "compress_gradients": "bf16", "memory_format": "contiguous", "max_hours": 1.0,
-                 **SNAPSHOTS}),
-        slow(4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
-                 "deterministic": "error"}),
+        ("idx_data", 2, {"amp": "fp16", "grad_accum_steps": 3, "clip_grad_norm": 0.5, "log_samples": True,
+                         **SNAPSHOTS}),
+        slow("idx_data", 3, {"strategy": "fsdp", "amp": "bf16", "grad_accum_steps": 2, "clip_grad_norm": 0.5,
+                             "optimizer": "adamw", "lr": 0.002, "layer_decay": 0.75, **SNAPSHOTS}),
+        slow("idx_data", 1, {"amp": "fp16", "clip_grad_norm": 1.0, "ema_decay": 0.9, "mixup": 0.2, "loss": "bce"}),
+        slow("idx_data", 2, {"amp": "bf16", "mixup": 0.4, "cutmix": 1.0, "optimizer": "adamw", "lr": 0.002,
+                             "momentum": 0.9, "adam_beta2": 0.95, "layer_decay": 0.75, "min_lr": 0.0001}),
+        slow("idx_data", 2, {**SMALL_NORM, "sync_bn": True, "ema_decay": 0.99, "batch_size": 20, **SNAPSHOTS}),
+        slow("idx_data", 2, {"lr_scheduler": "plateau", "plateau_patience": 0, "lr_gamma": 0.5, "optimizer": "adam",
+                             "lr": 0.002, "static_graph": True, "grad_accum_steps": 2, "epochs": 3,
+                             "early_stopping_patience": 3, "class_weights": "balanced"}),
+        slow("idx_data", 2, {"lr_scheduler": "one-cycle", "optimizer": "sgd", "decay_norm_and_bias": True,
+                             "lr_scaling": "sqrt", "lr": 0.1, "compress_gradients": "bf16",
+                             "memory_format": "contiguous", "max_hours": 1.0, **SNAPSHOTS}),
+        slow("idx_data", 4, {"grad_accum_steps": 2, "ema_decay": 0.99, "label_smoothing": 0.1, "num_workers": 1,
+                             "deterministic": "error"}),
+        ("folder_data", 2, {**PHOTOS, "crop": "resized", "flip": "on", "random_erasing": 0.5, "num_workers": 1}),
+        slow("folder_data", 2, {**PHOTOS, "auto_augment": "trivialaugment", "num_workers": 0, "crop": "padded",
+                                "model": "mobilenet_v3_small"}),
+        slow("cifar_data", 2, {"auto_augment": "autoaugment", "crop": "resized", "flip": "on", "random_erasing": 0.3,
+                               "lr_scaling": "linear", "val_split": 0.0, "keep_checkpoints": 1, "seed": 7,
+                               "warmup_epochs": 0.5, "decay_norm_and_bias": True, "batch_size": 25}),
+        ("packed_data", 2, {**PHOTOS, "num_workers": 1}),
+        slow("packed_data", 1, {**PHOTOS, "auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2,
+                                "repeated_augmentation": 4}),
+        slow(None, 2, {"synthetic": True, "image_size": 8, "epochs": 1, "batch_size": 4, "checkpoint_every": "20"}),
     ],
 )  # fmt: skip
 def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
-    idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: int, options: dict[str, object]
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    data: str | None,
+    ranks: int,
+    options: dict[str, object],
 ) -> None:
-    config = TrainConfig(data=str(idx_data), **{**SHORT, **options})  # type: ignore[arg-type]  # any of its fields
+    place = {"data": str(request.getfixturevalue(data))} if data else {}
+    config = TrainConfig(**{**place, **SHORT, **options})  # type: ignore[arg-type]  # any of its fields
     same = verify(config, [ranks], 4, tmp_path)
     output = capsys.readouterr().out
     assert same, output
     assert "bit-identical at step" in output
     assert "after 4 of 4 cuts" in output
+    assert len(list_checkpoints(tmp_path / "interrupted" / "checkpoints")) <= config.keep_checkpoints
 
 
 @pytest.mark.slow
 def test_a_frozen_pretrained_model_is_bit_identical_too(
     idx_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = {
-        **SHORT,
-        "model": "resnet20",
-        "head_hidden": 8,
-        "lr_scheduler": "step",
-        "lr_step_epochs": "1",
-        "ema_decay": 0.9,
-    }
-    config = TrainConfig(data=str(idx_data), **settings)  # type: ignore[arg-type]  # any of its fields
+    settings = {**SHORT, "model": "resnet20", "head_hidden": 8, "lr_scheduler": "step", "lr_step_epochs": "1"}
+    config = TrainConfig(data=str(idx_data), ema_decay=0.9, **settings)  # type: ignore[arg-type]  # any of its fields
     torch.save(build_model(config, classes=5, channels=1, size=12).state_dict(), tmp_path / "w.pth")
     frozen = replace(config, weights=str(tmp_path / "w.pth"), freeze_backbone=True)
-    (tmp_path / "runs").mkdir()
-    assert verify(frozen, [2], 3, tmp_path / "runs"), capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"crop": "resized", "flip": "on", "random_erasing": 0.5, "num_workers": 1},
-        slow({"auto_augment": "randaugment", "num_workers": 2, "mixup": 0.2, "repeated_augmentation": 4}),
-        slow({"auto_augment": "trivialaugment", "num_workers": 0, "crop": "padded", "model": "mobilenet_v3_small"}),
-    ],
-)
-def test_augmentation_and_loader_workers_are_exact_too(
-    folder_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, object]
-) -> None:
-    settings = {**SHORT, "image_size": 32, "batch_size": 8, "epochs": 3, **options}
-    config = TrainConfig(data=str(folder_data), **settings)  # type: ignore[arg-type]  # any of its fields
-    same = verify(config, [2], 3, tmp_path)
-    output = capsys.readouterr().out
-    assert same, output
-    assert "after 3 of 3 cuts" in output
-
-
-@pytest.mark.slow
-def test_images_in_color_in_memory_and_the_rarer_flags_are_exact_too(
-    cifar_data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rare = {
-        "auto_augment": "autoaugment",
-        "crop": "resized",
-        "flip": "on",
-        "random_erasing": 0.3,
-        "lr_scaling": "linear",
-    }
-    rare |= {"val_split": 0.0, "keep_checkpoints": 1, "seed": 7, "warmup_epochs": 0.5, "decay_norm_and_bias": True}
-    config = TrainConfig(data=str(cifar_data), **{**SHORT, "batch_size": 25, **rare})  # type: ignore[arg-type]
-    assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
-    assert len(list_checkpoints(tmp_path / "interrupted" / "checkpoints")) == 1
+    assert verify(frozen, [2], 3, tmp_path), capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_images_that_cannot_be_read_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = make_folder(tmp_path / "data", parts=("train", "val", "test"))
+    data = make_folder(tmp_path / "data")
     for name in ("train/red/2.jpg", "train/green/5.png", "test/red/0.jpg"):
         (data / name).write_bytes(b"torn")
     settings = {**SHORT, "image_size": 16, "batch_size": 7, "max_corrupt_images": 3, "epochs": 3, "num_workers": 0}
-    (tmp_path / "runs").mkdir()
-    assert verify(TrainConfig(data=str(data), **settings), [2], 3, tmp_path / "runs"), capsys.readouterr().out  # type: ignore[arg-type]
-    result = json.loads((tmp_path / "runs" / "interrupted" / "final" / "result.json").read_text())
+    assert verify(TrainConfig(data=str(data), **settings), [2], 3, tmp_path), capsys.readouterr().out  # type: ignore[arg-type]
+    result = json.loads((tmp_path / "interrupted" / "final" / "result.json").read_text())
     assert len(result["corrupt_images"]) == 2
-
-
-@pytest.mark.slow
-def test_generated_images_are_exact_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = TrainConfig(synthetic=True, image_size=8, epochs=1, batch_size=4, checkpoint_every="20", log_every=5)
-    assert verify(config, [2], 3, tmp_path), capsys.readouterr().out
 
 
 # Deep networks with batch normalisation blow rounding errors up, the more so the faster they learn: see
@@ -159,13 +125,6 @@ def test_a_rank_is_not_waited_for_that_waits_for_a_failed_one(idx_data: Path, tm
     ranks = start_ranks([argv, [*argv, "--epochs=0"]], tmp_path / "log")
     assert wait_for_ranks(ranks, grace_seconds=1) == [None, 2]
     assert not any(rank.is_alive() for rank in ranks)
-
-
-def test_a_loss_that_is_missing_is_a_difference(two_runs: tuple[RunDir, RunDir]) -> None:
-    one, other = two_runs
-    other.train_metrics.write_text("")
-    losses = compare_samples_and_losses(one, other)[1]
-    assert (losses.name, losses.difference) == ("losses", "losses: 1 uninterrupted, 0 interrupted")
 
 
 def test_cuts_are_at_every_kind_of_point_and_at_the_same_ones_again(idx_data: Path) -> None:
@@ -223,37 +182,29 @@ def test_a_different_state_or_history_is_found_and_named(two_runs: tuple[RunDir,
     other.eval_metrics.write_text("".join(lines[:-1]))
     assert differing(one, other).keys() == {"progress", "history: eval"}
     assert differing(one, other)["history: eval"] == "records: 2 uninterrupted, 1 interrupted"
+    other.train_metrics.write_text("")
+    losses = compare_samples_and_losses(one, other)[1]
+    assert (losses.name, losses.difference) == ("losses", "losses: 1 uninterrupted, 0 interrupted")
 
 
 @pytest.mark.parametrize(
-    ("flags", "code", "message"),
+    ("flags", "message"),
     [
-        (["--cuts=0"], 2, "error: --cuts is 0: use 1 or more"),
-        (["--ranks=two"], 2, "error: --ranks is 'two': use a number such as 2, or several such as 4,3,2"),
-        (["--keep=."], 2, "error: --keep is ., which exists: give a new directory"),
-        (["--ranks=9", "--batch-size=8"], 2, "error: --batch-size is 8, too small for the 9 ranks that share it"),
-        (["--epochs=0"], 2, "error: --epochs is 0: use 1 or more"),
-        (["--keep=/dev/null/new"], 2, "error: --keep is /dev/null/new, which cannot be made (Not a directory)"),
+        (["--cuts=0"], "error: --cuts is 0: use 1 or more"),
+        (["--ranks=two"], "error: --ranks is 'two': use a number such as 2, or several such as 4,3,2"),
+        (["--keep=."], "error: --keep is ., which exists: give a new directory"),
+        (["--ranks=9", "--batch-size=8"], "error: --batch-size is 8, too small for the 9 ranks that share it"),
+        (["--epochs=0"], "error: --epochs is 0: use 1 or more"),
+        (["--keep=/dev/null/new"], "error: --keep is /dev/null/new, which cannot be made (Not a directory)"),
     ],
 )
 def test_a_mistake_is_reported_in_one_line(
-    idx_data: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    *,
-    flags: list[str],
-    code: int,
-    message: str,
+    idx_data: Path, ask: Ask, request: pytest.FixtureRequest, flags: list[str], message: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["verify_resume", "--data", str(idx_data), *flags])
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = signal.getsignal(signal.SIGTERM)
-    try:
-        assert program.run(main) == code
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    printed = capfd.readouterr().err
+    request.addfinalizer(lambda: signal.signal(signal.SIGTERM, before))
+    code, _, printed = ask("--data", idx_data, *flags, program=main)
+    assert code == 2
     assert message in printed
     assert len(printed.splitlines()) == 1
 

@@ -27,7 +27,7 @@ from training.data.transforms.augment import make_augmentation
 from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, derive_key
 
-KINDS = ["idx_data", "cifar_data", "folder_data"]
+KINDS = ["idx_data", "cifar_data", "folder_data", "packed_data"]
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"crop": "padded", "flip": "on"},
@@ -57,61 +57,37 @@ def look(source: ImageSource, epoch: int | None, count: int = 8) -> Tensor:
     return source[BatchRequest(indices=tuple(range(count)), epoch=epoch)].images
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=name)
-def test_what_a_rank_sees_depends_neither_on_workers_nor_on_how_batches_are_shared(
-    path: Path, options: dict[str, Any]
-) -> None:
+# Workers are processes with a generator of their own, which policies ask.
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[-1]], ids=name)
+def test_what_a_rank_sees_does_not_depend_on_workers(path: Path, options: dict[str, Any]) -> None:
     source = load(path, val_split=0.0, **options).train
     order = torch.randperm(27, generator=torch.Generator().manual_seed(1)).tolist()
     requests = [BatchRequest(indices=tuple(order[start : start + 9]), epoch=1) for start in (0, 9, 18)]
-    alone = asked(source, requests)
-    for batch, request, same in zip(alone, requests, asked(source, requests, workers=2), strict=True):
+    for batch, request, same in zip(asked(source, requests), requests, asked(source, requests, workers=2), strict=True):
         assert batch.indices.tolist() == list(request.indices)
         assert all(map(torch.equal, batch, same))
-        shares = [BatchRequest(indices=request.indices[start:end], epoch=1) for start, end in ((0, 1), (1, 5), (5, 9))]
-        for whole, parts in zip(batch, zip(*asked(source, shares), strict=True), strict=True):
-            assert torch.equal(whole, torch.cat(parts))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
-def test_a_sample_looks_different_in_each_epoch_and_with_each_seed_and_as_it_is_in_an_evaluation(
-    path: Path, options: dict[str, Any]
-) -> None:
+def test_what_a_rank_sees_depends_on_seed_epoch_and_sample_alone(path: Path, options: dict[str, Any]) -> None:
     source, other = (load(path, val_split=0.0, **options, seed=seed).train for seed in (0, 1))
-    assert torch.equal(look(source, 3), look(source, 3))
-    assert not torch.equal(look(source, 3), look(source, 4))
-    assert not torch.equal(look(source, 3), look(other, 3))
+    seen = look(source, 3)
+    torch.manual_seed(2)
+    before = torch.get_rng_state()
+    [first] = asked(source, [BatchRequest(indices=tuple(range(8)), epoch=3)])
+    assert torch.equal(first.images, seen), "whatever torch's own generator is at"
+    assert torch.equal(torch.get_rng_state(), before), "nor is it moved"
+    shares = [BatchRequest(indices=share, epoch=3) for share in ((0,), (1, 2, 3, 4), (5, 6, 7))]
+    for whole, parts in zip(first, zip(*asked(source, shares), strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(parts)), "however batches are shared"
+    assert not torch.equal(seen, look(source, 4))
+    assert not torch.equal(seen, look(other, 3))
+    repeated = source[BatchRequest(indices=tuple(range(2 * len(source), 2 * len(source) + 8)), epoch=3)]
+    assert torch.equal(first.indices, repeated.indices)
+    assert torch.equal(first.labels, repeated.labels)
+    assert not torch.equal(seen, repeated.images), "a repetition is augmented otherwise"
     plain = load(path, val_split=0.0, **NOTHING).train
-    assert torch.equal(look(source, None), look(plain, None))
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=name)
-def test_a_repetition_is_the_same_image_augmented_otherwise(path: Path, options: dict[str, Any]) -> None:
-    source = load(path, val_split=0.0, **options).train
-    first, again = (
-        source[BatchRequest(indices=tuple(range(start, start + 8)), epoch=1)] for start in (0, 2 * len(source))
-    )
-    assert torch.equal(first.indices, again.indices)
-    assert torch.equal(first.labels, again.labels)
-    assert not torch.equal(first.images, again.images)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=name)
-def test_torchs_own_generator_is_neither_moved_nor_asked(path: Path, options: dict[str, Any]) -> None:
-    source = load(path, val_split=0.0, **options).train
-    seen = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        before = torch.get_rng_state()
-        seen.append(look(source, 0))
-        assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(seen[0], seen[1])
-
-
-def test_without_augmentation_images_in_memory_stay_as_they_are(idx_data: Path, cifar_data: Path) -> None:
-    for data in (idx_data, cifar_data):
-        source = load(data, **NOTHING).train
-        assert torch.equal(look(source, 0), look(source, None))
+    assert torch.equal(look(source, None), look(plain, None)), "an evaluation augments nothing"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +96,7 @@ def test_without_augmentation_images_in_memory_stay_as_they_are(idx_data: Path, 
         ("idx_data", {"crop": "padded", "flip": "off"}),
         ("cifar_data", {"crop": "padded", "flip": "on"}),
         ("folder_data", {"crop": "resized", "flip": "on"}),
+        ("packed_data", {"crop": "resized", "flip": "on"}),
     ],
 )
 def test_auto_is_what_suits_the_data(kind: str, usual: dict[str, Any], request: pytest.FixtureRequest) -> None:
@@ -138,11 +115,13 @@ def test_loader_workers_pay_for_scaling_and_policies(idx_data: Path, folder_data
         assert not load(data, **options).cheap
 
 
-def test_all_but_a_policy_is_done_to_images_in_memory_without_torchvision(idx_data: Path) -> None:
+@pytest.mark.parametrize(("kind", "flags"), [("idx_data", ", flip='on', random_erasing=0.5"), ("packed_data", "")])
+def test_all_but_a_policy_is_done_without_torchvision(kind: str, flags: str, request: pytest.FixtureRequest) -> None:
     code = "import sys; from support.trainings import load; from pathlib import Path; "
-    code += "load(Path(sys.argv[1]), flip='on', random_erasing=0.5); sys.exit('torchvision' in sys.modules)"
+    code += f"load(Path(sys.argv[1]){flags}); sys.exit('torchvision' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code, str(idx_data)], env=environment, check=False)
+    command = [sys.executable, "-c", code, str(request.getfixturevalue(kind))]
+    done = subprocess.run(command, env=environment, check=False)
     assert done.returncode == 0, "torchvision was imported, or the data could not be loaded"
 
 
@@ -228,7 +207,7 @@ TRANSFORMS: list[tuple[dict[str, Any], Callable[[Any], Any]]] = [
 def test_images_in_memory_become_what_torchvision_makes_of_them(
     options: dict[str, Any], transform: Callable[[Any], Any], channels: int
 ) -> None:
-    images = noise(40, channels)
+    images = noise(20, channels)
     expected = torch.stack([with_seed_of(index, transform, image) for index, image in enumerate(images)])
     assert torch.equal(in_memory(images, **options), expected)
     assert not torch.equal(images, expected)

@@ -41,8 +41,7 @@ def boxes(count: int, height: int, width: int, area: tuple[float, float], ratio:
 @pytest.mark.parametrize(
     ("shape", "area", "ratio"),
     [
-        ((300, 400), (0.25, 1), (3 / 4, 4 / 3)),
-        ((256, 256), (0.08, 1), (3 / 4, 4 / 3)),
+        ((300, 400), (0.08, 1), (3 / 4, 4 / 3)),
         ((100, 500), (0.25, 1), (1, 2)),
         ((7, 5), (0.25, 1), (3 / 4, 4 / 3)),
     ],
@@ -67,7 +66,7 @@ def test_a_shape_that_no_image_has_room_for_becomes_a_strip() -> None:
     assert set(map(tuple, boxes(5, 30, 40, (0.25, 1), (200, 300))[:, 2:].tolist())) == {(1, 40)}
 
 
-@pytest.mark.parametrize(("height", "width"), [(32, 32), (28, 20), (200, 300)])
+@pytest.mark.parametrize(("height", "width"), [(28, 20), (200, 300)])
 def test_erased_rectangles_are_distributed_as_torchvisions(height: int, width: int) -> None:
     torch.manual_seed(0)
     image, count = torch.empty(3, height, width), 4000
