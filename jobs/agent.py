@@ -267,8 +267,7 @@ class _Agent:
         is_lost = channel.head_is_silent and not channel.directive.over
         if is_lost or (not channel.met.is_set() and not self._stop and await_loss_of_head(self._node)):
             return take_over(self._node, channel, self._monitor)
-        is_first_member = channel.directive.members[:1] == (self._node.allocation.node_rank,)
-        if is_first_member and not self._node.run.final_result.exists():
+        if channel.directive.saver == self._node.allocation.node_rank and not self._node.run.final_result.exists():
             # The head node takes no part in the round, so it has no snapshot.
             save_snapshot(self._node, self._monitor.node_dir)
         phase = channel.status.phase

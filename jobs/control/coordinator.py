@@ -125,6 +125,10 @@ class Coordinator:
             self._node.record(NodeLost(node=name, last_heard=last_heard, detail=f"lost contact with {name}"))
             if node_rank in self._server.directive.members and not self._server.directive.paused:
                 lost_members.append(name)
+        # Agents that are asked to stop leave before this one ends the attempt, so they must know the saver by then.
+        saver = next((rank for rank in self._server.directive.members if rank not in self.lost), None)
+        if saver not in {None, self._server.directive.saver}:
+            self._direct(saver=saver)
         if lost_members:
             first = len(lost_members) == len(self.lost)
             # `lost` keeps nodes that were lost earlier; a node lost only now fell silent about LOST_SECONDS ago.
@@ -315,7 +319,9 @@ class Coordinator:
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.
         self._root_failure.explained_until = steady_time()
         host = self._server.address(members[0])
-        self._direct(round=number, members=members, host=host, port=port, preflight=preflight, paused=False)
+        self._direct(
+            round=number, members=members, saver=members[0], host=host, port=port, preflight=preflight, paused=False
+        )
 
     def _failure_of_membership(self, reason: str, statuses: dict[int, NodeStatus]) -> Failure:
         """Return why too few nodes are left: the last failure if it is recent, or one that names the missing nodes."""
@@ -337,6 +343,4 @@ class Coordinator:
 
     def _end(self, failure: Failure | None = None, *, done: bool = False) -> None:
         self.failure, self.done = failure, done
-        # The first member must be alive, because it saves its snapshot if the head node has none.
-        members = tuple(node_rank for node_rank in self._server.directive.members if node_rank not in self.lost)
-        self._direct(over=True, members=members)
+        self._direct(over=True)

@@ -101,6 +101,8 @@ class Directive:
     """Number of the current round; 0 before the first one."""
     members: tuple[int, ...] = ()
     """Node ranks that take part in the round. The first member hosts the rendezvous."""
+    saver: int = 0
+    """Node rank of the member that saves its snapshot when the attempt ends: the first one that is not lost."""
     host: str = ""
     """Address at which the other members reach the first one."""
     port: int = 0

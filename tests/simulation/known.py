@@ -95,6 +95,11 @@ KNOWN = {
         nodes="3", training=replace(_TRAINING, total_steps=200),
         configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05")},
     ),
+    # The head had no part in the round, and the live node left the saving to the lost one, which came first.
+    "the first member of a round without the head is lost before a preemption": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="device", host="gpu01"), _kill_host(30.0, _TRAINS, "gpu02"),
+        Fault(at=40.0, after=_TRAINS, kind="preempt"), nodes="2:3", training=replace(_TRAINING, total_steps=200),
+    ),
     # They took it for a cancellation again: Slurm 26.05 has another word for it.
     "the batch script is killed, on Slurm 26.05": _plan(Fault(at=20.0, kind="kill-script"), configuration=_NEWER),
     # Its job stayed in the queue, held.
