@@ -121,7 +121,7 @@ def _unfinished_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation) 
             return None if is_over else attempt
     number = history.last_attempt.attempt if history.last_attempt else 0
     is_replaced = time.time() < handover.handover_deadline(history.unfinished_handover(number))
-    if history.complete or is_replaced:
+    if history.is_complete or is_replaced:
         return None
     # A run waits for other runs only before its first attempt, so claim that attempt only after the wait.
     return None if must_wait(run, spec, allocation) else claim.claim_next(run, allocation, 0, "")
