@@ -50,7 +50,10 @@ def test_signals_after_the_first_have_no_effect(start: Starter) -> None:
     assert training.wait() == [0, 0], training.output()
     [stopped] = events(training.run_dir, "train_stopped")
     assert stopped["signal"] in {"SIGTERM", "SIGUSR2"}
-    assert names(training.run_dir / "checkpoints") == [f"step-{stopped['step']:08d}"]
+    # On a busy machine, the signals come after an epoch.
+    of_epochs = [step for step in (19, 38) if step < stopped["step"]]
+    saved = [event["step"] for event in events(training.run_dir, "checkpoint_saved")]
+    assert saved == [*of_epochs, stopped["step"]]
     start.complete(*FLAGS, world_size=2)
     assert_whole_history(training.run_dir)
 
