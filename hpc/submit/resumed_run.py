@@ -31,7 +31,6 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.events.resumption import (
-    is_cancelled_now,
     next_resumption,
     record_resumption,
     resumption_file,
@@ -109,10 +108,16 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     os.umask(os.umask(0) | 0o022)
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
-    _wait_for_end(run, before, shlex.quote(options.run))
+    seen = History.load(run)
+    _wait_for_end(run, before, seen)
     # The ledger is read before squeue. If another process submits a job in between, squeue shows the job. If it submits
     # one later, our claim fails.
     history = History.load(run)
+    if len(history.of(Cancelled)) > len(seen.of(Cancelled)):
+        raise UserError(
+            f"run {run.name} was cancelled while hpc resume waited for the end of its job: to continue it, type "
+            f"hpc resume {shlex.quote(options.run)} again"
+        )
     if options.new_code and before.in_place:
         raise UserError(
             f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
@@ -130,23 +135,14 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
 # --- what must hold ---
 
 
-def _wait_for_end(run: RunDir, spec: RunSpec, typed: str) -> None:
-    """If the run is cancelled or complete, wait up to a minute for the end of its job, which may still save.
-
-    Raises UserError if the run is cancelled again in this time. `typed` is its name on the command line.
-    """
-    if not (is_cancelled_now(run) or run.final_result.exists()) or not (job := _job_of(run, spec)):
+def _wait_for_end(run: RunDir, spec: RunSpec, history: History) -> None:
+    """If the run is cancelled or complete, wait up to a minute for the end of its job, which may still save."""
+    if not (history.is_cancelled or history.complete) or not (job := _job_of(run, spec)):
         return
     print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
-    cancellations = len(History.load(run).of(Cancelled))
     deadline = time.monotonic() + _ENDING_SECONDS
     while _job_of(run, spec) and time.monotonic() < deadline:
         time.sleep(1)
-    if len(History.load(run).of(Cancelled)) > cancellations:
-        raise UserError(
-            f"run {run.name} was cancelled while hpc resume waited for the end of its job: to continue it, type "
-            f"hpc resume {typed} again"
-        )
 
 
 def _job_of(run: RunDir, spec: RunSpec) -> str | None:

@@ -23,6 +23,7 @@ class Network:
         self.dead = set[str]()
         """Hosts without power: nothing there answers."""
         self.open = set[SimulatedConnection]()
+        """The ends of connections that their processes have not closed."""
         self._cut = dict[tuple[str, str], float]()
         """Until when the packets from one host to another are lost."""
         self._listening = dict[tuple[str, int], "SimulatedServer"]()

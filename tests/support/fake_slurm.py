@@ -19,9 +19,9 @@ SINFO = f"""case "$*" in
     *'%N|%T'*) printf 'gpu0%d|idle\\n' 1 2 3 4;;
     *) echo '{SINFO_TEXT}';;
 esac"""
-# Queues one job for each call; SQUEUE lists them. {0} is the site.
+# Queues one job for each call, also for several at once; SQUEUE lists them. {0} is the site.
 SBATCH = (
-    'for script; do :; done; echo "$script" >> {0}/queued; id=$(wc -l < {0}/queued); '
+    'for script; do :; done; {{ flock 9; echo "$script" >&9; id=$(wc -l < {0}/queued); }} 9>> {0}/queued; '
     'case "$*" in *--parsable*) echo $id;; *) echo Submitted batch job $id;; esac'
 )
 SQUEUE = """[ -e {0}/queued ] && while read script; do
