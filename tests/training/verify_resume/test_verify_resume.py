@@ -74,7 +74,8 @@ def test_a_run_with_these_options_is_bit_identical_however_it_is_cut(
     assert same, output
     assert "bit-identical at step" in output
     assert "after 4 of 4 cuts" in output
-    assert len(list_checkpoints(tmp_path / "interrupted" / "checkpoints")) <= config.keep_checkpoints
+    # A kill between the save of a checkpoint and the removal of the oldest leaves one more.
+    assert len(list_checkpoints(tmp_path / "interrupted" / "checkpoints")) <= config.keep_checkpoints + 1
 
 
 @pytest.mark.slow
