@@ -272,8 +272,8 @@ class _Agent:
             save_snapshot(self._node, self._monitor.node_dir)
         phase = channel.status.phase
         channel.report(phase=phase if phase in OVER else Phase.LEFT, heartbeats=())
-        # If the head node dies before its agent has recorded the attempt's end, nobody else would continue the run.
-        while channel.directive.over and not channel.head_has_ended:
+        # If the head node dies before its agent has saved a snapshot and recorded the end, this agent does both.
+        while (channel.directive.over or (self._stop and channel.met.is_set())) and not channel.head_has_ended:
             if channel.head_is_silent:
                 return take_over(self._node, channel, self._monitor)
             time.sleep(_POLL_SECONDS)

@@ -46,11 +46,15 @@ def claim_next(
     """Claim the next attempt if no other job works on this run.
 
     Raises:
-        TorchrelayError: another job works on it, or the run was cancelled.
+        TorchrelayError: another job works on it or has replaced this one, or the run was cancelled.
     """
     history = History.load(run)
     if history.is_cancelled:
         raise TorchrelayError(f"run {run.name} was cancelled, so this job starts nothing: type {_resume(run)}")
+    if history.outcome == "failed" and _was_replaced(history, allocation):
+        raise TorchrelayError(
+            f"run {run.name} has failed in a later job, so this job starts nothing: type {_resume(run)}"
+        )
     last = history.last_attempt
     if last is not None and secret and last.secret == secret:
         return last  # an earlier try claimed it although the storage reported an error
@@ -59,6 +63,15 @@ def claim_next(
             _wait_for_job_end(last.job_id, run, allocation)
         handover.record_missing_end(run, last, "the job ended, and its agents recorded no reason (was a node lost?)")
     return claim(run, allocation, port, secret, addresses)
+
+
+def _was_replaced(history: History, allocation: NodeAllocation) -> bool:
+    """Return whether this job has made an attempt before and a newer job continued the run.
+
+    Slurm requeues a preempted job that it ended before the agents could end it.
+    """
+    jobs = {attempt.job_id for attempt in history.attempts}
+    return allocation.job_id in jobs and allocation.job_id != history.last_job_id
 
 
 def refuse_if_complete(run: RunDir, allocation: NodeAllocation) -> bool:

@@ -57,6 +57,19 @@ KNOWN = {
         _kill_host(10.0, _TRAINS, "gpu03"), _kill_host(0.1, "job 2 is submitted"), nodes="3",
         configuration={"nodes": ("gpu01", "gpu02", "gpu03", "gpu04", "gpu05"), "slurmd_timeout": 300.0},
     ),
+    # The other agents left, and deleted their snapshots, before the head node's agent had saved its own.
+    "a rank has failed, the job is preempted, and the head node dies": _plan(
+        Fault(at=5.0, after=_TRAINS, kind="oom", host="gpu03"), Fault(at=2.0, after="fails: oom", kind="preempt"),
+        _kill_host(0.6, "out_of_memory: rank"), nodes="3",
+        configuration={"grace_seconds": 20.0, "slurmd_timeout": 20.0},
+    ),
+    # Slurm requeued the first job before its agents could end it; it made one more attempt of a run that had failed.
+    "a job that was replaced starts again when the run has failed": _plan(
+        Fault(at=5.0, after=_TRAINS, kind="preempt"), Fault(at=0.05, after="job 2 is submitted", kind="kill-script"),
+        Fault(at=0.0, after="job 2 is submitted", kind="kill-agent", host="gpu01"),
+        *[Fault(at=0.0, after="the ranks of attempt 2", kind="crash", host="gpu03")] * 3,
+        attempts=2, configuration={"grace_seconds": 20.0},
+    ),
     # It did not know the nodes that the job excludes, and let it wait for others.
     "the supervisor's sbatch is carried out, and its reply is lost": _plan(
         _kill_host(5.0, _TRAINS, "gpu02"), _kill_host(18.0, _TRAINS),

@@ -291,7 +291,7 @@ class Schedule:
         timed_out = any(job.state is State.TIMEOUT for job in self.cluster.slurm.jobs.values())
         # The agents need some seconds to record the end.
         too_early = not self._history().attempts or self.plan.configuration.kill_wait < _RECORD_SECONDS
-        in_trouble = self._had("kill-host", "isolate", "full", "storage-hangs", "storage-fails")
+        in_trouble = self._had("kill-host", "isolate", "controller-away", "full", "storage-hangs", "storage-fails")
         return (timed_out and in_trouble) or (self._had("kill-script") and too_early)
 
     def _lacks_nodes(self) -> bool:
@@ -404,12 +404,13 @@ class Schedule:
     def _resume(self, run: RunDir | None = None) -> None:
         cluster = self.cluster
 
-        self._resumed_at = cluster.now
+        typed_at = self._resumed_at = cluster.now
 
         def resume() -> int:
             before, self._cancelled_at = self._cancelled_at, None
             code = cluster.resume(run or self.run_dir)
-            if code and self._cancelled_at is None and before is not None:
+            was_last = self._resumed_at == typed_at
+            if code and was_last and self._cancelled_at is None and before is not None:
                 self._cancelled_at = cluster.now  # a job that it has queued nevertheless stops by itself
             return code
 
