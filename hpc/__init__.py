@@ -1,7 +1,7 @@
 """The login node's side of Torchrelay: the commands, the Python API, their libraries, and the base of all packages.
 
 Commands start in a fraction of a second: they never import torch, and import pandas only for HTML pages. The API
-(`hpc.commands.api`) is imported only at its first use, because nodes and ranks import this file, too, for `hpc.base`.
+(`hpc.commands.api`) is imported only at its first use, because agents and ranks also import this file, for `hpc.base`.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _prepare_verb() -> None:
-    """Let `python -m hpc` import our packages, not a user's packages of these names. Exit if Python cannot run hpc."""
+    """Let `python -m hpc` import our packages, not a user's `jobs` or `training`. Exit if Python cannot run hpc."""
     top = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    # Python searches the current directory first, where a user may have a package `training` or `jobs`.
+    # Python searches the current directory first.
     with contextlib.suppress(FileNotFoundError):  # the current directory was deleted
         if sys.path[0] == os.getcwd() != top:
             del sys.path[0]
@@ -44,9 +44,9 @@ def _prepare_verb() -> None:
 
 
 def _start() -> None:
-    """Turn `python -m hpc.VERB` into `python -m hpc VERB`. Otherwise, prepare `python -m hpc` or one of its modules.
+    """Replace `python -m hpc.VERB` by `python -m hpc VERB`. Prepare `python -m hpc` and modules that are not verbs.
 
-    The verb runs in a new program, by exec: here, `hpc` is still being imported, and the verb's threads would wait.
+    The verb needs a new program (exec): while Python imports `hpc` here, the verb's threads would wait for this import.
     """
     arguments = sys.argv[1:]
     words = sys.orig_argv[1 : len(sys.orig_argv) - len(arguments)]

@@ -56,7 +56,7 @@ PROGRAMS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the verb and return its exit code."""
+    """Run the verb and return its exit code. A program of the trainer replaces this process instead."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["help"]:  # hpc help COMMAND is hpc COMMAND --help
         arguments = [*arguments[1:2], "--help"]
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _import_own_packages() -> None:
-    """Import `jobs` and `training` from beside `hpc`: PYTHONPATH may lead to packages of a user with the same names."""
+    """Import the `jobs` and `training` next to `hpc`, because PYTHONPATH may name a user's packages of these names."""
     for name in ("jobs", "training"):
         spec = PathFinder.find_spec(name, [str(Path(__file__).parents[1])])
         if spec and spec.loader and name not in sys.modules:

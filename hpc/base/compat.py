@@ -57,7 +57,7 @@ class SubmititLocal(submitit.LocalExecutor):
 
 
 def running_trial(study: "Study", trial: "FrozenTrial") -> "Trial":
-    """Return an object that reports to a stored trial from this process. Optuna 5.0 has no public function for this."""
+    """Return a Trial that reports values of a stored trial. Optuna 5.0 has no public function for this."""
     from optuna import Trial  # noqa: PLC0415 - an optional package
 
     return Trial(study, trial._trial_id)

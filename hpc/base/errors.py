@@ -20,12 +20,12 @@ class BadNodeError(TorchrelayError):
 
 
 class UserError(TorchrelayError):
-    """A mistake of the user, found before anything was queued. No file is left behind."""
+    """A mistake that the user can correct. If `hpc submit` raises it, no job is queued, and no file is left behind."""
 
     exit_code = 2
 
 
-# Packages of the extras that have another name. Messages name packages, because pip installs extras only from an index.
+# Packages by extra, where the names differ. Messages name the package: for an extra, pip must also find torchrelay.
 _PACKAGES = {"sweep": "optuna", "mlflow": "mlflow-skinny"}
 
 

@@ -81,7 +81,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def modified(path: Path) -> float | None:
-    """Return a file's modification time by its storage's clock; None without the file. Refreshes NFS's cache first."""
+    """Return a file's modification time by its storage's clock; None without it. The open refreshes NFS's cache."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -264,7 +264,7 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
 
 def _parse_lines(lines: list[bytes]) -> list[dict[str, Any] | None]:
     try:
-        # One call for all lines takes a third of the time of a call per line. It fails or merges lines if one is torn.
+        # One call for all lines takes a third of the time of a call per line. A torn line makes it fail or merge lines.
         records = json.loads(b"[%b]" % b",".join(lines))
     except (ValueError, RecursionError):
         records = []
@@ -310,7 +310,7 @@ def read_json_lines(path: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def number_in(record: Mapping[str, Any], name: str) -> int | float | None:
-    """Return the field `name`; None if it is no number up to `MOST`. A user's script may have written NaN or text."""
+    """Return the number in a field; None if it has none, or one over `MOST`. A script may have written NaN or text."""
     value: Any = record.get(name)
     return value if type(value) in {int, float} and -MOST <= value <= MOST else None
 

@@ -40,7 +40,7 @@ def steady_time(monotonic: float | None = None) -> float:
     """Return the time in seconds since the epoch, by a clock that nobody can set.
 
     `monotonic` is a value of time.monotonic(), by default now. Use this clock for times that are compared later: if
-    somebody set the clock of time.time() back by an hour, no failure or hang of a new rank would count for an hour.
+    somebody set the clock of time.time() back by an hour, the agents would ignore new failures and hangs for an hour.
     """
     return _CLOCK_OFFSET + (time.monotonic() if monotonic is None else monotonic)
 
@@ -208,7 +208,7 @@ def file_system_type(path: Path) -> str | None:
 
 
 def mounted_directory(path: Path) -> str:
-    """Return which directory of its file system is mounted at a path's mount point, mostly `/`; empty if unknown."""
+    """Return the directory of a file system that is mounted at a path's mount point, mostly `/`; empty if unknown."""
     try:
         lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -220,8 +220,8 @@ def mounted_directory(path: Path) -> str:
 def mounted_type(mounts: str, path: Path) -> str | None:
     """Return the type of an absolute path's file system, from the text of /proc/mounts; None if no mount contains it.
 
-    Of several mounts at one point, the last counts. An overlay has the type of the directory to which it writes: on a
-    diskless node, it is in memory.
+    Of several mounts at one point, the last counts. An overlay has the type of the directory to which it writes,
+    because that directory is in memory on a diskless node.
     """
     found = _innermost(mounts.splitlines(), 1, path)
     if not found:
@@ -244,7 +244,7 @@ def _innermost(mounts: Iterable[str], field: int, path: Path) -> str:
 
 
 def automounted_at(path: Path) -> Path | None:
-    """Return the autofs directory that contains a path, which need not exist; None if no automounter is used."""
+    """Return the autofs directory that contains a path, which need not exist; None if none contains it."""
     try:
         mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
     except OSError:
@@ -259,7 +259,7 @@ def _unescape(path: str) -> str:
 
 
 def interface_addresses() -> dict[str, list[str]]:
-    """Return the addresses of every network interface that has some, by interface name, in the kernel's order.
+    """Return the addresses of every network interface that has any, by interface name, in the kernel's order.
 
     The IPv4 address comes before the IPv6 ones. Link-local IPv6 addresses are left out: other nodes cannot use them.
     """

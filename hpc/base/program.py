@@ -38,7 +38,7 @@ SCHEMA = 1
 """Version of docs/json.schema.json; a change that breaks readers raises it."""
 Options = TypeVar("Options")
 Explanation = Callable[[Sequence[str], int], str | None]
-"""A function of a command line and an index. Returns what to type instead of the word there; None without advice."""
+"""A function that returns what to type instead of the word at an index of a command line; None without advice."""
 TYRO = (
     tyro.conf.FlagCreatePairsOff,
     tyro.conf.DisallowNone,  # the help shows STR, not {None}|STR
@@ -123,7 +123,7 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
         marks = _marks(field)
         letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
         words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
-        # A missing value becomes None. If argparse reported it, it would hide an unknown flag, which explains more.
+        # A missing value becomes None. argparse's error would hide the error of an unknown flag, which explains more.
         nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
         if _is_positional(field):
             parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
@@ -365,7 +365,7 @@ def run(
     debug: bool = False,
     report: Callable[[str, int], None] = lambda _message, _exit_code: None,
 ) -> int:
-    """Call `work`, and return the exit code: the one that it returns, or the one for its error or Ctrl-C.
+    """Call `work`, and return its exit code, or the exit code for its error or for Ctrl-C.
 
     Prints an error after `prefix`, and its traceback if `debug`. Then calls `report` with the message and exit code.
     """

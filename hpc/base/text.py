@@ -18,7 +18,7 @@ def visible(text: str) -> str:
 
 
 def few(names: Sequence[str], separator: str = ", ") -> str:
-    """Return names in one line for people. Of more than four names, only the first, the last and the number."""
+    """Return names in one line for people. More than four names are shortened to the first, the last and the number."""
     return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NAMES_SHOWN else separator.join(names)
 
 

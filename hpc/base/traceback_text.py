@@ -26,8 +26,8 @@ _Traceback = tuple[int, int]
 def describe_exception(printed: Sequence[str]) -> str:
     """Return the message of the last exception; empty if there is none, or if later output shows that it was caught.
 
-    The exception that it quotes or is chained to follows in parentheses, because that one may name the cause: on a full
-    disk, torch.save raises a RuntimeError while it handles an OSError.
+    If the exception quotes or is chained to another one, the other one follows in parentheses, because it may name the
+    cause: on a full disk, torch.save raises a RuntimeError while it handles an OSError.
     """
     lines = _without_ranks(printed)
     found = _last_exception(lines)

@@ -273,7 +273,7 @@ class Server:
         threading.Thread(target=self._accept, daemon=True, name=f"{purpose}-server").start()
 
     def check(self) -> None:
-        """Raise, once, an unexpected error of a connection's thread. Call this where an error ends the process."""
+        """Raise an unexpected error of a connection's thread, once. Call this where an error ends the process."""
         defect, self._defect = self._defect, None
         if defect:
             raise defect
