@@ -15,8 +15,8 @@ FINAL_CAUSES = frozenset({Cause.COMPLETED, Cause.CANCELLED})
 # Failures count as being at the same step if they are at most this many steps apart: ranks report the last step that
 # they have finished, and a heartbeat is at most one step old.
 _SAME_STEP = 2
-# Pauses before the ranks restart after the first, second, ... failure without progress. A transient fault of storage or
-# a network lasts longer than a start of the ranks.
+# Pauses before the ranks restart after the first, second, ... failure without progress. Without pauses, a transient
+# fault of storage or a network would use up the budget, because it lasts longer than a start of the ranks.
 _PAUSES_SECONDS = (0.0, 10.0, 30.0, 90.0)
 # Ranks whose steps are unknown have made progress if they ran for longer than this. Ranks that hang from their start
 # end earlier, because torch's own timeout of a collective is half an hour for gloo.
@@ -76,11 +76,11 @@ class Budget:
     row: tuple[str, ...] = ()
     """The causes of the failures since the last progress, the newest last."""
     is_repeated: bool = False
-    """Whether the last failure repeats the failure before it."""
+    """Whether the last failure repeats the failure before it. If so, the run fails, even within its budget."""
 
     @property
     def failures(self) -> int:
-        """The number of failures since the last progress that share the limit of the last cause; 0 if it has none."""
+        """The number of failures since the last progress that share the last cause's limit; 0 if it has no limit."""
         rule = _rule(self.cause)
         return sum(cause in rule.causes for cause in self.row) if rule else 0
 
@@ -101,7 +101,7 @@ class Budget:
 
     @property
     def used(self) -> list[dict[str, Any]]:
-        """The limits that count a failure: their causes, number of failures, and number at which the run fails."""
+        """For each limit that has counted failures: their causes and number, and the number at which the run fails."""
         found = [(rule, [cause for cause in self.row if cause in rule.causes]) for rule in _RULES]
         return [
             {"causes": list(dict.fromkeys(own)), "failures": len(own), "budget": rule.failures}
@@ -111,7 +111,7 @@ class Budget:
 
 
 def budget_after(history: Iterable[PastInterruption]) -> Budget:
-    """Return how much of its limits a run has used after all its interruptions and ends of attempts, given in order.
+    """Return the budget of a run after its interruptions and ends of attempts, which are in order.
 
     Ranks that start from a later step than the ranks before them show progress; steps that were done but lost do not
     count. Ranks whose steps are unknown have made progress if they were ended from outside, or ran for over an hour. A
@@ -153,8 +153,8 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
     """Return the signature of a rank's failure; None if failures that look alike may have different causes.
 
     A message about a lost peer has no signature, because it does not say why the peer died. A SIGKILL has one only if
-    memory ran out: any other SIGKILL comes from outside, and may hit each rank in turn when it is back. Another signal,
-    or a bad node, has a signature only if the step is known.
+    memory ran out: any other SIGKILL comes from outside, where somebody may kill one rank after the other. Another
+    signal, or a bad node, has a signature only if the step is known.
     """
     killed = signal == "SIGKILL" and cause != Cause.OUT_OF_MEMORY
     if is_consequence(detail) or killed or (step is None and (signal is not None or cause == Cause.BAD_NODE)):
@@ -163,7 +163,7 @@ def rank_signature(cause: str, signal: str | None, exit_code: int, detail: str, 
 
 
 def must_requeue(cause: Cause, job_state: JobState, *, may_restart: bool) -> bool:
-    """Return whether an agent must ask Slurm to requeue the job, because the run may restart and Slurm does not do it.
+    """Return whether an agent must ask Slurm to requeue the job: the run may restart, and Slurm would not requeue it.
 
     Slurm itself requeues a job that lost a node, and a job that somebody else has requeued is already pending. Slurm
     does not requeue a job that still runs, has reached its time limit or lost its batch script, or that it preempts

@@ -53,7 +53,7 @@ class Ending:
     """The facts from which an agent concludes the cause of an attempt's end."""
 
     finished: bool
-    """Whether the work is complete: `final/` exists, or the user's script exited with 0 without a signal to stop."""
+    """Whether the work is complete: `final/` has a result, or a script's ranks exited with 0 without a stop signal."""
     cancelled: bool
     """Whether the user called `hpc cancel`."""
     signal: str | None
@@ -132,10 +132,11 @@ def is_device_failure(detail: str) -> bool:
 def cause_of_exit(
     exit_code: int, signal: str | None, out_of_memory: bool, detail: str, exit_codes: Mapping[int, Cause]
 ) -> Cause:
-    """Return the cause of a rank's failure, from its exit code or the signal that killed it, and its last log line.
+    """Return the cause of a rank's failure, from its exit code or the signal that killed it, and its message.
 
-    `signal` is the name of the signal. `out_of_memory` says whether the kernel killed a process of the node for lack of
-    memory while the rank ran. `exit_codes` has the causes of the exit codes of the rank's program.
+    `signal` is the signal's name; None if the rank exited. `out_of_memory` says whether the kernel killed a process of
+    the node for lack of memory while the rank ran. `detail` is the rank's exception, or else its last log line.
+    `exit_codes` has the causes of the exit codes of the rank's program.
     """
     if signal is None and exit_code in exit_codes:
         return exit_codes[exit_code]

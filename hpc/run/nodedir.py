@@ -1,4 +1,4 @@
-"""The private directories on a node. Each user has one in /dev/shm or /tmp; inside is one for each run of the user.
+"""The private directories on a node: one for each user in /dev/shm or /tmp and, in it, one for each of the user's runs.
 
 A run's directory is in /dev/shm if possible, and in /tmp if not. It outlives the processes that write to it, but in
 /dev/shm it is lost with the node. The node agent makes, locks and removes the directory; the ranks write to it.
@@ -44,7 +44,7 @@ def private_directory(parent: Path, otherwise: str = "use another --stage-dir") 
     `otherwise` is the advice in the error if the directory is refused.
 
     Raises:
-        TorchrelayError: other users could have made it, could replace it, or can write to it.
+        TorchrelayError: another user could have made the directory, can replace it, or can write to it.
     """
     _check_path(parent.absolute(), otherwise)
     root = _root(parent)
@@ -155,7 +155,7 @@ class NodeDir:
         return self.path, self.snapshots, self.exits, self.heartbeat(0).parent
 
     def is_needed(self) -> bool:
-        """Return whether the run can still continue, from a snapshot here that is newer than its newest checkpoint.
+        """Return whether the run may continue from a snapshot in this directory, newer than the newest checkpoint.
 
         Such a snapshot is left over if the agent was killed before it could save the snapshot, or if the disk was full.
         """
@@ -179,8 +179,8 @@ class HeldNodeDir:
     def __init__(self, run: Path, node_rank: int) -> None:
         """Make and lock the directory, or take over the one of the run's previous attempt.
 
-        To free memory, it removes directories of this user's other runs that no process has locked and no run needs.
-        `node_rank` distinguishes the pretended nodes of one machine.
+        To free memory, remove the directories of this user's other runs that no process has locked and no run needs.
+        `node_rank` distinguishes the simulated nodes of one machine.
 
         Raises:
             TorchrelayError: no directory can be used, or another agent of this run is on this node.
@@ -276,7 +276,7 @@ def _newest_step(directory: Path) -> int:
 
 
 def node_dirs(run: Path) -> list[NodeDir]:
-    """Return a run's directories on this machine: one, or one for each pretended node."""
+    """Return a run's directories on this machine: one, or one for each simulated node."""
     found = list[Path]()
     for parent in _PARENTS:
         with contextlib.suppress(TorchrelayError, OSError):

@@ -56,7 +56,7 @@ def who_may_rename(directory: Path) -> str | None:
     """Return a sentence about other users who can rename the contents of a directory; None if no other user can.
 
     User 0 and the owner of `/`, who may be another user inside a user namespace, do not count: they administer the
-    machine. For a symbolic link, only the owner counts.
+    machine. Of a symbolic link, only the owner counts, because the kernel ignores its mode.
     """
     status = directory.lstat()
     if status.st_uid not in {0, os.getuid(), Path("/").stat().st_uid}:

@@ -122,7 +122,7 @@ class Resources:
 
     @property
     def limit_minutes(self) -> int:
-        """The time limit of an attempt."""
+        """The time limit of an attempt in minutes; a day if `time` is None."""
         return walltime_minutes(self.time or "1d")
 
     @property
@@ -279,7 +279,7 @@ class RunSpec:
     stage_keep: str = "7d"
     """The time for which an unused copy in `stage_dir` is kept, such as 7d."""
     stage_timeout: str = "5m"
-    """A node whose copy makes no progress for this time, such as 5m, is dropped."""
+    """A node is dropped if its copy makes no progress for this time, such as 5m."""
     pack: int | None = None
     """The side, in pixels, of the images that the nodes pack and then train from; None if they do not pack."""
     stage_env: str | None = None
@@ -361,7 +361,7 @@ class RunSpec:
 
     @property
     def shortest_minutes(self) -> int:
-        """Minutes of the shortest useful time limit: an attempt can start, and save three times."""
+        """Minutes of the shortest useful time limit, in which an attempt can start, and save three times."""
         if given := self.resources.given_time_min:
             return walltime_minutes(given)
         return min(self.resources.limit_minutes, max(_SHORTEST_MINUTES, 3 * self.stop_lead_seconds // 60))
@@ -420,7 +420,7 @@ class RunSpec:
         return cls(**fields)
 
 
-# The spec of an earlier version has no `program`. Instead, `script` and the trainer's fields are among its own fields.
+# The spec of an earlier version has no `program`. Instead, it has fields for `script` and the trainer's settings.
 # A run of that version executes its own copy of our packages, which reads no other form.
 _FLAT = {"train": None, "recipe": None, "forked_from": None, "evaluation": None}
 

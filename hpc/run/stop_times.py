@@ -1,7 +1,7 @@
 """How long before its time limit a run stops, and how long its ranks may save. Pure; runs everywhere."""
 
-# Bounds of the default, a tenth of the time limit. This suffices for saving, because sbatch may deliver --signal up to
-# a minute early but never late, and it costs little training time.
+# Bounds of the default, which is a tenth of the time limit. It suffices for saving, because sbatch may deliver --signal
+# up to a minute early, but never late. It costs little training time.
 _SHORTEST_DEFAULT_SECONDS, _LONGEST_DEFAULT_SECONDS = 30, 300
 # Seconds between the signal and the kill that the requeue itself needs.
 REQUEUE_SECONDS = 10.0

@@ -59,7 +59,7 @@ class Attempt:
         return (*self.interruptions, self.interrupted_by(self.cause, self.last_step, self.signature, at))
 
     def interrupted_by(self, cause: str, step: int | None, signature: str | None, at: float | None) -> PastInterruption:
-        """Return an interruption of the current ranks by a failure at the time `at`."""
+        """Return an interruption of the current ranks by a failure at the time `at`, which is None if unknown."""
         ran_seconds = at - self.ranks_started if at and self.ranks_started else 0.0
         return PastInterruption(
             cause=cause, step=step, restored_step=self.restored_step, signature=signature, ran_seconds=ran_seconds
@@ -118,15 +118,12 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
 
 
 def budget_of(attempts: Iterable[Attempt]) -> Budget:
-    """Return how much of its failure limits a run has used since its user last resumed it.
-
-    Interruptions within an attempt and ends of attempts both count.
-    """
+    """Return the budget of a run since its user last resumed it. Interruptions and ends of attempts both count."""
     return budget_after(one for attempt in _since_resumption(attempts) for one in attempt.history)
 
 
 def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:
-    """Return the attempts since the last `hpc resume`, because a person has looked at the earlier failures."""
+    """Return the attempts since the last `hpc resume`. Earlier failures do not count: a person has looked at them."""
     counted = list[Attempt]()
     for attempt in attempts:
         counted = [] if attempt.resumed else [*counted, attempt]
@@ -134,7 +131,7 @@ def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:
 
 
 def budget_now(attempts: Sequence[Attempt]) -> Budget:
-    """Like `budget_of`, but the step from which the ranks of a running attempt started already counts as progress."""
+    """Return what `budget_of` returns, but count the step from which a running attempt's ranks started as progress."""
     last = [replace(attempts[-1], cause="")] if attempts and attempts[-1].cause is None else attempts[-1:]
     return budget_of([*attempts[:-1], *last])
 

@@ -159,7 +159,7 @@ class History:
         return lost
 
     def unfinished_handover(self, attempt: int) -> Handover | None:
-        """Return the claim to submit the job after `attempt` (0: the first job); None without one, or if it is done."""
+        """Return the unfinished claim to submit the job after `attempt` (0: the first job); None if there is none."""
         kinds = Handover | Submitted | Resubmitted | Requeued
         own = [event for event in self.events if isinstance(event, kinds) and (event.attempt or 0) == attempt]
         return own[-1] if own and isinstance(own[-1], Handover) else None

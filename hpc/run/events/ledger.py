@@ -137,7 +137,7 @@ def _is_of_unknown_kind(line: bytes) -> bool:
 
 
 def _happened_at(event: Event) -> float:
-    """Return an event's time; for a failure recorded only after torchrun has replaced the ranks, the failure's time."""
+    """Return the time that orders an event. A rank's failure may be recorded after the restart that it caused."""
     if isinstance(event, Interrupted) and event.cause not in {Cause.HANG, Cause.NODE_FAILURE}:
         return event.time if event.failed_at is None else event.failed_at
     return event.time

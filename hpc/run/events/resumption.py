@@ -33,7 +33,7 @@ def next_resumption(run: RunDir) -> int:
 
 
 def record_resumption(run: RunDir, resumed: Resumed) -> bool:
-    """Record that the user has resumed the run. Return False if another process was first.
+    """Record that the user has resumed the run. Return False if another process has recorded this resumption.
 
     `resumed.cancellations` is the number of the cancellations so far, which no longer count.
     """

@@ -136,7 +136,7 @@ def gpu_hours(
 
 
 def _productive_seconds(starts: Sequence[TrainStarted], last_logged: Mapping[str, Any]) -> float | None:
-    """Return the GPU-seconds of all steps that count; steps of a fork's original do not. None if not recorded."""
+    """Return the GPU-seconds of all steps that count, without those of a fork's original; None if not recorded."""
     if last_logged.get("train_seconds") is None:
         return None
     # A start's `train_seconds` are the seconds of the steps that count until then. Each of its ranks uses one GPU.
