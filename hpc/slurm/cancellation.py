@@ -23,7 +23,7 @@ _OVER = frozenset({"completed", "cancelled"})
 
 
 def cancel_run(run: RunDir, before: str, *, final: bool = False) -> bool:
-    """Cancel a run in the state `before`. Return False if it had ended. Raises TorchrelayError if a step fails."""
+    """Cancel a run, whose state is `before`. Return False if it was complete or cancelled. Raises TorchrelayError."""
     on_slurm = RunSpec.load(run).cluster == "slurm"
     problems = _end_jobs(run) if on_slurm else []
     # A failed run is cancelled, too, because a supervisor may be about to submit its next job.

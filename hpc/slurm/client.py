@@ -16,7 +16,7 @@ from hpc.base.errors import TorchrelayError
 from hpc.run.causes import JobState
 from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
 
-# Without an answer from the controller, each of Slurm's commands retries for tens of seconds.
+# Without an answer from slurmctld, each of Slurm's commands retries for tens of seconds.
 _TIMEOUT_SECONDS = 30
 _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 # The commands take defaults from these variables: SQUEUE_PARTITION would hide the jobs of other partitions, and with
@@ -239,8 +239,8 @@ def submit(
     Raises:
         TorchrelayError: sbatch refused the script, or Slurm does not answer.
     """
-    # This overrides the user's --sbatch dependency=, for which the run's first job has already waited. If a job that it
-    # names has failed since, the new job would never start.
+    # --dependency overrides the user's --sbatch dependency=, for which the run's first job has already waited. If a job
+    # in the user's dependency has failed since, the new job would never start.
     options = [
         "--parsable",
         "--begin=now",
@@ -260,7 +260,7 @@ def hostnames(nodes: str) -> list[str]:
 
 
 def is_headless(job: SlurmJob) -> bool:
-    """Return whether a running job has lost the node of its script. With --no-kill it keeps its other nodes."""
+    """Return whether a running job has lost the node of its batch script. With --no-kill, it keeps its other nodes."""
     return job.state is JobState.RUNNING and job.batch_host not in hostnames(job.nodes)
 
 

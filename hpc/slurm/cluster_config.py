@@ -60,7 +60,7 @@ def _max_submit_jobs() -> float | None:
 
 
 def choose_partition(name: str | None, partitions: Sequence[Fields]) -> Fields:
-    """Return the partition `name`; None is the default one. If there is none, UserError lists the names of all."""
+    """Return the partition `name`, or the default one if None. Raises UserError, with all names, if it is missing."""
     for partition in partitions:
         if partition.get("PartitionName") == name or (name is None and partition.get("Default") == "YES"):
             return partition

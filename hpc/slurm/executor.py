@@ -131,7 +131,7 @@ class SlurmExecutor(SubmititSlurm):
         return self.shorter.options if self.shorter else []
 
     def prepare(self, directory: RunDir) -> None:
-        """Find the jobs to wait for, and write the job's files into `directory`, which is not yet named after the run.
+        """Find the jobs to wait for, and write the job's files into `directory`, which still has a temporary name.
 
         Raises:
             TorchrelayError: Slurm does not answer; or a run of --after-ok did not complete, or a run to wait for has

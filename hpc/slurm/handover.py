@@ -56,7 +56,7 @@ _PREEMPTED = re.compile(rb"CANCELLED AT ([-:T\d]+) DUE TO PREEMPTION")
 # Bytes to search at the end of the log: the agents print little after slurmstepd's line.
 _LOG_BYTES = 2**17
 HANDOVER_SECONDS = 100.0
-"""Seconds of the longest handover: at most three of Slurm's commands, with their timeouts."""
+"""Seconds that a handover may take, for example if three of Slurm's commands time out."""
 
 
 def record_end(run: RunDir, ended: AttemptEnded) -> bool:
@@ -73,7 +73,7 @@ def record_end(run: RunDir, ended: AttemptEnded) -> bool:
 def record_missing_end(
     run: RunDir, last: Attempt, detail: str, *, cause: Cause = Cause.LOST, suspect: str | None = None
 ) -> bool:
-    """Record that an attempt without a recorded end ended at its last heartbeat. Return what `record_end` returns.
+    """Record the missing end of an attempt, at its last heartbeat. Return False if another process was first.
 
     A preemption of the job, or a node that Slurm has marked down, may replace `cause` and the node `suspect`.
     """
@@ -121,13 +121,13 @@ def _end_file(run: RunDir, attempt: int) -> Path:
 
 
 def last_step(run: RunDir) -> int | None:
-    """Return the last step in metrics/train.jsonl, which a script may write; None if it has no whole number there."""
+    """Return the last step in metrics/train.jsonl; None without a whole number there. A script may write this file."""
     step = (last_json_line(run.train_metrics) or {}).get("step")
     return step if type(step) is int else None
 
 
 def handover_deadline(claim: Handover | None) -> float:
-    """Return the time until which the process that made a claim may finish; 0 if it died, or if `claim` is None."""
+    """Return the time until which the claiming process may still submit; 0 if it died, or if `claim` is None."""
     if claim is None or (claim.host == socket.gethostname() and not is_alive(claim.pid, claim.started)):
         return 0.0
     return claim.time + HANDOVER_SECONDS
@@ -140,7 +140,7 @@ def this_process() -> dict[str, Any]:
 
 
 def claim_next_job(run: RunDir, attempt: int, seen: History) -> bool:
-    """Claim the submission of the job after an attempt. Return False if another process has claimed it.
+    """Claim the submission of the job after an attempt. Return False if another process has a claim that still holds.
 
     Of several processes that have `seen` the same events, only one can create the file of the claim.
     """
@@ -160,7 +160,7 @@ def has_own_script(run: RunDir) -> bool:
 
 
 def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Collection[str]) -> str:
-    """Submit the run's next job and return its id. If an earlier sbatch has queued one unnoticed, return that one's id.
+    """Submit the run's next job and return its id. If an earlier sbatch queued a job unnoticed, return its id.
 
     `excluded` comes from `nodes_to_exclude`, and `old` are the ids of the run's jobs so far.
 

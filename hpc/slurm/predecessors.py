@@ -46,7 +46,7 @@ class Predecessor:
 
     @property
     def problem(self) -> str | None:
-        """Reason why nobody can wait for this run, and what to type; None if it has a job, or if the wait is over."""
+        """Reason why no job can wait for this run, and what to type; None if it has a job, or if the wait is over."""
         name = self.run.name
         if self.is_over or (self.outcome is None and self.job_id):
             return None

@@ -16,7 +16,7 @@ from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 
-# A shortened job fits if it starts within these minutes. After them, --time-min lets Slurm shorten it further.
+# A shortened job that starts within these minutes ends in time. Later, --time-min lets Slurm shorten it further.
 _SPARE_MINUTES = 1
 
 

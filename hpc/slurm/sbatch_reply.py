@@ -22,7 +22,7 @@ class StartEstimate:
 
 
 def parse_estimate(printed: str) -> StartEstimate | None:
-    """Return the estimate in the output of `sbatch --test-only`; None if the job cannot start."""
+    """Return the estimate in the output of `sbatch --test-only`; None if sbatch printed none."""
     match = _ESTIMATE.search(printed)
     return StartEstimate(time=match["time"], nodes=match["nodes"]) if match else None
 
