@@ -19,7 +19,7 @@ class GroupSpec:
     """The settings that all runs of a group have in common."""
 
     parallel: int
-    """The number of runs at the same time."""
+    """The maximum number of runs at the same time."""
     settings: Mapping[str, Any]
     """Values by flag without dashes, including the user's defaults at the start of the group."""
     script: tuple[str, ...]
@@ -59,7 +59,7 @@ class GroupDir(Generic[Spec]):
 
     @property
     def cancelled(self) -> Path:
-        """The file by which `hpc cancel` cancels the group."""
+        """A file that exists once `hpc cancel` has cancelled the group."""
         return self.path / cli.CANCELLED_GROUP
 
     @property
@@ -68,7 +68,7 @@ class GroupDir(Generic[Spec]):
         return self.path / "report" / f"{self.KIND}.html"
 
     def run(self, name: str) -> RunDir:
-        """Return a run of the group. As Slurm and trackers show no groups, its full name begins with the group's."""
+        """Return a run of the group. Its name begins with the group's, because Slurm and trackers show no groups."""
         return RunDir(self.path / f"{self.path.name}-{name}")
 
     def save(self, spec: Spec) -> None:

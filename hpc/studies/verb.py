@@ -98,7 +98,7 @@ def go_on(group: GroupDir[Spec], runs_dir: Path, hint: str, **changes: Any) -> S
 
 
 def tell_on(*, as_json: bool) -> Callable[[str], None]:
-    """Return a function that prints a line with the time; with `as_json`, to standard error."""
+    """Return a function that prints a line with the time: to stderr if stdout is for JSON (`as_json`)."""
     out = sys.stderr if as_json else sys.stdout
     return lambda line: print(visible(f"{time.strftime('%H:%M:%S')} {line}"), file=out, flush=True)
 
@@ -107,7 +107,7 @@ def look_after(group: GroupDir[Any], controller: GroupController, *, once: bool,
     """Let the controller work until the group is over; with `once`, let it work once.
 
     Raises:
-        UserError: the first run cannot be submitted. The directory is removed if this process has made it.
+        UserError: the first run cannot be submitted. If `is_new`, the directory is removed, unless it has a run.
         TorchrelayError: Slurm does not answer, and `once` is set; without `once`, the controller tries again.
     """
     try:

@@ -82,7 +82,7 @@ def run_delivery(run: RunDir, *, retry: bool = False, failure: str | None = None
     """Send the due messages in a separate process, which may take 25 s.
 
     Raises:
-        OSError, subprocess.SubprocessError: the process did not start, failed, or was too slow; it prints to stderr.
+        OSError, subprocess.SubprocessError: the process did not start, failed (its stderr says why), or was too slow.
     """
     command = [sys.executable, "-P", "-m", __name__, str(run.path), *(["--retry"] if retry else [])]
     command += [] if failure is None else [f"--failure={failure}"]
@@ -200,7 +200,7 @@ class _Warnings(logging.Handler):
 def without_secrets(text: str, address: str) -> str:
     """Return a text without the parts of an address that may be a password: all parts except the scheme.
 
-    Parts of up to three characters, such as a port, stay, because they occur within other words.
+    Parts of up to three characters, such as `443`, stay, because they occur within other words.
     """
     _, _, rest = address.partition("://")
     written = [part for part in re.split(r"[/:@?&=,+\s]+", rest) if len(part) > 3]

@@ -33,10 +33,7 @@ class Notice:
 
 
 def notices_of(run: Path, history: History, interruptions: int) -> list[Notice]:
-    """Return all notices about a run until now.
-
-    More than `interruptions` interruptions within an hour make a notice.
-    """
+    """Return the notices of a run's completion or failure, and of over `interruptions` interruptions in an hour."""
     outcome = history.outcome
     found = [_ended(run, outcome, history)] if outcome and outcome != "cancelled" else []
     causes = _interruptions(history, failed=outcome == FAILED)
@@ -58,7 +55,7 @@ def failure_notice(run: Path, attempt: int, reason: str, at: float) -> Notice:
 
 
 def unsent_messages(history: History) -> list[dict[str, str | None]]:
-    """Return notice, recipient and problem of each unsent message. The problem of one that is being sent is None."""
+    """Return notice, recipient and problem of each unsent message. The problem is None while it is being sent."""
     last = {(event.notice, event.recipient): event for event in history.of(OfMessage)}
     return [
         {"notice": one.notice, "recipient": one.recipient,

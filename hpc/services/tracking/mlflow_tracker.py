@@ -47,7 +47,7 @@ class MlflowTracker:
         self.url = page if uri.startswith("http") else shown
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send points. After an interrupted call, the next call sends them again: MLflow's database keeps each once."""
+        """Send points. After an interrupted call, the next call repeats points, of which MLflow keeps a single copy."""
         metrics = [
             (point, Metric(name, value, round(1000 * (point.time or 0.0)), point.step))
             for point in points
@@ -74,7 +74,7 @@ class MlflowTracker:
 
 
 def create_run(run: RunDir, spec: RunSpec) -> str:
-    """Make the run at MLflow, and return its id, which the server chooses. Raises the errors of `open_tracker`."""
+    """Make the run at MLflow, and return its id, which the server chooses. Raises UserError or TrackingError."""
     client, uri = _client()
     with _errors(uri):
         return str(_create(client, run, spec).info.run_id)

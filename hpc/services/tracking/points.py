@@ -10,7 +10,7 @@ from hpc.base.files import read_json_lines
 BOOKKEEPING = frozenset(
     {"step", "epoch", "attempt", "time", "train_seconds", "seconds", "correct", "total", "corrupt"}
 )  # fmt: skip
-"""Fields without a curve: they say where a line belongs, or only complete other numbers."""
+"""Fields that get no curve, because they identify a line, or only complete other numbers."""
 _EVALUATIONS = "eval"
 
 

@@ -30,7 +30,7 @@ def check_ready(service: Service) -> None:
 def at_trackers(run: RunDir, spec: RunSpec) -> Iterator[RunSpec]:
     """Make the run at MLflow if its flags name MLflow, and yield the spec with the run's id there.
 
-    Nodes may not reach MLflow's server. The run at MLflow is deleted if the submission fails. Raises TrackingError.
+    The login node makes it, as nodes may not reach the server. A failed submission deletes it. Raises TrackingError.
     """
     if "mlflow" not in spec.tracker:
         yield spec

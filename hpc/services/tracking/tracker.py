@@ -1,7 +1,7 @@
 """A run at a tracker: it stays one run, however often it is interrupted. Runs on compute nodes and the login node.
 
-The tracker itself stores the last step of each series. So neither nodes nor `hpc sync` send a point twice, and no file
-has to agree with the tracker.
+The tracker itself stores the last step of each series. So nodes and `hpc sync` send only newer points, and no file has
+to agree with the tracker.
 """
 
 import re

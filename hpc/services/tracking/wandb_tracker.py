@@ -77,7 +77,7 @@ class WandbTracker:
             self._run.log(line if point.time is None else {**line, "_timestamp": point.time})
 
     def close(self, outcome: Outcome | None) -> None:
-        """Wait until all points are sent. W&B calls a run without an outcome preempted until the run is resumed."""
+        """Wait until all points are sent. Without an outcome, W&B shows the run as preempted until it is resumed."""
         try:
             if outcome is None:
                 self._run.mark_preempting()

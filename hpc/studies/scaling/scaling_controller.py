@@ -1,6 +1,6 @@
 """Starts the runs of a scaling study, one size after the other, and follows them. Runs on the login node.
 
-The controller's state is in the runs alone: it may be killed at any moment and started again.
+All state is in the runs, so the controller may be killed at any moment and started again.
 """
 
 import time
@@ -76,7 +76,7 @@ class ScalingController:
         self._on_page = {*self._ended}
 
     def _start(self, size: Size) -> bool:
-        """Submit the run of a size. Return False if that is refused; for the first size, raise UserError instead."""
+        """Submit the run of a size. Return False if it is refused; for the first size, raise UserError instead."""
         run = self._study.run(size.name)
         try:
             if start_member(self._study, self._spec, run, self._spec.settings_of(size), script_values(size)):
@@ -90,7 +90,7 @@ class ScalingController:
         return True
 
     def _follow(self, size: Size, summary: Summary) -> bool:
-        """Return whether the run of a size goes on. A script ends after the study's minutes; our trainer obeys them."""
+        """Return whether a size's run goes on. Cancel a script after the study's minutes; our trainer ends itself."""
         state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:
             self._ended.add(size)

@@ -60,7 +60,7 @@ def _distinct(param: str, values: Sequence[str]) -> list[str]:
 
 
 def grid_of(space: "Mapping[str, BaseDistribution]") -> list[dict[str, str]]:
-    """Return all combinations of values; the last parameter varies fastest. Raises UserError if one is a range."""
+    """Return all combinations of values; the last parameter varies fastest. Raises UserError for a range."""
     lists: list[list[str]] = []
     for name, values in space.items():
         choices = getattr(values, "choices", None)

@@ -1,6 +1,6 @@
 """Starts the trials of a sweep, follows them, and reports their results to Optuna. Runs on the login node.
 
-The controller's state is in Optuna's journal and the runs: it may be killed at any moment and started again. A second
+All state is in Optuna's journal and the runs, so the controller may be killed at any moment and started again. A second
 controller does no harm: only one of the two makes a run's directory, and only one tells Optuna of a trial's end.
 """
 
@@ -84,7 +84,7 @@ class SweepController:
         return not self._running()
 
     def write_result(self) -> None:
-        """Write the best trial and the page if another trial has ended."""
+        """Write the best trial and the page if a trial has ended since they were last written."""
         ended = sum(trial.state.is_finished() for trial in self.study.get_trials(deepcopy=False))
         if ended == self._on_page:
             return
@@ -133,7 +133,7 @@ class SweepController:
             self._tell(f"{name} is {state}{why}: {settings_text(trial.params)}")
 
     def _start(self, trial: FrozenTrial) -> None:
-        """Submit the run of a trial. If that is refused, give the trial up; for the first one, also raise UserError."""
+        """Submit a trial's run. If it is refused, give the trial up; for the first trial, also raise UserError."""
         spec, run = self._spec, self._sweep.trial(trial.number)
         values = {name: shown(value) for name, value in trial.params.items()}
         try:
