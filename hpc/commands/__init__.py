@@ -1,1 +1,1 @@
-"""The commands, a file each, in the groups that `hpc help` shows, and the Python API. Runs on the login node."""
+"""The commands, one file each, in the groups of `hpc help`, and the Python API. Runs on the login node."""

@@ -50,12 +50,12 @@ _COLUMNS = ("run", "state", "job_id", "attempt", "epoch", "step", "images_per_se
 
 
 class _Given:
-    """Keeps the flags that were given. `submit` reads the others from the user's defaults."""
+    """Records which flags the caller gave, because `submit` takes all others from the user's defaults."""
 
     given: Mapping[str, Any]
 
     def __new__(cls, **given: Any) -> Self:
-        """Make a request and keep what was given."""
+        """Make a request, and record the flags that the caller gave."""
         made = super().__new__(cls)
         object.__setattr__(made, "given", given)
         return made
@@ -67,7 +67,7 @@ class _RunRequest(_Given, RunFlags, Resources, Recovery, Network, Notification):
     gpus_per_node: int | str = 1  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Check nothing yet: a recipe, or the user's defaults, may set what is not given."""
+        """Skip the base classes' checks: `submit` makes them after it has added a recipe and the user's defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Run:
         return table if table.empty else table.drop_duplicates(keys, keep="last").sort_values(keys, ignore_index=True)
 
     def logs(self, rank: int | None = None, attempt: int | None = None) -> str:
-        """Return the output of the ranks and node agents, or of one rank or attempt."""
+        """Return the output of all ranks and node agents; with `rank` or `attempt`, only that of the selected ranks."""
         lines = LogReader(self._run, rank, attempt).new_lines(ended=True)
         return "".join(f"{line['line']}\n" for line in lines)
 
@@ -145,6 +145,7 @@ class Run:
 
         Raises:
             UserError: the run has not ended, or a flag cannot change (use `fork`).
+            TorchrelayError: Slurm refuses the job, or another process has resumed the run.
         """
         options = resumed_run.options_of(self._with(flags))
         slurm.adopt_environment(os.environ)

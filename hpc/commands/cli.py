@@ -21,7 +21,7 @@ from hpc.slurm import client as slurm
 from training.config import defaults
 
 GROUPS, CANCELLED_GROUP = ("sweep", "scaling"), "cancelled"
-"""The directory of a group of runs (hpc.studies) has sweep.json or scaling.json. `hpc cancel` adds CANCELLED_GROUP."""
+"""The directory of a group of runs has sweep.json or scaling.json, and CANCELLED_GROUP if the group is cancelled."""
 print_json, versioned = program.print_json, program.versioned
 
 
@@ -30,13 +30,13 @@ class Reading:
     """How to read the command line of a verb that needs more than its own flags."""
 
     complete: Callable[[dict[str, Any]], Any] | None = None
-    """Makes the options from what was typed (`program.read`), with the defaults that depend on it."""
+    """Makes the options from the typed flags (`program.read`), and adds further defaults. None: `program.build`."""
     refused: tuple[type[Any], ...] = ()
     """Dataclasses of flags that the verb does not accept. If one is given, `complete` raises an error that says why."""
     explain: program.Explanation = lambda _argv, _at: None
     """Returns what to type instead of a word that cannot be read (`program.read`)."""
     shown: program.Help = program.ALL_FLAGS
-    """Flags that the help shows."""
+    """Flags that the help leaves out, or shows without a default."""
 
 
 PLAIN = Reading()
@@ -160,7 +160,7 @@ def _is_group(path: Path) -> bool:
 
 
 def find_own_run(run: str, runs_dir: Path) -> RunDir:
-    """Find a run as `find_run` does, to act on it. Raises UserError also if others made the run or can change it."""
+    """Return a run to act on, as `find_run` does. Raises UserError also if another user owns it or can change it."""
     found = find_run(run, runs_dir)
     check_is_own(found)
     return found

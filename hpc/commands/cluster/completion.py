@@ -53,9 +53,9 @@ def completion(options: CompletionOptions) -> int:
 
 
 def _without_texts(options: Any) -> Any:
-    """Leave out the help of flags: tyro's scripts would offer the second line of a text as a word.
+    """Return options without help texts, because tyro's scripts would offer the second line of a text as a word.
 
-    Leave out defaults too: fish passes all flags of all verbs to Python in one argument, which Linux limits to 128 KiB.
+    The defaults are left out, too: fish passes all flags of all verbs in one argument, which Linux limits to 128 KiB.
     """
     nothing = tyro.conf.arg(help="", help_behavior_hint="")
     return options if get_args(options) else program.annotated(options, lambda _: nothing)

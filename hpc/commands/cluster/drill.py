@@ -1,7 +1,7 @@
 """`hpc drill`: cause a failure in a run, wait until it trains again, and print the cost. Runs on the login node.
 
-It needs only the rights of the run's owner. On the testbed, node-kill cuts a node's power and preempt submits an urgent
-job. On other clusters, node-kill kills all processes of the run on the node, and preempt requeues the run's job.
+On the testbed, node-kill cuts a node's power, and needs root; preempt submits an urgent job. On other clusters,
+node-kill kills all processes of the run on the node, and preempt requeues the run's job; both need no root.
 """
 
 import os
@@ -62,7 +62,7 @@ class DrillTarget:
 
 
 def drill(options: DrillOptions) -> int:
-    """Ask for confirmation, cause the failure, wait, and print the interruptions."""
+    """Ask, cause the failure, wait, and print the interruptions. Returns 1 if the run has failed or is cancelled."""
     run = cli.find_own_run(options.run, options.runs_dir)
     target = target_of(options, run, summaries([run])[0])
     command, action = plan(options.kind, target)
@@ -162,7 +162,7 @@ def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[st
 
 
 def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
-    """Wait until the run trains again or has ended. Returns its interruptions except the first `before`.
+    """Wait until the run trains again or has ended. Returns the interruptions that follow the first `before`.
 
     With disk-full, a save without an interruption also ends the wait. Raises TorchrelayError after 15 minutes.
     """

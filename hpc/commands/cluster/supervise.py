@@ -22,7 +22,7 @@ _MAX_POLL_SECONDS = 300.0
 
 
 def supervise(options: SuperviseOptions) -> int:
-    """Check all runs and act, once or until Ctrl-C."""
+    """Check all runs and act, once or until Ctrl-C. With --once, returns 1 if an action failed."""
     interval = float(duration_seconds("--interval", options.interval))
     if interval < 1 or options.max_parallel_requeues < 1:
         raise UserError("use 1s or more for --interval, and 1 or more for --max-parallel-requeues")
@@ -47,7 +47,7 @@ def supervise(options: SuperviseOptions) -> int:
 
 
 def _print(lines: list[Line], options: SuperviseOptions) -> None:
-    """Print the actions. With --dry-run, print also the runs that are left alone, and why."""
+    """Print the actions and problems. With --dry-run or --once --json, also print the runs that are left alone."""
     if options.json and (options.once or options.dry_run):
         cli.print_json(lines)
         return

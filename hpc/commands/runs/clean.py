@@ -214,7 +214,7 @@ def _package_copies(runs_dir: Path) -> list[PackageCopies]:
 
 
 def _remove(options: CleanOptions, found: Sequence[Holding], packages: Sequence[PackageCopies]) -> list[str]:
-    """Remove the runs and packages, and what interrupted removals and submissions left. Returns what went wrong."""
+    """Remove runs or their checkpoints, packages, and leftovers of killed processes. Returns a sentence per failure."""
     problems, runs = list[str](), [RunDir(Path(one.run_dir)) for one in found]
     for place in {*_places(options, found), *(run.path for run in runs)}:
         remove_abandoned(place, ".*", _is_abandoned)
@@ -235,10 +235,10 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, if it exists. Under its name, the directory is always whole or gone.
+    """Remove a directory, if it exists. It is renamed first, so that no process sees a part of it under its name.
 
     Raises:
-        OSError: the directory could not be renamed, and is untouched, or a part is left under the new name.
+        OSError: the directory could not be renamed, and is unchanged; or a part of it is left under the new name.
     """
     doomed = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.{_ENDING}")
     try:

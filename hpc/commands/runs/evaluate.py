@@ -1,8 +1,8 @@
 """`hpc evaluate`: submit a run that evaluates the model of another run, or an exported file. Login node.
 
 The evaluation is a run of its own: it is staged, started, interrupted and continued like a training, and commands such
-as `hpc status` accept it. It has hard links to the other run's model, so that run may meanwhile continue or be removed.
-It never changes the other run.
+as `hpc status` accept it. It has hard links to the other run's model, so the other run may continue or be removed
+meanwhile. The evaluation never changes the other run.
 """
 
 import json
@@ -126,7 +126,7 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
     """Return the exported file or the run of this name.
 
     Raises:
-        UserError: there is neither, or the run is an evaluation or a user's script.
+        UserError: no file and no run has this name, or the run is an evaluation or a user's script.
     """
     path = Path(name).expanduser()
     if path.suffix in _EXPORTED or path.is_file():
@@ -278,7 +278,7 @@ def _give_model(subject: Subject, task: EvaluationTask, run: RunDir, spec: RunSp
 
 
 def _is_whole(source: RunDir, run: RunDir) -> bool:
-    """Return whether the new run's model is whole. To a whole checkpoint, add the file that describes the model."""
+    """Return whether the new run's model is whole. Give a whole checkpoint a copy of the model card, which it lacks."""
     if (run.model / STATE_VALUES).exists():
         card = _card(source)
         if find_damage(run.model) or card is None:

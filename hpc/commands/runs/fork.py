@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def options_of(given: Mapping[str, Any]) -> ForkOptions:
-    """Complete the given flags with the settings of the other run. Raises UserError if one is wrong."""
+    """Complete the given flags with the settings of the other run. Raises UserError if a flag is wrong."""
     name = given.get("run")
     if name is None:
         raise UserError("no run is named: type hpc fork NAME --name NEW; hpc status lists the runs")
@@ -83,7 +83,7 @@ def options_of(given: Mapping[str, Any]) -> ForkOptions:
 
 
 def fork(options: ForkOptions) -> NewRun:
-    """Submit a run with the newest intact checkpoint of the other one. Raises as `start_run`."""
+    """Submit a run that starts from the other run's newest intact checkpoint. Raises as `start_run`."""
     source = cli.find_own_run(options.run, options.runs_dir)
     if not list_checkpoints(source.checkpoints):
         raise UserError(

@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def study(spec_of: Callable[[ScalingDir, Any], ScalingSpec], options: Options) -> int:
-    """Start or continue a study, and look after it until its end. Returns 1 if nothing was measured."""
+    """Start or continue a study, and follow its runs to the end. Returns 1 if nothing was measured."""
     directory = directory_of(ScalingDir, options.name, options.runs_dir)
     spec = spec_of(directory, options)
     from hpc.studies.scaling.scaling_controller import ScalingController  # noqa: PLC0415 - imports Bokeh

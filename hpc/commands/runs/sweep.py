@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sweep(spec_of: Callable[[SweepDir, Any], SweepSpec], options: Options) -> int:
-    """Start or continue a sweep, and look after it until its end. Returns 1 if no trial was completed."""
+    """Start or continue a sweep, and follow its trials to the end. Returns 1 if no trial was completed."""
     need_package("optuna", "sweep", "hpc sweep")
     directory = directory_of(SweepDir, options.name, options.runs_dir)
     spec = spec_of(directory, options)

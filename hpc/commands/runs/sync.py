@@ -1,6 +1,6 @@
 """`hpc sync`: send the metrics of runs to Weights & Biases or MLflow, from the login node.
 
-Use it for nodes without internet, and for runs without --tracker. It does not send again what the tracker has.
+It is for nodes without internet, and for runs without --tracker. It sends only the points that the tracker lacks.
 """
 
 import sys
@@ -45,7 +45,7 @@ class SyncOptions(cli.RunsOptions):
 
 
 def sync(options: SyncOptions) -> int:
-    """Send the metrics of runs. Returns 1 if that failed for a run."""
+    """Send the metrics of the runs. Returns 1 if the metrics of a run could not be sent."""
     if not options.run:
         raise UserError("no run is named: type hpc sync NAME, or several names; hpc status lists them")
     runs = [cli.find_own_run(name, options.runs_dir) for name in options.run]

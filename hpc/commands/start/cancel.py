@@ -1,4 +1,4 @@
-"""`hpc cancel`: end runs; `hpc resume` continues them, unless they end for good. Runs on the login node."""
+"""`hpc cancel`: end runs; `hpc resume` can continue them, unless --final was given. Runs on the login node."""
 
 import sys
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class CancelOptions(cli.RunsOptions):
 
 
 def cancel(options: CancelOptions) -> int:
-    """End the runs and record that. Returns 1 if a run may still go on. Runs that had ended stay as they are."""
+    """Cancel the runs that are not complete. Returns 1 if a run may still go on."""
     if not options.run:
         raise UserError("no run is named: type hpc cancel NAME, or several names; hpc status lists them")
     runs = cli.find_runs(options.run, options.runs_dir)

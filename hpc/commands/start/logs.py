@@ -125,7 +125,7 @@ def first_error(history: History) -> RankFailed | AttemptEnded | None:
 
 
 def _follow(options: LogsOptions, reader: LogReader) -> None:
-    """Print until the run has ended and its last lines are printed; with --json one document per line."""
+    """Print new lines until the run has ended. With --json, print one document per line."""
     cache, polled, ended = StatusCache(), 0.0, False
     form = _as_json if options.json else partial(_for_people, raw=options.raw)
     while not ended:
