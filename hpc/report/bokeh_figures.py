@@ -170,7 +170,7 @@ def _has_trend(series: Series) -> bool:
 
 
 def _draw_series(drawn: figure, series: Series, most: int) -> Any:
-    """Draw a line, faint behind its trend if it is noisy. Return the part that shows values under the mouse."""
+    """Draw a line, faint behind its trend if it has one. Return the renderer whose values the mouse pointer shows."""
     has_trend, color = _has_trend(series), COLORS[series.color]
     points = series.points.loc[extremes(series.points["value"], most)]
     # 32 bits are more precise than a figure can show, and halve the size of the page.
@@ -192,7 +192,7 @@ def _draw_series(drawn: figure, series: Series, most: int) -> Any:
 
 
 def _marks(record: RunRecord, clock: Clock, now: float) -> list[dict[str, Any]]:
-    """Return the strips that mark interruptions, queues and every second attempt, with steps, times and epochs."""
+    """Return strips that mark interruptions, queues and every second attempt, with ends in steps, epochs and time."""
     per_epoch, began = record.steps_per_epoch or np.nan, record.began or np.nan
 
     def strip(color: str, steps: tuple[float, float], times: tuple[float, float], text: str = "") -> dict[str, Any]:

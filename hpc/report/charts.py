@@ -153,7 +153,7 @@ def charts_of(records: Sequence[RunRecord], clock: Clock) -> list[Chart]:
 
 
 def _tables(record: RunRecord, shown: Sequence[RunRecord]) -> dict[str, pd.DataFrame]:
-    """Return a table of metrics for each line. If the run is a fork of a shown run, omit the steps of that run."""
+    """Return the metrics of each line, by the line's name. Leave out the steps that a fork copied from a shown run."""
     train, evaluations = record.train, record.evaluations
     if any(record.is_fork_of(other) for other in shown):
         train, evaluations = (table[table["attempt"] != 0] for table in (train, evaluations))

@@ -62,7 +62,7 @@ def flat_settings(spec: RunSpec) -> dict[str, str]:
 
 
 def settings_with_defaults(spec: RunSpec) -> dict[str, str]:
-    """Return every setting that two runs may share. Unset settings are `default`, but `lr` is computed."""
+    """Return the settings to compare with another run's. Unset ones are `default`, except `lr`: it is computed."""
     settings = {name: value for name, value in flat_settings(spec).items() if name not in _OF_ONE_RUN}
     training = spec.training
     if training:

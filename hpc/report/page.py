@@ -78,7 +78,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
 def comparison_page(
     records: Sequence[RunRecord], links: Sequence[str | None], tables: Sequence[str], now: float
 ) -> str:
-    """Return the HTML of the page that compares runs. `links` has the path of each run's own page, or None."""
+    """Return the HTML of the page that compares runs. `links` has the path of each run's own page; None without one."""
     labelled = list(zip(labels_of(records), records, strict=True))
     differing = _differing_settings({label: record.spec for label, record in labelled if record.spec})
     few = len(differing) <= _MOST_SETTING_COLUMNS

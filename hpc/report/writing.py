@@ -47,7 +47,7 @@ def write_report(runs: Sequence[RunDir], path: Path) -> tuple[list[str], bool]:
 
 
 def own_page(run: RunDir) -> Path | None:
-    """Write a run's own page if it has new events, and return the page's path; None if the run was not submitted."""
+    """Write a run's own page unless it is newer than the events. Return its path; None if the run was not submitted."""
     if not run.spec.exists():
         return None
     recorded = max((path.stat().st_mtime for path in run.events.glob("*.jsonl")), default=0.0)

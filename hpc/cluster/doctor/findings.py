@@ -113,7 +113,7 @@ class LoginNode:
     """Type of the runs directory's file system. None if unknown."""
     torch: TorchBuild | None
     runs_lack: tuple[Feature, ...] = ()
-    """Features that the file system of the runs directory was found to lack. Empty if they could not be tried."""
+    """Features that the file system of the runs directory lacks. Also empty if the features cannot be tested."""
     automounted: str | None = None
     """Directory below which autofs mounts the runs directory on demand. None if autofs does not mount it."""
     nodes_see_runs: bool = False

@@ -209,7 +209,7 @@ def _max_submit_jobs(site: ClusterFacts) -> Finding | None:
 
 def _private_tmp(site: ClusterFacts) -> Finding | None:
     config = site.cluster.config
-    kind = config.get("JobContainerType", config.get("NamespaceType"))  # its name since Slurm 25.11
+    kind = config.get("JobContainerType", config.get("NamespaceType"))  # the new name since Slurm 25.11
     if kind is None:
         return None
     if kind.rpartition("/")[2] not in {"tmpfs", "linux"}:

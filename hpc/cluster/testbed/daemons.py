@@ -18,7 +18,7 @@ USABLE_STATES = frozenset({"idle", "mixed", "allocated", "completing"})
 
 
 def _start_on_login_host(*command: str | Path, paths: TestbedPaths, log: Path, **environment: str) -> None:
-    """Start a daemon of the login host; `log` gets its output until it opens its own log."""
+    """Start a daemon of the login host. Its output goes to the file `log` until the daemon opens its own log."""
     host = nodes.inside_fresh(paths.controller_uts, "mount")
     start(*host, "/bin/sh", paths.login_script, *command, log=log, **environment)
 
@@ -63,8 +63,7 @@ def node_states(paths: TestbedPaths) -> dict[str, str]:
     """Return the state of each node, in the words of `parse_states`; an empty dict if slurmctld does not answer."""
     if running_slurm_conf() is None:
         return {}
-    # sinfo must list all nodes. For a single node (-n) that it has marked down, Slurm 22.05 reports `mixed*`, until
-    # somebody asks for all nodes.
+    # List all nodes: for a single node (-n) that is marked down, Slurm 22.05 reports `mixed*` until all are listed.
     sinfo = ("sinfo", "--noheader", "--Node", "--format=%N %T")
     try:
         text = run(*sinfo, timeout_seconds=10, SLURM_CONF=str(paths.slurm_conf))

@@ -116,8 +116,7 @@ class TestbedPaths:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        # The lock of commands that change the testbed. It is not in `root`, because `down` removes `root` while it
-        # holds it.
+        # The lock of commands that change the testbed. It is beside `root`, because `down` holds it and removes `root`.
         self.lock = root.with_name(f"{root.name}.lock")
         # The TestbedShape as JSON: the first file that `up` writes.
         self.state = root / "state.json"

@@ -82,7 +82,7 @@ def revive_node(name: str) -> None:
         if nodes.processes(PATHS.node_net(name)) and _is_usable(name):
             return
         nodes.power_off(name, PATHS)
-        # If a node returned before Slurm missed it, Slurm would keep its dead jobs. So the node is first marked down.
+        # Mark the node down first: if it returned before Slurm noticed, Slurm would keep the jobs that died with it.
         down = ("update", f"NodeName={name}", "State=DOWN", "Reason=testbed")
         run("scontrol", *down, SLURM_CONF=str(PATHS.slurm_conf))
         nodes.power_on(node, PATHS)
@@ -111,8 +111,7 @@ def _running_shape() -> TestbedShape:
 
 def _is_healthy(shape: TestbedShape) -> bool:
     """Return whether a testbed of this shape runs, all daemons answer, and all nodes work."""
-    # Files are compared instead of shapes: for the same shape, another version may write other files; for two shapes
-    # that differ only in an explicit default, the files are the same.
+    # Compare files, not shapes: another version may write other files, and an explicit default gives the same files.
     wanted = render.files(shape, PATHS, socket.gethostname())
     if _recorded_shape() is None or any(not p.is_file() or p.read_text() != text for p, text in wanted.items()):
         return False
