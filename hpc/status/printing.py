@@ -50,7 +50,7 @@ def summaries(runs: Sequence[RunDir]) -> list[Summary]:
 def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
     """Wait for the end of a run. Return 0 if the run completed, 1 if it failed or was cancelled.
 
-    With --json, `answer` is the document of the submission. The only output is this document with the final summary.
+    With --json, `answer` is the submission's document: it is printed alone, with the final summary. Else it is None.
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)

@@ -37,7 +37,7 @@ def warnings_of(history: History, *, completed: bool = False) -> list[str]:
     A completed run gets warnings only about its result and its messages. Most other warnings are about the last
     attempt; two are about the whole run: too little time to save, and a job that refused to start the run.
     """
-    # The whole history is searched: an attempt that finds the run complete does not repeat the event.
+    # The whole history is searched, because an attempt that finds the run complete does not repeat TrainCompleted.
     done, claimed = history.last(TrainCompleted), history.last(Claimed)
     about_end = [*([done.learned_nothing] if done and done.learned_nothing else []), *_unsent(history)]
     if completed:

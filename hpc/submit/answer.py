@@ -1,4 +1,4 @@
-"""Prints the answer of `hpc submit`; with --dry-run, prints the job and when Slurm expects to start it."""
+"""Prints the answer of a submission: the run or, with --dry-run, its job and expected start. Runs on the login node."""
 
 import sys
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
 
 
 def starting_place(run: RunDir, spec: RunSpec) -> str:
-    """Return where a user's script starts, as a sentence: its directory and, if they are not ours, Python and image."""
+    """Return a sentence with a user's script, its directory, and the Python and image that it uses instead of ours."""
     python = f", with {visible(spec.python)}" if spec.python else ""
     image = f" of {visible(spec.container)}" if spec.container else ""
     return f"{visible(program_of(spec.script))} starts in {visible(str(spec.start_directory(run)))}{python}{image}"
@@ -72,8 +72,7 @@ def show(new: NewRun, options: SubmitOptions) -> int:
             print(f"  {starting_place(new.run, new.spec)}")
         sys.stdout.flush()
     if options.wait:
-        # `hpc.status.printing` loads rich, which takes time. A submission without --wait does not need it.
-        from hpc.status.printing import wait_for_end  # noqa: PLC0415
+        from hpc.status.printing import wait_for_end  # noqa: PLC0415 - loads rich, which only this needs
 
         return wait_for_end(new.run, new.answer if options.json else None)
     if options.json:

@@ -107,7 +107,7 @@ def _check_nodes(asked: Resources, spares: int, kinds: list[Partition], *, some:
 
 
 def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
-    """Return the time limit in minutes: --time, or the partition's default, or (without both) its limit up to a day."""
+    """Return the time limit in minutes: --time, else the partition's default, else its limit, but at most a day."""
     limit = min((kind.limit_minutes for kind in kinds if kind.limit_minutes is not None), default=None)
     if asked.time is None:
         return kinds[0].default_minutes or min(_DAY_MINUTES, limit or _DAY_MINUTES)

@@ -319,6 +319,7 @@ def _replace_code(run: RunDir, copy: RunDir, undo: ExitStack) -> None:
 
 
 def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, history: History) -> str:
+    """Start the next job, record it, and redirect the jobs of waiting runs to it. Returns the job's id."""
     writer = EventWriter(resumption_file(run, number), attempt)
     old, excluded = history.last_job_id, list[str]()
     if spec.cluster == "slurm":

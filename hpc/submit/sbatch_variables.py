@@ -17,7 +17,7 @@ _UNITS = {"SBATCH_MEM_PER_NODE": "M", "SBATCH_TIMELIMIT": "m"}
 
 
 def read(known: Mapping[str, bool], environment: Mapping[str, str]) -> list[Defaults]:
-    """Return the defaults by source; a later source wins. `known` are the flags that a file may set.
+    """Return the defaults of each file and variable; later ones win. `known` are the flags that a file may set.
 
     Raises:
         UserError: a file cannot be read, or has an unknown flag.
