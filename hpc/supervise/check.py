@@ -74,7 +74,7 @@ def check_runs(options: SuperviseOptions, on_end: list[str]) -> list[Line]:
 
 
 def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
-    """Return the decision about every run. Before a silent run is resubmitted, it gets time for another heartbeat."""
+    """Return the decision about every run. A silent run gets time for another heartbeat before it is resubmitted."""
     found = [(one, decide(one.known)) for one in _observed(options.runs_dir)]
     silent = {one.run for one, decision in found if decision.action is Action.RESUBMIT and decision.job_id}
     if silent and not options.dry_run:
@@ -86,7 +86,7 @@ def _decisions(options: SuperviseOptions) -> list[tuple[ObservedRun, Decision]]:
 
 
 def _observed(runs_dir: Path) -> list[ObservedRun]:
-    """Observe each run below a directory, if it is this user's own and was submitted to Slurm."""
+    """Return observations of this user's Slurm runs in a directory. Damaged runs and other users' runs are skipped."""
     jobs = jobs_by_script(slurm.jobs().values())
     storage_now = storage_time(runs_dir.expanduser())
     found = list[ObservedRun]()

@@ -243,7 +243,7 @@ _HOW_ENDED = {
 
 
 def _vanished(run: RunObservation) -> Decision | None:
-    """Do not replace a job that is gone and never started, because the user may have cancelled it."""
+    """Keep a run whose job is gone and made no attempt: its user may have cancelled it, or must correct a mistake."""
     state = run.last_job_state
     if not run.submitted and not run.jobs:
         return _keep(NEVER_SUBMITTED, "failed")

@@ -34,17 +34,17 @@ class RunObservation:
     jobs: Sequence[SlurmJob] = ()
     """The run's jobs in squeue, including ended jobs, the oldest first."""
     headless: frozenset[str] = frozenset()
-    """Ids of running jobs that have lost the node of their script, and did not make the last attempt."""
+    """Ids of running jobs that lost the node of their batch script, and have not claimed the last attempt."""
     last_job_state: JobState = JobState.UNKNOWN
     """State of the last job, from squeue or, if squeue does not list the job, from Slurm's accounting."""
     heartbeat_at: float | None = None
     """Time of the last heartbeat of the head node's agent; None before the first."""
     queued_jobs: int = 0
-    """Number of requeues and new jobs since the last attempt."""
+    """Number of requeues and new jobs since the last attempt and the last `hpc resume`."""
     handed_over_at: float | None = None
-    """Time of the last requeue, new job or release since the last attempt; None if none was recorded."""
+    """Time of the last requeue, new job or release since the last attempt and `hpc resume`; None without one."""
     handover_unfinished: bool = False
-    """Whether a process announced the next job, but has not recorded it. The process may have ended the old job."""
+    """Whether a process claimed the next job, but has not recorded it. The process may have ended the old job."""
     handover_deadline: float = 0.0
     """Time until which the process of an unfinished handover may finish; 0 if it died."""
     excluded: Sequence[str] = ()
@@ -97,7 +97,7 @@ class RunObservation:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the last heartbeat of the last attempt's agents."""
+        """Seconds since the last attempt's claim or the last heartbeat, whichever is later; 0 without either."""
         # Just after a claim, the heartbeat is the previous attempt's. A clock that is ahead puts a claim in the future.
         started = self.last.started if self.last and self.last.started <= self.now else None
         known = [at for at in (started, self.heartbeat_at) if at is not None]

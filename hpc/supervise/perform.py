@@ -79,7 +79,7 @@ def _record_missing_end(observed: ObservedRun, decision: Decision) -> bool:
 
 
 def _release(observed: ObservedRun, decision: Decision) -> None:
-    """Let a delayed or held job start now, on nodes that have not failed the run."""
+    """Let a delayed or held job start now, on nodes that have not failed the run. If it cannot, replace the job."""
     if decision.action is Action.START_NOW and slurm.makes_job_directories():
         _resubmit(observed, decision)
         return
@@ -108,6 +108,7 @@ def _exclude(observed: ObservedRun, decision: Decision, nodes: Sequence[str]) ->
 
 
 def _resubmit(observed: ObservedRun, decision: Decision) -> None:
+    """Submit the run's next job and cancel the old one, unless another process has continued or cancelled the run."""
     run, known, old = observed.run, observed.known, decision.job_id
     last_id = observed.history.last_job_id
     if old is None and last_id is not None:
