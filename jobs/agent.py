@@ -205,7 +205,7 @@ class _Agent:
             return conclude(self._node, self._channel, self._monitor, coordinator)
 
     def _train(self) -> None:
-        """Stage the data, then take part in each round that includes this node."""
+        """Stage the data, then take part in each round that includes this node. Report errors, but raise defects."""
         try:
             threads = threads_per_rank(self._node.allocation, self._node.spec.resources.ranks_per_node)
             self._record_joined()
@@ -268,7 +268,7 @@ class _Agent:
         if is_lost or (not channel.met.is_set() and not self._stop and await_loss_of_head(self._node)):
             return take_over(self._node, channel, self._monitor)
         if channel.directive.saver == self._node.allocation.node_rank and not self._node.run.final_result.exists():
-            # The head node takes no part in the round, so it has no snapshot.
+            # The head node may have taken no part in the rounds, and then has no snapshot.
             save_snapshot(self._node, self._monitor.node_dir)
         phase = channel.status.phase
         channel.report(phase=phase if phase in OVER else Phase.LEFT, heartbeats=())

@@ -43,10 +43,11 @@ def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
 def claim_next(
     run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = ()
 ) -> Attempt:
-    """Claim the next attempt if no other job works on this run.
+    """Claim the next attempt if no other job works on this run. If the last attempt has no recorded end, record one.
 
     Raises:
-        TorchrelayError: another job works on it or has replaced this one, or the run was cancelled.
+        TorchrelayError: another job works on the run or has replaced this one, the run was cancelled, or Slurm does not
+            answer.
     """
     history = History.load(run)
     if history.is_cancelled:
@@ -90,7 +91,7 @@ def _resume(run: RunDir) -> str:
 
 
 def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> None:
-    """Wait until another job of the run has ended or is pending. TorchrelayError if it runs, or after two minutes."""
+    """Wait until a job of the run has ended or is pending. Raises TorchrelayError if it runs, or after two minutes."""
     deadline = time.monotonic() + _ENDING_SECONDS
     while allocation.cluster == "slurm":
         job = ask_slurm(slurm.jobs, _CONTROLLER_SECONDS).get(job_id)
@@ -108,7 +109,7 @@ def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> N
 def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = ()) -> Attempt:
     """Claim the next attempt of the run for this job.
 
-    The head node's agent listens to the others on `port`, at all `addresses` of the node.
+    The agents of the other nodes find the head node's agent on `port`, at one of the `addresses`.
 
     Raises:
         TorchrelayError: another agent was quicker, or this start of the job has already made an attempt.

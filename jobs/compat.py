@@ -12,7 +12,7 @@ from typing import Any
 
 
 def run_module_as_main(name: str) -> None:
-    """Run a module as `python -m` does: keep its variables, unlike `runpy.run_module`. Checked against Python 3.11."""
+    """Run a module as `python -m` does; `runpy.run_module` would drop its variables. Checked against Python 3.11."""
     import runpy
 
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def end_threads_and_run_exit_functions() -> None:
 def leave_multiprocessing() -> None:
     """Undo the changes that multiprocessing made when torchrun forked this process. Checked against Python 3.11.
 
-    Programs may print only in a process named MainProcess, and may choose the start method of their own processes.
+    A script may print only in a process named MainProcess, and may choose the start method of its own processes.
     """
     import multiprocessing
     import threading

@@ -21,7 +21,7 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
     """Return whether the run must still wait for other runs. If so, this job is requeued and makes no attempt.
 
     If the wait cannot end, for example because a run that must be complete has failed, the job is held in the queue,
-    like a job whose dependency is never satisfied. `hpc resume` of that run releases the job.
+    like a job whose dependency is never satisfied. `hpc resume` of the failed run releases the job.
 
     Raises:
         TorchrelayError: Slurm does not answer, or refuses to requeue the job.
@@ -41,6 +41,6 @@ def must_wait(run: RunDir, spec: RunSpec, allocation: NodeAllocation) -> bool:
         ask_slurm(lambda: slurm.update(job_id, Dependency=dependency(run, spec, jobs)), _AFTER_REQUEUE_SECONDS)
     else:
         slurm.requeue_held(job_id)
-        # Before this job was held, the other run may have got a new job: then wait for that one.
+        # If the other run got a new job before this one was held, release this one to wait for the new job.
         ask_slurm(lambda: wait_again(run, job_id, slurm.jobs(), held=True), _AFTER_REQUEUE_SECONDS)
     return True

@@ -43,7 +43,7 @@ from jobs.senders import start_notifying
 from training.checkpoint.snapshot import save_newest_as_checkpoint
 
 _POLL_SECONDS, _LOOK_SECONDS = 0.2, 15.0
-# Longer, because in a job of hundreds of nodes every survivor reads the event files of all nodes.
+# Longer than _POLL_SECONDS: in a job of hundreds of nodes, every survivor reads the event files of all nodes.
 _CONFIRM_POLL_SECONDS = 0.5
 # The other nodes kill their ranks within seconds. A node that has not done so within this time is stuck.
 _OTHERS_SECONDS = 60.0
@@ -141,7 +141,7 @@ def _follows_a_dead_start(node: NodeAttempt) -> bool:
     """Return whether the agents of the previous attempt fell silent in an earlier start of this job.
 
     If their node was only suspended, the earlier srun ends the job step of this start when the node resumes, because
-    both steps have the same name.
+    both steps have the same name. So this start's node is not to blame.
     """
     before = node.history().during(node.attempt.attempt - 1)
     was_silent = any(end.last_heard is not None for end in before.of(AttemptEnded))
@@ -173,7 +173,7 @@ def _start_next(node: NodeAttempt, cause: Cause, job_state: JobState, nodes: Los
 
 
 def _wait_for_others(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor) -> set[int]:
-    """Wait up to a minute until the others end their ranks. If only silent nodes are left, returns their node ranks."""
+    """Wait until the others have ended their ranks or are silent. Returns the silent nodes; none after a minute."""
     deadline = time.monotonic() + _OTHERS_SECONDS
     while time.monotonic() < deadline:
         monitor.poll()
@@ -280,7 +280,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
 
 
 def _confirm_head_is_lost(node: NodeAttempt) -> bool:
-    """Return whether the head node is lost; False if this node is the one that is cut off."""
+    """Wait up to 15 s for others' reports. Return True if the head node is lost, False if this node is cut off."""
     deadline = time.monotonic() + _CONFIRM_SECONDS
     while node.on_slurm and time.monotonic() < deadline:
         if handover.has_ended(node.run, node.attempt.attempt):
@@ -296,7 +296,7 @@ def _confirm_head_is_lost(node: NodeAttempt) -> bool:
 def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
     """Return whether the head node is lost: False if this node is cut off, None if no other agent confirms it. Pure.
 
-    `lost` names a node once for each agent that has reported its loss. This agent has reported the head node.
+    `lost` names a node once for each agent that has reported its loss. One report of the head node is this agent's.
     """
     if allocation.host in lost:
         return False
@@ -305,7 +305,7 @@ def head_is_lost(lost: list[str], allocation: NodeAllocation) -> bool | None:
 
 
 def await_loss_of_head(node: NodeAttempt) -> bool:
-    """Wait until Slurm reports that the job has lost its head node. This agent has never reached the head's agent.
+    """Wait until Slurm reports that the job has lost its head node, whose agent this agent has never reached.
 
     Returns False if an agent has ended the attempt, or if Slurm reports no loss within 15 minutes.
     """
@@ -318,7 +318,7 @@ def await_loss_of_head(node: NodeAttempt) -> bool:
 
 
 def _is_left_undone(node: NodeAttempt) -> bool:
-    """Return whether no other agent continues the run: their heartbeats have stopped, or they have given up."""
+    """Return whether this job runs, but no other agent continues the run: heartbeats stopped, or an agent gave up."""
     heartbeat, deadline = None, time.monotonic() + handover.HANDOVER_SECONDS
     while time.monotonic() < deadline:
         history = node.history()
@@ -376,7 +376,7 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
 
 
 def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:
-    """Save this node's newest snapshot as a checkpoint unless one is as new. After an error, the snapshot is kept."""
+    """Save this node's newest snapshot as a checkpoint unless a checkpoint is as new. On errors, keep it in memory."""
     began = time.monotonic()
     try:
         check = functools.partial(check_is_newest, node.run, node.attempt.attempt)

@@ -154,7 +154,7 @@ def _resubmit(node: NodeAttempt, avoid: list[str], why: str | None) -> None:
 
 
 def redirect(node: NodeAttempt, replaced: tuple[str, str] | None = None) -> None:
-    """Make jobs that wait for this run wait for its new job, or let them start if it has ended.
+    """Make jobs that wait for this run wait for its new job, or let them start if the run has ended.
 
     `replaced` are the ids of the old and the new job; None if there is no new job.
     """

@@ -33,7 +33,7 @@ from hpc.slurm.client import SlurmRefusalError
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 STORAGE_SECONDS = 3600.0
-"""Seconds for which a job with idle nodes waits, for example until the user frees space in the run directory."""
+"""Seconds for which agents wait, with idle nodes, for storage that is full or does not answer."""
 _Answer = TypeVar("_Answer")
 
 
@@ -42,6 +42,7 @@ class NodeAllocation:
     """The nodes of a job, seen from one of them."""
 
     cluster: str
+    """`slurm`, or `local` with submitit's local executor."""
     job_id: str
     restart: int
     """Number of times that Slurm has restarted the job."""
@@ -49,6 +50,7 @@ class NodeAllocation:
     hostnames: tuple[str, ...]
     """Host names by node rank."""
     cpus: int | None
+    """Number of CPUs that the job asked for on each node (SLURM_CPUS_PER_TASK); None if unknown."""
 
     @property
     def job_start(self) -> tuple[str, int]:

@@ -244,7 +244,7 @@ def write_rate(directory: Path) -> float | None:
 def stage(probe: Probe, channel: ControlChannel, secret: str, stage_dir: Path, stack: ExitStack) -> dict[str, Any]:
     """Stage the data as an attempt does, together with the other nodes; the copy is deleted when `stack` is closed.
 
-    Returns the bytes per second, or why staging failed: a failure is not raised, so that the ranks are still measured.
+    Returns a field of `NodeInfo`: the rate, or why staging failed. No error is raised: the ranks are still measured.
     """
     group = NodeGroup(probe.allocation, channel, probe.run.path / DATA, secret, probe.network.ports)
     deadline = time.monotonic() + _STAGE_SECONDS

@@ -20,9 +20,9 @@ from hpc.slurm import client as slurm
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import STOP_SIGNALS
 
-# Not once per epoch: an epoch may take only a second, and every change is a request to Slurm's controller.
+# Longer than a short epoch, because every change of the comment is a request to Slurm's controller.
 _COMMENT_SECONDS = 30.0
-# A run that has ended waits this long for its last metrics, because its job's end kills the senders.
+# At a run's end, the agent waits at most this long until the last metrics are sent: the job's end kills the senders.
 _LAST_SECONDS = 30.0
 
 # --- the comment of the run's job, which `squeue -o %k` shows: run, attempt, epoch ---

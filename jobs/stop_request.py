@@ -48,11 +48,11 @@ class StopRequest:
         return time.monotonic() - self._time if self.signal else 0.0
 
     def save_timeout_seconds(self, spec: RunSpec, history: History) -> float:
-        """Return the seconds in which ranks may save: --grace-period, or without it the time that Slurm leaves them."""
+        """Return the seconds from the first signal in which ranks may save: --grace-period, or what Slurm grants."""
         if spec.grace_seconds is not None:
             return spec.grace_seconds
         if not self.is_last:
             return spec.stop_lead_seconds - REQUEUE_SECONDS
-        # Use the grace time that the newest submission found for the run's partition.
+        # Use the grace time of the run's partition, from the newest submission that found one.
         known = [event.grace_seconds for event in reversed(history.of(Submitted))]
         return save_timeout_seconds(next(filter(None, known), KILL_WAIT_SECONDS))

@@ -12,7 +12,7 @@ from hpc.base.kernel import interface_addresses
 
 
 def own_addresses(interface: str | None = None) -> list[str]:
-    """Return the addresses at which other nodes may reach this one: all, or only the addresses of `interface`."""
+    """Return the addresses at which other nodes may reach this one: all but loopback, or only those of `interface`."""
     return [
         address
         for name, addresses in interface_addresses().items()

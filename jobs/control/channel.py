@@ -1,6 +1,6 @@
 """The control channel: a connection from every agent of an attempt to the head node's agent.
 
-Runs on compute nodes. Every other agent sends its status at least twice a second, and gets a changed directive back.
+Runs on compute nodes. Every other agent sends its status about twice a second, and gets a changed directive back.
 The channel reveals a dead node in seconds. Slurm would take minutes, and files on shared storage up to a minute.
 Connections are authenticated with the attempt's secret, which is in the run directory (hpc.base.transport).
 """
@@ -40,7 +40,7 @@ def _hangs(status: NodeStatus, unreported_seconds: float, timeout_seconds: float
 
 
 def _after_break(heard: float) -> float:
-    """Return the time at which an agent counts as last heard after its connection has ended or was refused."""
+    """Return when an agent counts as last heard once its connection broke or was refused: it has 1.5 s to reconnect."""
     return min(heard, time.monotonic() - (LOST_SECONDS - _RECONNECT_SECONDS))
 
 

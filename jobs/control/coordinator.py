@@ -46,7 +46,7 @@ class Failure:
     cause: Cause
     failed_at: float
     noticed_at: float
-    """Seconds since the epoch, like `failed_at`."""
+    """Time at which the coordinator noticed the failure. Both times are in seconds since the epoch."""
     step: int | None
     """The last step that any rank had done; None if unknown, as in a user's script that reports no steps."""
     detail: str
@@ -193,7 +193,7 @@ class Coordinator:
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
-        """Record a failure as interruption. If the run may not restart, or others have ended the attempt, end it."""
+        """Record a failure as interruption; end the attempt instead if the run may not restart, or others ended it."""
         if handover.has_ended(self._node.run, self._node.attempt.attempt):
             self._end()
             return

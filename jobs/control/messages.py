@@ -50,7 +50,9 @@ class RankHeartbeat:
     still_seconds: float
     """Seconds since the rank's last sign of life, by its node's clock."""
     step_seconds: float | None
+    """Mean seconds per recent step; None if unknown."""
     busy_seconds: float | None
+    """Mean seconds of the rank's own work in recent steps; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +109,11 @@ class Directive:
     """Address at which the other members reach the first one."""
     port: int = 0
     paused: bool = False
-    """Whether the members end their ranks and wait for another round: for a lost node, or after repeated failures."""
+    """Whether the members end their ranks and wait for another round: too few nodes are left, or failures repeat."""
     preflight: bool = False
     """Whether the round only checks its members, because the user's script would not check them."""
     abort_count: int = 0
-    """Counts the head's requests to kill all ranks; an agent kills its own each time the number rises."""
+    """Number of times that the head has asked to kill all ranks. When it rises, an agent kills its node's ranks."""
     stop: bool = False
     """Whether the run was cancelled, so that all agents stop as on SIGTERM."""
     over: bool = False

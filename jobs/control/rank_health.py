@@ -28,6 +28,7 @@ class Hang:
     rank: int | None
     """Rank for which the others wait; None if unknown."""
     seconds: float
+    """Longest time since a rank's last sign of life."""
     detail: str
     unkillable: tuple[int, ...] = ()
     """Ranks that wait in the kernel for a device or storage of their node."""
@@ -72,7 +73,7 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
 
 
 def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:
-    """Return the rank for which the others wait: it is stuck, alone in its phase, or behind. None if unknown."""
+    """Return the rank for which the others wait: stuck, alone at its step and phase, or behind. None if unknown."""
     stuck = [rank for rank, heartbeat in heartbeats.items() if heartbeat.state in _STUCK]
     if len(stuck) == 1:
         return stuck[0]
@@ -96,13 +97,13 @@ class Straggler:
 
 
 class StragglerDetector:
-    """Reports each straggler once, when it has been slow for some time."""
+    """Reports a straggler once it has been slow for 10 s, and again only after it has recovered."""
 
     def __init__(self) -> None:
         self._slow_since: dict[int, float] = {}
 
     def find(self, heartbeats: Mapping[int, RankHeartbeat]) -> list[Straggler]:
-        """Return the stragglers that were not reported before."""
+        """Return the stragglers to report now."""
         busy = {rank: each.busy_seconds for rank, each in heartbeats.items() if each.busy_seconds is not None}
         if not busy:
             return []
@@ -114,6 +115,6 @@ class StragglerDetector:
             del self._slow_since[rank]
         for rank, seconds in slow.items():
             if now - self._slow_since.setdefault(rank, now) > _SLOW_FOR_SECONDS:
-                self._slow_since[rank] = float("inf")  # report each straggler only once
+                self._slow_since[rank] = float("inf")  # do not report it again while it is slow
                 found.append(Straggler(rank=rank, busy_seconds=seconds, usual_seconds=usual))
         return found

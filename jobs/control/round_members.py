@@ -68,8 +68,7 @@ def decide_round(directive: Directive, view: MembershipView) -> RoundDecision:
     able = view.able
     if directive.members and not directive.paused and set(directive.members) <= set(able):
         return _continue_round(directive, view)
-    # After the first round, go on at once with the nodes that are able. Before it,
-    # wait up to `_WAIT_SECONDS` for the others.
+    # Before the first round, wait up to a minute for nodes that may become able. Later, go on at once without them.
     need_not_wait = directive.round > 0 or not view.num_pending or view.waited_seconds > _WAIT_SECONDS
     if len(able) >= view.max_nodes or (len(able) >= view.min_nodes and need_not_wait):
         return RoundDecision(members=_choose(directive, view))

@@ -20,7 +20,7 @@ from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
 
-# A status has this many failures, so that a busy head node's agent misses none. The event files have all failures.
+# The most failures in a status: enough that a busy head node's agent misses none. The event files have all failures.
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
 _LONGEST_VALUE = 50

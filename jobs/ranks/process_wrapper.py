@@ -2,20 +2,19 @@
 
 Runs as a script, without site-packages, so that it starts in milliseconds and a user's program needs nothing of ours:
 
-    process_wrapper.py torchrun PROGRAM ARGS...                 runs torchrun, and ends when all its processes have
-    process_wrapper.py container PROGRAM ARGS...                becomes the program, which starts a container
-    process_wrapper.py rank LOG_DIR NODE_DIR PROGRAM ARGS...    runs the program as one rank, and records how it failed
-    process_wrapper.py rank LOG_DIR NODE_DIR -m MODULE ARGS...  the same for a torchrelay module, in a fork
-    process_wrapper.py rank LOG_DIR NODE_DIR script FILE.py ARGS...  the same for a user's script or `-m MODULE`
-    process_wrapper.py own ...                                  runs a rank of the last two forms without a fork
+    process_wrapper.py torchrun PROGRAM ARGS...       runs torchrun, and waits until all its processes have ended
+    process_wrapper.py container PROGRAM ARGS...      becomes the program, which starts a container
+    process_wrapper.py rank LOG_DIR NODE_DIR RANK...  runs one rank, writes its log, and records its failure
+    process_wrapper.py own RANK...                    runs a rank's code in a Python of its own, instead of a fork
 
-In the last two forms of `rank`, this process is a fork of torchrun (`--run-path`). torchrun has imported what the ranks
-need (training.runtime.torchrun_main), so that a restarted rank imports nothing. If torchrun has used the GPU
-driver, however, its forks cannot use it: each rank then starts a Python of its own, which takes longer.
+RANK is `PROGRAM ARGS...`, `-m MODULE ARGS...` (a torchrelay module), or `script FILE.py ARGS...` or `script -m MODULE
+ARGS...` (a user's code). In all but the first form, `rank` runs in a fork of torchrun (`--run-path`). torchrun has
+imported what the ranks need (training.runtime.torchrun_main), so that a restarted rank imports nothing. If torchrun has
+used the GPU driver, however, its forks cannot use it. Each rank then runs as `own`, which takes longer to start.
 
-Signals are ignored here because that survives exec, and because the agent, which has threads, must not run code
-between fork and exec. Logs and failures are written here because people look for a rank's log and for the rank that
-failed first: torchrun numbers its log files by local rank and restart, and reports failures only when it gives up.
+This process sets Slurm's signals to be ignored, which survives exec. The agent has threads, so it must not do that
+itself, between fork and exec. This process also writes logs and failures, because people look for a rank's log and for
+the rank that failed first: torchrun names its logs by local rank and restart, and reports failures only at its end.
 """
 
 import contextlib
@@ -60,7 +59,7 @@ def run_torchrun(*program: str) -> None:
 
 
 def _end_torchrun(*_: object) -> None:
-    """Kill torchrun, because the agent asks for that or has ended. The wrappers of ranks and the ranks die with it."""
+    """Kill torchrun, because the agent asks for that or has ended. The ranks and their wrappers die with torchrun."""
     running = children(os.getpid())
     if not running:
         os._exit(1)
@@ -86,7 +85,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     """Run one rank, record its failure if it fails, and end as it ended. Returns only if it did not fail."""
     set_parent_death_signal()
     if program[0] in _IN_A_FORK:
-        # torchrun starts a session only for a program that it executes. Without one, the agent takes a fork for stuck.
+        # torchrun starts a session only for a program that it executes. The agent takes a fork without one for stuck.
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # torchrun has its own handler
     # Write no core files: a rank that hangs is aborted, and its memory would fill the disk.

@@ -62,7 +62,7 @@ def run_round(
     node: NodeAttempt, channel: ControlChannel, monitor: NodeMonitor, stop: StopRequest, directive: Directive,
     setup: RankSetup,
 ) -> int | None:  # fmt: skip
-    """Take part in a round. Returns torchrun's exit code; None if this node left the round before torchrun ended."""
+    """Take part in a round. Returns torchrun's exit code, 1 if a stop request killed it, None if this node left."""
     program = _program(node, directive)
     monitor.begin_round(directive.round, program.exit_codes)
     started = _start(node, channel, monitor, directive, setup)
@@ -105,7 +105,7 @@ def stop_signals(spec: RunSpec, received: signal.Signals) -> list[signal.Signals
     """Return the signals that ask a rank to save and exit, in order: a rank gets the first one that it handles."""
     if spec.stop_signal:
         return [signal.Signals[spec.stop_signal]]
-    # Ctrl-C asks the whole job to stop; to a rank it is a request to save like the others.
+    # After Ctrl-C, a rank must save as after the other signals: SIGINT would raise KeyboardInterrupt in a Python rank.
     first = signal.SIGTERM if received is signal.SIGINT else received
     return list(dict.fromkeys((first, signal.SIGTERM, signal.SIGUSR2)))
 

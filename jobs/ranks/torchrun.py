@@ -69,7 +69,7 @@ class Torchrun:
         return [wrapper for torchrun in torchruns for wrapper in children(torchrun)]
 
     def _wrappers(self) -> list[int]:
-        """Return the process id of torchrun's wrapper; nothing while a container has not started the wrapper yet."""
+        """Return the process id of torchrun's wrapper in a list, empty until a container has started the wrapper."""
         if not self._contained:
             return [self._process.pid]
         return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER)]

@@ -87,7 +87,7 @@ class StagingGroup:
 
 
 def choose_owners(caches: Iterable[tuple[Address, CacheStatus]]) -> tuple[Address, ...] | None:
-    """Return the nodes that have the data, or the nodes that will read the data if none has; None while unknown.
+    """Return the nodes that have the data or, if none has, those that will read the data; None while undecided.
 
     `caches` has the server's address (port 0 if there is no server) and the status of each node that has reported.
     """

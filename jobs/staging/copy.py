@@ -43,7 +43,7 @@ class CopyStats:
 
 
 class Copy:
-    """One copy in progress."""
+    """Copies one data set to this node's disk, once."""
 
     def __init__(self, listing: SourceListing, target: Path, chunks: ChunkStore) -> None:
         self._listing, self._target, self._chunks = listing, target, chunks

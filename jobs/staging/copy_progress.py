@@ -61,7 +61,7 @@ class CancellableWait:
     def update(self, progress: CopyProgress | None, done: int | None = None) -> bool:
         """Report the progress and send the heartbeat. Returns whether to stop.
 
-        `done` rises while the storage works, if `progress` does not show it; None if nothing waits for the storage.
+        `done` counts what the storage has done, unless `progress` counts it; None if nothing waits for the storage.
 
         Raises:
             NoProgressError: the storage has made no progress for too long.
@@ -101,7 +101,7 @@ class CancellableWait:
             work: the call.
             progress: returns the progress of `work`.
             cancel: set when staging is asked to stop; the thread then has some seconds to end before it is abandoned.
-            done: returns the `done` of `update`.
+            done: returns what `update` takes as `done`.
 
         Raises:
             StagingStopped: staging was asked to stop.

@@ -34,7 +34,7 @@ from training.config.packed_index import INDEX, read_index
 
 # A copy of 100 GB must not look like a hang; one of a second needs no progress events.
 _FIRST_SECONDS, _NEXT_SECONDS = 3.0, 10.0
-# A node whose agent starts later than this gets its data from the nodes that started before it.
+# A node that reports later than this after the listing gets its data from the nodes that have reported.
 _GATHER_SECONDS = 10.0
 # A packed file has a checksum for each part of this size.
 _CHUNK_BYTES = 16 * 2**20
@@ -119,7 +119,7 @@ class NodeStaging:
         self.node, self.channel, self.monitor, self._resources = node, channel, monitor, resources
 
     def stage_data(self) -> Path | None:
-        """Stage the run's data on this node's disk, and return its path; None if the run reads none.
+        """Stage the run's data on this node's disk, and return the path; None if the run reads no data.
 
         Raises:
             StagingStopped: the agent was asked to stop, or the attempt is over.

@@ -63,7 +63,7 @@ class ChunkStore:
     def get(self, number: int) -> tuple[str, ...] | None:
         """Wait up to 5 s for a batch, and return its chunks' checksums; None if it has not come yet.
 
-        Raises PeerError if it will never come.
+        Raises PeerError if the batch will never come.
         """
         with self._changed:
             self._changed.wait_for(lambda: number in self._checksums or self._failed, _WAITING_SECONDS)
@@ -104,7 +104,7 @@ class PeerServer:
         """Serve on one of `ports`; if `ports` is empty, the kernel chooses a port."""
         self.listings: dict[str, bytes] = {}
         self.chunk_stores: dict[str, ChunkStore] = {}
-        """Stores by version of the data set, as in `listings`."""
+        """The batches to serve, by version of the data set. The keys of `listings` are versions, too."""
         self._server = Server(secret, _PURPOSE, self._serve, _SERVER_LIMITS, ports)
         self.port, self.close, self.check = self._server.port, self._server.close, self._server.check
 

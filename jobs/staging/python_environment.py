@@ -44,7 +44,7 @@ class PackedFileEntry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PythonEnvironment:
-    """A Python environment."""
+    """A Python environment that `hpc submit` can pack."""
 
     prefix: Path
     python: str

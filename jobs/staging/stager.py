@@ -76,7 +76,7 @@ class NoRoomError(TorchrelayError):
 
 
 class Stager:
-    """One staging. Until the stager is closed, the copy cannot be deleted, and peers can fetch it."""
+    """Stages one data set. Until the stager is closed, the copy cannot be deleted, and peers can fetch it."""
 
     def __init__(
         self,

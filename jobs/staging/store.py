@@ -142,7 +142,7 @@ def bytes_on_disk(size: int, files: int) -> int:
 
 @contextmanager
 def _locked_if_free(path: Path) -> Iterator[bool]:
-    """Hold a lock if no other process does. Yields whether it is held."""
+    """Hold a lock during the block if no other process holds it. Yields whether this process holds it."""
     descriptor = open_lock(path)
     try:
         yield try_lock(descriptor)
@@ -322,7 +322,7 @@ class CacheStore:
         return self.root / "locks"
 
     def why_shared(self) -> str | None:
-        """Return why the cache seems not to be on this node's own disk, or None. Records this node's name there."""
+        """Return why the cache seems not to be on this node's own disk, or None. Records this node's name in it."""
         own, last = os.uname().nodename, self.locks / "node"
         before = last.read_text().strip() if last.exists() else own
         with contextlib.suppress(OSError):  # the disk may be full
