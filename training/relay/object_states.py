@@ -28,7 +28,7 @@ class Saveable(Protocol):
 
 
 def capture_states(objects: Mapping[str, Saveable], step: int) -> dict[str, Any]:
-    """Copy the states of the objects to host memory that the training does not change. All ranks must call this."""
+    """Copy the objects' states to host memory. Only local rank 0 keeps shared tensors. All ranks must call this."""
     writes = THIS_RANK.local_rank == 0
     shared = {name: _copied(each.state_dict(), keep=writes) for name, each in objects.items() if _is_shared(each)}
     own = {name: each.state_dict() for name, each in objects.items() if not _is_shared(each)}

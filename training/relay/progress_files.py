@@ -34,7 +34,7 @@ class Heartbeat:
         self.step_seconds: float | None = None
         """Mean seconds per recent step; None before the first step."""
         self.busy_seconds: float | None = None
-        """Mean seconds of this rank's own work in recent steps (see step_timer.py); None if unknown."""
+        """Mean seconds of this rank's own work in recent steps; None before the first step, and in a script."""
 
     def beat(self, phase: Phase, step: int | None = None) -> None:
         """Write the phase that begins now, and the optimizer steps done. `None` repeats the step of the last beat."""

@@ -149,7 +149,7 @@ class SavedState:
         return self.step, self._position.epoch
 
     def save(self, *, durable: bool) -> None:
-        """Save a checkpoint (`durable`) or snapshot, unless this step has one. All ranks call this together.
+        """Save a checkpoint (`durable`) or snapshot, unless the last one has this step and epoch. All ranks call this.
 
         A failed write raises no error here: another checkpoint is written when the next one is due, and at the end.
         """

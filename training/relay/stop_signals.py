@@ -43,6 +43,6 @@ class StopSignals:
 
 
 signals = StopSignals()
-# Other programs than ranks import this module too, and handle signals in their own way.
+# Programs other than ranks import this module, too, and handle signals in their own way.
 if THIS_RANK.run_dir and "RANK" in os.environ and threading.current_thread() is threading.main_thread():
     signals.install(signal.Signals[os.environ.get("TORCHRELAY_STOP_SIGNAL", "SIGTERM")])

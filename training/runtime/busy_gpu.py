@@ -33,10 +33,10 @@ def passes(message: str) -> bool:
 
 
 def wait_while_busy(device: torch.device, use: Callable[[], T]) -> T:
-    """Call `use`, again and again while another process holds the GPU, and return its result.
+    """Call `use`, and return its result. After an error that may pass (`passes`), call it again for up to a minute.
 
     Raises:
-        BadNodeError: another process still holds the GPU after a minute.
+        BadNodeError: the error has not passed after a minute, for example because another process holds the GPU.
     """
     deadline, warned = time.monotonic() + _LIMIT_SECONDS, False
     while True:

@@ -51,7 +51,7 @@ def shard_offsets(sharded: Any) -> tuple[int, ...]:
 
 
 def measure_allreduce(ddp: DistributedDataParallel, every: int) -> None:
-    """Make DDP measure every `every`-th step. Read in torch 2.11 and 2.15."""
+    """Make DDP measure its times in every `every`-th step. Read in torch 2.11 and 2.15."""
     ddp._set_ddp_runtime_logging_sample_rate(every)  # type: ignore[no-untyped-call]
 
 

@@ -9,7 +9,7 @@ each other, at the start and whenever ranks of a member have died. torch's own b
   to its store, too, and the ranks of all restarts share it.
 
 The first member's torchrun keeps the members' reports. Each report is a member's whole state and is sent repeatedly, so
-connections may break. Each start of the ranks is a generation. A member enters it only after all were in the last one.
+connections may break. Each start of the ranks is a generation. A member enters one after all entered the one before.
 """
 
 import os

@@ -26,11 +26,7 @@ _NVIDIA_DRIVER, _AMD_DRIVER = Path("/dev/nvidiactl"), Path("/dev/kfd")
 
 @contextmanager
 def device_of_the_node() -> Iterator[None]:
-    """Raise BadNodeError for a CUDA error in the `with` block or function. Use it where a device may prove broken.
-
-    Raises:
-        BadNodeError: a RuntimeError says that CUDA or the device has failed.
-    """
+    """Turn a RuntimeError of CUDA or the device, in the `with` block or decorated function, into BadNodeError."""
     try:
         yield
     except RuntimeError as error:
