@@ -19,7 +19,7 @@ from training.models.parallel import load_full_state_dict
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
-# Other programs may save the weights under one of these keys, and the names with one of these prefixes.
+# Other programs may save the weights under one of these keys, and put these prefixes before the tensors' names.
 _KEYS = ("model", "state_dict")
 _PREFIXES = ("module.", "_orig_mod.")
 # torchvision's DenseNet files have older names of layers, such as `norm.1` instead of `norm1`.
@@ -73,7 +73,7 @@ def _own_name(name: str) -> str:
 
 
 def select_weights(found: Mapping[str, Tensor], model: nn.Module, path: Path) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors that fit a model, and the names of the head's layers that lack some and stay random.
+    """Return the tensors that fit a model, and the names of the head's layers that lack a tensor and stay random.
 
     Raises:
         UserError: a layer outside the head has no fitting tensors.

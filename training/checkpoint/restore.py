@@ -44,8 +44,8 @@ class Restorer:
     def restore(self) -> Candidate | None:
         """Load the newest usable state, and return it, or None if no state is usable. All ranks must call this.
 
-        A snapshot is usable if its metrics, validation and best model are in the run directory. Snapshots that are not
-        usable or newer than the restored step are removed.
+        A snapshot is usable if its metrics, validation and best model are in the run directory. Unusable snapshots, and
+        snapshots newer than the restored step, are removed.
 
         Raises:
             SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
@@ -114,7 +114,7 @@ class Restorer:
         return tensors
 
     def examine(self, candidate: Candidate, path: Path) -> tuple[bytes, dict[str, Tensor], str]:
-        """Return a state's values and tensors, if this rank offers it, and why it is not usable, or an empty text."""
+        """Return a state's values and tensors (empty if another rank offers it), and its problem or an empty text."""
         is_own, text, tensors = candidate.rank == self.group.rank, b"", dict[str, Tensor]()
         try:
             if self.state.sharded:

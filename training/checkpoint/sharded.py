@@ -1,7 +1,7 @@
 """Saves and loads states in shards (`--strategy fsdp`). A rank can load its shards from files of any number of ranks.
 
-Runs on every rank. The files are safetensors in the format of torch's distributed checkpoints (DCP): each says where
-its shards begin in the full tensors. DCP reads the files, but does not write them: its writer would make
+Runs on every rank. The files are safetensors in the format of torch's distributed checkpoints (DCP): each file says
+where its shards begin in the full tensors. DCP reads the files. It does not write them, because its writer would make
 another copy, and would first let the ranks agree on who writes what, although that is fixed here.
 """
 
@@ -84,10 +84,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
-    """Read this rank's shards of a state from the file that the same rank wrote, with the same world size.
-
-    Replicated tensors are read whole.
-    """
+    """Read this rank's shards and replicated tensors from the file that a rank of this number and world size wrote."""
     saved = load_file(directory / shard_file(group))
     allocate = state.allocator(lambda tensor: _local(tensor).shape)
     tensors = {name: allocate(name, value) for name, value in saved.items()}
@@ -110,7 +107,7 @@ def read_full(directory: Path) -> dict[str, Tensor]:
 
 def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
     """Load tensors into memory from `allocate`, which gets a name and a meta tensor of the saved shape and dtype."""
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # as above
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # takes a second
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
 
     found: Mapping[str, Any] = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata

@@ -1,7 +1,7 @@
-"""Saves snapshots as checkpoints, and checks the memory for snapshots. Used by ranks and node agents; no torch.
+"""Saves snapshots as checkpoints, and checks that snapshots fit into memory. Runs on ranks and agents; needs no torch.
 
-Snapshots are states in a node's memory, in the format of checkpoints. Ranks write them (`training.checkpoint.writer`).
-When the ranks have died, the node agent saves the newest one as a checkpoint. Two are kept while a third is written.
+A snapshot is a state in a node's memory, in the format of a checkpoint. Ranks write snapshots
+(`training.checkpoint.writer`). When the ranks have ended, the node agent saves the newest snapshot as a checkpoint.
 """
 
 import json
@@ -30,8 +30,8 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
     """Save the newest usable snapshot of a node as a checkpoint of the run, unless a checkpoint is at least as new.
 
     No older checkpoint is deleted. Call this when no rank writes any more. Several nodes' agents may call it at once.
-    `check` raises if the checkpoint may not be published. Returns the step of the saved snapshot, or None if none had
-    to be saved.
+    `check` raises if the checkpoint may not be published. Returns the step of the saved snapshot, or None if no
+    snapshot was saved. A snapshot of shards (FSDP) is never saved, because a node may lack some of the shards.
 
     Raises:
         OSError: the snapshot cannot be read, or the checkpoint cannot be written. No part of it remains.
@@ -108,7 +108,7 @@ def missing_space(directory: Path, size_bytes: int) -> str:
 
 
 def remove_others(directory: Path, keep: Collection[str]) -> None:
-    """Remove the snapshots in a directory whose names are not in `keep`."""
+    """Remove every entry of a directory of snapshots whose name is not in `keep`. The directory need not exist."""
     for path in directory.iterdir() if directory.is_dir() else ():
         if path.name not in keep:
             remove_published(path)

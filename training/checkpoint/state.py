@@ -26,7 +26,7 @@ from training.runtime.compat import scaler_tensors
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress
 
-# Name of the loss in a state. If the loss is not finite, the training has diverged: keep older states.
+# Name of the loss in a state. If the loss is not finite, the training has diverged, and the state is not written.
 LOSS = "loss_meter/loss"
 
 
@@ -87,10 +87,10 @@ class TrainState:
     def allocator(
         self, shape_of: Callable[[Tensor], torch.Size] = lambda tensor: tensor.shape
     ) -> Callable[[str, Tensor], Tensor]:
-        """Return a function that returns memory for a saved tensor, given its name and a tensor of its shape and dtype.
+        """Return a function that provides memory for a saved tensor from its name and a tensor of its shape and dtype.
 
-        A model's tensor gets the memory of this state's own tensor, an optimizer's tensor gets new memory on the
-        device, and others get new host memory. `shape_of` returns the shape in which a tensor of this state is saved.
+        A model's tensor gets the memory of this state's own tensor. An optimizer's tensor of a parameter's shape gets
+        new memory on the device. Others get new host memory. `shape_of` returns the saved shape of this state's tensor.
         """
         models = {"model/": self.model} | ({"ema/": self.ema.model} if self.ema else {})
         own: dict[str, Tensor] = {
@@ -112,7 +112,7 @@ class TrainState:
         return allocate
 
     def load_state_dict(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Restore a compatible state. Its tensors are in memory that `allocator` returned."""
+        """Restore a state that `check_compatible` accepts. Its tensors must be in memory from `allocator`."""
         for name, part in self._parts.items():
             prefix = f"{name}/"
             saved = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}

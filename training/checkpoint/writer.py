@@ -42,11 +42,11 @@ _BLOCK_BYTES, _ALIGNMENT = 2**26, 64
 def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
     """Return the present state. All ranks must call this; the host does not wait for a GPU.
 
-    Batch statistics differ by rank, so rank 0's are saved. They are copies, since the next forward pass changes them.
+    Batch statistics differ by rank, so rank 0's are saved. Buffers and the loss meter's tensors are copies: they
+    change before `TrainState.wait_for_copies`. All other tensors are the training's own.
 
     Returns:
         The tensors (or this rank's shards) on the device, all other values for JSON, and the layout of the shards.
-        Only the tensors of the loss meter and the models' buffers are copies.
 
     Raises:
         SharedError: more images are unreadable than --max-corrupt-images.
@@ -108,7 +108,7 @@ class HostCopy:
     def start(self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout) -> DeviceCopy | None:
         """Start to copy a captured state. The previous copy must have been written.
 
-        Returns the copy for which the device must wait before it changes the state, or None if it is complete.
+        Returns the copy for which a GPU must wait before it changes the state; None on a CPU, where the copy is done.
         """
         self._tensors |= host_memory({name: tensors[name] for name in tensors if name not in self._tensors})
         # Keep references until the copy is complete, so that the memory of the captured tensors is not reused before.
@@ -162,8 +162,7 @@ class CheckpointDestination:
         self._save = partial(save_sharded, group.new_group()) if sharded else save_checkpoint
 
     def prepare(self, _size_bytes: int) -> bool:
-        """Wait until a state may be written. Returns whether this rank writes."""
-        # The state refers to the best model, which must be on the disk first.
+        """Wait until the best model, to which the state refers, is written. Returns whether this rank writes."""
         self._logger.wait()
         return self._writes
 
@@ -183,7 +182,7 @@ class CheckpointDestination:
         self._save(self._directory, step, write_files, self._keep, check=self._logger.check_is_newest)
 
     def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
-        """Record the saved checkpoint, or record and warn of `error`. Times are in seconds."""
+        """Record the saved checkpoint with its durations (`seconds`, by name), or record and warn of `error`."""
         if error is None:
             self._logger.event(
                 CheckpointSaved(step=step, seconds=seconds["seconds"], copy_seconds=seconds["copy_seconds"])
@@ -196,7 +195,7 @@ class CheckpointDestination:
 
 
 class SnapshotDestination:
-    """Writes snapshots to a node's memory. If a write fails, the training continues without it."""
+    """Writes snapshots to a node's memory. If a write fails, the training continues without the snapshot."""
 
     def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
         self.directory = snapshot_directory(context, group)
@@ -237,7 +236,7 @@ class SnapshotDestination:
             self._warn(str(error))
 
     def _warn(self, reason: str) -> None:
-        """Warn, only once, that snapshots are off. Each save still tries again."""
+        """Warn, only once, that snapshots are off. Each later save still tries to write a snapshot."""
         if self._warned:
             return
         self._warned = True
@@ -283,7 +282,7 @@ class StateWriter:
         self.restart_interval()
 
     def restart_interval(self, *, due: bool = False) -> None:
-        """Restart the interval as if this step were saved. If `due`, this step counts as unsaved, and a save is due."""
+        """Restart the interval as after a save. If `due`, the step counts as unsaved, and a time interval as over."""
         self._saved_step = None if due else self._state.progress.step
         self._saved_at = -math.inf if due else time.monotonic()
 
@@ -295,7 +294,7 @@ class StateWriter:
 
     @property
     def is_saved(self) -> bool:
-        """Whether `save` was called for this step, or it counts as saved. All ranks agree on this."""
+        """Whether `save` was called for this step, or the step counts as saved. All ranks agree on this."""
         return self._state.progress.step == self._saved_step
 
     def due_by_time(self) -> bool:
@@ -312,9 +311,9 @@ class StateWriter:
         return steps is not None and self._state.progress.step % steps == 0
 
     def due_within(self, boundaries: int) -> bool:
-        """Return whether a save will be due after `boundaries` more boundaries, when the ranks will have agreed on it.
+        """Return whether a save will be due after `boundaries` more step boundaries, when all ranks have agreed on it.
 
-        While the last save is being written, this returns False.
+        Return False while the last save is being written.
         """
         if self._background.busy:
             return False
@@ -327,7 +326,7 @@ class StateWriter:
         """Start to save the state, unless it `is_saved`. All ranks must call this.
 
         A destination with `skips_while_busy` gets no state while the last one is being written. Returns the seconds
-        that the copy took, or, from a GPU, the seconds to start it.
+        that the copy took; for a copy from a GPU, the seconds to start it; 0 if there was no copy.
 
         Raises:
             SharedError: more images are unreadable than --max-corrupt-images.
