@@ -95,7 +95,7 @@ class EvaluationRun:
         )
 
     def _before_batch(self) -> None:
-        """Exchange flags between two batches, so that a stop need not wait for the end of the evaluation."""
+        """Exchange flags before a batch, so that a stop need not wait for the end of the evaluation."""
         self._context.heartbeat.beat("evaluate", self._batches)
         self._stop_consensus.exchange(StepFlags(signal=signals.received()))
         self._context.fault.inject("evaluate", self._batches, self._group.rank)
@@ -147,7 +147,7 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
 
 
 def fitting(source: ImageDataset | MemoryImages, data: Data, model: EvaluatedModel) -> ImageDataset | MemoryImages:
-    """Return the source with the model's crop and interpolation, and with the model's class numbers as labels.
+    """Return the source with the model's class numbers as labels and, if images are read from files, the model's crop.
 
     Raises:
         UserError: the model does not take images of this size or these channels, or does not know a class.

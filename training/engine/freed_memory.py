@@ -1,9 +1,9 @@
 """Keeps freed memory in the process for the next step. Runs on every rank, before its loader workers fork.
 
 Each step on a CPU allocates and frees the same tensors. By default glibc returns much of the freed memory to the
-kernel, which must clear its pages before the next use. How much it returns depends on the first allocations' order:
-one start of a training made up to 27,000 page faults a step; a second start made 400, and was 45 % faster (small-cnn,
-64 images of 64 pixels; docs/explanation/performance.md).
+kernel, which must clear its pages before the next use. How much glibc returns depends on the order of the first
+allocations: one start of a training made up to 27,000 page faults a step; a second start made 400, and was 45 % faster
+(small-cnn, 64 images of 64 pixels; docs/explanation/performance.md).
 """
 
 import contextlib

@@ -23,7 +23,7 @@ from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
 
-# Refers to the objects that use DDP until the process ends, so that DDP's destructor never runs. The destructor holds
+# Keeps the objects that use DDP alive until the process ends, so that DDP's destructor never runs. The destructor holds
 # Python's lock while it joins a gloo thread, which may wait for the lock: one in ten stopped ranks hung (torch 2.11).
 _ALIVE: list[EvaluationRun | Trainer] = []
 

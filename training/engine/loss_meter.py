@@ -28,7 +28,7 @@ class DivergedError(TorchrelayError):
 
 
 class Means(NamedTuple):
-    """Means over the images or ranks since the last line of metrics."""
+    """Means since the last line of metrics, over the images of all ranks or over the ranks."""
 
     loss: float
     accuracy: float
@@ -39,7 +39,7 @@ class Means(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """The sums over all ranks after step `step`. The device may still be computing them."""
+    """The sums over all ranks from the last line of metrics to step `step`. The device may still be computing them."""
 
     step: int
     values: HostValues
@@ -114,7 +114,7 @@ class LossMeter:
         self._finite_steps += torch.isfinite(self.loss)
 
     def totals(self, step: int) -> Totals:
-        """Return all ranks' sums after step `step`. All ranks must call this; the host does not wait for the sums."""
+        """Return all ranks' sums up to step `step`. All ranks must call this; the host does not wait for the sums."""
         waited = torch.full_like(self.loss, self._waited / max(self._seconds, 1e-9))
         # Use one all-reduce for all sums, because each all-reduce waits for all ranks.
         sums = self._group.all_reduce_on_device(torch.stack([self.loss, self.correct, waited]))

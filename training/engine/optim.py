@@ -53,7 +53,7 @@ OPTIMIZERS: dict[str, Callable[[Groups, TrainConfig, dict[str, Any]], Optimizer]
 def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
     """Make the optimizer of the parameters that require gradients. On CUDA it is fused if possible (fewer kernels).
 
-    Norms and biases always have groups of their own, so --decay-norm-and-bias may change during a run. A group's
+    Norms and biases always have groups of their own, so `hpc fork` may change --decay-norm-and-bias. A group's
     learning rate is multiplied by its `lr_scale`, which is 1 for the first group.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -115,7 +115,7 @@ _ONE_CYCLE_FIRST, _ONE_CYCLE_LAST = 1 / 25, 1e-4
 
 
 class LrPosition(NamedTuple):
-    """The position of a step in a training, in steps."""
+    """The position of a step in a training. All fields are numbers of steps."""
 
     step: int
     """Number of steps done before this one."""
@@ -140,7 +140,7 @@ def _step(config: TrainConfig, position: LrPosition) -> float:
 
 
 def _one_cycle(_config: TrainConfig, position: LrPosition) -> float:
-    """Return the share as in torch's OneCycleLR with two phases. Smith and Topin, "Super-convergence" (2018)."""
+    """Return the share of the highest rate as in two-phase OneCycleLR. Smith and Topin, "Super-convergence" (2018)."""
     top, last = max(0, position.warmup_steps - 1), max(1, position.total_steps - 1)
     if position.step < top:
         return _cosine(_ONE_CYCLE_FIRST, 1.0, position.step / top)

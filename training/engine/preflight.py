@@ -1,6 +1,6 @@
 """Checks that each device computes correctly and that all ranks communicate. Runs on every rank, before a training.
 
-`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun does the same before a user's own script. Since it
+`python -m training.engine.preflight RUN_DIR ATTEMPT` under torchrun makes this check before a user's script. Since it
 runs in the user's environment (--python), it may import only the standard library, torch, and those of our modules
 that import nothing else.
 """

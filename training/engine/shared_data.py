@@ -27,7 +27,7 @@ def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayo
 
 
 def loader_workers(config: TrainConfig, data: Data, group: ProcessGroup) -> int:
-    """Return this rank's number of loader workers. By default: one per core, up to 32; 0 if batches are made fast."""
+    """Return this rank's number of loader workers: --num-workers or its default, but 0 if images are on the device."""
     if data.on_device:
         return 0
     if config.num_workers is not None:

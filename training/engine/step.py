@@ -41,7 +41,7 @@ class Stepper:
         """Names of the model's operations that have no deterministic kernel on this device; `warm_up` finds them."""
 
     def warm_up(self, channels: int, size: int) -> None:
-        """Make a backward pass on blank images of `channels` and `size` x `size` pixels. It changes no state.
+        """Make a backward pass on blank images (`channels` channels, `size` x `size` pixels). It changes no state.
 
         After its first backward pass, DDP rebuilds its buckets, and then sums in another order if there are three or
         more ranks. This pass is no step, so all steps of a resumed run sum in the order of an uninterrupted one.

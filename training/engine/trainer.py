@@ -140,7 +140,7 @@ class Trainer:
         self.stop_consensus.wait()
 
     def finish_writing(self) -> None:
-        """Wait until all writes that have begun are on the disk."""
+        """Wait until all writes that have begun are complete."""
         self.snapshot_writer.wait()
         self.checkpoint_writer.wait()
         self.logger.close()
@@ -261,7 +261,7 @@ class Trainer:
                 corrupt_images=int(self.corrupt_images.has_unshared),
                 end=int(is_rank_zero and self.early_stopping.out_of_time),
             ),
-            # So a snapshot is late by at most a quarter of its interval, and a stop near the end is agreed on in time.
+            # A snapshot is then late by at most a quarter of its interval, and ranks agree on a stop before the end.
             max_interval=min(self.snapshots.interval.steps or math.inf, steps_left) / 4,
         )
         if agreed.corrupt_images:
@@ -298,7 +298,7 @@ class Trainer:
             self.validator.record(result)
 
     def before_batch(self) -> None:
-        """Exchange flags between two batches of an evaluation: a stop need not wait for the evaluation's end."""
+        """Exchange flags before a batch of an evaluation, so that a stop need not wait for the evaluation's end."""
         self.heartbeat.beat("evaluate", self.state.progress.step)
         self.agree()
         self.context.fault.inject("evaluate", self.state.progress.step, self.group.rank)

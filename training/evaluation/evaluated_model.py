@@ -92,7 +92,7 @@ def load_model(directory: Path, config: TrainConfig, group: ProcessGroup) -> Eva
 
 
 def _as_trained(config: TrainConfig, card: ModelCard) -> TrainConfig:
-    """Set the training's batch size. It limits the batches of evaluations, on which the last bits of results depend."""
+    """Return the flags with the training's batch size, which limits evaluation batches and so affects the last bits."""
     return replace(config, batch_size=card.made_from.get("config", {}).get("batch_size", config.batch_size))
 
 

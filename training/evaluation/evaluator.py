@@ -1,7 +1,7 @@
 """Evaluates a model exactly: each image counts once, and the result has the same bits for any number of ranks.
 
-Runs on every rank. The batches do not depend on the number of ranks. The ranks do not exchange averages. They exchange
-counts, the loss of each batch and the prediction of each image, and check that each image was evaluated once.
+Runs on every rank. The batches do not depend on the number of ranks. The ranks exchange no averages, only counts, the
+loss of each batch and the prediction of each image. They check that each image was evaluated once.
 """
 
 import math

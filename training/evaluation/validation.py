@@ -91,7 +91,7 @@ class Validator:
         self.logger.console.print(f"complete after {progress.step} steps: {outcome}")
 
     def _test_best(self, last: Evaluation | None, before_batch: Callable[[], object]) -> dict[str, Any] | None:
-        """Test the best model, and add the results to `best/`. Return its step, epoch and results, or None if missing.
+        """Test the best model, if any, and add the results to `best/`. Return its step, epoch and results, else None.
 
         `last` is the test of the model after the last step, which may be the best one.
         """
@@ -229,5 +229,5 @@ def learned_nothing(config: TrainConfig, classes: Sequence[str], test: Evaluatio
 
 
 def numbers_of(test: Evaluation | None) -> dict[str, Any]:
-    """Return the numbers of a test by name. All are None if there was no test."""
+    """Return accuracies, loss and counts of a test by their names in `result.json`. All are None without a test."""
     return {f"test_{name}": getattr(test, name, None) for name in _TEST_FIELDS}

@@ -1,7 +1,7 @@
 """Writes events, metrics (JSON lines and TensorBoard), `best/` and `final/`. Runs on every rank; rank 0 writes.
 
-A resumed run first removes the metrics of steps after the restored one, so that the files have neither gaps nor
-repetitions. While the disk is full, metrics wait in memory.
+A resumed run first removes the metrics of steps after the restored one, because it repeats these steps. While the disk
+is full, metrics wait in memory.
 """
 
 import json
@@ -75,7 +75,7 @@ class NoSpaceError(TorchrelayError):
 
 
 class RunLogger:
-    """Writes the files that people and other programs read. Without `writes`, on ranks other than 0, it writes nothing.
+    """Writes the files that people and other programs read, but none if `writes` is False, as on ranks other than 0.
 
     Raises:
         UserError: the run directory cannot be made.
@@ -130,7 +130,7 @@ class RunLogger:
             self.console.warn(f"{self._ledger.path} cannot be written ({error}): event {event.kind!r} is lost")
 
     def log_later(self, log: Callable[[], None]) -> None:
-        """Call `log`, which calls `log_metrics`, in a background thread, in the order of the calls of `log_later`.
+        """Have a background thread call `log`, which calls `log_metrics`. The calls keep their order.
 
         `log` may wait for the device and for a slow disk.
         """
