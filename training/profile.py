@@ -200,7 +200,7 @@ class Meter:
         self.trainer.stepper.step(batch, self.trainer.loss_meter)
 
     def _milliseconds(self, work: Callable[[], Any]) -> float:
-        """Return the mean milliseconds of `work` on the slowest rank. It is repeated as often as fits into --seconds.
+        """Return the mean milliseconds of `work` on the slowest rank. Repeats `work` as often as fits into --seconds.
 
         The first repetition does not count, because it allocates and compiles what later ones reuse.
         """

@@ -21,7 +21,7 @@ IDENTIFYING = (
 )
 """The flags on which a saved state depends. A training with another value needs a new run."""
 ADJUSTABLE = frozenset(field.name for field in fields(Adjustable))
-# These flags affect only the first step of a training, not a saved state.
+# `weights` affects only the start of a training. `synthetic` replaces the data, whose fingerprint is in a saved state.
 _OF_THE_BEGINNING = frozenset({"weights", "synthetic"})
 # In these schedules every learning rate depends on the number of epochs.
 _PLANNED = frozenset({"cosine", "one-cycle"})
@@ -59,7 +59,7 @@ def refuse_on_resume(names: Collection[str], run: str, best: Path) -> None:
 
 
 def refuse_on_fork(changed: Collection[str], best: Path) -> None:
-    """Refuse changed fields on which the saved state depends, or which affect only the start of a training.
+    """Refuse changed fields on which the saved state depends, or which apply only to a new training.
 
     Raises:
         UserError: says what to type instead.

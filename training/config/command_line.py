@@ -56,8 +56,9 @@ def with_files(
 ) -> dict[str, Any]:
     """Add flags from the files of `--config` and `--recipe`, and from `defaults`, to the given flags.
 
-    Of several values of a flag, the first one in this order counts: given, `--config`, `--recipe`, `defaults`. The file
-    of `--config` may name a recipe. Files may set only flags in `known` (`flag_names`); other defaults are ignored.
+    Of several values of a flag, the first in this order counts: given, `--config`, `--recipe`, `defaults`. Lists are
+    joined. The file of `--config` may name a recipe. Files may set only flags in `known` (`flag_names`). Defaults of
+    other flags are ignored.
 
     Raises:
         UserError: a file cannot be read or has an unknown flag, or the recipe does not exist.

@@ -1,8 +1,8 @@
 """Knows the names of models and pretrained weights, and finds the weights in torch's cache.
 
-Runs on every rank and on the login node, which may have internet access that compute nodes lack. It reads torchvision's
-source instead of importing torchvision, because the import takes 4 seconds and a login node may lack torch. A list of
-our own would fit only one version.
+Runs on every rank and on the login node, which may have internet access that compute nodes lack. The names come from
+the source of torchvision or timm, because importing torchvision takes 4 seconds and a login node may lack torch. A list
+of our own would fit only one version.
 """
 
 import importlib.util

@@ -252,12 +252,12 @@ def highest_learning_rate(config: TrainConfig) -> float:
 
 
 def samples_per_group(config: TrainConfig) -> int:
-    """Return how many neighbours in a batch must go to the same rank: mixing takes pairs."""
+    """Return how many consecutive images of a batch must go to the same rank: 2 with mixup or cutmix, else 1."""
     return 2 if config.mixup or config.cutmix else 1
 
 
 def check_world(config: TrainConfig, world_size: int, samples: int | None = None) -> None:
-    """Make sure that every rank has work in every part of a step.
+    """Check that every rank has images in every micro-batch of a step.
 
     Raises:
         UserError: a batch, or the training set (`samples`, None if not known), has too few images.

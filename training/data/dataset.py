@@ -19,7 +19,7 @@ from training.data.transforms.crop import center_crop
 from training.runtime.process_group import SharedError
 
 _MAX_NAMES = 20
-# So many corrupt images in a row have a common cause, such as a damaged copy.
+# This many corrupt images in a row have a common cause, such as a damaged copy.
 _MAX_CORRUPT_IN_A_ROW = 100
 _NO_INDICES = torch.empty(0, dtype=torch.int64)
 

@@ -101,7 +101,7 @@ def load_batches(
 
 
 class _Requests:
-    """Requests that can be iterated anew from the first one, until more than `first` of them have been taken."""
+    """Requests that `_fork_workers` can iterate again from the first one, if at most `first` of them were taken."""
 
     def __init__(self, requests: Iterable[BatchRequest], first: int) -> None:
         self._rest = iter(requests)

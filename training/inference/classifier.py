@@ -40,7 +40,7 @@ class Classifier(nn.Module):
 
     @torch.inference_mode()
     def classify(self, images: Tensor) -> Tensor:
-        """Return the probabilities on the CPU, computed in the precision of the model's test."""
+        """Return `forward`'s probabilities on the CPU, computed in the precision of the model's test."""
         with autocast(self.card.config(), self.mean.device):
             return self(images).cpu()  # type: ignore[no-any-return]
 

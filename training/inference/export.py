@@ -97,7 +97,7 @@ def export(options: ExportOptions) -> str:
 
 
 def comparison_images(card: ModelCard, given: str | None) -> tuple[str, Tensor]:
-    """Return a split's name and images (uint8 [n, *card.image_shape]) from the model's data set.
+    """Return name and up to 64 images (uint8 [n, *card.image_shape]) of the model's test, validation or training set.
 
     Raises:
         UserError: the data set is missing, or is not the model's.

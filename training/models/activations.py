@@ -16,14 +16,14 @@ from training.runtime.compat import BatchNorm
 
 
 def checkpoint_activations(model: nn.Module) -> int:
-    """Make the model keep only each block's input, from which the backward pass recomputes the block (same dropout).
+    """Make the model keep only each block's input, from which the backward pass recomputes the block.
 
-    Results, evaluations and the names of the model's tensors do not change. Returns the number of these blocks. Single
-    layers are left out: they would save no memory, because their input is kept anyway.
+    Both passes draw the same dropout, so results do not change. Nor do evaluations or the names of tensors. Single
+    layers are left out, because their input is kept anyway. Returns the number of recomputed blocks.
     """
     blocks = [block for block in blocks_in_order(model) if _is_worth_it(block)]
     for block in blocks:
-        # A later copy of the model would call the forward of this block. So the moving average must be copied before.
+        # A copy of the model that is made later would call this block's forward, so make the moving average before.
         block.forward = _recomputed(block)
     return len(blocks)
 

@@ -28,7 +28,7 @@ _SIZE_ERRORS = (RuntimeError, ValueError, AssertionError)
 
 
 def input_size(config: TrainConfig, native: int | None) -> int:
-    """Return the side, in pixels, of the model's square inputs. `native` is the side of images in memory, or None."""
+    """Return the side of the model's square inputs in pixels. `native` is the side of images in memory, else None."""
     if config.image_size is not None:
         return config.image_size
     if config.model in OWN_MODELS:
@@ -128,7 +128,7 @@ def first_line(error: Exception) -> str:
 
 def last_layer_name(model: nn.Module) -> str:
     """Return the name of the layer whose outputs are the classes."""
-    # timm's models have the name of this layer.
+    # The settings of timm's models name this layer.
     named = getattr(model, "pretrained_cfg", {}).get("classifier")
     if isinstance(named, str):
         part = model.get_submodule(named)

@@ -1,6 +1,6 @@
 """Prepares a model for training with DDP and the compiler, or with FSDP. Runs on every rank.
 
-None of these changes the names of the model's tensors or its evaluations.
+Neither DDP, the compiler nor FSDP changes the names of the model's tensors or its evaluations.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ def place_model(model: nn.Module, config: TrainConfig, group: ProcessGroup) -> n
     """Move the model to the device; with FSDP, only this rank's shard. Call this before the optimizer is made."""
     if config.strategy == "ddp":
         return model.to(group.device)
-    from training.models.fsdp import shard  # noqa: PLC0415  # DDP saves this second
+    from training.models.fsdp import shard  # noqa: PLC0415  # takes a second, which DDP saves
 
     return shard(model, config, group)
 
@@ -54,7 +54,7 @@ def wrap_for_training(
     if config.checkpoint_activations and not checkpoint_activations(model):
         raise SharedError(f"--checkpoint-activations finds no blocks to recompute in {config.model}: leave it out")
     if config.strategy == "fsdp":
-        from training.models.fsdp import FsdpModel  # noqa: PLC0415  # as above
+        from training.models.fsdp import FsdpModel  # noqa: PLC0415  # takes a second
 
         return FsdpModel(model, group, syncs_buffers=has_other_buffers(model))
     if config.compile:
@@ -104,7 +104,7 @@ def full_state_dict(model: nn.Module, group: ProcessGroup, *, sharded: bool) -> 
     """Return the names and full tensors of a model, on rank 0 only. All ranks must exhaust the iterable."""
     if not sharded:
         return model.state_dict().items() if group.is_rank_zero else ()
-    from training.models.fsdp import gather_tensors  # noqa: PLC0415  # as above
+    from training.models.fsdp import gather_tensors  # noqa: PLC0415  # takes a second
 
     return gather_tensors(model, is_rank_zero=group.is_rank_zero)
 
@@ -133,7 +133,7 @@ def load_full_state_dict(
 
 def _shard_like(own: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard of `value` if the model's tensor `own` is sharded, else `value`."""
-    from training.models.fsdp import shard_like  # noqa: PLC0415  # as above
+    from training.models.fsdp import shard_like  # noqa: PLC0415  # takes a second
 
     return shard_like(own, value)
 

@@ -1,7 +1,7 @@
 """`python -m training.verify_resume`: proves that an interrupted training ends like an uninterrupted one.
 
-It trains twice on this machine: once without interruption, once cut at random steps by SIGKILL or SIGTERM and resumed
-each time. Then it compares everything that the two trainings wrote. It starts the ranks itself.
+It starts the ranks itself, and trains twice on this machine: once without interruption, once cut at random steps by
+SIGKILL or SIGTERM and resumed each time. Then it compares the states, models, results and metrics of both trainings.
 """
 
 import json
@@ -41,7 +41,7 @@ _CUTS = {
     "evaluate": "SIGKILL during the first evaluation from step",
     "stop": "SIGTERM before step",
 }
-# After a rank has failed, the other ranks have so many seconds to print their errors.
+# After a rank has failed, the other ranks have this time to print their errors.
 _GRACE_SECONDS = 10
 
 

@@ -37,7 +37,7 @@ class ComparedPart:
 
 
 def compare_runs(one: RunDir, other: RunDir) -> list[ComparedPart]:
-    """Compare everything that two finished trainings computed and wrote, bit by bit."""
+    """Compare the last states, the models, results and metrics of two finished trainings, bit by bit."""
     parts = list(_states(*(list_checkpoints(run.checkpoints)[0] for run in (one, other))))
     for name in ("final", "best"):
         files = [run.path / name / MODEL_WEIGHTS for run in (one, other)]

@@ -44,8 +44,8 @@ def start_ranks(
 def wait_for_ranks(ranks: Sequence[BaseProcess], grace_seconds: float) -> list[int | None]:
     """Wait until all ranks have ended or one has failed, then kill the others, and return the exit codes by rank.
 
-    The others would wait minutes for the failed rank. If it died of SIGKILL, they are killed at once; or else they get
-    `grace_seconds` for their error messages. A rank that is killed here has the code None.
+    The others would wait minutes for the failed rank. They are killed at once if a rank died of SIGKILL, else after
+    `grace_seconds`, the time for their error messages. A rank that is killed here has the code None.
     """
     try:
         while (running := [rank for rank in ranks if rank.exitcode is None]) and not any(r.exitcode for r in ranks):

@@ -1,7 +1,7 @@
 """Augments images: random crop, mirroring, color jitter, policy, random erasing. Runs on ranks and loader workers.
 
 The result depends only on the seed, the epoch and the sample's index, not on the rank, the worker or the batch.
-Crops, mirroring and erasing take numbered draws from the epoch's random stream (`counter_rng`), on the CPU, without
+Crops, mirroring and erasing take numbered draws from an epoch's random streams (`counter_rng`), on the CPU, without
 torchvision. Color jitter and policies are torchvision's and draw from torch's default generator: `_seeded` seeds it
 for each image and restores its state afterwards.
 """
@@ -101,8 +101,8 @@ class Augmentation:
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip and not self.resizes:
-            # The upper half of the draws mirrors here, the lower half in `crop_one`. They stay different: a seed must
-            # keep its images.
+            # Here the upper half of the draws mirrors an image, in `crop_one` the lower half. Do not make them equal,
+            # because a seed must keep its images.
             mirrored = to_device(rand_int(key, indices * _DRAWS + _FLIP, 2).bool(), images.device)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
         if self.policy is not None:

@@ -70,7 +70,7 @@ def fill_each(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
 
 
 def fill_all(images: Tensor, boxes: Tensor, color: Tensor) -> Tensor:
-    """Return the same as `fill_each`, by a few operations on all images. The host need not wait for a GPU."""
+    """Return what `fill_each` returns, by a few operations on all images, so that the host need not wait for a GPU."""
     height, width = images.shape[2:]
     top, left, high, wide = boxes.unbind(1)
     inside = _within(top, high, height)[:, None, :, None] & _within(left, wide, width)[:, None, None, :]
