@@ -161,7 +161,7 @@ def check_recovery(spec: RunSpec) -> None:
 
 
 def local_resources(asked: Resources) -> Resources:
-    """Return the resources for --cluster local, whose pretended nodes share the CPUs of this machine."""
+    """Return the resources for --cluster local, whose simulated nodes share the CPUs of this machine."""
     if asked.gpu_type:
         raise UserError(
             f"--gpus-per-node is {asked.gpus_per_node}, but --cluster local does not know types of GPUs: "

@@ -30,8 +30,8 @@ def resolve_device(asked: DeviceChoice, gpus_per_node: int, cluster: Cluster, bu
         if asked == "cuda":
             raise UserError("--device is cuda, but --gpus-per-node 0 asks for no GPUs: leave one of them out")
         return asked  # with auto, ranks use a part of a GPU if --sbatch gres=shard:1 gives them one
-    pretended = slurm.is_testbed() if cluster == "slurm" else not any(driver.exists() for driver in _DRIVERS)
-    if asked == "cpu" or (asked == "auto" and pretended):
+    simulated = slurm.is_testbed() if cluster == "slurm" else not any(driver.exists() for driver in _DRIVERS)
+    if asked == "cpu" or (asked == "auto" and simulated):
         return asked
     if build is not None and build.accelerator is None:
         raise UserError(

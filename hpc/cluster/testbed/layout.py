@@ -37,7 +37,8 @@ class TestbedShape:
     - strict: one job at a time for the users of the account `users`, no requeues and no changes of jobs
     - addresses: the nodes' names lead to a closed network; in the open network, most ports are closed
     - ranges: more nodes, with three digits: gpu[001-032]
-    - private: each job has its own /tmp and /dev/shm"""
+    - private: each job has its own /tmp and /dev/shm
+    - expedited: Slurm requeues a job without its delay if the job asks for that (Slurm 25.11 and later)"""
     nodes: int | None = None
     """Compute nodes: gpu01, gpu02, and so on. Default: 4; 32 with `--profile ranges`."""
     gpus_per_node: int = 4

@@ -136,7 +136,9 @@ def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
         step = ["scancel", "--signal=TERM", f"{target.job_id}.0"], "send SIGTERM to all processes of the step"
         return on_machine if target.cluster == "local" else step
     if target.cluster == "local":
-        raise UserError(f"{kind} needs Slurm, and this run is on --cluster local: use term, worker-kill or hang")
+        raise UserError(
+            f"{kind} needs Slurm, and this run is on --cluster local: use term, worker-kill, hang or disk-full"
+        )
     if kind == "node-kill" and target.testbed:
         return [sys.executable, "-m", "hpc", "testbed", "kill-node", target.node], f"cut the power of {target.node}"
     if kind == "node-kill":

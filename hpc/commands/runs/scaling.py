@@ -109,8 +109,10 @@ def _started(
     script: tuple[str, ...],
 ) -> ScalingSpec:
     """Check the flags, make the study's directory, and return its spec. Raises UserError if a flag is wrong."""
-    if not options.minutes > 0 or options.parallel < 1:
-        raise UserError(f"--minutes is {options.minutes:g} and --parallel {options.parallel}: use 1 or more")
+    if not options.minutes > 0:
+        raise UserError(f"--minutes is {options.minutes:g}: use more than 0")
+    if options.parallel < 1:
+        raise UserError(f"--parallel is {options.parallel}: use 1 or more")
     check_is_new(directory, options)
     gpu_type, numbers = read_gpus(gpus or [options.resources.gpus_per_node])
     code = user_code(options, script)

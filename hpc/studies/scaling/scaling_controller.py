@@ -101,7 +101,7 @@ class ScalingController:
         if self._spec.script:
             first = next(iter(read_json_lines(run.train_metrics)), None)
             began = first.get("time") if first else None
-            if isinstance(began, float) and time.time() - began > 60 * self._spec.minutes:
+            if isinstance(began, int | float) and time.time() - began > 60 * self._spec.minutes:
                 cancel_run(run, state, final=True)
         return True
 
