@@ -70,8 +70,9 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     build = None if python or image else torch_build()
     device = resolve_device(options.device, resources.num_gpus, cluster, build)
     kind = train.model if train else _name_of(script)
-    name = options.name or f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-    run = RunDir(options.runs_dir.expanduser().resolve() / name)
+    runs_dir = options.runs_dir.expanduser().resolve()
+    name = options.name or _free_name(runs_dir, kind)
+    run = RunDir(runs_dir / name)
     if os.path.lexists(run.path):
         raise UserError(f"run {name!r} exists already in {options.runs_dir}: choose another --name")
     spec = RunSpec(
@@ -93,6 +94,13 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if spec.stage_timeout_seconds < _MIN_STAGE_SECONDS:
         raise UserError(f"--stage-timeout is {spec.stage_timeout}: use {_MIN_STAGE_SECONDS}s or more")
     return run, spec
+
+
+def _free_name(runs_dir: Path, kind: str) -> str:
+    """Return a name from the time in seconds. If a run has it, as in a loop of hpc submit, wait for the next second."""
+    while os.path.lexists(runs_dir / (name := f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}")):
+        time.sleep(0.1)
+    return name
 
 
 def _directories(flag: str, names: Sequence[str], options: SubmitOptions, cluster: Cluster) -> tuple[str, ...]:
