@@ -277,6 +277,8 @@ class StateWriter:
         choose_device = partial(torch.cuda.set_device, group.device) if group.device.type == "cuda" else None
         self._copy, self._background = HostCopy(), BackgroundWriter(choose_device)
         self._unwritten_step: int | None = None
+        # Ranks that compute on CPUs share them. So count a save's CPU time, not its waits for a CPU or another rank.
+        self._clock = time.thread_time if group.device.type == "cpu" else time.monotonic
         self._stall_seconds = self._thread_seconds = 0.0
         self._device_copy: DeviceCopy | None = None
         self.restart_interval()
@@ -334,7 +336,7 @@ class StateWriter:
         step, began, copy_seconds = self._state.progress.step, time.monotonic(), 0.0
         if self.is_saved:
             return copy_seconds
-        self._saved_step, self._saved_at = step, began
+        self._saved_step, self._saved_at, stall_began = step, began, self._clock()
         tensors, values, layout = capture(self._state, self._group)
         if self._destination.skips_while_busy and self._background.busy:
             return copy_seconds
@@ -349,7 +351,7 @@ class StateWriter:
             self._background.submit(partial(self._write, step, copy_seconds))
         # Do not count the first copy: it allocates memory, which takes longer than any later copy.
         allocates = self._copy.is_allocated and not was_allocated
-        self._stall_seconds = 0.0 if allocates else time.monotonic() - began
+        self._stall_seconds = 0.0 if allocates else self._clock() - stall_began
         return copy_seconds
 
     def _write(self, step: int, copy_seconds: float) -> None:
@@ -366,7 +368,7 @@ class StateWriter:
         self._unwritten_step = step if problem else None
         seconds = {"seconds": round(time.monotonic() - began, 3), "copy_seconds": round(copy_seconds, 4)}
         self._destination.report(step, seconds, problem)
-        # Ranks that compute on CPUs share them with this thread, so its CPU time is a cost.
+        # If ranks compute on CPUs, they share them with this thread, too.
         self._thread_seconds = time.thread_time() - thread_began if self._group.device.type == "cpu" else 0.0
 
     def wait(self) -> None:

@@ -69,7 +69,7 @@ class BatchSchedule:
         return images[places // self.repetitions] + places % self.repetitions * self.samples
 
     def batch(self, step: int) -> list[int]:
-        """Return the indices of a step's images, with repetitions. The run's first step is 1."""
+        """Return the indices of the images in a step's batch, repeated ones several times. Steps count from 1."""
         epoch, place = divmod(step - 1, self.steps_per_epoch)
         start = place * self.batch_size
         return (self.order(epoch)[start : start + self.batch_size] % self.samples).tolist()

@@ -156,11 +156,17 @@ def save_checkpoint(
 
 def save_snapshot(directory: Path, step: int, write_files: WriteFiles) -> None:
     """Write a snapshot that only its owner may read, and keep the newest two. Raises OSError if the write fails."""
-    save_checkpoint(directory, step, write_files, _KEPT_SNAPSHOTS, 0o700)
+
+    def write(temporary: Path) -> dict[str, Any]:
+        write_files(temporary)
+        # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
+        return {file.name: describe_file(file, hashed=False) for file in temporary.iterdir()}
+
+    save_checkpoint(directory, step, write, _KEPT_SNAPSHOTS, 0o700)
 
 
 def missing_snapshot_bytes(directory: Path, size_bytes: int) -> int:
-    """Return the bytes that must be free to keep two snapshots of this size while a third one is written."""
+    """Return the bytes that must still be free for three snapshots of this size: two kept, and one being written."""
     return size_bytes * (_KEPT_SNAPSHOTS + 1 - min(_KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
 
 
@@ -177,15 +183,18 @@ def discard(path: Path, *, durable: bool) -> None:
         remove_published(path)
 
 
-def describe_file(path: Path) -> dict[str, Any]:
-    """Return the manifest's entry for a file."""
+def describe_file(path: Path, *, hashed: bool = True) -> dict[str, Any]:
+    """Return the manifest's entry for a file: its size and, if `hashed`, its hash."""
+    size = {"size": path.stat().st_size}
+    if not hashed:
+        return size
     with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return size | {"sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def describe_bytes(data: bytes) -> dict[str, Any]:
+def describe_bytes(data: bytes, *, hashed: bool = True) -> dict[str, Any]:
     """Return the manifest's entry for a file with this content."""
-    return {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    return {"size": len(data)} | ({"sha256": hashlib.sha256(data).hexdigest()} if hashed else {})
 
 
 def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
@@ -199,11 +208,12 @@ def find_damage(path: Path, first: int = 0, stride: int = 1) -> str:
     return _damage(path, describe_file, first, stride)
 
 
-def _damage(path: Path, describe: Callable[[Path], dict[str, Any]], first: int = 0, stride: int = 1) -> str:
+def _damage(path: Path, describe: Callable[..., dict[str, Any]], first: int = 0, stride: int = 1) -> str:
     try:
         files = json.loads((path / _MANIFEST).read_bytes())["files"]
         checked = sorted(files.items())[first::stride]
-        damaged = next((name for name, entry in checked if describe(path / name) != entry), None)
+        described = ((name, entry, describe(path / name, hashed="sha256" in entry)) for name, entry in checked)
+        damaged = next((name for name, entry, found in described if found != entry), None)
     except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"it does not match its manifest: {error!r}"
     except OSError as error:
@@ -220,8 +230,8 @@ def read_checkpoint(path: Path) -> dict[str, bytes] | str:
     """Return the contents of a checkpoint's files by name, or why it is damaged. Raises OSError if a read fails."""
     files = dict[str, bytes]()
 
-    def read(file: Path) -> dict[str, Any]:
+    def read(file: Path, *, hashed: bool) -> dict[str, Any]:
         files[file.name] = data = file.read_bytes()
-        return describe_bytes(data)
+        return describe_bytes(data, hashed=hashed)
 
     return _damage(path, read) or files

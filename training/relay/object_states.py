@@ -65,12 +65,19 @@ def _copied(value: Any, *, keep: bool) -> Any:
     return value
 
 
+def uses_gpu() -> bool:
+    """Return whether this rank computes on a GPU."""
+    import torch
+
+    return torch.cuda.is_initialized()  # type: ignore[no-untyped-call,no-any-return]  # torch's own
+
+
 def random_states() -> dict[str, Any]:
     """Return the states of this rank's random number generators: torch's (CPU and GPU) and Python's."""
     import torch
 
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch's own
+    if uses_gpu():
         found["cuda"] = torch.cuda.get_rng_state()
     return found
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 from .background_writer import BackgroundWriter
 from .checkpoint_files import describe_bytes, missing_snapshot_bytes, save_checkpoint, save_snapshot
 from .loop_position import Batch, LoopPosition
-from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialized
+from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialized, uses_gpu
 from .progress_files import progress_files
 from .rank_exchange import all_gather_bytes, ranks
 from .restoring import restore_objects
@@ -158,9 +158,12 @@ class SavedState:
         if self._saved[kind] == self._done:
             return
         self._saved[kind] = self._done
+        thread_began = time.thread_time()
         content = capture_states(self._objects, self.step)
         copy_seconds = time.monotonic() - began
-        self._cost_seconds = max(0.9 * self._cost_seconds, copy_seconds)
+        # Ranks that compute on CPUs share them. So count CPU time, not waits for a CPU or another rank.
+        cost = copy_seconds if uses_gpu() else time.thread_time() - thread_began
+        self._cost_seconds = max(0.9 * self._cost_seconds, cost)
         directory = THIS_RANK.checkpoints if durable else self._snapshots
         if directory and (durable or not self._background.busy):
             write = partial(self._write, directory, self.step, content, copy_seconds, durable=durable)
@@ -185,7 +188,7 @@ class SavedState:
             self._unwritten, seconds = None, round(time.monotonic() - began, 3)
             progress_files.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
         else:
-            # Ranks that compute on CPUs share them with this thread, so its CPU time is a cost, too.
+            # If ranks compute on CPUs, they share them with this thread, too.
             self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
 
 
@@ -221,9 +224,9 @@ def _exit_if_asked() -> None:
 def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -> None:
     """Write a checkpoint or, if `keep` is None, a snapshot. Raises OSError."""
 
-    def write_file(temporary: Path) -> dict[str, Any]:
+    def write_file(temporary: Path) -> dict[str, Any] | None:
         (temporary / STATE_FILE).write_bytes(data)
-        return {STATE_FILE: describe_bytes(data)}
+        return None if keep is None else {STATE_FILE: describe_bytes(data)}
 
     if keep is not None:
         save_checkpoint(directory, step, write_file, keep, 0o700, check=check_no_later_attempt)

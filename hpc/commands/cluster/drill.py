@@ -117,7 +117,7 @@ def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
     )
 
 
-# For each failure of one rank, the action of `hpc.cluster.node_faults` and its description.
+# For each failure of one rank, the action of `hpc.cluster.drill_faults` and its description.
 _RANK_FAULTS = {
     "worker-kill": ("kill", "kill rank {} with SIGKILL"),
     "hang": ("stop", "stop rank {} with SIGSTOP"),
@@ -152,9 +152,9 @@ def plan(kind: Kind, target: DrillTarget) -> tuple[list[str], str]:
 
 
 def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[str]:
-    """Return the command that runs `hpc.cluster.node_faults`, from the run's copy of the code, on nodes of the run."""
+    """Return the command that runs `hpc.cluster.drill_faults`, from the run's copy of the code, on nodes of the run."""
     path = f"PYTHONPATH={own_pythonpath(target.run.packages)}"
-    faults = ["env", path, sys.executable, "-P", "-m", "hpc.cluster.node_faults", str(target.run.path), *action]
+    faults = ["env", path, sys.executable, "-P", "-m", "hpc.cluster.drill_faults", str(target.run.path), *action]
     if target.cluster == "local":
         return faults
     return [

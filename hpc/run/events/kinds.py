@@ -86,7 +86,7 @@ class Deferred(StartedNothing, frozen=True, kw_only=True):
 
 
 class Requeued(Event, frozen=True, kw_only=True):
-    """The head node's agent, or the supervisor, has requeued the job."""
+    """An agent or the supervisor has requeued the job, or Slurm has, and accepts no new job."""
 
     job_id: str
 

@@ -44,9 +44,8 @@ def dated(event: Event, **fields: object) -> Event:
 def line_of(event: Event) -> str:
     """Return an event as one line of a ledger.
 
-    An undated event gets the present time. The line is ASCII, so that it can hold names which are not UTF-8. Fields
-    with default values are left out instead of written as null, because agents of an earlier release may still run, and
-    reject null where they require a value.
+    An undated event gets the present time. The line is ASCII, so that it can hold names which are not UTF-8. A field
+    that equals its default is left out: agents of an earlier release may still run, and reject null for some fields.
     """
     event = dated(event) if event.time == UNDATED else event
     usual = {field.name: field.default for field in msgspec.structs.fields(type(event))}

@@ -74,7 +74,11 @@ def periods_of(
 
 
 def _down(history: History, interruptions: Sequence[Interruption], until: float, *, own_script: bool) -> list[Period]:
-    """Return the queue periods of interruptions, then their recoveries, both without the pause before `hpc resume`."""
+    """Return the time in the queue of each interruption that ended its attempt, then each interruption's recovery.
+
+    If the user resumed the run, both begin then. A period that has not ended ends at `until`. A user's script
+    (`own_script`) need not report steps: without them, its recovery ends when the next attempt starts.
+    """
     queues, recoveries, attempts = list[Period](), list[Period](), history.attempts
     resumed = {each.attempt: each.resumed for each in attempts}
     first_steps = [event.time for event in history.of(FirstStep)]

@@ -45,7 +45,7 @@ class Tracker(Protocol):
 
 
 def open_tracker(service: Service, run: RunDir, spec: RunSpec) -> Tracker:
-    """Return the run at a tracker; create it if needed.
+    """Connect to the record of a run at a tracker, and create the record if there is none.
 
     Raises:
         UserError: the tracker's package is not installed, or its address or key is not set.

@@ -90,7 +90,10 @@ class ScalingController:
         return True
 
     def _follow(self, size: Size, summary: Summary) -> bool:
-        """Return whether a size's run goes on. Cancel a script after the study's minutes; our trainer ends itself."""
+        """Return whether the run of a size goes on, and announce its end.
+
+        A script is cancelled when it has trained for the study's minutes. Our trainer ends by itself.
+        """
         state, run = summary.state, self._study.run(size.name)
         if state in TERMINAL:
             self._ended.add(size)

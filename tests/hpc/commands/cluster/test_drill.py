@@ -20,7 +20,7 @@ from support.waiting import wait_for
 from hpc.base.errors import UserError
 from hpc.base.files import append_json_line, write_json
 from hpc.base.kernel import is_alive, start_time
-from hpc.cluster import node_faults
+from hpc.cluster import drill_faults
 from hpc.commands.cluster import drill
 from hpc.commands.cluster.drill import DrillOptions, DrillTarget, Kind, plan, target_of
 from hpc.run.nodedir import HeldNodeDir, NodeDir
@@ -149,9 +149,9 @@ def test_rank_is_found_by_its_newest_heartbeat(run: RunDir, memory: NodeDir, spa
     beat(memory, 0, 2, elsewhere.pid)
     beat(memory, 1, 2, here.pid, at=2.0)
     beat(memory, 2, 5, 2**22 + 1)
-    assert node_faults.rank_pids(run.path, 2) == [here.pid]
-    assert node_faults.rank_pids(run.path, 3) == []
-    assert node_faults.rank_pids(run.path, 5) == [], "its process has ended"
+    assert drill_faults.rank_pids(run.path, 2) == [here.pid]
+    assert drill_faults.rank_pids(run.path, 3) == []
+    assert drill_faults.rank_pids(run.path, 5) == [], "its process has ended"
 
 
 def test_rank_is_stopped_or_killed(
@@ -159,9 +159,9 @@ def test_rank_is_stopped_or_killed(
 ) -> None:
     process = spawn(SLEEP)
     beat(memory, 0, 0, process.pid)
-    assert node_faults.main([str(run.path), "stop", "0"]) == 0
+    assert drill_faults.main([str(run.path), "stop", "0"]) == 0
     wait_for(lambda: state_of(process.pid) == "T")
-    assert node_faults.main([str(run.path), "kill", "0"]) == 0
+    assert drill_faults.main([str(run.path), "kill", "0"]) == 0
     assert process.wait(30) == -signal.SIGKILL
     assert capsys.readouterr().out == f"{process.pid}\n" * 2
 
@@ -184,11 +184,11 @@ while True:
 def test_full_disk_lasts_a_while(
     run: RunDir, memory: NodeDir, spawn: Callable[..., Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_faults, "_FULL_SECONDS", 0.5)
+    monkeypatch.setattr(drill_faults, "_FULL_SECONDS", 0.5)
     log = tmp_path / "log"
     beat(memory, 0, 0, spawn(WRITER, str(tmp_path / "large"), str(log)).pid)
     wait_for(lambda: log.exists() and "written" in log.read_text())
-    assert node_faults.main([str(run.path), "full", "0"]) == 0
+    assert drill_faults.main([str(run.path), "full", "0"]) == 0
     assert "refused" in log.read_text()
     wait_for(lambda: log.read_text().endswith("written\n"))
 
@@ -199,11 +199,11 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'i
 def test_agent_tree_has_the_agent_and_its_descendants(run: RunDir, spawn: Callable[..., Process]) -> None:
     agent = spawn(PARENT, "jobs.agent", str(run.path))
     spawn(SLEEP, "jobs.agent", "/another/run")
-    wait_for(lambda: len(node_faults.agent_tree(run.path)) == 2)
-    first, child = node_faults.agent_tree(run.path)
+    wait_for(lambda: len(drill_faults.agent_tree(run.path)) == 2)
+    first, child = drill_faults.agent_tree(run.path)
     assert first == agent.pid
     started = start_time(child)
-    node_faults.main([str(run.path), "kill-all"])
+    drill_faults.main([str(run.path), "kill-all"])
     assert agent.wait(30) == -signal.SIGKILL
     wait_for(lambda: not is_alive(child, started))
 

@@ -1,6 +1,6 @@
 """Causes the failures of a drill on one compute node. Runs on compute nodes.
 
-`python -m hpc.cluster.node_faults RUN_DIR kill|stop|full RANK` acts on one rank; `RUN_DIR kill-all` acts on the agent
+`python -m hpc.cluster.drill_faults RUN_DIR kill|stop|full RANK` acts on one rank; `RUN_DIR kill-all` acts on the agent
 and its descendants. Both print the ids of these processes; an empty line means that this node has none.
 """
 
