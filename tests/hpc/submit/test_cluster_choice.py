@@ -6,41 +6,53 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.cluster import Run, Site
 
+from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources
+from hpc.submit.cluster_choice import choose_cluster
 
 NO_SLURM = {"PATH": "/nonexistent"}
 SUBMIT = ("submit", "--synthetic", "--batch-size=8", "--name=run")
+OF_SLURM: dict[str, Any] = {
+    "partition": "gpu",
+    "account": "me",
+    "qos": "high",
+    "constraint": "a100",
+    "exclude": "gpu01",
+    "sbatch": ("exclusive",),
+    "mem": "64G",
+    "time": "12h",
+    "gpus_per_node": "a100:2",
+}
 
 
-OF_SLURM = (
-    *("--partition=gpu", "--account=me", "--qos=high", "--constraint=a100", "--exclude=gpu01", "--sbatch=exclusive"),
-    *("--mem=64G", "--time=12h", "--gpus-per-node=a100:2"),
-)
-
-
-@pytest.mark.parametrize("flag", OF_SLURM)
-def test_flag_of_slurms_is_refused(tmp_path: Path, flag: str) -> None:
-    done = Site(tmp_path, "/nonexistent").hpc(*SUBMIT, flag, **NO_SLURM)
-    name, _, value = flag.partition("=")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        f"hpc submit: {name} {value} needs Slurm, but there is no Slurm here (sbatch is not on the PATH): type this on "
-        "a login node of the cluster, or leave it out and use --cluster local to train on this machine\n"
+@pytest.mark.parametrize(("flag", "value"), OF_SLURM.items())
+def test_flag_of_slurms_is_refused(flag: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UserError) as refused:
+        choose_cluster("auto", Resources(**{flag: value}), in_terminal=True)
+    given = value[0] if flag == "sbatch" else value
+    assert str(refused.value) == (
+        f"--{flag.replace('_', '-')} {given} needs Slurm, but there is no Slurm here (sbatch is not on the PATH): type "
+        "this on a login node of the cluster, or leave it out and use --cluster local to train on this machine"
     )
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_a_terminal_this_machine_must_be_asked_for(tmp_path: Path) -> None:
     here = Site(tmp_path, "/nonexistent")
-    done = here.hpc(*SUBMIT, **NO_SLURM)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "hpc submit: there is no Slurm here (sbatch is not on the PATH): use --cluster local to train on this machine\n"
-    )
+    missing = "there is no Slurm here (sbatch is not on the PATH): use --cluster local"
+    for asked, problem in (
+        ((), f"{missing} to train on this machine"),
+        (("--cluster=slurm",), f"--cluster slurm, but {missing}"),
+    ):
+        done = here.hpc(*SUBMIT, *asked, **NO_SLURM)
+        assert (done.returncode, done.stdout, done.stderr) == (2, "", f"hpc submit: {problem}\n")
+    assert list(tmp_path.iterdir()) == []
     asked = here.hpc(*SUBMIT, "--cluster=local", "--partition=gpu", "--dry-run", **NO_SLURM)
     assert asked.returncode == 0
     assert "hpc submit: warning: --partition gpu has no effect: --cluster local has no Slurm\n" in asked.stderr

@@ -111,12 +111,6 @@ def test_module_is_found_from_the_working_directory(repository: Path) -> None:
     assert "package/inner.py" not in names
 
 
-def test_a_module_that_is_neither_there_nor_installed_is_refused(repository: Path) -> None:
-    message = "module 'absent.module' is neither below .* or .*/src nor installed: give its name"
-    with pytest.raises(UserError, match=message):
-        find_code(repository, ("-m", "absent.module"))
-
-
 def test_neither_runs_nor_what_git_keeps_is_code(repository: Path) -> None:
     (repository / "runs" / "old").mkdir(parents=True)
     (repository / "runs" / "old" / "spec.json").touch()
@@ -128,14 +122,17 @@ def test_neither_runs_nor_what_git_keeps_is_code(repository: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "pattern", "message"),
     [
-        ("src/my.py", "nothing*", r"--include nothing\*: there is no such file in "),
-        ("src/my.py", "/etc/hostname", "--include /etc/hostname: /etc/hostname is not below .*: copy it to that"),
-        ("/etc/hostname", "conf", "is not below .*: move it there, or --in-place to run it where it is"),
+        (("src/my.py",), "nothing*", r"--include nothing\*: there is no such file in "),
+        (("src/my.py",), "/etc/hostname", "--include /etc/hostname: /etc/hostname is not below .*: copy it to that"),
+        (("/etc/hostname",), "conf", "is not below .*: move it there, or --in-place to run it where it is"),
+        (("-m", "absent.a"), "conf", "module 'absent.a' is neither below .* or .*/src nor installed: give its name"),
     ],
 )
-def test_code_that_the_run_would_lack_is_refused(repository: Path, script: str, pattern: str, message: str) -> None:
+def test_code_that_the_run_would_lack_is_refused(
+    repository: Path, script: tuple[str, ...], pattern: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        find_code(repository, (script,), (pattern,))
+        find_code(repository, script, (pattern,))
 
 
 def test_run_has_our_packages_and_others_cannot_change_them(tmp_path: Path, repository: Path) -> None:

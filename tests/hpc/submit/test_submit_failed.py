@@ -48,7 +48,8 @@ def test_three_at_once_of_which_one_is_refused(shared: Path) -> None:
 
 def test_unanswered_submission_keeps_what_its_job_may_need(shared: Path) -> None:
     away = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-    path = write_programs(shared / "bin", sbatch=LOST_REPLY, sinfo=SINFO, squeue=away)
+    fails = {"scontrol": "exit 1", "sacct": "exit 1"}  # the real ones would wait for a Slurm
+    path = write_programs(shared / "bin", sbatch=LOST_REPLY, sinfo=SINFO, squeue=away, **fails)
     done = Site(shared, "/nonexistent").hpc(*SUBMIT, PATH=path)
     assert done.returncode == 1, done.stderr
     assert re.search(r"Socket timed out.*Unable to contact.*hpc cancel", done.stderr)

@@ -7,6 +7,7 @@ from support.cluster import hpc
 
 from hpc.base import program
 from hpc.submit.options import SubmitScript, SubmitTraining
+from training.config.command_line import recipes
 
 _MOST_LINES = 120
 
@@ -36,6 +37,10 @@ def test_help_all_shows_all_flags(brief: str) -> None:
     assert {"nodes", "partition", "time", "elastic", "data", "lr", "recipe", "help-all"} <= flags_in(brief)
     fields = [*program.flags(SubmitTraining), *program.flags(SubmitScript)]
     assert flags_in(printed("--help-all")) == {field.name.replace("_", "-") for field in fields}
+
+
+def test_help_names_each_recipe(brief: str) -> None:
+    assert [name for name in recipes() if name not in brief] == []
 
 
 def test_defaults_that_tell_nothing_are_not_shown(brief: str) -> None:

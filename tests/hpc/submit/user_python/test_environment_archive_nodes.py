@@ -71,21 +71,24 @@ def test_every_node_has_a_copy_that_works(nodes: Nodes, tmp_path: Path) -> None:
     assert [event["fallback"] for event in nodes.events()] == [None] * NODES
 
 
-def test_node_on_which_the_copy_does_not_work_uses_the_shared_one_alone(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"BROKEN": "1"}, "libcudart.so.13: cannot open"),
+        ({"PYTHONPATH": "{other}"}, "{other}/torch"),
+    ],
+    ids=["torch that cannot be imported", "another torch on the path"],
+)
+def test_node_on_which_the_copy_does_not_work_uses_the_shared_one_alone(
+    environment: dict[str, str], reason: str, nodes: Nodes, tmp_path: Path
+) -> None:
     torch = "import os\nif os.environ.get('BROKEN'): raise ImportError('libcudart.so.13: cannot open')\n"
-    good, bad = nodes.use(pack(make_venv(tmp_path / "venv", torch), tmp_path), node_1={"BROKEN": "1"})
+    archive, other = pack(make_venv(tmp_path / "venv", torch), tmp_path), tmp_path / "other"
+    shutil.copytree(tmp_path / "venv" / SITE / "torch", other / "torch")
+    good, bad = nodes.use(archive, node_1={name: text.format(other=other) for name, text in environment.items()})
     assert good.is_relative_to(nodes.disk(0))
     assert bad == Path(sys.executable)
-    assert "libcudart.so.13: cannot open" in nodes.events()[1]["fallback"]
-
-
-def test_other_torch_on_the_path_is_noticed(nodes: Nodes, tmp_path: Path) -> None:
-    archive = pack(make_venv(tmp_path / "venv"), tmp_path)
-    shutil.copytree(tmp_path / "venv" / SITE / "torch", tmp_path / "other" / "torch")
-    good, bad = nodes.use(archive, node_1={"PYTHONPATH": str(tmp_path / "other")})
-    assert good.is_relative_to(nodes.disk(0))
-    assert bad == Path(sys.executable)
-    assert str(tmp_path / "other" / "torch") in nodes.events()[1]["fallback"]
+    assert reason.format(other=other) in nodes.events()[1]["fallback"]
 
 
 def test_base_interpreter_that_is_not_there_is_named(nodes: Nodes, tmp_path: Path) -> None:

@@ -156,15 +156,6 @@ def test_they_are_for_scripts_alone(flag: str, shared: Path) -> None:
         assert message in done.stderr
 
 
-def test_it_is_shown_before_the_submission(venv: Path) -> None:
-    install_torch(venv, "2.12.0")
-    site, flag = Site(venv.parent, "/nonexistent"), f"--python={venv}/bin/python"
-    (site.path / "my.py").touch()
-    shown = site.hpc("submit", "--cluster=local", flag, "--name=a", "--include=my.py", "--dry-run", "--", "my.py")
-    note = f"hpc submit: my.py starts in {site.path}/runs/a/code, with {venv}/bin/python\n"
-    assert (shown.returncode, shown.stderr) == (0, note)
-
-
 @pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
 def test_active_environment_is_the_default(venv: Path, variable: str) -> None:
     site, words = Site(venv.parent, "/nonexistent"), ("submit", "--cluster=local", "--include=my.py", "--dry-run")
@@ -176,6 +167,9 @@ def test_active_environment_is_the_default(venv: Path, variable: str) -> None:
     install_torch(venv, "2.12.0")
     shown = site.hpc(*words, "--", "my.py", **{variable: str(venv)})
     assert shown.stderr.endswith(f", with {venv}/bin/python\n")
+    typed = site.hpc(*words, f"--python={venv}/bin/python", "--name=a", "--", "my.py")
+    note = f"hpc submit: my.py starts in {site.path}/runs/a/code, with {venv}/bin/python\n"
+    assert (typed.returncode, typed.stderr) == (0, note)
     for others in ({"VIRTUAL_ENV": sys.prefix}, {"CONDA_PREFIX": str(venv), "CONDA_DEFAULT_ENV": "base"}):
         assert "with" not in site.hpc(*words, "--", "my.py", **others).stderr
     assert site.hpc("submit", "--cluster=local", "--dry-run", **{variable: str(venv)}).returncode == 0, "our trainer"
