@@ -6,46 +6,54 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, refused, site_without_slurm, submit_and_wait
-from support.events import submitted, write_events
+from support.cluster import Site, refused, shared_directory
+from support.events import cancelled, event, submitted, write_events
+from support.reported_runs import complete, running_run, spec_of
 
 from hpc.base.kernel import start_time
 from hpc.commands.runs.clean import remove
 from hpc.run.rundir import RunDir
-from training.relay.checkpoint_files import list_checkpoints
 
-pytestmark = pytest.mark.timeout(400)
+ALL = {"complete", "stopped", "small"}
 
 
 @pytest.fixture(scope="module")
-def trained() -> Iterator[Run]:
-    """A complete training."""
-    with site_without_slurm() as site:
-        yield submit_and_wait(site, *SHORT_LOCAL_CONSTANT_LR, "--name=trained", "--epochs=2")
+def untouched() -> Iterator[Site]:
+    """Two complete runs, of which `small` has no checkpoints; `stopped`, cancelled, is larger, and 40 days old."""
+    here = Site(shared_directory(), "/nonexistent")
+    (here.path / "data").mkdir()
+    saved = event("checkpoint_saved", attempt=2, step=400, seconds=1.0, copy_seconds=0.1)
+    for name in ALL:
+        spec = spec_of(name, data=str(here.path / "data"), lr_scheduler="constant")
+        run = running_run(here.path / "runs" / name, spec=replace(spec, cluster="local"))
+        write_events(run, saved)
+        if name == "stopped":
+            write_events(run, cancelled())
+            (run.logs / "large.log").write_bytes(os.urandom(2**22))
+        else:
+            complete(run)
+            (run.final / "model.safetensors").write_bytes(b"weights")
+        for file in (run.checkpoints / "step-00000400" / "state.safetensors", run.packages / "hpc" / "__init__.py"):
+            file.parent.mkdir(parents=True)
+            file.write_bytes(os.urandom(2**14))
+    shutil.rmtree(here.path / "runs" / "small" / "checkpoints")
+    old = here.path / "runs" / "stopped"
+    age = time.time() - 40 * 86400
+    for path in (*old.rglob("*"), old):
+        os.utime(path, (age, age))
+    yield here
+    shutil.rmtree(here.path)
 
 
 @pytest.fixture
-def site(trained: Run, shared: Path) -> Site:
-    """Two complete runs, of which `small` has no checkpoints; `stopped`, cancelled, is larger, and 40 days old."""
-    runs = shared / "runs"
-    runs.mkdir()
-    for name in ("complete", "stopped", "small"):
-        shutil.copytree(trained.directory.path, runs / name)
-    here = Site(shared, "/nonexistent")
-    shutil.rmtree(runs / "small" / "checkpoints")
-    shutil.rmtree(runs / "stopped" / "final")
-    (runs / "stopped" / "events" / "attempt-001-end.jsonl").unlink()
-    (runs / "stopped" / "logs" / "large.log").write_bytes(os.urandom(2**22))
-    assert here.hpc("cancel", "stopped").returncode == 0
-    age = time.time() - 40 * 86400
-    for path in (runs / "stopped").rglob("*"):
-        os.utime(path, (age, age))
-    os.utime(runs / "stopped", (age, age))
-    return here
+def site(untouched: Site, shared: Path) -> Site:
+    """The same runs, to be removed."""
+    shutil.copytree(untouched.path / "runs", shared / "runs")
+    return Site(shared, "/nonexistent")
 
 
 def listed(site: Site, *arguments: str) -> list[str]:
@@ -60,21 +68,23 @@ def there(site: Site) -> set[str]:
     return {path.name for path in (site.path / "runs").iterdir()}
 
 
-def test_largest_is_first_and_nothing_is_removed_without_yes(site: Site) -> None:
-    shown = site.hpc("clean").stdout
+def test_largest_is_first_and_nothing_is_removed_without_yes(untouched: Site) -> None:
+    shown = untouched.hpc("clean").stdout
     rows = [line.split() for line in shown.splitlines()]
-    assert [row[0] for row in rows[1:4]] == ["stopped", "complete", "small"]
-    assert [row[1] for row in rows[1:4]] == ["cancelled", "completed", "completed"]
+    assert [row[:2] for row in rows[1:4]] == [
+        ["stopped", "cancelled"],
+        ["complete", "completed"],
+        ["small", "completed"],
+    ]
     assert shown.endswith(": --yes removes these runs\n")
-    [first, *_] = json.loads(site.hpc("clean", "--json").stdout)["runs"]
+    [first, *_] = json.loads(untouched.hpc("clean", "--json").stdout)["runs"]
     assert first["size"] > first["checkpoints"] + 2**22 > 2**22
-    assert there(site) == {"complete", "stopped", "small"}
+    assert there(untouched) == ALL
 
 
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (["--state=cancelled"], ["stopped"]),
         (["--state=failed,cancelled"], ["stopped"]),
         (["--state=failed"], []),
         (["--older-than=30d"], ["stopped"]),
@@ -83,8 +93,8 @@ def test_largest_is_first_and_nothing_is_removed_without_yes(site: Site) -> None
         (["--checkpoints-only", "--state=completed"], ["complete", "small"]),
     ],
 )
-def test_flags_choose_runs(site: Site, flags: list[str], names: list[str]) -> None:
-    assert listed(site, *flags) == names
+def test_flags_choose_runs(untouched: Site, flags: list[str], names: list[str]) -> None:
+    assert listed(untouched, *flags) == names
 
 
 @pytest.mark.parametrize(
@@ -96,19 +106,18 @@ def test_flags_choose_runs(site: Site, flags: list[str], names: list[str]) -> No
         (["complet", "--yes"], "there is no run 'complet': existing runs: complete"),
     ],
 )
-def test_wrong_command_lines_say_what_to_type(site: Site, flags: list[str], says: str) -> None:
-    assert says in refused(site, "clean", *flags)
-    assert there(site) == {"complete", "stopped", "small"}
+def test_wrong_command_lines_say_what_to_type(untouched: Site, flags: list[str], says: str) -> None:
+    assert says in refused(untouched, "clean", *flags)
+    assert there(untouched) == ALL
 
 
 def test_only_what_was_asked_for_is_removed_and_what_a_kill_had_left(site: Site) -> None:
-    left = site.path / "runs" / f".old.{uuid.uuid4().hex}.removed"
-    shutil.copytree(site.path / "runs" / "small", left)
+    runs = site.path / "runs"
     # The drafts of a submission that was killed long ago, and of one that still runs.
-    drafts = [site.path / "runs" / f".halfmade.{uuid.uuid4().hex}.tmp" for _ in range(2)]
-    for draft in drafts:
-        shutil.copytree(site.path / "runs" / "small", draft)
-    part = site.path / "runs" / f".digits.npz.{uuid.uuid4().hex}.tmp"
+    drafts = [runs / f".halfmade.{uuid.uuid4().hex}.tmp" for _ in range(2)]
+    for left in (runs / f".old.{uuid.uuid4().hex}.removed", *drafts):
+        shutil.copytree(runs / "small", left)
+    part = runs / f".digits.npz.{uuid.uuid4().hex}.tmp"
     part.touch()
     for killed in (drafts[0], part):
         os.utime(killed, (0, 0))
@@ -116,7 +125,6 @@ def test_only_what_was_asked_for_is_removed_and_what_a_kill_had_left(site: Site)
     assert not any(name in shown for name in ("old", "halfmade")), "a run that is being removed or made is not listed"
     assert listed(site, "--state=cancelled", "--yes") == ["stopped"]
     assert there(site) == {"complete", "small", drafts[1].name}
-    shutil.rmtree(drafts[1])
 
 
 def test_checkpoints_alone(site: Site) -> None:
@@ -125,18 +133,16 @@ def test_checkpoints_alone(site: Site) -> None:
     assert listed(site, "complete", "--checkpoints-only", "--yes") == ["complete"]
     assert {file.relative_to(path) for file in path.rglob("*")} == kept
     assert (path / "final" / "model.safetensors").exists()
-    assert "so it would start from the beginning: type hpc submit" in refused(site, "resume", "complete", "--epochs=3")
-    assert "has no checkpoint in" in refused(site, "fork", "complete", "--name=x", "--epochs=3")
+    assert "so it would start from the beginning: type hpc submit" in refused(site, "resume", "complete", "--epochs=5")
+    assert "has no checkpoint in" in refused(site, "fork", "complete", "--name=x", "--epochs=5")
 
 
 def test_forked_run_keeps_its_checkpoint(site: Site) -> None:
     """It is a hard link: the run from which it came holds nothing that its removal would free."""
-    dry: dict[str, Any] = json.loads(site.hpc("clean", "complete", "--json").stdout)
-    [newest, *_] = list_checkpoints(site.path / "runs" / "complete" / "checkpoints")
+    before = json.loads(site.hpc("clean", "complete", "--json").stdout)["bytes"]
     linked = site.path / "linked"
-    shutil.copytree(newest, linked, copy_function=os.link)
-    now: dict[str, Any] = json.loads(site.hpc("clean", "complete", "--json").stdout)
-    assert now["bytes"] < dry["bytes"]
+    shutil.copytree(site.path / "runs" / "complete" / "checkpoints" / "step-00000400", linked, copy_function=os.link)
+    assert json.loads(site.hpc("clean", "complete", "--json").stdout)["bytes"] == before - 2**14
     assert listed(site, "complete", "--yes") == ["complete"]
     assert (linked / "state.safetensors").exists()
 

@@ -2,11 +2,13 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, add_script, assert_equal, refused, submit_and_wait
+from support.events import attempt_ended, claimed, write_events
+from support.fake_slurm import queueing_site
 
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
@@ -23,26 +25,23 @@ def complete(local_site: Site) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("words", "says"),
     [
-        ((), "run complete is complete: to train longer, give more --epochs"),
-        (("--epochs=1",), "--epochs is 1, but run complete has been in epoch 2: use 2 or more"),
-        (("--lr", "0.1"), "type hpc fork complete --name NEW --lr ..."),
-        (("--batch-size=32",), "--batch-size cannot change in a training that has begun: type hpc submit --name NEW"),
-        (("--setup=module load cuda", "--epochs=4"), "--cluster local has no batch script"),
+        (("--epochs", "4"), "type hpc resume NAME"),
+        (("--epochs", "4", "nope"), "there is no run 'nope'"),
+        (("complete",), "run complete is complete: to train longer, give more --epochs"),
+        (("complete", "--epochs=1"), "--epochs is 1, but run complete has been in epoch 2: use 2 or more"),
+        (("complete", "--lr", "0.1"), "type hpc fork complete --name NEW --lr ..."),
+        (("complete", "--batch-size=32"), "--batch-size cannot change in a training that has begun: type hpc submit"),
+        (("complete", "--setup=module load cuda", "--epochs=4"), "--cluster local has no batch script"),
     ],
 )
 def test_wrong_command_lines_say_what_to_type(
-    local_site: Site, complete: Run, flags: tuple[str, ...], says: str
+    local_site: Site, complete: Run, words: tuple[str, ...], says: str
 ) -> None:
-    assert says in refused(local_site, "resume", "complete", *flags)
+    assert says in refused(local_site, "resume", *words)
     assert complete.status()["state"] == "completed"
     assert not complete.events("resumed")
-
-
-def test_run_that_is_not_named_or_not_there_is_refused(local_site: Site) -> None:
-    assert "type hpc resume NAME" in refused(local_site, "resume", "--epochs", "4")
-    assert "there is no run 'nope'" in refused(local_site, "resume", "--epochs", "4", "nope")
 
 
 def test_epochs_that_change_earlier_learning_rates_are_refused(local_site: Site, complete: Run) -> None:
@@ -76,27 +75,31 @@ def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(local_site: S
     assert card["made_from"]["spec"]["training"]["train"]["epochs"] == 4
 
 
-FAILING = "raise SystemExit('no luck')\n"
+def test_failed_script_is_mended_and_resumed(shared: Path) -> None:
+    site, slurm = queueing_site(shared)
+    add_script(site, "inner/mine.py", "raise SystemExit('no luck')\n")
+    inner = replace(site, path=shared / "inner")
+    run = inner.submit("--name=mended", "--runs-dir=../runs", "--gpus-per-node=1", "--", "mine.py", **slurm)
+    copied = run.directory.code / "inner" / "mine.py"
 
+    def end_job(cause: str, attempt: int) -> None:
+        (shared / "queued").unlink()
+        write_events(run.directory, claimed(attempt=attempt, job_id="1"), attempt_ended(cause=cause, attempt=attempt))
 
-def test_failed_script_is_mended_and_resumed(local_site: Site) -> None:
-    add_script(local_site, "inner/mine.py", FAILING)
-    flags = ("--cluster=local", "--nodes=1", "--gpus-per-node=1")
-    inner = replace(local_site, path=local_site.path / "inner")
-    run = submit_and_wait(inner, *flags, "--name=mended", "--runs-dir=../runs", "--", "mine.py")
-    assert run.status()["state"] == "failed"
-    says = refused(local_site, "resume", "mended", "--epochs=3")
+    end_job("bad_input", 1)
+    says = site.hpc("resume", "mended", "--epochs=3", **slurm).stderr
     assert "--epochs is a flag of the image classifier, but run mended runs mine.py" in says
-    (inner.path / "mine.py").write_text("import os\nprint('mended in', os.getcwd())\n")
-    (local_site.path / "elsewhere").mkdir()
-    again = local_site.hpc("resume", "mended", "--wait")
-    assert again.returncode == 1, "the old code fails again"
-    assert len(run.events("attempt_ended")) == 2
-    resume = (sys.executable, "-m", "hpc", "resume", "../runs/mended", "--new-code", "--wait")
-    done = local_site.type("sh", "-c", 'cd elsewhere && exec "$@"', "sh", *resume)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert run.directory.rank_log(3, 0).read_text().splitlines()[-1] == f"mended in {run.directory.code}/inner"
-    assert "its script ended with exit code 0" in refused(local_site, "resume", "mended")
+    (inner.path / "mine.py").write_text("print('mended')\n")
+    again = site.hpc("resume", "mended", **slurm)
+    assert again.returncode == 0, again.stderr
+    assert "no luck" in copied.read_text()
+    end_job("bad_input", 2)
+    (shared / "elsewhere").mkdir()
+    done = replace(site, path=shared / "elsewhere").hpc("resume", "../runs/mended", "--new-code", **slurm)
+    assert done.returncode == 0, done.stderr
+    assert copied.read_text() == "print('mended')\n"
+    end_job("completed", 3)
+    assert "its script ended with exit code 0" in site.hpc("resume", "mended", **slurm).stderr
     assert not list(run.directory.path.glob(".resume-*")), "nothing temporary is left"
 
 
