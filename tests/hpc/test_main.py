@@ -1,6 +1,7 @@
 """`hpc VERB`: one entry point for the verbs and the programs of the trainer."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -42,7 +43,7 @@ IMPORT_TORCH = {"predict", "export", "profile", "verify", "preflight"}
 
 @pytest.mark.parametrize(
     "verb",
-    ["submit", "report", *(pytest.param(name, marks=[pytest.mark.slow] * (name in IMPORT_TORCH)) for name in PROGRAMS)],
+    ["report", *(pytest.param(name, marks=[pytest.mark.slow] * (name in IMPORT_TORCH)) for name in PROGRAMS)],
 )
 def test_help_is_answered_beside_packages_of_the_same_names(verb: str, beside_other_packages: Path) -> None:
     done = type_hpc(beside_other_packages, verb, "--help")
@@ -52,8 +53,7 @@ def test_help_is_answered_beside_packages_of_the_same_names(verb: str, beside_ot
 
 @pytest.mark.parametrize("words", [["-m", "hpc"], ["-m", "hpc.submit"], ["-um", "hpc.supervise"]], ids=" ".join)
 def test_module_runs_beside_packages_of_the_names_of_ours(words: list[str], beside_other_packages: Path) -> None:
-    (beside_other_packages / "hpc" / "__init__.py").unlink()  # Python would run this one
-    (beside_other_packages / "hpc").rmdir()
+    shutil.rmtree(beside_other_packages / "hpc")  # Python would run this one
     done = subprocess.run(
         [sys.executable, *words, "--help"], cwd=beside_other_packages, capture_output=True, text=True, check=False
     )
@@ -61,8 +61,7 @@ def test_module_runs_beside_packages_of_the_names_of_ours(words: list[str], besi
 
 
 def test_packages_of_the_names_of_ours_on_the_path_are_not_ours(beside_other_packages: Path, tmp_path: Path) -> None:
-    (beside_other_packages / "hpc" / "__init__.py").unlink()  # the first one on the path is imported
-    (beside_other_packages / "hpc").rmdir()
+    shutil.rmtree(beside_other_packages / "hpc")  # the first one on the path is imported
     own = {**os.environ, "PYTHONPATH": str(beside_other_packages)}
     done = subprocess.run([HPC, "evaluate", "nope"], cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -105,14 +104,11 @@ def test_processes_of_a_program_start_beside_packages_of_the_same_names(beside_o
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_help_names_all_commands(tmp_path: Path) -> None:
+def test_help_names_all_commands_and_explains_one(tmp_path: Path) -> None:
     done = type_hpc(tmp_path, "--help")
     assert done.returncode == 0
     assert all(f"\n  {verb} " in done.stdout for verb in (*VERBS, *PROGRAMS))
     assert type_hpc(tmp_path, "help").stdout == done.stdout
-
-
-def test_help_of_a_command(tmp_path: Path) -> None:
     done = type_hpc(tmp_path, "help", "status")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("usage: hpc status")

@@ -48,13 +48,8 @@ PARTITIONS = (
     "PriorityTier=1 OverSubscribe=NO OverTimeLimit=NONE PreemptMode=REQUEUE State=UP TRES=cpu=48,mem=192G\n"
     "PartitionName=urgent AllocNodes=ALL Default=NO GraceTime=0 PriorityTier=10 PreemptMode=OFF State=UP\n"
 )
-NODES = (
-    "NodeName=gpu01 Arch=x86_64 Gres=gpu:4 OS=Linux 6.18 #1 SMP @0  State=MIXED TmpDisk=0 Partitions=gpu,urgent \n"
-    "NodeName=gpu02 Gres=gpu:4 State=DOWN Partitions=gpu,urgent Reason=Not responding [slurm@2026-11-21T18:37:59]\n"
-)
 # What other versions print differently.
 NEWER = """JobRequeue              = 1
-NamespaceType           = namespace/tmpfs
 
 Cgroup Support Configuration:
 ConstrainRAMSpace       = yes
@@ -93,12 +88,6 @@ def test_partition_is_the_one_named_or_the_default() -> None:
         choose_partition("gpux", partitions)
     with pytest.raises(UserError, match="no default partition"):
         choose_partition(None, partitions[1:])
-
-
-def test_nodes_with_words_in_their_fields() -> None:
-    first, second = parse_records(NODES)
-    assert (first["State"], first["TmpDisk"]) == ("MIXED", "0")
-    assert second["Reason"] == "Not responding [slurm@2026-11-21T18:37:59]"
 
 
 MEASURED = experience(12.0)
@@ -152,11 +141,12 @@ TEXTS = {
         ("requeue delay", TEXTS["short"], {}, None, "ok", []),
         ("requeue delay", TEXTS["own delay"], {}, None, "ok", []),
         ("requeue delay", {"SlurmctldParameters": "enable_expedited_requeue"}, {}, None, "ok", ["none"]),
-        ("AllocNodes", {}, {}, None, "ok", []),
         ("AllocNodes", {}, {"AllocNodes": "login[1-2]"}, None, "note", ["login[1-2]", "PartitionName=gpu"]),
         ("private /tmp", {}, {}, None, "ok", []),
         ("private /tmp", {"JobContainerType": "job_container/tmpfs"}, {}, None, "note", ["--stage-dir"]),
-        ("oversubscription", {}, {"OverSubscribe": "NO"}, None, "ok", []),
+        ("preemption", {}, {"GraceTime": "UNLIMITED"}, None, "unknown", []),
+        ("KillWait", {"KillWait": "?"}, {}, None, "unknown", []),
+        ("SlurmdTimeout", {"SlurmdTimeout": "?"}, {}, None, "unknown", []),
         ("oversubscription", {}, {"OverSubscribe": "YES:4"}, None, "ok", []),
         ("oversubscription", {}, {"OverSubscribe": "FORCE:1"}, None, "ok", []),
         ("oversubscription", {}, {"OverSubscribe": "FORCE:4"}, None, "note", ["slowest one", "PartitionName=gpu"]),
@@ -177,21 +167,14 @@ def test_finding_about_slurm(
         assert finding.what_to_do
 
 
-def test_newer_names_are_known() -> None:
-    config = parse_config(NEWER)
-    found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config=config, partition={})), "cluster")
-    assert one(found, "private /tmp").severity is Severity.NOTE
+def test_newer_name_of_a_setting_is_known() -> None:
+    newer = ClusterFacts(cluster=ClusterConfig(config={"NamespaceType": "namespace/tmpfs"}, partition={}))
+    assert one(judge(OF_SLURM, newer, "cluster"), "private /tmp").severity is Severity.NOTE
 
 
 def test_what_is_not_reported_is_not_judged() -> None:
     found = judge(OF_SLURM, ClusterFacts(cluster=ClusterConfig(config={}, partition={})), "cluster")
     assert {finding.check for finding in found if finding.severity is not Severity.UNKNOWN} == {"accounting"}
-
-
-def test_odd_values_are_not_judged() -> None:
-    odd = dict.fromkeys(("KillWait", "SlurmdTimeout"), "?")
-    found = judge(OF_SLURM, ClusterFacts(cluster=cluster(odd, {"GraceTime": "UNLIMITED"})), "cluster")
-    assert {one(found, check).severity for check in (*odd, "preemption")} == {Severity.UNKNOWN}
 
 
 def test_accounting_is_judged_by_sacct() -> None:
@@ -277,11 +260,8 @@ def test_finding_about_a_node(check: str, changes: dict[str, Any], severity: str
     assert word in f"{finding.value} {finding.cost} {finding.what_to_do}"
 
 
-def test_healthy_node_passes_every_check() -> None:
-    assert {finding.severity for finding in judge(OF_NODE, NODE, "gpu01")} == {Severity.OK}
-
-
 def test_same_finding_of_several_nodes_is_one() -> None:
+    assert {finding.severity for finding in judge(OF_NODE, NODE, "gpu01")} == {Severity.OK}
     slow = replace(NODE, stage_type="tmpfs")
     fuller = replace(slow, stage_free_bytes=9 * 10**11)
     found = merge([*judge(OF_NODE, slow, "gpu01"), *judge(OF_NODE, fuller, "gpu02"), *judge(OF_NODE, NODE, "gpu03")])

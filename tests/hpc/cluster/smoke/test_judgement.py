@@ -44,23 +44,22 @@ def result(**changed: Any) -> SmokeResult:
     return replace(usual, **changed)
 
 
-def where_of(found: SmokeResult) -> list[str]:
-    return [one.where for one in judge(found)]
-
-
 def with_pairs(*slow: PairSpeed) -> SmokeResult:
     """The usual result with some pairs replaced."""
     replaced = {one.nodes: one for one in slow}
     return result(pairs=tuple(replaced.get(one.nodes, one) for one in result().pairs))
 
 
-def test_nothing_is_slow_among_equal_nodes() -> None:
-    assert judge(result()) == []
+# A single pair or node has no median.
+ALONE = result(asked_nodes=1, nodes=(node("a"),), ranks=(rank("a", 0),), pairs=(), all_reduce=())
 
 
 @pytest.mark.parametrize(
     ("measured", "slow"),
     [
+        (result(), []),
+        (ALONE, []),
+        (replace(ALONE, asked_nodes=2, nodes=(node("a"), node("b")), pairs=(pair("a", "b", rate=0.1),)), []),
         (with_pairs(pair("b", "d", rate=5.0)), ["b - d"]),
         (with_pairs(pair("b", "d", latency=0.02)), ["b - d"]),
         (with_pairs(*(pair(*one, rate=5.0) for one in (("a", "c"), ("b", "c"), ("c", "d")))), ["c"]),
@@ -74,7 +73,7 @@ def test_nothing_is_slow_among_equal_nodes() -> None:
     ],
 )
 def test_what_is_slow_is_named(measured: SmokeResult, slow: list[str]) -> None:
-    assert where_of(measured) == slow
+    assert [one.where for one in judge(measured)] == slow
 
 
 def test_the_better_half_is_the_measure_when_half_is_slow() -> None:
@@ -83,12 +82,6 @@ def test_the_better_half_is_the_measure_when_half_is_slow() -> None:
     assert [(one.where, one.what) for one in found] == [
         ("d", "with every other node it sends 5 GB/s, the median is 20")
     ]
-
-
-def test_a_single_pair_or_node_has_no_median() -> None:
-    alone = result(asked_nodes=1, nodes=(node("a"),), ranks=(rank("a", 0),), pairs=(), all_reduce=())
-    assert judge(alone) == []
-    assert judge(replace(alone, asked_nodes=2, nodes=(node("a"), node("b")), pairs=(pair("a", "b", rate=0.1),))) == []
 
 
 def test_kept_result_is_read_back_and_what_has_changed_is_found(tmp_path: Path) -> None:

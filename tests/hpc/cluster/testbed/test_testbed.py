@@ -118,48 +118,10 @@ def test_jobs_share_a_node(slurm: Slurm) -> None:
     assert {slurm.field(job, "%N") for job in jobs} == {"gpu01"}
 
 
-def test_nodes_reach_each_other_and_the_login_host_by_name(slurm: Slurm) -> None:
-    program = (
-        "import os, socket, time\n"
-        "if os.environ['SLURM_PROCID'] == '0':\n"
-        "    server = socket.create_server(('', 9123)); peer, _ = server.accept(); print(peer.recv(99).decode())\n"
-        f"    print(socket.gethostbyname({socket.gethostname()!r}))\n"
-        "else:\n"
-        "    while True:\n"
-        "        try: peer = socket.create_connection(('gpu01', 9123)); break\n"
-        "        except ConnectionError: time.sleep(0.1)\n"
-        "    peer.sendall(socket.gethostname().encode())\n"
-    )
-    output = slurm("srun", "--nodelist=gpu01,gpu03", "/usr/bin/python3", "-c", program)
-    assert output.split() == ["gpu03", "10.77.0.254"]
-
-
-def test_ordinary_user_runs_as_himself_and_requeues_his_job(nobody: Slurm) -> None:
-    job = nobody.submit("srun id -un; echo $SLURM_RESTART_COUNT; sleep 60", "--nodes=2", "--ntasks-per-node=1")
-    wait_for(lambda: nobody.output(job) == ["nobody", "nobody", ""])
-    nobody("scontrol", "requeue", job)
-    wait_for(lambda: nobody.field(job, "%r") == "BeginTime")
-    # Not "now": slurmd refuses, for good, a job that starts again in the second in which it ended.
-    nobody("scontrol", "update", f"JobId={job}", "StartTime=now+2")
-    wait_for(lambda: nobody.output(job)[-1:] == ["1"])
-    nobody("scancel", job)
-
-
 def test_secrets_are_roots_alone(nobody: Slurm) -> None:
     assert nobody("cat", nobody.slurm_conf)
     with pytest.raises(AssertionError, match="Permission denied"):
         nobody("cat", str(PATHS.munge_key))
-
-
-def test_urgent_job_preempts_with_a_sigterm_and_the_job_requeues_itself(slurm: Slurm) -> None:
-    script = "echo up; trap 'echo saved; exit 1' TERM; while :; do sleep 0.1; done"
-    everything = ("--nodes=4", "--gpus-per-node=4", "--ntasks-per-node=1")
-    # A job that ends within the grace time is not requeued by Slurm: only one that stays to its end is.
-    job = slurm.submit(f"srun -N1 -n1 bash -c {shlex.quote(script)}; scontrol requeue $SLURM_JOB_ID", *everything)
-    wait_for(lambda: "up" in slurm.output(job))
-    assert len(slurm("srun", "--partition=urgent", *everything, "hostname").splitlines()) == 4
-    assert "saved" in slurm.output(job)
-    assert slurm.field(job, "%T %r") == "PENDING BeginTime"
 
 
 def test_killed_node_falls_silent_then_down_and_comes_back(slurm: Slurm) -> None:
@@ -244,18 +206,8 @@ def test_up_mends_what_was_killed(box: Box, victim: str) -> None:
 @pytest.mark.parametrize("seconds", [0.3, 0.5, 0.7])
 def test_up_goes_on_after_an_interrupted_up(box: Box, seconds: float) -> None:
     type_testbed("down", prefix=box)
-    command = (
-        *box,
-        "timeout",
-        "--signal=KILL",
-        str(seconds),
-        sys.executable,
-        "-m",
-        "hpc.cluster.testbed",
-        "up",
-        *SMALL,
-    )
-    subprocess.run(command, cwd=ROOT, capture_output=True, check=False, timeout=60)
+    killed = ("timeout", "--signal=KILL", str(seconds), sys.executable, "-m", "hpc.cluster.testbed", "up", *SMALL)
+    subprocess.run([*box, *killed], cwd=ROOT, capture_output=True, check=False, timeout=60)
     assert [node["state"] for node in type_testbed("up", *SMALL, prefix=box)["nodes"]] == ["idle"]
 
 

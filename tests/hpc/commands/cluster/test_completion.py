@@ -2,13 +2,13 @@
 
 import shutil
 import subprocess
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from support.cluster import hpc
 
 from hpc.__main__ import PROGRAMS, VERBS
-from hpc.commands.cluster.completion import OPTIONS
+from hpc.commands.cluster.completion import OPTIONS, main
 
 # What bash calls when somebody types TAB after these words.
 _BASH = """
@@ -23,9 +23,8 @@ printf '%s\\n' "${COMPREPLY[@]}"
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("completion")
     for shell in ("bash", "zsh", "fish"):
-        done = hpc("completion", shell)
-        assert done.returncode == 0, done.stderr
-        (directory / shell).write_text(done.stdout)
+        with (directory / shell).open("w") as file, redirect_stdout(file):
+            assert main([shell]) == 0
     return directory
 
 
@@ -53,10 +52,7 @@ def test_bash_and_fish_offer_verbs_flags_and_values(scripts: Path, typed: tuple[
         assert offered <= in_fish
 
 
-def test_zsh_can_read_its_script(scripts: Path) -> None:
+def test_zsh_can_read_its_script_and_every_verb_is_completed(scripts: Path) -> None:
     if zsh := shutil.which("zsh"):
         assert completed(zsh, "-n", scripts / "zsh") == set()
-
-
-def test_every_verb_is_completed() -> None:
     assert OPTIONS.keys() == {*VERBS, *PROGRAMS} - {"preflight"}, "all but the one without flags"

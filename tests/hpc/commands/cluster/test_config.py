@@ -23,31 +23,30 @@ def shown(tmp_path: Path, **variables: str) -> dict[str, Any]:
     return {one.pop("flag"): one for one in json.loads(done.stdout)["flags"]}
 
 
-def test_variables_of_sbatch_win_over_the_users_file(tmp_path: Path) -> None:
+def test_places_of_values_and_which_of_them_counts(tmp_path: Path) -> None:
     own = tmp_path / "torchrelay.yaml"
-    own.write_text("partition: gpu\nelastic: true\ntime: 12h\n")
-    found = shown(tmp_path, SBATCH_PARTITION="big", SBATCH_MEM_PER_NODE="64000", SBATCH_EXPORT="NONE")
-    assert found["partition"] == {"value": "big", "source": "SBATCH_PARTITION"}
-    assert found["mem"] == {"value": "64000M", "source": "SBATCH_MEM_PER_NODE"}
-    assert found["time"] == {"value": "12h", "source": str(own)}
-    assert found["elastic"] == {"value": "true", "source": str(own)}
-    assert len(found) == 4
-
-
-def test_repeatable_flags_have_the_values_of_all_places(tmp_path: Path) -> None:
-    own = tmp_path / "torchrelay.yaml"
-    own.write_text("sbatch: mail-type=END\n")
-    found = shown(tmp_path, SBATCH_RESERVATION="course", SBATCH_EXCLUSIVE="exclusive")["sbatch"]
-    assert sorted(found["value"]) == ["exclusive", "mail-type=END", "reservation=course"]
-    assert set(found["source"].split(", ")) == {str(own), "SBATCH_RESERVATION", "SBATCH_EXCLUSIVE"}
+    own.write_text("partition: gpu\nelastic: true\ntime: 12h\nsbatch: mail-type=END\n")
+    variables = {"SBATCH_PARTITION": "big", "SBATCH_MEM_PER_NODE": "64000", "SBATCH_EXPORT": "NONE"}
+    found = shown(tmp_path, **variables, SBATCH_RESERVATION="course", SBATCH_EXCLUSIVE="exclusive")
+    several = found.pop("sbatch")
+    assert sorted(several["value"]) == ["exclusive", "mail-type=END", "reservation=course"]
+    assert set(several["source"].split(", ")) == {str(own), "SBATCH_RESERVATION", "SBATCH_EXCLUSIVE"}
+    assert found == {
+        "partition": {"value": "big", "source": "SBATCH_PARTITION"},
+        "mem": {"value": "64000M", "source": "SBATCH_MEM_PER_NODE"},
+        "time": {"value": "12h", "source": str(own)},
+        "elastic": {"value": "true", "source": str(own)},
+    }
+    assert shown(tmp_path, SBATCH_TIMELIMIT="2880")["time"] == {"value": "2880m", "source": "SBATCH_TIMELIMIT"}
+    in_a_job = shown(tmp_path, SBATCH_PARTITION="big", SLURM_JOB_ID="7")
+    assert in_a_job["partition"]["value"] == "gpu", "its variables are not the user's"
 
 
 def test_table_names_each_flag_its_value_and_its_place(tmp_path: Path) -> None:
-    (tmp_path / "torchrelay.yaml").write_text("batch_size: 256\n")
+    own = tmp_path / "torchrelay.yaml"
+    own.write_text("batch_size: 256\n")
     printed = hpc(tmp_path, "config").stdout
-    assert [line.split() for line in printed.splitlines()[-1:]] == [
-        ["--batch-size", "256", str(tmp_path / "torchrelay.yaml")]
-    ]
+    assert printed.splitlines()[-1].split() == ["--batch-size", "256", str(own)]
     assert "--seed" not in printed
     assert "--seed" in hpc(tmp_path, "config", "--all").stdout
 
@@ -64,7 +63,3 @@ def test_site_file_gives_way_to_the_users(tmp_path: Path, monkeypatch: pytest.Mo
     own.write_text("account: me\n")
     monkeypatch.setattr(files, "files", lambda: (site, own))
     assert sbatch_variables.merged(flag_names(SubmitTraining), {}) == {"partition": "gpu", "account": "me"}
-
-
-def test_variables_of_the_job_around_are_not_the_users(tmp_path: Path) -> None:
-    assert shown(tmp_path, SBATCH_PARTITION="big", SLURM_JOB_ID="7") == {}

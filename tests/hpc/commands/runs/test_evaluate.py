@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, refused, site_without_slurm, submit_and_wait, tiny_data
+from support.cluster import SHORT_LOCAL_CONSTANT_LR, Run, Site, refused, site_without_slurm, submit_and_wait
 from support.events import script_spec
 from support.reported_runs import pending_run
 from support.staging_nodes import contents
@@ -25,7 +25,6 @@ _COUNTED = ("test_accuracy", "test_top5_accuracy", "test_loss", "test_correct", 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with site_without_slurm() as site:
-        tiny_data(site.path / "other", train=64, test=50)
         yield site
 
 
@@ -101,13 +100,6 @@ def test_exported_file_counts_as_the_model_that_it_was_made_from(site: Site, sou
 
 
 @pytest.mark.slow
-def test_other_data_are_evaluated_whole(site: Site, source: Run) -> None:
-    _, result = evaluate(site, "source", "--data=other", "--split=train")
-    assert (result["test_total"], result["split"]) == (64, "train")
-    assert result["evaluation"]["source"] == str(source.directory.path)
-
-
-@pytest.mark.slow
 def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(site: Site) -> None:
     """A checkpoint that two ranks have written (FSDP), on three ranks, on data without a test set."""
     make_folder(site.path / "folder")
@@ -123,6 +115,7 @@ def test_shards_of_a_checkpoint_are_evaluated_on_images_of_some_of_the_classes(s
     assert result["test_loss"] == pytest.approx(seen["loss"], abs=1e-5)
     _, some = evaluate(site, "sharded", "--checkpoint=last", "--data=some", "--name=some-classes")
     assert (some["test_total"], some["classes"]) == (18, ["blue sky", "green", "red"])
+    assert some["evaluation"]["source"] == str(sharded.directory.path)
 
 
 @pytest.mark.slow

@@ -36,11 +36,15 @@ def copy_of(run: Run, name: str) -> RunDir:
         (("parent", "--name=x", "--weights=a.pth"), "--weights cannot change in a training that has begun"),
         (("parent", "--name=x", "--recipe=cifar"), "--recipe is only for new trainings"),
         (("parent", "--name=parent", "--epochs=3"), "exists already"),
+        (("mine", "--name=x"), "run mine runs mine.py, which keeps its own checkpoints"),
     ],
 )
 def test_wrong_command_lines_say_what_to_type(
     local_site: Site, parent: Run, arguments: tuple[str, ...], says: str
 ) -> None:
+    mine = local_site.path / "runs" / "mine"
+    if not mine.exists():
+        recorded_run(mine, claimed(), attempt_ended(), cluster="local", script=("mine.py",))
     before = sorted(parent.directory.path.parent.iterdir())
     assert says in refused(local_site, "fork", *arguments)
     assert sorted(parent.directory.path.parent.iterdir()) == before
@@ -78,8 +82,3 @@ def test_fork_without_other_flags_has_the_bits_of_one_training(local_site: Site,
     same = Run(local_site, RunDir(local_site.path / "runs" / "same"), "")
     assert [event["step"] for event in same.events("train_started")] == [5]
     assert_equal(parent.directory, same.directory)
-
-
-def test_own_script_is_not_forked(local_site: Site) -> None:
-    recorded_run(local_site.path / "runs" / "mine", claimed(), attempt_ended(), cluster="local", script=("mine.py",))
-    assert "run mine runs mine.py, which keeps its own checkpoints" in refused(local_site, "fork", "mine", "--name=x")

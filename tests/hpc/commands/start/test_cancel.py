@@ -3,8 +3,6 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, Run, Site, fill, mounted_volume
@@ -33,23 +31,18 @@ def test_job_that_was_submitted_by_another_path_is_ended(site: Site, hide: str) 
     assert run.status()["state"] == "cancelled"
 
 
-@pytest.fixture
-def volume(site: Site) -> Iterator[Path]:
-    with mounted_volume(site.path / "volume", "size=200m,mode=755") as path:
-        yield path
-
-
-def test_job_is_ended_on_a_full_disk(site: Site, volume: Path) -> None:
-    run = site.submit(*WAITING, "--runs-dir=volume")
-    filler = fill(volume)
-    done = site.hpc("cancel", "run", "--runs-dir=volume")
-    assert done.returncode == 1
-    assert "cancellation cannot be recorded" in done.stderr
-    assert "No space left" in done.stderr
-    assert not is_queued(run)
-    filler.unlink()
-    assert site.hpc("cancel", "run", "--runs-dir=volume").returncode == 0
-    assert run.status()["state"] == "cancelled"
+def test_job_is_ended_on_a_full_disk(site: Site) -> None:
+    with mounted_volume(site.path / "volume", "size=200m,mode=755") as volume:
+        run = site.submit(*WAITING, "--runs-dir=volume")
+        filler = fill(volume)
+        done = site.hpc("cancel", "run", "--runs-dir=volume")
+        assert done.returncode == 1
+        assert "cancellation cannot be recorded" in done.stderr
+        assert "No space left" in done.stderr
+        assert not is_queued(run)
+        filler.unlink()
+        assert site.hpc("cancel", "run", "--runs-dir=volume").returncode == 0
+        assert run.status()["state"] == "cancelled"
 
 
 def test_run_is_cancelled_though_its_copy_was_and_scancel_fails(site: Site) -> None:
@@ -69,20 +62,17 @@ def test_run_is_cancelled_though_its_copy_was_and_scancel_fails(site: Site) -> N
     run.cancel()
 
 
-def test_resumption_that_slurm_refuses_changes_nothing_and_others_submit_one_job(site: Site) -> None:
+def test_resumption_that_slurm_refuses_changes_nothing(site: Site) -> None:
     run = site.submit(*WAITING)
     run.cancel()
     script, code = run.directory.script.read_bytes(), run.directory.code.stat().st_ino
-    flags = ("--sbatch=nodelist=nosuchnode", "--new-code")
-    done = site.hpc("resume", "run", *flags)
+    done = site.hpc("resume", "run", "--sbatch=nodelist=nosuchnode", "--new-code")
     assert done.returncode == 1
     assert "run run stays as it was: " in done.stderr
     assert "Invalid node name" in done.stderr
     assert (run.directory.script.read_bytes(), run.directory.code.stat().st_ino) == (script, code)
     assert current_spec(run.directory) == run.directory.spec
     assert run.status()["state"] == "cancelled"
-    wrong = site.hpc("resume", "run", "--partition=nowhere")
-    assert (wrong.returncode, "--partition 'nowhere' does not exist" in wrong.stderr) == (2, True)
     right = site.hpc("resume", "run", "--json", "--partition=urgent", "--time=2h", "--mem=100M")
     assert right.returncode == 0, right.stderr
     answer = json.loads(right.stdout)
@@ -91,8 +81,3 @@ def test_resumption_that_slurm_refuses_changes_nothing_and_others_submit_one_job
     assert site.slurm("squeue", "--me", "--noheader", "--format=%A %P %m") == f"{answer['job_id']} urgent 100M"
     run.cancel()
     assert run.status()["state"] == "cancelled"
-    words = f"{sys.executable} -m hpc resume run"
-    both = site.type("sh", "-c", f"{words} & {words} & wait", PYTHONPATH=str(ROOT))
-    assert both.stdout.count("continues in job") == 1, both.stdout + both.stderr
-    assert len(run.events("resumed")) == len(run.events("resubmitted")) == 2, "of two at once, one submits a job"
-    run.cancel()

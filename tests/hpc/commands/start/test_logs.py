@@ -56,9 +56,11 @@ def test_ranks_are_merged_by_the_times_in_their_lines(run: RunDir, capsys: pytes
     assert [text[-4:].strip() for text in texts] == ["head", "00 a", "of a", "25] b"[-4:], "00 c", "1] d"]
 
 
-def test_json_is_one_document(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_document_also_without_logs(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     assert logs.main([str(run.path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
+    assert logs.main([str(run.path)]) == 0
+    assert "has no such log yet" in capsys.readouterr().err
     noon = time.mktime((2026, 11, 21, 12, 0, 0, 0, 0, -1))
     texts = {
         'a "b"': None,
@@ -70,11 +72,6 @@ def test_json_is_one_document(run: RunDir, capsys: pytest.CaptureFixture[str]) -
     assert logs.main([str(run.path), "--json"]) == 0
     lines = [{"schema": 1, "attempt": 1, "rank": 0, "time": moment, "line": text} for text, moment in texts.items()]
     assert json.loads(capsys.readouterr().out) == lines
-
-
-def test_run_without_logs_has_a_notice(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert logs.main([str(run.path)]) == 0
-    assert "has no such log yet" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -155,18 +152,16 @@ def test_error_that_is_not_in_the_log_shows_its_end(
     assert printed(capsys, run) == ["[2:5] killed"]
 
 
-def test_run_that_failed_without_a_rank_shows_everything(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failure_without_a_rank_and_one_that_an_attempt_follows_hide_nothing(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run.logs / "7_0_log.out").write_text("torchrelay: no space\n")
     run.rank_log(2, 0).write_text("a\n")
     write_events(run, attempt_ended(None, "no_space", attempt=2, step=0))
     assert printed(capsys, run) == ["[job 7:0] torchrelay: no space", "[2:0] a"]
-
-
-def test_failure_that_another_attempt_follows_hides_nothing(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    run.rank_log(2, 0).write_text("a\n")
     write_events(run, rank_failed(attempt=2, detail="a"), attempt_ended(None, "crashed", attempt=2, step=9, rank=0))
     run.rank_log(2, 1).write_text("b\n")
-    assert printed(capsys, run) == ["[2:0] a", "[2:1] b"]
+    assert printed(capsys, run) == ["[job 7:0] torchrelay: no space", "[2:0] a", "[2:1] b"]
 
 
 def test_of_a_huge_log_only_the_end_is_read(run: RunDir) -> None:

@@ -65,9 +65,6 @@ def test_interruptions_of_and_within_attempts_are_counted_once() -> None:
     assert (notice.key, notice.title) == ("interrupted-001", "Run r was interrupted 2 times within an hour")
     assert "Causes, the newest last: crashed, node_failure\n" in notice.body
     assert keys(*events, interruptions=2) == []
-
-
-def test_failure_that_ends_a_run_is_told_once() -> None:
     assert keys(began(1, 1), ended(1, 2, "bad_input"), interruptions=0) == ["failed-001"]
 
 
@@ -107,18 +104,12 @@ def test_each_recipient_gets_it_once() -> None:
 
 def test_only_the_supervisor_retries_and_not_at_once_or_for_ever() -> None:
     failed = of("a", "notifying", 1001), of("a", "notification_failed", 1002), of("b", "notification_sent", 1002)
+    killed = failed[0], failed[2]
     assert due(*failed, now=1030, retry=True) == []
     assert due(*failed, now=1100, retry=False) == []
-    assert due(*failed, now=1100, retry=True) == [("a", 2)]
+    assert due(*failed, now=1100, retry=True) == due(*killed, now=1100, retry=True) == [("a", 2)]
     assert due(*failed, *[of("a", "notifying", 1100)] * 4, now=2000, retry=True) == []
-
-
-def test_process_that_was_killed_while_it_sent_has_a_successor() -> None:
-    assert due(of("a", "notifying", 1001), of("b", "notification_sent", 1002), now=1100, retry=True) == [("a", 2)]
-
-
-def test_old_news_is_not_sent() -> None:
-    assert due(now=5000, retry=True) == []
+    assert due(now=5000, retry=True) == [], "old news"
 
 
 def test_no_part_of_an_address_is_shown() -> None:

@@ -27,12 +27,9 @@ def test_steps_that_were_sent_are_left_out_and_the_last_line_of_a_step_counts(tm
     ]  # fmt: skip
 
 
-def test_lines_of_another_shape_are_no_points(tmp_path: Path) -> None:
+def test_what_is_not_there_or_of_another_shape_has_no_points(tmp_path: Path) -> None:
+    assert read_points(tmp_path / "missing", {}) == []
     (tmp_path / "train.jsonl").write_text('{"step": "x"}\n[1]\n{"loss": 1}\n{"step": 1, "loss": null, "ok": tr')
     append_json_line(tmp_path / "train.jsonl", {"step": 2, "loss": float("nan"), "note": "text", "flag": True})
     (point,) = read_points(tmp_path, {})
     assert (point.step, list(point.values), point.time) == (2, ["train/loss"], None)
-
-
-def test_run_without_metrics_has_no_points(tmp_path: Path) -> None:
-    assert read_points(tmp_path / "missing", {}) == []
