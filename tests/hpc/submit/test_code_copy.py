@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, Site
+from support.fake_slurm import queueing_site
 
 from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir
-from hpc.submit.code_copy import copy_code, find_code
+from hpc.submit.code_copy import UserCode, copy_code, find_code
 
 
 def git(directory: Path, *arguments: str) -> str:
@@ -41,6 +42,13 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def copied(path: Path, code: UserCode) -> RunDir:
+    run = RunDir(path)
+    run.path.mkdir(parents=True)
+    copy_code(run, code)
+    return run
+
+
 TRACKED = {".gitignore", "src/my.py", "src/tracked.py"}
 IMPORTED = {
     "src/ignored.py", "src/package/__init__.py", "src/package/inner.py", "src/package/sibling.py", "top/deep.py",
@@ -48,12 +56,19 @@ IMPORTED = {
 
 
 def test_a_script_and_what_it_imports_are_copied_whether_git_tracks_them_or_not(repository: Path) -> None:
-    assert set(find_code(repository, ("src/my.py",)).names) == {*TRACKED, *IMPORTED}
-    assert set(find_code(repository / "src", ("my.py",)).names) == {*TRACKED, *IMPORTED}
-    assert set(find_code(repository, ("-m", "my")).names) == {*TRACKED, *IMPORTED}
-    assert set(find_code(repository, ()).names) == TRACKED, "our trainer imports none of them"
+    def found(*script: str, below: str = ".") -> set[str]:
+        code = find_code(repository / below, script)
+        assert script[:1] != ("-m",) or code.script == script
+        return set(code.names)
+
+    assert found("src/my.py") == found("my.py", below="src") == {*TRACKED, *IMPORTED}
+    for name in ("my", "src.my"):
+        assert found("-m", name, "x") == found("-m", name, "x", below="src") == {*TRACKED, *IMPORTED}
+    assert found() == TRACKED, "our trainer imports none of them"
+    assert found("-m", "json.tool") == TRACKED, "it is installed"
+    assert set(find_code(repository, ("-m", "absent.module"), elsewhere=True).names) == TRACKED
     git(repository, "rm", "-q", "--cached", "src/my.py")
-    assert set(find_code(repository, ("src/my.py",)).names) == {*TRACKED, *IMPORTED}
+    assert found("src/my.py") == {*TRACKED, *IMPORTED}
     shutil.rmtree(repository / ".git")
     alone = find_code(repository / "src", ("my.py",))
     assert alone.root == repository / "src"
@@ -64,29 +79,17 @@ def test_the_revision_of_a_run_with_untracked_files_is_dirty(repository: Path, t
     git(repository, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
     commit = git(repository, "rev-parse", "HEAD").strip()
     for name, script, revision in (("ours", (), commit), ("untracked", ("src/my.py",), f"{commit}+dirty")):
-        run = RunDir(tmp_path / "runs" / name)
-        run.path.mkdir(parents=True)
-        copy_code(run, find_code(repository, script))
+        run = copied(tmp_path / "runs" / name, find_code(repository, script))
         assert run.revision.read_text() == f"{revision}\n"
 
 
 def test_included_files_are_copied(repository: Path) -> None:
-    run = RunDir(repository / "runs" / "run")
-    run.path.mkdir(parents=True)
     code = find_code(repository / "src", ("my.py",), ("../conf/**/*.yaml", "unused.py"))
     assert (code.working_directory, code.script) == ("src", ("my.py",))
-    copy_code(run, code)
-    copied = {str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file()}
+    run = copied(repository / "runs" / "run", code)
+    names = {str(path.relative_to(run.code)) for path in run.code.rglob("*") if path.is_file()}
     own = {*TRACKED, *IMPORTED, "conf/a.yaml", "conf/more/b.yaml", "src/unused.py"}
-    assert {name for name in copied if not name.startswith(".torchrelay/")} == own
-
-
-def test_module_of_the_repository_is_named_from_its_top_or_from_src(repository: Path) -> None:
-    for name in ("src.my", "my"):
-        found = find_code(repository / "src", ("-m", name, "x"))
-        assert (found.script, set(found.names)) == (("-m", name, "x"), {*TRACKED, *IMPORTED})
-    assert set(find_code(repository, ("-m", "json.tool")).names) == TRACKED, "it is installed"
-    assert set(find_code(repository, ("-m", "absent.module"), elsewhere=True).names) == TRACKED
+    assert {name for name in names if not name.startswith(".torchrelay/")} == own
 
 
 def test_script_keeps_its_path_from_the_working_directory(repository: Path) -> None:
@@ -95,9 +98,7 @@ def test_script_keeps_its_path_from_the_working_directory(repository: Path) -> N
         code = find_code(here, (given, "x"))
         assert (code.working_directory, code.script) == ("conf", ("../src/my.py", "x"))
         assert set(code.names) == {*TRACKED, *IMPORTED}
-    run = RunDir(repository / "runs" / "run")
-    run.path.mkdir(parents=True)
-    copy_code(run, code)
+    run = copied(repository / "runs" / "run", code)
     assert (run.code / "conf").is_dir(), "though git tracks nothing in it"
     assert find_code(here, ()).working_directory == ".", "our trainer does not look there"
 
@@ -136,24 +137,23 @@ def test_code_that_the_run_would_lack_is_refused(
 
 
 def test_run_has_our_packages_and_others_cannot_change_them(tmp_path: Path, repository: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.path.mkdir()
-    copy_code(run, find_code(repository, ("src/my.py",)))
-    copied = {path.relative_to(run.packages) for path in run.packages.rglob("*") if path.is_file()} - {Path("revision")}
+    run = copied(tmp_path / "run", find_code(repository, ("src/my.py",)))
+    names = {path.relative_to(run.packages) for path in run.packages.rglob("*") if path.is_file()} - {Path("revision")}
     ours = {path.relative_to(ROOT) for package in ("hpc", "jobs", "training") for path in (ROOT / package).rglob("*")}
-    assert copied == {path for path in ours if (ROOT / path).is_file() and "__pycache__" not in path.parts}
+    assert names == {path for path in ours if (ROOT / path).is_file() and "__pycache__" not in path.parts}
     assert not [path for path in run.packages.rglob("*") if path.stat().st_mode & 0o022]
 
 
 @pytest.mark.parametrize("ignored", [False, True])
-def test_runs_do_not_show_in_git_status(repository: Path, ignored: bool) -> None:
-    (repository / ".gitignore").write_text("ignored.py\nruns/\n" if ignored else "ignored.py\n")
-    before = git(repository, "status", "--short")
-    here = Site(repository, "/nonexistent")
-    run = here.submit("--cluster=local", "--synthetic", "--batch-size=8", "--name=run")
-    run.cancel()
-    assert git(repository, "status", "--short") == before
-    assert (repository / "runs" / ".gitignore").exists() != ignored
+def test_runs_do_not_show_in_git_status(repository: Path, ignored: bool, shared: Path) -> None:
+    here = Site(shutil.copytree(repository, shared / "repository"), "/nonexistent")
+    if ignored:
+        (here.path / ".gitignore").write_text("ignored.py\nruns/\n")
+    before = git(here.path, "status", "--short")
+    _, slurm = queueing_site(shared)
+    here.submit("--synthetic", "--batch-size=8", **slurm)
+    assert git(here.path, "status", "--short") == before
+    assert (here.path / "runs" / ".gitignore").exists() != ignored
 
 
 def test_submission_says_where_the_script_starts(repository: Path) -> None:
