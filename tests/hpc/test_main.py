@@ -37,14 +37,8 @@ def test_every_verb_answers_help(verb: str, tmp_path: Path) -> None:
     assert done.stdout.startswith(f"usage: hpc {verb}")
 
 
-# Those that import torch take a while. All verbs start alike, and so do all programs.
-IMPORT_TORCH = {"predict", "export", "profile", "verify", "preflight"}
-
-
-@pytest.mark.parametrize(
-    "verb",
-    ["report", *(pytest.param(name, marks=[pytest.mark.slow] * (name in IMPORT_TORCH)) for name in PROGRAMS)],
-)
+# All verbs start alike, and so do all programs. That one imports torch, which takes a while.
+@pytest.mark.parametrize("verb", ["report", "train", "pack", pytest.param("preflight", marks=pytest.mark.slow)])
 def test_help_is_answered_beside_packages_of_the_same_names(verb: str, beside_other_packages: Path) -> None:
     done = type_hpc(beside_other_packages, verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")

@@ -73,8 +73,7 @@ def test_runs_are_in_the_directory_that_is_the_default(
 
 def test_script_is_submitted_and_cancelled(local_site: Site) -> None:
     (local_site.path / "waits.py").write_text(
-        "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(1))\n"
-        "print('began', sys.argv[1:], flush=True)\nsignal.pause()\n"
+        "import sys, time\nprint('began', sys.argv[1:], flush=True)\ntime.sleep(600)\n"
     )
     run = hpc.submit(hpc.ScriptRun(command="waits.py 'a b' --c", in_place=True, name="waits", **LOCAL))
     with pytest.raises(TimeoutError, match="run waits is"):

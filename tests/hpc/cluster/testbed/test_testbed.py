@@ -45,18 +45,14 @@ class Slurm:
         return call(*self.prefix, *command, slurm_conf=self.slurm_conf, cwd=self.directory)
 
     def submit(self, script: str, *flags: str) -> str:
-        """Submit a job whose output is in `<job>.out`; it starts before this returns."""
-        always = (f"--job-name={JOB_NAME}", f"--output={self.directory}/%j.out", "--open-mode=append")
+        """Submit a job, which starts before this returns."""
+        always = (f"--job-name={JOB_NAME}", "--output=/dev/null")
         job = self("sbatch", "--parsable", *always, *flags, f"--wrap={script}")
         wait_for(lambda: self.field(job, "%T") == "RUNNING")
         return job
 
     def field(self, job: str, code: str) -> str:
         return self("squeue", "--noheader", f"--job={job}", f"--format={code}")
-
-    def output(self, job: str) -> list[str]:
-        path = self.directory / f"{job}.out"
-        return path.read_text().splitlines() if path.exists() else []
 
     def state_of(self, node: str) -> str:
         return daemons.parse_states(self("sinfo", "--noheader", "--Node", "--format=%N %T"))[node]

@@ -20,7 +20,6 @@ from support.staging_nodes import stage
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.report.command import submit_command
 from hpc.run.rundir import RunDir
-from hpc.run.spec import RunSpec
 from hpc.submit.user_python.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
 from jobs.ranks.round import activated_environment
 from jobs.staging.unpack_environment import make_link
@@ -199,12 +198,8 @@ def test_directory_that_others_can_write_to_is_refused(venv: Path, tmp_path: Pat
 def save(runs_dir: Path, name: str, archive: Path) -> RunDir:
     run = RunDir(runs_dir / name)
     run.path.mkdir()
-    spec(name, archive).save(run)
+    script_spec(name=name, cluster="local", stage_env=str(archive)).save(run)
     return run
-
-
-def spec(name: str, archive: Path | None) -> RunSpec:
-    return script_spec(name=name, cluster="local", stage_env=str(archive) if archive else None)
 
 
 def test_old_archives_that_no_run_needs_are_removed(venv: Path, tmp_path: Path) -> None:
@@ -225,9 +220,9 @@ def test_old_archives_that_no_run_needs_are_removed(venv: Path, tmp_path: Path) 
     assert not unused.exists()
 
 
-def test_flag_is_a_part_of_the_command_that_submits_again(tmp_path: Path) -> None:
-    assert "--stage-env" in submit_command(spec("r", tmp_path / "a.tar.zst"))
-    assert "--stage-env" not in submit_command(spec("r", None))
+def test_flag_is_a_part_of_the_command_that_submits_again() -> None:
+    assert "--stage-env" in submit_command(script_spec(stage_env="/runs/a.tar.zst"))
+    assert "--stage-env" not in submit_command(script_spec())
 
 
 def submit_by(python: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":

@@ -47,10 +47,18 @@ def program(shared: Path) -> Callable[[str], Path]:
 
 
 def refused(python: Path, *setup: str, on_cluster: bool = True, seconds: float = 60.0) -> str:
+    return refusal("--python", lambda: check(python, setup, on_cluster=on_cluster, seconds=seconds))
+
+
+def refused_image(given: str) -> str:
+    return refusal("--container", lambda: resolve(given, None, (), on_cluster=True))
+
+
+def refusal(flag: str, asked: Callable[[], object]) -> str:
     with pytest.raises(UserError) as caught:
-        check(python, setup, on_cluster=on_cluster, seconds=seconds)
+        asked()
     message = str(caught.value)
-    assert message.startswith("--python ")
+    assert message.startswith(f"{flag} ")
     assert "\n" not in message
     return message
 
@@ -62,15 +70,6 @@ def test_interpreter_is_found_by_its_own_path_not_by_that_of_its_link(
     monkeypatch.chdir(venv)
     (venv / "torch.py").write_text("raise SystemExit('this is not torch')\n")
     assert check(Path("bin/python"), (), on_cluster=True) == f"{venv}/bin/python"
-
-
-def refused_image(given: str, *setup: str) -> str:
-    with pytest.raises(UserError) as caught:
-        resolve(given, None, setup, on_cluster=True)
-    message = str(caught.value)
-    assert message.startswith("--container ")
-    assert "\n" not in message
-    return message
 
 
 def test_images_that_nodes_could_not_use_are_refused(shared: Path, tmp_path: Path) -> None:
