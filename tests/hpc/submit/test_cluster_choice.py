@@ -19,16 +19,9 @@ from hpc.submit.cluster_choice import choose_cluster
 NO_SLURM = {"PATH": "/nonexistent"}
 SUBMIT = ("submit", "--synthetic", "--batch-size=8", "--name=run")
 OF_SLURM: dict[str, Any] = {
-    "partition": "gpu",
-    "account": "me",
-    "qos": "high",
-    "constraint": "a100",
-    "exclude": "gpu01",
-    "sbatch": ("exclusive",),
-    "mem": "64G",
-    "time": "12h",
-    "gpus_per_node": "a100:2",
-}
+    "partition": "gpu", "account": "me", "qos": "high", "constraint": "a100", "exclude": "gpu01",
+    "sbatch": ("exclusive",), "mem": "64G", "time": "12h", "gpus_per_node": "a100:2",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("flag", "value"), OF_SLURM.items())

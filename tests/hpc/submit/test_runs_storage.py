@@ -26,11 +26,6 @@ def python_where_refused(calls: tuple[str, ...], *arguments: str, cwd: Path) -> 
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=240)
 
 
-def test_usual_storage_lacks_nothing(tmp_path: Path) -> None:
-    assert missing_features(tmp_path) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_runs_on_storage_without_hard_links_are_refused_at_submission(tmp_path: Path) -> None:
     flags = ("--cluster=local", "--synthetic", "--name=r")
     done = python_where_refused(LINKS, "-m", "hpc", "submit", *flags, cwd=tmp_path)
@@ -45,6 +40,8 @@ def test_runs_on_storage_without_hard_links_are_refused_at_submission(tmp_path: 
 
 
 def test_doctor_finds_storage_without_hard_links(tmp_path: Path) -> None:
+    assert missing_features(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
     imports = "from pathlib import Path; from hpc.commands.cluster.doctor import inspect_login"
     look = f"{imports}; print(inspect_login(Path('runs')))"
     assert "HARD_LINKS" in python_where_refused(LINKS, "-c", look, cwd=tmp_path).stdout

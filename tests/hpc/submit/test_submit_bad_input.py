@@ -27,7 +27,6 @@ def write_files(path: Path) -> None:
     """Write what the mistakes name."""
     tiny_data(path / "data", train=320, test=100)
     (path / "runs" / "taken").mkdir(parents=True)
-    (path / "nested.yaml").write_text("train:\n  lr: 1\n")
     (path / "list.yaml").write_text("- 1\n")
     (path / "broken.yaml").write_text("a: [\n")
     (path / "file").write_text("")
@@ -104,19 +103,14 @@ def test_bad_defaults_are_refused_and_the_nearest_place_wins(
         (["--data=file"], r"--data is .*/file, which is not a directory"),
         (["--nodes=2", "--gpus-per-node=4", "--batch-size=7"], r"--batch-size is 7, too small for the 8 ranks"),
         (["--exclusive"], r"there is no flag --exclusive: use --sbatch exclusive$"),
-        (["--name=a/b"], r"--name 'a/b': .*Try --name a-b"),
         (["--name=taken"], r"run 'taken' exists already in runs: choose another --name"),
         (["--runs-dir=file/x"], r"--runs-dir file/x: .* is not a directory"),
         (["--stage-timeout=1s"], r"--stage-timeout is 1s: use 10s or more"),
         (["--runs-dir=a%j"], r"Slurm replaces %"),
-        (["--config=nested.yaml"], r"--config nested.yaml: there is no flag 'train'"),
         (["--config=list.yaml"], r"--config list.yaml is not a mapping"),
         (["--config=broken.yaml"], r"--config broken.yaml cannot be read"),
         (["--sbatch=array=0-3"], r"--sbatch array: job arrays are not supported: submit one run per setting"),
-        (
-            ["--sbatch=hetjob"],
-            r"--sbatch hetjob: heterogeneous jobs are not supported: submit one run, or one per kind",
-        ),
+        (["--sbatch=hetjob"], r"--sbatch hetjob: heterogeneous jobs are not supported: submit one run, or one per"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -142,8 +136,6 @@ def test_testbed_prints_what_the_shell_script_prints(cluster: Site, monkeypatch:
     ("arguments", "message"),
     [
         (["--constraint=a100", "--runs-dir=new/runs"], r"Invalid feature specification$"),
-        (["--constraint=a100", "--dry-run"], r"Invalid feature specification$"),
-        (["--mem=640G"], r".*Requested node configuration is not available"),
         (["--mem=640G", "--dry-run"], r".*Requested node configuration is not available"),
         (["--sbatch=foo=bar"], r"unrecognized option '--foo=bar'$"),
         (["--sbatch=mail-type"], r".*mail-type"),

@@ -32,17 +32,14 @@ class Nodes:
         """A node's disk."""
         return disk(self.path, rank)
 
-    def start(self, archive: Path, **environments: dict[str, str]) -> list["subprocess.Popen[str]"]:
-        """Start a job; `node_1` is what the environment of node 1 has beside the usual."""
-        beside = {int(name.removeprefix("node_")): extra for name, extra in environments.items()}
-        self.processes = start_nodes(self.path, archive, NODES, "--env", environments=beside)
+    def start(self, archive: Path, **of_node_1: str) -> list["subprocess.Popen[str]"]:
+        """Start a job; `of_node_1` is what the environment of node 1 has beside the usual."""
+        self.processes = start_nodes(self.path, archive, NODES, "--env", environments={1: of_node_1})
         return self.processes
 
-    def use(self, archive: Path, **environments: dict[str, str]) -> list[Path]:
+    def use(self, archive: Path, **of_node_1: str) -> list[Path]:
         """Run a job to its end; the interpreter of each node."""
-        for process in self.start(archive, **environments):
-            assert process.stdout is not None
-        output = [process.communicate(timeout=120)[0] for process in self.processes]
+        output = [process.communicate(timeout=120)[0] for process in self.start(archive, **of_node_1)]
         assert [process.returncode for process in self.processes] == [0] * NODES, output
         return [Path(json.loads(words.splitlines()[-1])["python"]) for words in output]
 
@@ -72,38 +69,33 @@ def test_every_node_has_a_copy_that_works(nodes: Nodes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "reason"),
-    [
-        ({"BROKEN": "1"}, "libcudart.so.13: cannot open"),
-        ({"PYTHONPATH": "{other}"}, "{other}/torch"),
-    ],
+    ("variable", "reason"),
+    [("BROKEN", "libcudart.so.13: cannot open"), ("PYTHONPATH", "{other}/torch")],
     ids=["torch that cannot be imported", "another torch on the path"],
 )
 def test_node_on_which_the_copy_does_not_work_uses_the_shared_one_alone(
-    environment: dict[str, str], reason: str, nodes: Nodes, tmp_path: Path
+    variable: str, reason: str, nodes: Nodes, tmp_path: Path
 ) -> None:
     torch = "import os\nif os.environ.get('BROKEN'): raise ImportError('libcudart.so.13: cannot open')\n"
     archive, other = pack(make_venv(tmp_path / "venv", torch), tmp_path), tmp_path / "other"
     shutil.copytree(tmp_path / "venv" / SITE / "torch", other / "torch")
-    good, bad = nodes.use(archive, node_1={name: text.format(other=other) for name, text in environment.items()})
+    good, bad = nodes.use(archive, **{variable: str(other)})
     assert good.is_relative_to(nodes.disk(0))
     assert bad == Path(sys.executable)
     assert reason.format(other=other) in nodes.events()[1]["fallback"]
 
 
-def test_base_interpreter_that_is_not_there_is_named(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", ["/opt/gone/python3, which is not on this node", "gone.tar.zst"])
+def test_base_interpreter_or_archive_that_is_gone_is_named_and_holds_nobody_up(
+    gone: str, nodes: Nodes, tmp_path: Path
+) -> None:
     venv = make_venv(tmp_path / "venv")
     link = venv / "bin" / Path(BASE).name
     link.unlink()
     link.symlink_to("/opt/gone/python3")
-    assert nodes.use(pack(venv, tmp_path)) == [Path(sys.executable)] * NODES
-    for event in nodes.events():
-        assert "/opt/gone/python3, which is not on this node" in event["fallback"]
-
-
-def test_archive_that_is_gone_holds_nobody_up(nodes: Nodes, tmp_path: Path) -> None:
-    assert nodes.use(tmp_path / "gone.tar.zst") == [Path(sys.executable)] * NODES
-    assert all("gone.tar.zst" in event["fallback"] for event in nodes.events())
+    archive = tmp_path / gone if gone.endswith(".zst") else pack(venv, tmp_path)
+    assert nodes.use(archive) == [Path(sys.executable)] * NODES
+    assert all(gone in event["fallback"] for event in nodes.events())
 
 
 @pytest.mark.parametrize("rank", range(NODES))
