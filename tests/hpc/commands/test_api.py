@@ -75,7 +75,9 @@ def test_script_is_submitted_and_cancelled(local_site: Site) -> None:
     (local_site.path / "waits.py").write_text(
         "import sys, time\nprint('began', sys.argv[1:], flush=True)\ntime.sleep(600)\n"
     )
-    run = hpc.submit(hpc.ScriptRun(command="waits.py 'a b' --c", in_place=True, name="waits", **LOCAL))
+    run = hpc.submit(
+        hpc.ScriptRun(command="waits.py 'a b' --c", in_place=True, name="waits", grace_period="1s", **LOCAL)
+    )
     with pytest.raises(TimeoutError, match="run waits is"):
         run.wait(timeout_seconds=0.1)
     while "began ['a b', '--c']" not in run.logs(rank=0):

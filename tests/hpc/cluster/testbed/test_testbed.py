@@ -242,17 +242,6 @@ def test_mistakes_are_answered_in_a_line_that_helps(box: Box) -> None:
     assert "hpc.testbed up" in fails(*box, *testbed_verb, "revive-node", "gpu01")
 
 
-def test_links_are_as_slow_as_was_asked_for(box: Box) -> None:
-    type_testbed("up", *SMALL, "--shape-network=100mbit", prefix=box)
-    slurm = Slurm(str(PATHS.slurm_conf), ROOT, box)
-    assert "tbf" in (shown := slurm("srun", "--nodelist=gpu01", "tc", "qdisc", "show", "dev", "eth0"))
-    assert "rate 100Mbit" in shown
-    type_testbed("down", prefix=box)
-    assert "a rate, or a rate and a delay" in fails(
-        *box, sys.executable, "-m", "hpc.testbed", "up", "--shape-network=fast"
-    )
-
-
 def test_accounting_remembers_how_a_job_ended(box: Box) -> None:
     need("slurmdbd", "mariadbd")
     type_testbed("up", *SMALL, "--accounting", prefix=box)

@@ -30,6 +30,8 @@ def test_nodes_without_gpus_mention_none() -> None:
 def test_impossible_shape_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(UserError, match="type for example"):
         layout.TestbedShape(**wrong)  # type: ignore[arg-type]  # whole numbers all
+    with pytest.raises(UserError, match="--shape-network is 'fast': give a rate, or a rate and a delay"):
+        layout.TestbedShape(shape_network="fast")
 
 
 def test_unknown_node_lists_the_known() -> None:

@@ -1,0 +1,198 @@
+"""`hpc fork` and `hpc resume` without Slurm: what they refuse and what they say to type; trainings that go on."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.cluster import SHORT_LOCAL, Run, Site, add_script, assert_equal, refused, submit_and_wait
+from support.events import attempt_ended, claimed, recorded_run, write_events
+from support.fake_slurm import queueing_site
+from support.staging_nodes import contents
+
+from hpc.base.files import read_json_lines
+from hpc.run.events.resumption import current_spec
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.submit.resumed_run import options_of
+from training.relay.checkpoint_files import list_checkpoints
+
+pytestmark = pytest.mark.timeout(400)
+TRAINS = (*SHORT_LOCAL, "--lr-scheduler=step", "--lr-step-epochs=1", "--lr-gamma=0.7", "--keep-checkpoints=8")
+
+
+@pytest.fixture(scope="module")
+def complete(local_site: Site) -> Run:
+    """A complete training of 2 epochs with the checkpoints of all 8 steps; tests that change it take a copy."""
+    return submit_and_wait(local_site, *TRAINS, "--name=complete", "--epochs=2")
+
+
+def copy_of(run: Run, name: str) -> RunDir:
+    return RunDir(shutil.copytree(run.directory.path, run.directory.path.with_name(name)))
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "says"),
+    [
+        ("resume", "--epochs 4", "type hpc resume NAME"),
+        ("resume", "nope --epochs 4", "there is no run 'nope'"),
+        ("resume", "complete", "run complete is complete: to train longer, give more --epochs"),
+        ("resume", "complete --epochs=1", "--epochs is 1, but run complete has been in epoch 2: use 2 or more"),
+        ("resume", "complete --lr 0.1", "type hpc fork complete --name NEW --lr ..."),
+        ("resume", "complete --batch-size=32", "--batch-size cannot change in a training that has begun: type hpc sub"),
+        ("resume", "complete --setup=true --epochs=4", "--cluster local has no batch script"),
+        ("fork", "", "no run is named: type hpc fork NAME --name NEW"),
+        ("fork", "nope --name=x", "there is no run 'nope': existing runs: "),
+        ("fork", "complete", "the new run has no name: type hpc fork complete --name NEW"),
+        (
+            "fork",
+            "complete --name=x",
+            "--epochs is 2, but step-00000008 of run complete is after epoch 2: use --epochs 3",
+        ),
+        ("fork", "complete --name=x --batch-size=8", "--batch-size cannot change in a training that has begun"),
+        ("fork", "complete --name=x --weights=a.pth", "--weights cannot change in a training that has begun"),
+        ("fork", "complete --name=x --recipe=cifar", "--recipe is only for new trainings"),
+        ("fork", "complete --name=complete --epochs=3", "exists already"),
+    ],
+)
+def test_wrong_command_lines_say_what_to_type(
+    local_site: Site, complete: Run, verb: str, words: str, says: str
+) -> None:
+    before = sorted(complete.directory.path.parent.iterdir())
+    assert says in refused(local_site, verb, *words.split())
+    assert sorted(complete.directory.path.parent.iterdir()) == before
+    assert complete.status()["state"] == "completed"
+    assert not complete.events("resumed")
+
+
+def test_own_script_is_not_forked(local_site: Site) -> None:
+    recorded_run(local_site.path / "runs" / "mine", claimed(), attempt_ended(), cluster="local", script=("mine.py",))
+    assert "run mine runs mine.py, which keeps its own checkpoints" in refused(local_site, "fork", "mine", "--name=x")
+
+
+def test_fork_goes_on_from_the_newest_checkpoint_that_is_intact(local_site: Site, complete: Run) -> None:
+    """With other flags, and without changing anything in the other run."""
+    original = copy_of(complete, "damaged")
+    newest, before_it, *_ = list_checkpoints(original.checkpoints)
+    damaged = newest / "state.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    before = contents(original.path)
+    arguments = ("damaged", "--name=low", "--epochs=3", "--lr-gamma=0.1", "--lr=0.01")
+    done = local_site.hpc("fork", *arguments, "--wait", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    path = local_site.path / "runs" / "low"
+    spec = json.loads((path / "spec.json").read_text())
+    assert spec["training"]["forked_from"] == str(before_it)
+    train = spec["training"]["train"]
+    assert (train["batch_size"], train["lr"]) == (64, 0.01), "what was not typed is the other run's"
+    lines = {line["step"]: line for line in read_json_lines(path / "metrics" / "train.jsonl")}
+    assert sorted(lines) == list(range(1, 13))
+    assert [lines[step]["attempt"] for step in (7, 8)] == [0, 1]
+    assert lines[12]["lr"] == pytest.approx(0.0001), "the new schedule, at its place"
+    assert json.loads(done.stdout)["status"]["goodput"] < 1
+    assert contents(original.path) == before
+
+
+def test_fork_without_other_flags_has_the_bits_of_one_training(local_site: Site, complete: Run) -> None:
+    for checkpoint in list_checkpoints(copy_of(complete, "begun").checkpoints)[:3]:
+        shutil.rmtree(checkpoint)
+    fork = local_site.hpc("fork", "begun", "--name=same", "--wait")
+    assert fork.returncode == 0, fork.stdout + fork.stderr
+    assert "after step 5" not in fork.stderr
+    same = Run(local_site, RunDir(local_site.path / "runs" / "same"), "")
+    assert [event["step"] for event in same.events("train_started")] == [5]
+    assert_equal(complete.directory, same.directory)
+
+
+def test_epochs_that_change_earlier_learning_rates_are_refused(local_site: Site, complete: Run) -> None:
+    run = copy_of(complete, "cosine")
+    spec = json.loads(run.spec.read_text())
+    spec["training"]["train"]["lr_scheduler"] = "cosine"
+    run.spec.write_text(json.dumps(spec))
+    says = refused(local_site, "resume", "cosine", "--epochs=4")
+    assert "with --lr-scheduler cosine the learning rate of every step depends on it" in says
+    assert "type hpc fork cosine --name NEW --epochs 4" in says
+    assert run.final_result.exists()
+
+
+def test_complete_run_trains_longer_as_if_it_had_been_submitted_so(local_site: Site, complete: Run) -> None:
+    whole = submit_and_wait(local_site, *TRAINS, "--name=whole", "--epochs=4")
+    copy = copy_of(complete, "longer")
+    done = local_site.hpc("resume", "longer", "--epochs", "4", "--wait", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["changed"] == {"--epochs": 4}
+    assert answer["status"]["state"] == "completed"
+    run = Run(local_site, copy, answer["job_id"])
+    assert [attempt["cause"] for attempt in answer["status"]["attempts"]] == ["completed", "completed"]
+    assert [event["step"] for event in run.events("train_started")] == [0, 8]
+    assert_equal(whole.directory, run.directory)
+    assert json.loads((copy.path / "final-001" / "result.json").read_text())["step"] == 8, "the result before"
+    submitted, now = (json.loads(path.read_text()) for path in (run.directory.spec, current_spec(run.directory)))
+    assert [each["training"]["train"]["epochs"] for each in (submitted, now)] == [2, 4]
+    card = json.loads((run.directory.final / "model.json").read_text())
+    assert card["made_from"]["spec"]["training"]["train"]["epochs"] == 4
+
+
+def test_failed_script_is_mended_and_resumed(shared: Path) -> None:
+    site, slurm = queueing_site(shared)
+    add_script(site, "inner/mine.py", "raise SystemExit('no luck')\n")
+    inner = replace(site, path=shared / "inner")
+    run = inner.submit("--name=mended", "--runs-dir=../runs", "--gpus-per-node=1", "--", "mine.py", **slurm)
+    copied = run.directory.code / "inner" / "mine.py"
+
+    def end_job(cause: str, attempt: int) -> None:
+        (shared / "queued").unlink()
+        write_events(run.directory, claimed(attempt=attempt, job_id="1"), attempt_ended(cause=cause, attempt=attempt))
+
+    end_job("bad_input", 1)
+    says = site.hpc("resume", "mended", "--epochs=3", **slurm).stderr
+    assert "--epochs is a flag of the image classifier, but run mended runs mine.py" in says
+    (inner.path / "mine.py").write_text("print('mended')\n")
+    again = site.hpc("resume", "mended", **slurm)
+    assert again.returncode == 0, again.stderr
+    assert "no luck" in copied.read_text()
+    end_job("bad_input", 2)
+    (shared / "elsewhere").mkdir()
+    done = replace(site, path=shared / "elsewhere").hpc("resume", "../runs/mended", "--new-code", **slurm)
+    assert done.returncode == 0, done.stderr
+    assert copied.read_text() == "print('mended')\n"
+    end_job("completed", 3)
+    assert "its script ended with exit code 0" in site.hpc("resume", "mended", **slurm).stderr
+    assert not list(run.directory.path.glob(".resume-*")), "nothing temporary is left"
+
+
+def test_cancelled_for_good_is_not_resumed(local_site: Site, complete: Run) -> None:
+    for copy in (copy_of(complete, "one"), copy_of(complete, "two")):
+        shutil.rmtree(copy.final)
+        (copy.events / "attempt-001-end.jsonl").unlink()
+    done = local_site.hpc("cancel", "one", "two", "--json")
+    assert done.returncode == 0, done.stderr
+    assert [row["state"] for row in json.loads(done.stdout)] == ["cancelled", "cancelled"]
+    assert local_site.hpc("cancel", "one", "--final").returncode == 0
+    assert "was cancelled with --final: continue under a new name with hpc fork one" in refused(
+        local_site, "resume", "one"
+    )
+    assert "there is no run 'none'" in refused(local_site, "cancel", "two", "none")
+
+
+# --- its parts ---
+
+
+def test_settings_of_the_run_are_kept_unless_others_are_given(complete: Run) -> None:
+    run, spec = {"run": str(complete.directory.path)}, RunSpec.load(complete.directory)
+    kept, time = options_of(run), None if spec.has_default_time else spec.resources.time
+    assert (kept.recovery, kept.network, kept.resources) == (
+        spec.recovery, spec.network, replace(spec.resources, time=time),
+    )  # fmt: skip
+    other = options_of({**run, "setup": ["c"], "elastic": True, "time": "2h", "epochs": 30})
+    assert other.resources == replace(spec.resources, setup=("c",), time="2h")
+    assert (other.recovery.elastic, other.train.epochs) == (True, 30)
+
+
+@pytest.mark.parametrize("flag", ["--after", "--after-ok"])
+def test_chain_without_slurm_is_refused(local_site: Site, complete: Run, flag: str) -> None:
+    says = refused(local_site, "submit", *SHORT_LOCAL, flag, complete.directory.name)
+    assert f"{flag} complete needs Slurm, but this run has --cluster local" in says
+    assert "there is no run 'nope'" in refused(local_site, "submit", *SHORT_LOCAL, flag, "nope")
