@@ -40,6 +40,10 @@ def test_what_is_not_asked_for_comes_from_the_cluster(partitions: list[Partition
     assert (resolved.partition, resolved.cpus_per_gpu, resolved.time) == ("gpu", 4, "04:00:00")
     assert resolve_resources(Resources(gpus_per_node="2", partition="small"), partitions).time == "00:30:00"
     assert resolve_resources(Resources(gpus_per_node="0", partition="cpu"), partitions).time == "1-00:00:00"
+    # A share of these nodes' CPUs: the others, which have fewer, are not asked for.
+    assert resolve_resources(Resources(gpus_per_node="h100:2", nodes="2"), partitions).cpus_per_gpu == 8
+    without_gpus = resolve_resources(Resources(gpus_per_node="0", nodes="10", partition="cpu"), partitions)
+    assert (without_gpus.ranks_per_node, without_gpus.cpus_per_node) == (1, 8)
     asked = Resources(nodes="6", gpus_per_node="4", cpus_per_gpu=2, time="90m", partition="gpu")
     resolved = resolve_resources(asked, partitions)
     assert (resolved.nodes, resolved.cpus_per_gpu, resolved.time) == ("6", 2, "01:30:00")
@@ -95,20 +99,9 @@ def test_resources_that_the_partition_lacks_are_refused(
     assert "\n" not in str(caught.value)
 
 
-def test_only_nodes_with_gpus_of_the_type_count(partitions: list[Partition]) -> None:
-    # A share of these nodes' CPUs: the others, which have fewer, are not asked for.
-    assert resolve_resources(Resources(gpus_per_node="h100:2", nodes="2"), partitions).cpus_per_gpu == 8
-    assert resolve_resources(Resources(gpus_per_node="a100:2", nodes="4"), partitions).cpus_per_gpu == 4
-
-
-def test_without_gpus_the_one_rank_of_a_node_gets_its_cpus(partitions: list[Partition]) -> None:
-    resolved = resolve_resources(Resources(gpus_per_node="0", nodes="10", partition="cpu"), partitions)
-    assert (resolved.ranks_per_node, resolved.cpus_per_node) == (1, 8)
-    assert local_resources(Resources(gpus_per_node="0")).cpus_per_node == os.cpu_count()
-
-
 def test_pretended_nodes_share_the_cpus_and_know_no_types_of_gpus() -> None:
     assert local_resources(Resources(nodes="100", gpus_per_node="100")).cpus_per_gpu == 1
+    assert local_resources(Resources(gpus_per_node="0")).cpus_per_node == os.cpu_count()
     with pytest.raises(UserError, match=r"is a100:2, but --cluster local .*: use --gpus-per-node 2"):
         local_resources(Resources(gpus_per_node="a100:2"))
 

@@ -27,20 +27,17 @@ def brief() -> str:
     return printed("--help")
 
 
-def test_help_is_short_and_fits_80_columns(brief: str) -> None:
+def test_help_is_short_fits_80_columns_and_names_each_recipe(brief: str) -> None:
     assert len(brief.splitlines()) <= _MOST_LINES
     assert max(map(len, brief.splitlines()[10:])) <= 80  # columns
     assert brief.startswith("usage: hpc submit [-h] [OPTIONS] [-- script.py ARGS]\n")
+    assert [name for name in recipes() if name not in brief] == []
 
 
 def test_help_all_shows_all_flags(brief: str) -> None:
     assert {"nodes", "partition", "time", "elastic", "data", "lr", "recipe", "help-all"} <= flags_in(brief)
     fields = [*program.flags(SubmitTraining), *program.flags(SubmitScript)]
     assert flags_in(printed("--help-all")) == {field.name.replace("_", "-") for field in fields}
-
-
-def test_help_names_each_recipe(brief: str) -> None:
-    assert [name for name in recipes() if name not in brief] == []
 
 
 @pytest.mark.parametrize("verb", ["resume", "fork"])

@@ -36,12 +36,6 @@ def source(site: Site) -> Run:
     )
 
 
-@pytest.fixture(scope="module")
-def once(site: Site, source: Run) -> RunDir:
-    """An evaluation of its best model."""
-    return evaluate(site, source.directory.name, "--name=once")[0]
-
-
 def evaluate(site: Site, *arguments: str) -> tuple[RunDir, dict[str, Any]]:
     """Evaluate, wait, and read the result."""
     done = site.hpc("evaluate", *arguments, "--wait", "--json")
@@ -63,16 +57,6 @@ def test_three_ranks_count_what_the_test_of_the_training_did_and_change_nothing(
         assert (run.final / name).read_bytes() == (source.directory.final / name).read_bytes()
     assert not list(run.final.glob("*.safetensors"))
     assert contents(source.directory.path) == before
-
-
-@pytest.mark.slow
-def test_report_of_an_evaluation_says_what_was_evaluated(site: Site, source: Run, once: RunDir) -> None:
-    assert site.hpc("report", "once").returncode == 0
-    page = once.report.read_text()
-    assert f"Evaluation of best model of {source.directory.path}" in page
-    assert "Confusion matrix" in page
-    assert "python -m hpc.evaluate" in page
-    assert "--checkpoint=best" in page
 
 
 @pytest.mark.slow
@@ -148,8 +132,13 @@ def test_wrong_command_lines_of_an_evaluation(site: Site, source: Run, arguments
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("once")
-def test_evaluations_and_own_scripts_are_not_evaluated_forked_or_resumed(site: Site, source: Run) -> None:
+def test_an_evaluation_has_a_report_and_is_not_evaluated_forked_or_resumed(site: Site, source: Run) -> None:
+    once, _ = evaluate(site, "source", "--name=once")
+    assert site.hpc("report", "once").returncode == 0
+    page = once.report.read_text()
+    for part in (f"Evaluation of best model of {source.directory.path}", "Confusion matrix", "--checkpoint=best"):
+        assert part in page
+    assert "python -m hpc.evaluate" in page
     assert f"run once is itself an evaluation: evaluate {source.directory.path}" in refused(site, "evaluate", "once")
     assert "run once is an evaluation" in refused(site, "fork", "once", "--name=again")
     assert "run once is a complete evaluation" in refused(site, "resume", "once")
