@@ -6,15 +6,11 @@ from hpc.base.units import slurm_seconds, walltime_minutes
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("5", 300), ("5:30", 330), ("1:02:03", 3723), ("1-2", 93600), ("1-02:03", 93780), ("2-00:00:01", 172801)],
-)
-def test_slurm_durations(text: str, seconds: int) -> None:
+    [("5", 300), ("5:30", 330), ("1:02:03", 3723), ("1-2", 93600), ("1-02:03", 93780), ("2-00:00:01", 172801),
+     ("infinite", None), ("UNLIMITED", None), ("n/a", None)],
+)  # fmt: skip
+def test_slurm_durations(text: str, seconds: int | None) -> None:
     assert slurm_seconds(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["infinite", "UNLIMITED", "n/a"])
-def test_no_limit(text: str) -> None:
-    assert slurm_seconds(text) is None
 
 
 @pytest.mark.parametrize(

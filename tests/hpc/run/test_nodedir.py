@@ -1,13 +1,11 @@
 """The directory of a run in a node's memory."""
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,25 +36,31 @@ def test_only_the_owner_can_use_the_directory(run: Path) -> None:
     assert not held.files.path.exists()
 
 
-@contextmanager
-def agent_of(run: Path) -> Iterator["subprocess.Popen[str]"]:
-    """Another process that holds the directory of a run; killed in the end."""
-    code = (
-        "import sys, time; from pathlib import Path; from hpc.run.nodedir import HeldNodeDir\n"
-        "held = HeldNodeDir(Path(sys.argv[1]), 0); (held.files.snapshots / 'x').touch()\n"
-        "print(held.files.path, flush=True); time.sleep(300)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(run)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as agent:
-        yield agent
-        agent.kill()
+# Holds the directory of a run, until it is killed.
+AGENT = """
+import sys, time
+from pathlib import Path
+from hpc.run.nodedir import HeldNodeDir
+held = HeldNodeDir(Path(sys.argv[1]), 0)
+(held.files.snapshots / "x").touch()
+print(held.files.path, flush=True)
+time.sleep(300)
+"""
 
 
-def test_directory_of_a_killed_agent_is_reused_by_its_run_and_removed_by_others(run: Path) -> None:
-    with agent_of(run) as agent:
+def test_directory_belongs_to_one_agent_and_once_it_is_killed_to_its_run_until_others_remove_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc.run.nodedir._LOCK_TIMEOUT_SECONDS", 0.0)
+    command = [sys.executable, "-c", AGENT, str(run)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as agent:
         assert agent.stdout is not None
         left = Path(agent.stdout.readline().strip())
+        with pytest.raises(TorchrelayError, match="another agent of this run is on this node"):
+            HeldNodeDir(run, 0)
         HeldNodeDir(Path("/runs/other"), 0).close(remove=False)
         assert left.exists(), "its agent lives"
+        agent.kill()
 
     held = HeldNodeDir(run, 0)
     assert held.files.path == left
@@ -132,24 +136,6 @@ def test_run_on_storage_that_hangs_keeps_no_other_from_starting(
     shutil.rmtree(left)
 
 
-def test_second_agent_of_a_run_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpc.run.nodedir._LOCK_TIMEOUT_SECONDS", 0.0)
-    with agent_of(run) as agent:
-        assert agent.stdout is not None
-        agent.stdout.readline()
-        with pytest.raises(TorchrelayError, match="another agent of this run is on this node"):
-            HeldNodeDir(run, 0)
-
-
-def on_a_node_with(mounts: str, code: str) -> "subprocess.CompletedProcess[str]":
-    """Run code as root where these commands have mounted a /dev/shm of its own."""
-    need("unshare", "mount")
-    script = f"{mounts}\nexec {shlex.join([sys.executable, '-c', code])}"
-    return subprocess.run(
-        ["unshare", "--mount", "sh", "-ec", script], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-
-
 OPEN = """
 from pathlib import Path
 from hpc.run.nodedir import HeldNodeDir, node_dirs
@@ -171,8 +157,10 @@ UNUSABLE = {
 
 @pytest.mark.parametrize("kind", UNUSABLE)
 def test_memory_that_cannot_be_used_is_replaced_by_tmp(kind: str) -> None:
+    need("unshare", "mount")
     mounts, reason = UNUSABLE[kind]
-    done = on_a_node_with(mounts, OPEN)
+    command = ["unshare", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh", sys.executable, "-c", OPEN]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("/tmp/torchrelay-0 ")
     assert reason in done.stdout

@@ -130,19 +130,19 @@ def test_grace_of_a_preemption(grace: str, mode: str, seconds: int | None) -> No
     assert slurm.grace_seconds(slurm.parse_fields(PARTITION.format(grace=grace, mode=mode))) == seconds
 
 
-def test_variables_that_choose_the_cluster_stay_outside_of_a_job() -> None:
-    environment = {"SLURM_CONF": "/x", "SLURM_CLUSTERS": "c", "SBATCH_ACCOUNT": "me", "SQUEUE_STATES": "PENDING"}
+@pytest.mark.parametrize(
+    ("kept", "dropped"),
+    [
+        ({"SLURM_CONF": "/x", "SLURM_CLUSTERS": "c"}, {"SBATCH_ACCOUNT": "me", "SQUEUE_STATES": "PENDING"}),
+        ({"SLURM_CONF": "/x", "PATH": "/bin"},
+         {"SLURM_CPU_BIND": "mask", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p", "SUBMITIT_EXECUTOR": "slurm"}),
+    ],
+    ids=["on the login node", "in a job"],
+)  # fmt: skip
+def test_submission_keeps_the_variables_that_choose_the_cluster(kept: dict[str, str], dropped: dict[str, str]) -> None:
+    environment = kept | dropped
     slurm.adopt_environment(environment)
-    assert environment == {"SLURM_CONF": "/x", "SLURM_CLUSTERS": "c"}
-
-
-def test_submission_inside_a_job_inherits_only_its_cluster() -> None:
-    environment = {
-        "SLURM_CONF": "/x", "SLURM_CPU_BIND": "mask", "SLURM_JOB_ID": "1", "SBATCH_PARTITION": "p",
-        "SUBMITIT_EXECUTOR": "slurm", "PATH": "/bin",
-    }  # fmt: skip
-    slurm.adopt_environment(environment)
-    assert environment == {"SLURM_CONF": "/x", "PATH": "/bin"}
+    assert environment == kept
 
 
 @pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "1"}], ids=["on the login node", "in a job"])

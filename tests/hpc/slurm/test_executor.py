@@ -35,12 +35,10 @@ def script(tmp_path: Path, **resources: Any) -> list[str]:
     return SlurmExecutor(RunDir(tmp_path), spec(Resources(**resources))).script().splitlines()
 
 
-def test_gpus_of_a_type_are_asked_for(tmp_path: Path) -> None:
-    lines = script(tmp_path, gpus_per_node="a100:2", cpus_per_gpu=3)
+def test_what_is_asked_for_in_the_script(tmp_path: Path) -> None:
+    lines = script(tmp_path, gpus_per_node="a100:2", cpus_per_gpu=3, sbatch=("exclusive", "comment=a b=c"))
     assert {"#SBATCH --gpus-per-node=a100:2", "#SBATCH --cpus-per-task=6"} <= set(lines)
-
-
-def test_without_gpus_none_are_asked_for(tmp_path: Path) -> None:
+    assert {"#SBATCH --exclusive", "#SBATCH --comment='a b=c'"} <= set(lines)
     lines = script(tmp_path, gpus_per_node="0", cpus_per_gpu=3)
     assert "#SBATCH --cpus-per-task=3" in lines
     assert not any(line.startswith(("#SBATCH --gpu", "#SBATCH --gres")) for line in lines)
@@ -57,22 +55,14 @@ def test_only_binding_that_was_asked_for_is_obeyed(tmp_path: Path) -> None:
     assert unset(gpus_per_node="0") - unset() == {"SLURM_GPUS_PER_NODE"}
 
 
-def test_sbatch_options_with_and_without_a_value(tmp_path: Path) -> None:
-    lines = script(tmp_path, sbatch=("exclusive", "comment=a b=c"))
-    assert {"#SBATCH --exclusive", "#SBATCH --comment='a b=c'"} <= set(lines)
-
-
-def test_slurm_requeues_a_job_of_one_node() -> None:
+def test_job_of_several_nodes_survives_a_lost_node_and_slurm_requeues_one_of_one_node() -> None:
+    for nodes, spares in (("2", 0), ("1:2", 0), ("1", 1)):
+        parameters = told(nodes, spares=spares)
+        assert parameters["additional_parameters"]["no-kill"] is True
+        assert {"--no-kill", "--kill-on-bad-exit=0"} <= set(parameters["srun_args"])
     parameters = told("1")
     assert "no-kill" not in parameters["additional_parameters"]
     assert "--kill-on-bad-exit=1" in parameters["srun_args"]
-
-
-@pytest.mark.parametrize(("nodes", "spares"), [("2", 0), ("1:2", 0), ("1", 1)])
-def test_job_of_several_nodes_survives_a_lost_node(nodes: str, spares: int) -> None:
-    parameters = told(nodes, spares=spares)
-    assert parameters["additional_parameters"]["no-kill"] is True
-    assert {"--no-kill", "--kill-on-bad-exit=0"} <= set(parameters["srun_args"])
 
 
 def test_spares_are_additional_nodes_of_the_job() -> None:

@@ -157,6 +157,7 @@ def test_reason_of_runs_that_wait_stands_below_the_table(run: RunDir) -> None:
 
 def test_runs_are_chosen_by_state_and_owner(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     everything = ("--runs-dir", str(run.path.parent))
+    assert len(printed(capsys, *everything).splitlines()) == 2, "the table alone"
     (row,) = json.loads(printed(capsys, *everything, "--mine", "--json"))
     others = {"pending", "running", "completed", "failed", "cancelled"} - {row["state"]}
     wrong = [f"--state={state}" for state in sorted(others)]
@@ -174,10 +175,6 @@ def test_runs_of_others_are_not_mine(run: RunDir, capsys: pytest.CaptureFixture[
     assert len(json.loads(printed(capsys, *everything, "--json"))) == 1
     assert json.loads(printed(capsys, *everything, "--mine", "--json")) == []
     assert printed(capsys, *everything, "--mine").startswith("no runs of yours in")
-
-
-def test_table_of_all_runs_is_the_table_alone(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(printed(capsys, "--runs-dir", str(run.path.parent)).splitlines()) == 2
 
 
 @pytest.mark.parametrize("final", [True, False], ids=["a training", "a script"])

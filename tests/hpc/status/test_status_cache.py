@@ -120,7 +120,6 @@ NEVER = "its job disappeared from the queue before its agents started: type hpc 
         (([CLAIMED], "", 5), ("pending", "its job has just ended")),
         (([CLAIMED], "", 120), ("pending", GONE)),
         (([CLAIMED], "", 900), ("failed", GONE)),
-        (([CLAIMED, PREEMPTED], "", 120), ("pending", GONE)),
         (([CLAIMED, REFUSED], "", 120), ("failed", "given up: bad_input")),
         (([CLAIMED, COMPLETED], "", 120), ("completed", None)),
         (([], "", 120), ("failed", NEVER)),
@@ -158,16 +157,6 @@ def test_reason_why_a_run_has_no_job_is_printed(
     assert NEVER in " ".join(capsys.readouterr().out.split())
     assert wait_for_end(run, None) == 1
     assert f"failed: {NEVER}" in capsys.readouterr().err
-
-
-def test_line_that_cannot_be_read_hides_no_other(tmp_path: Path, squeue: Squeue) -> None:
-    run = make_run(tmp_path, CLAIMED)
-    squeue(
-        printing(
-            tmp_path, "slurm: something new", "8|RUN", "||||||||", "9|RUNNING|None|||0|N/A|N/A|/home/me/a|", alive(run)
-        )
-    )
-    assert StatusCache().summary(run).state == "pending"
 
 
 def test_pending_run_has_its_reason_and_start(
@@ -219,12 +208,9 @@ def remove_events(run: RunDir) -> None:
 
 
 DAMAGE: dict[str, Callable[[RunDir], object]] = {
-    "a torn event": lambda run: (run.events / "y.jsonl").write_text('{"time": 3.0, "event": "clai'),
     "a torn metric": lambda run: run.train_metrics.write_text('{"step": 5, "loss": 1.0}\n{"step": 6, "lo'),
     "an empty spec": lambda run: run.spec.write_text(""),
     "no spec": lambda run: run.spec.unlink(),
-    "an event without its fields": lambda run: (run.events / "y.jsonl").write_text('{"time": 1.0, "event": "claimed"}'),
-    "a time that is none": lambda run: (run.events / "y.jsonl").write_text('{"time": "x", "event": "refused"}'),
     "bytes": lambda run: run.train_metrics.write_bytes(b"\xff\xfe\x00" * 9999),
 }
 CLOSED: dict[str, Callable[[RunDir], object]] = {

@@ -48,34 +48,28 @@ def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
     assert found([submitted(0.0), train_stopped(9.0, seconds=25.0)]) == []
 
 
-def test_slow_rank_of_this_attempt_is_named() -> None:
-    slow = event("slow_rank", 5.0, attempt=1, rank=3, node="gpu02", busy_seconds=0.25, median_seconds=0.1)
-    (warning,) = found([FIRST, slow])
-    assert warning.startswith("rank 3 on gpu02 needs 0.25 s per step, the others 0.1 s")
-    assert found([FIRST, slow, SECOND]) == [], "another attempt has other nodes"
-
-
-def test_run_without_snapshots_has_the_reason() -> None:
-    off = event("snapshot_off", 5.0, attempt=1, reason="/dev/shm has 60 MB free")
-    assert found([FIRST, off]) == ["snapshots are off: /dev/shm has 60 MB free"]
-
-
-def test_ranks_that_could_not_be_forks_have_the_reason() -> None:
-    slow = event("not_forked", 5.0, attempt=1, node="gpu02", detail="torch 9 had queried the GPUs")
-    (warning,) = found([FIRST, slow])
-    assert warning.startswith("ranks on gpu02 start seconds later than necessary: torch 9 had queried the GPUs; ")
-    assert found([FIRST, slow, SECOND]) == []
-
-
 @pytest.mark.parametrize(
-    ("cause", "advice"), [("no_space", "free some space"), ("bad_input", "new name"), ("preempted", None)]
-)
-def test_failure_that_needs_a_person_has_advice(cause: str, advice: str | None) -> None:
-    ended = attempt_ended(5.0, cause)
-    warnings = found([FIRST, ended])
-    assert len(warnings) == (advice is not None)
-    assert all(str(advice) in warning for warning in warnings)
-    assert found([FIRST, ended, SECOND]) == []
+    ("happened", "words"),
+    [
+        (event("slow_rank", 5.0, attempt=1, rank=3, node="gpu02", busy_seconds=0.25, median_seconds=0.1),
+         "rank 3 on gpu02 needs 0.25 s per step, the others 0.1 s"),
+        (event("not_forked", 5.0, attempt=1, node="gpu02", detail="torch 9 had queried the GPUs"),
+         "ranks on gpu02 start seconds later than necessary: torch 9 had queried the GPUs; "),
+        (event("snapshot_off", 5.0, attempt=1, reason="/dev/shm has 60 MB free"),
+         "snapshots are off: /dev/shm has 60 MB free"),
+        (attempt_ended(5.0, "no_space"), "free some space"),
+        (attempt_ended(5.0, "bad_input"), "new name"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)  # fmt: skip
+def test_what_is_wrong_with_the_last_attempt_is_said(happened: Event, words: str) -> None:
+    (warning,) = found([FIRST, happened])
+    assert words in warning
+    assert found([FIRST, happened, SECOND]) == [], "another attempt has other nodes"
+
+
+def test_preemption_is_nothing_to_warn_of() -> None:
+    assert found([FIRST, attempt_ended(5.0, "preempted")]) == []
 
 
 def test_data_that_are_not_on_the_nodes_disk_are_warned_of() -> None:

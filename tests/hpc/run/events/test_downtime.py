@@ -50,10 +50,6 @@ def seconds(**parts: float | None) -> dict[str, float | None]:
 FIRST = (began(1.0), staged(2.0, node="a"), started(10.0, step=0), first_step(11.0, 1))
 
 
-def test_run_without_interruption_has_none(tmp_path: Path) -> None:
-    assert interruptions(tmp_path, *FIRST, attempt_ended(50.0, step=90)) == []
-
-
 def test_worker_that_was_restarted_in_place(tmp_path: Path) -> None:
     (found,) = interruptions(
         tmp_path,
@@ -203,22 +199,14 @@ def test_recovery_by_cause(tmp_path: Path) -> None:
     }
 
 
-def test_goodput_is_unknown_where_the_time_is_not_recorded() -> None:
-    assert goodput(None, 0.0, 10.0) is None
-    assert goodput(6.0, 2.0, 10.0) == 0.75
-
-
-def test_run_without_interruption_lost_no_step(tmp_path: Path) -> None:
-    write_events(RunDir(tmp_path), began(1.0))
-    assert summarize(RunDir(tmp_path), None).steps_lost == 0
-
-
 def test_summary_has_the_interruptions(tmp_path: Path) -> None:
+    assert goodput(None, 0.0, 10.0) is None, "the time is not recorded"
     run = RunDir(tmp_path)
     run.train_metrics.parent.mkdir()
+    write_events(run, *FIRST)
+    assert summarize(run, None).steps_lost == 0, "there is none yet"
     write_events(
         run,
-        *FIRST,
         interruption(31.0, step=57, failed_at=30.0),
         event("rendezvous", 32.0, attempt=1, round=2, port=1, members=[1]),
         started(40.0, step=55),

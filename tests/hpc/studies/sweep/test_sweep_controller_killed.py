@@ -40,25 +40,19 @@ def goes_on(site: Site, environment: dict[str, str], start: tuple[str, ...]) -> 
 
 
 @kinds
-def test_killed_while_it_made_its_first_run(here: tuple[Site, dict[str, str]], start: tuple[str, ...]) -> None:
+def test_killed_while_it_made_its_first_run_and_again_before_that_was_submitted(
+    here: tuple[Site, dict[str, str]], start: tuple[str, ...]
+) -> None:
     site, environment = here
     replace(site, "git", IN_DRAFT)
     kill_when_reached(site, environment, *start)
     replace(site, "git", None)
-    goes_on(site, environment, start)
-    assert queued(site) == [FIRST[start]]
-
-
-@kinds
-def test_killed_before_its_first_run_was_submitted(here: tuple[Site, dict[str, str]], start: tuple[str, ...]) -> None:
-    site, environment = here
     replace(site, "sbatch", HANGS)
-    kill_when_reached(site, environment, *start)
+    kill_when_reached(site, environment, *GOES_ON[start])
     replace(site, "sbatch", SBATCH)
-    goes_on(site, environment, start)
-    assert queued(site) == [FIRST[start]]
-    goes_on(site, environment, start)
-    assert queued(site) == [FIRST[start]]
+    for _ in range(2):
+        goes_on(site, environment, start)
+        assert queued(site) == [FIRST[start]]
 
 
 @kinds
@@ -78,17 +72,16 @@ def test_second_controller_while_the_first_makes_its_first_run(
     assert (site.path / "runs/pets" / FIRST[start] / "spec.json").exists()
 
 
-@kinds
-def test_three_starts_at_once(here: tuple[Site, dict[str, str]], start: tuple[str, ...]) -> None:
+def test_three_starts_at_once(here: tuple[Site, dict[str, str]]) -> None:
     site, environment = here
     out: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL, "text": True}
-    command = [sys.executable, "-m", "hpc", *start]
+    command = [sys.executable, "-m", "hpc", *SWEEP]
     several = [subprocess.Popen(command, cwd=site.path, env={**os.environ, **environment}, **out) for _ in range(3)]
     errors = [one.communicate()[1] for one in several]
     assert sorted(one.returncode for one in several) == [1, 2, 2], errors
-    says = f"pets exists already: type hpc {start[0]} --name pets to continue it, or choose another --name"
+    says = "pets exists already: type hpc sweep --name pets to continue it, or choose another --name"
     assert [says in error for one, error in zip(several, errors, strict=True) if one.returncode == 2] == [True] * 2
-    assert queued(site) == [FIRST[start]]
+    assert queued(site) == [FIRST[SWEEP]]
 
 
 def test_refused_first_run_takes_nothing_of_another_controller(here: tuple[Site, dict[str, str]]) -> None:
