@@ -228,13 +228,8 @@ def test_page_begins_with_provenance_and_cost(page: Written) -> None:
         "Device": "H200", "Jobs": "7", "Nodes": "a1, a2, a3", "Wait in the queue": "1 min 7 s", "GPU-hours": "0.243",
     }  # fmt: skip
     assert html.index("GPU-hours") < html.index('class="tiles"')
-    for part in (
-        "productive 0.2</b> (82%)",
-        "recomputed 0.001</b> (0%)",
-        "recovering 0.0122</b> (5%)",
-        "waiting 0.005",
-    ):
-        assert part in html
+    parts = ("productive 0.2</b> (82%)", "recomputed 0.001</b> (0%)", "recovering 0.0122</b> (5%)", "waiting 0.005")
+    assert [part for part in parts if part not in html] == []
     assert f"Check out commit {COMMIT} first, with changes that were not committed" in html
     assert "its flags are based on recipe cifar." in html
 
@@ -284,9 +279,8 @@ def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Pa
     assert status.main([str(run.path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["step"], row["train_loss"], row["images_per_second"]) == (10, 0.7, 5100)
-    assert (
-        progress(structs.replace(summarize(run, None), state="running", attempt=1)) == "attempt 1: step 10 loss 0.7000"
-    )
+    running = structs.replace(summarize(run, None), state="running", attempt=1)
+    assert progress(running) == "attempt 1: step 10 loss 0.7000"
     html = report(run.path).html
     assert headings(html)[2:5] == ["Loss", "Images per second", "grad_norm"]
 
@@ -332,9 +326,8 @@ def test_pending_run_lists_what_is_missing(tmp_path: Path) -> None:
     assert "No metrics: the first are logged after --log-every steps." in html
     assert headings(html) == ["r", "Reproduce it", "Tables"]
     assert [*facts(html)] == ["Code", "Recipe", "Jobs", "Wait in the queue"]
-    assert re.findall(r"<dt>(.*?)</dt>", html)[4:] == ["Interruptions", "Attempts"], (
-        "tiles without a value are not drawn"
-    )
+    tiles = re.findall(r"<dt>(.*?)</dt>", html)[4:]
+    assert tiles == ["Interruptions", "Attempts"], "those without a value are not drawn"
 
 
 def test_failed_run_shows_its_last_message(tmp_path: Path) -> None:
@@ -391,13 +384,9 @@ def test_sample_that_is_no_image_is_not_shown(whole: RunDir, tmp_path: Path) -> 
 
 def test_many_classes_are_summarized(whole: RunDir, tmp_path: Path) -> None:
     run = copied(whole, tmp_path)
-    names = [f"class {number}" for number in range(40)]
-    rows = [[9 if row == column else int(column == (row + 1) % 40) for column in range(40)] for row in range(40)]
-    lines = [
-        ",".join(["true class", *names]),
-        *(f"{name},{','.join(map(str, row))}" for name, row in zip(names, rows, strict=True)),
-    ]
-    run.confusion.write_text("\n".join(lines) + "\n")
+    labels = torch.arange(40).repeat(10)
+    predicted = torch.cat([labels[:-40], (labels[-40:] + 1) % 40])
+    run.confusion.write_text(confusion_csv(labels, predicted, tuple(f"class {number}" for number in range(40))))
     html = report(run.path).html
     assert "The 20 classes with the lowest accuracy" in headings(html)
     assert "Most frequent confusions" in headings(html)

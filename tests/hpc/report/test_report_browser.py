@@ -75,7 +75,6 @@ PLACE = """value => {
   const {frame, el} = Bokeh.index.get_one(Bokeh.documents[0].roots()[0]), box = el.getBoundingClientRect();
   return [box.x + frame.x_scale.compute(value), box.y + frame.bbox.y + frame.bbox.height / 2];
 }"""
-TIPS = ".bk-Tooltip"
 # More settings than have room as columns.
 MANY = {"lr": 0.25, "mixup": 0.2, "label_smoothing": 0.1, "optimizer": "adamw", "weight_decay": 0.3, "image_size": 224}
 
@@ -140,6 +139,15 @@ def open_page(page: Any, path: Path) -> None:
     wait_until(page, DRAWN)
 
 
+def pointed_at(page: Any, value: float, text: str) -> Any:
+    """What the first figure shows, with this text, where one points at a value of its x axis."""
+    page.locator("#plot-0").scroll_into_view_if_needed()
+    page.mouse.move(*page.evaluate(PLACE, value))
+    tip = page.locator(".bk-Tooltip").filter(has_text=text)
+    tip.wait_for()
+    return tip
+
+
 def look(page: Any, path: Path) -> int:
     """Open a page, assert what holds for each, and return how many figures it has."""
     open_page(page, path)
@@ -151,9 +159,8 @@ def look(page: Any, path: Path) -> int:
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 10
     assert [found for found in contrasts if found[1] < LEAST_CONTRAST] == []
-    sizes = [
-        page.locator(f"#plot-{number} canvas").first.bounding_box() for number in range(page.locator(".plot").count())
-    ]
+    plots = range(page.locator(".plot").count())
+    sizes = [page.locator(f"#plot-{number} canvas").first.bounding_box() for number in plots]
     assert all(size["width"] > 0.7 * min(width, 560) and size["height"] > 200 for size in sizes)
     return len(sizes)
 
@@ -161,11 +168,9 @@ def look(page: Any, path: Path) -> int:
 def test_page_of_a_run(window: Page, whole: Path) -> None:
     assert look(window, whole) == FIGURES
     assert ground_and_contrast(window)[1] > LEAST_CONTRAST
-    images = window.evaluate(
-        "[...document.images].map(image => image.naturalWidth * image.getBoundingClientRect().width)"
-    )
-    assert len(images) == 2
-    assert all(images)
+    shown = window.evaluate("[...document.images].map(one => one.naturalWidth * one.getBoundingClientRect().width)")
+    assert len(shown) == 2
+    assert all(shown)
 
 
 @pytest.mark.slow
@@ -270,17 +275,11 @@ def test_nothing_is_cut_off_on_paper(page: Page, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_line_shows_its_values_where_one_points_at_it_and_no_other_script_runs(page: Page, whole: Path) -> None:
     open_page(page, whole)
-    page.locator("#plot-0").scroll_into_view_if_needed()
-    page.mouse.move(*page.evaluate(PLACE, 300))
-    tip = page.locator(TIPS).filter(has_text="training")
-    tip.wait_for()
+    tip = pointed_at(page, 300, "training")
     name, loss, step, *_ = tip.locator(".bk-tooltip-row-value").all_inner_texts()
     assert name == "training"
-    losses = {
-        line["step"]: line["loss"]
-        for line in map(json.loads, (whole.parents[1] / "metrics/train.jsonl").read_text().splitlines())
-    }
-    assert float(loss) == pytest.approx(losses[int(step)], abs=1e-4)
+    lines = map(json.loads, (whole.parents[1] / "metrics/train.jsonl").read_text().splitlines())
+    assert float(loss) == pytest.approx({line["step"]: line["loss"] for line in lines}[int(step)], abs=1e-4)
     page.evaluate("""() => {
       const script = document.createElement("script"), image = document.createElement("img");
       script.textContent = "hit = 1";
@@ -298,11 +297,7 @@ def test_what_one_points_at_is_text_whatever_it_is_called(page: Page, tmp_path: 
     line = {"step": 402, name: 1.0}
     append_json_line(runs[0].train_metrics, {**json.loads(runs[0].train_metrics.read_text().splitlines()[-1]), **line})
     open_page(page, report(*[run.path for run in runs]).path)
-    page.locator("#plot-0").scroll_into_view_if_needed()
-    page.mouse.move(*page.evaluate(PLACE, 300))
-    tip = page.locator(TIPS).filter(has_text=name)
-    tip.wait_for()
-    assert tip.locator("img, b").count() == 0
+    assert pointed_at(page, 300, name).locator("img, b").count() == 0
 
 
 @pytest.mark.slow
@@ -317,10 +312,7 @@ def test_interruptions_say_what_they_were_and_axis_and_smoothing_are_chosen_for_
     queue = strips["text"].index("#2 preempted at step 210: 1 min 6 s in the queue")
     assert strips["color"].count(strips["color"][queue]) == 1, "the queue has a color of its own"
     page.select_option("[data-control=axis]", "time")
-    page.locator("#plot-0").scroll_into_view_if_needed()
-    minutes = (strips["time_from"][queue] + strips["time_to"][queue]) / 2
-    page.mouse.move(*page.evaluate(PLACE, minutes))
-    page.locator(TIPS).filter(has_text="1 min 6 s in the queue").wait_for()
+    pointed_at(page, (strips["time_from"][queue] + strips["time_to"][queue]) / 2, "1 min 6 s in the queue")
     labels = {}
     for axis, largest in (("step", 400), ("time", 8.3), ("epoch", 4)):
         page.select_option("[data-control=axis]", axis)

@@ -42,11 +42,13 @@ assert handover.claim_next_job(run, 1, History.load(run))
 
 @pytest.fixture
 def run(tmp_path: Path, slurm_command: Command) -> RunDir:
-    """A run of which Slurm lists no job."""
+    """A run of which Slurm lists no job, on a cluster whose first node works."""
     slurm_command("squeue", "exit 0")
+    slurm_command("sinfo", "echo 'gpu01|idle'")
     found = RunDir(tmp_path)
     found.events.mkdir()
     found.script.write_text("#!/bin/sh\n")
+    spec_of().save(found)
     return found
 
 
@@ -73,11 +75,7 @@ def test_one_claim_at_a_time(run: RunDir) -> None:
     assert not claims(run), "the first one is not done"
     EventWriter(run.events / "x.jsonl", 1).append(Resubmitted(job_id="8", excluded=()))
     assert claims(run), "its job has ended before it started"
-
-
-def test_claim_after_another_attempt_is_another_one(run: RunDir) -> None:
-    assert claims(run)
-    assert claims(run, attempt=2)
+    assert claims(run, attempt=2), "another attempt"
 
 
 def test_claim_of_a_dead_process_has_ended(run: RunDir) -> None:
@@ -121,7 +119,6 @@ def test_preemption_in_the_log_of_the_job(run: RunDir, words: str, seconds: int,
 
 def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> None:
     """With GraceTime=0 they have no time to record the end."""
-    spec_of().save(run)
     last = attempt(nodes=("gpu01",))
     run.logs.mkdir()
     at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
@@ -158,9 +155,8 @@ def test_next_job_waits_for_the_runs_that_the_run_waits_for(
 ) -> None:
     first = RunDir(tmp_path / "first")
     first.path.mkdir()
-    for one in (run, first):
-        one.script.write_text("#!/bin/sh\n")
-        spec_of().save(one)
+    first.script.write_text("#!/bin/sh\n")
+    spec_of().save(first)
     slurm_command("squeue", f"echo '7|RUNNING|None||n/a|0|N/A|N/A|{first.script}|'")
     refused = "*--exclude*) echo 'is not available' >&2; exit 1"
     slurm_command("sbatch", f'case "$*" in {refused};; *--dependency=afterany:7*) echo 9;; esac')
@@ -292,9 +288,7 @@ def test_end_that_no_agent_recorded(  # noqa: PLR0917
     assert (ended["step"], ended["last_heard"]) == (None, last.started), "a script has no steps; no agent was heard"
 
 
-def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, slurm_command: Command) -> None:
-    slurm_command("sinfo", "echo 'gpu01|idle'")
-    spec_of().save(run)
+def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir) -> None:
     run.alive.touch()
     run.train_metrics.parent.mkdir()
     heard = time.time() - 60
@@ -308,12 +302,8 @@ def test_attempt_lasted_until_its_last_heartbeat_and_its_last_step(run: RunDir, 
 
 
 @pytest.mark.parametrize("step", [10.0, "e1", True, None])
-def test_step_that_is_no_whole_number_does_not_make_the_record_of_the_end_unreadable(
-    run: RunDir, slurm_command: Command, step: object
-) -> None:
+def test_step_that_is_no_whole_number_does_not_make_the_record_of_the_end_unreadable(run: RunDir, step: object) -> None:
     """A user's script may write the file of the metrics itself."""
-    slurm_command("sinfo", "echo 'gpu01|idle'")
-    spec_of().save(run)
     run.train_metrics.parent.mkdir()
     append_json_line(run.train_metrics, {"step": step})
     assert handover.record_missing_end(run, attempt(), "gone")
@@ -321,8 +311,7 @@ def test_step_that_is_no_whole_number_does_not_make_the_record_of_the_end_unread
     assert ended.step is None
 
 
-def test_training_that_logged_nothing_ended_at_its_start(run: RunDir, slurm_command: Command) -> None:
-    slurm_command("sinfo", "echo 'gpu01|idle'")
+def test_training_that_logged_nothing_ended_at_its_start(run: RunDir) -> None:
     replace(spec_of(), **of_training(TrainConfig(synthetic=True))).save(run)
     assert handover.record_missing_end(run, attempt(), "gone")
     [ended] = records_in(run.events)

@@ -1,7 +1,6 @@
 """`hpc scaling` without Slurm."""
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -59,10 +58,8 @@ def test_study_survives_its_controller(site: Site) -> None:
     assert not second.exists()
     found = scaling(site, "--name=small")
     one, two = found["sizes"]
-    assert [(each["run"], each["state"], each["ranks"], each["batch_size"]) for each in (one, two)] == [
-        ("small-1x1", "completed", 1, 16),
-        ("small-2x1", "completed", 2, 32),
-    ]
+    assert (one["run"], one["state"], one["ranks"], one["batch_size"]) == ("small-1x1", "completed", 1, 16)
+    assert (two["run"], two["state"], two["ranks"], two["batch_size"]) == ("small-2x1", "completed", 2, 32)
     assert (one["steps_per_epoch"], two["steps_per_epoch"]) == (16, 8)
     for each in (one, two):
         assert 0 < each["epochs"] <= 20
@@ -73,14 +70,9 @@ def test_study_survives_its_controller(site: Site) -> None:
     assert two["gradient_bytes"] > 1000
     page = (site.path / "runs/small/report/scaling.html").read_text()
     assert all(text in page for text in (">small</h1>", "waiting for the all-reduce", *found["conclusions"]))
-    fastest = max(found["sizes"], key=lambda one: one["images_per_second"])["images_per_second"]
-    assert re.findall(r'data-label="images per second".*><b>(.*)</b>', page) == [f"{fastest:.0f}"]
-    assert 'href="../small-2x1/report/index.html"' in page
     assert '<h1>small-2x1</h1><span class="pill completed">' in (second / "report/index.html").read_text()
-    assert [row["run"] for row in json.loads(site.hpc("status", "small", "--json").stdout)] == [
-        "small-1x1",
-        "small-2x1",
-    ]
+    rows = json.loads(site.hpc("status", "small", "--json").stdout)
+    assert [row["run"] for row in rows] == ["small-1x1", "small-2x1"]
     assert "small-1x1" in site.hpc("status").stdout
     assert json.loads(site.hpc("status", "small-2x1", "--json").stdout)[0]["run_dir"] == str(second)
     shown = site.hpc("scaling", "--name=small").stdout

@@ -45,12 +45,7 @@ def measured(nodes: int, gpus: int, speed: float | None, **more: float) -> Measu
 
 
 def test_conclusions_name_the_limit_and_its_reason() -> None:
-    wait = {
-        "allreduce_wait_share": 0.6,
-        "allreduce_seconds": 0.5,
-        "gradient_bytes": 100_000_000,
-        "data_wait_share": 0.1,
-    }
+    wait = {"allreduce_wait_share": 0.6, "allreduce_seconds": 0.5, "gradient_bytes": 10**8, "data_wait_share": 0.1}
     sizes = [measured(1, 1, 100), measured(2, 1, 180), measured(4, 1, 200, **wait), measured(8, 1, None)]
     assert list(efficiency(sizes).values()) == [1.0, 0.9, 0.5]
     assert sizes[2].bandwidth == 2 * 3 / 4 * 100e6 / 0.5
@@ -61,13 +56,10 @@ def test_conclusions_name_the_limit_and_its_reason() -> None:
     )
 
 
-def test_conclusions_call_slower_what_is_slower() -> None:
+def test_conclusions_call_slower_what_is_slower_and_say_up_or_out() -> None:
     sizes = [measured(1, 1, 100), measured(1, 2, 20), measured(2, 1, 23)]
     assert conclusions(sizes)[0] == "More ranks pay up to 1 rank (1x1): 2 ranks (2x1) are slower, at 23% of that speed."
     assert conclusions(sizes)[-1] == "2 ranks: 2x1 is 1.15 times as fast as 1x2: scale out."
-
-
-def test_conclusions_say_up_or_out() -> None:
     sizes = [measured(1, 1, 100), measured(1, 2, 190), measured(2, 1, 160)]
     assert conclusions(sizes) == [
         "More ranks pay up to the largest size, 2 ranks (1x2): each rank has 95% of its speed in the smallest size.",

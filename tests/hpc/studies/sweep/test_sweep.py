@@ -79,8 +79,6 @@ def test_sweep_survives_its_controller_and_finds_the_best(site: Site) -> None:
     assert (trials / "best.yaml").read_text().splitlines()[-1] == f"# scored.py --x 0.1 {go}"
     page = (trials / "report/sweep.html").read_text()
     assert "The best trial is pets-001: val/accuracy 0.92 with x=0.1." in page
-    assert re.findall(r'data-label="val/accuracy".*><b>(.*)</b>', page) == ["0.92"]
-    assert re.findall(r'<a href="../(.*?)"', page) == [f"pets-00{n}/report/index.html" for n in (1, 2, 0)]
     assert '<h1>pets-001</h1><span class="pill completed">' in (trials / "pets-001/report/index.html").read_text()
     rows = json.loads(site.hpc("status", "pets", "--json").stdout)
     assert [(row["run"], row["state"]) for row in rows] == [(f"pets-00{n}", "completed") for n in range(3)]
