@@ -20,6 +20,7 @@ from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.submit.checks import check_runs_dir
 
+Capture = pytest.CaptureFixture[str]
 STRANGER = 65534
 pytestmark = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become a second user")
 # Of a Slurm that has forgotten the jobs, and takes new ones.
@@ -77,9 +78,7 @@ def called(calls: Path, program: str) -> list[str]:
     return [line for line in calls.read_text().splitlines() if line.split()[0] == program]
 
 
-def test_supervisor_submits_no_script_of_another_user(
-    runs: Path, calls: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_supervisor_submits_no_script_of_another_user(runs: Path, calls: Path, capsys: Capture) -> None:
     make_run(runs / "theirs", STRANGER)
     own = make_run(runs / "own")
     main(["supervise", "--once", "--json", "--runs-dir", str(runs)])
@@ -89,7 +88,7 @@ def test_supervisor_submits_no_script_of_another_user(
     assert f"run theirs is not yours alone: {runs}/theirs belongs to nobody" in printed.err
 
 
-def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, capsys: Capture) -> None:
     make_run(runs / "theirs", STRANGER)
     make_run(runs / "own")
     main(["status", "--json", "--runs-dir", str(runs)])
@@ -101,9 +100,7 @@ def test_status_of_another_users_run_is_what_its_directory_says(runs: Path, caps
     assert not any("belongs to" in warning for warning in own["warnings"])
 
 
-def test_what_acts_on_a_run_refuses_that_of_another_user(
-    runs: Path, calls: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_acts_on_a_run_refuses_that_of_another_user(runs: Path, calls: Path, capsys: Capture) -> None:
     theirs = make_run(runs / "theirs", STRANGER)
     before = {path: path.stat().st_mtime_ns for path in theirs.path.rglob("*")}
     refusal = "belongs to nobody, and only the owner of a run can act on it"
@@ -119,9 +116,7 @@ def test_what_acts_on_a_run_refuses_that_of_another_user(
     assert not called(calls, "scancel")
 
 
-def test_what_only_reads_may_read_the_run_of_another_user(
-    runs: Path, shared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_only_reads_may_read_the_run_of_another_user(runs: Path, shared: Path, capsys: Capture) -> None:
     theirs, page = make_run(runs / "theirs", STRANGER), shared / "page"
     assert main(["logs", str(theirs.path)]) == 0
     assert main(["report", str(theirs.path), "--output", str(page)]) == 0

@@ -65,15 +65,11 @@ def test_job_of_several_nodes_survives_a_lost_node_and_slurm_requeues_one_of_one
     assert "--kill-on-bad-exit=1" in parameters["srun_args"]
 
 
-def test_spares_are_additional_nodes_of_the_job() -> None:
+def test_spares_are_additional_nodes_of_the_job_and_the_signal_is_sent_stop_lead_before_the_limit() -> None:
     assert told("2:4", spares=1)["additional_parameters"]["nodes"] == "3-5"
-    fixed = told("2", spares=1)
+    fixed = told("2", spares=1, signal_before="20m")
     assert (fixed["nodes"], "nodes" in fixed["additional_parameters"]) == (3, False)
-
-
-def test_signal_is_sent_stop_lead_before_the_limit() -> None:
-    assert told("2")["signal_delay_s"] == 300
-    assert told("2", signal_before="20m")["signal_delay_s"] == 1200
+    assert (told("2")["signal_delay_s"], fixed["signal_delay_s"]) == (300, 1200)
 
 
 def exported(*lines: str, **environment: str) -> dict[str, str]:

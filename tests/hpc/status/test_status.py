@@ -36,6 +36,7 @@ from hpc.status.details import budget_lines, interruption_table, largest_parts
 from hpc.status.run_view import summarize
 from hpc.status.summary import Budgets, UsedBudget
 
+Capture = pytest.CaptureFixture[str]
 CRASH = {"rank": 3, "node": "gpu02", "detail": "KeyError: '[x]'", "round": 1}
 EVENTS = (
     submitted(0.0, stop_lead_seconds=30),
@@ -60,14 +61,12 @@ def run(tmp_path: Path) -> RunDir:
     return found
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def printed(capsys: Capture, *arguments: str) -> str:
     assert status.main(list(arguments)) == 0
     return capsys.readouterr().out
 
 
-def test_control_characters_of_ranks_and_nodes_reach_no_terminal(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_control_characters_of_ranks_and_nodes_reach_no_terminal(run: RunDir, capsys: Capture) -> None:
     hostile = "\x1b[2J\x1b]0;owned\x07"
     write_events(
         run,
@@ -84,7 +83,7 @@ def test_control_characters_of_ranks_and_nodes_reach_no_terminal(
     assert r"failed: \x1b[2J" in waited.err
 
 
-def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsys: Capture) -> None:
     run.train_metrics.parent.mkdir(exist_ok=True)
     append_json_line(run.train_metrics, {"step": 7, "loss": "low", "images_per_second": [1], "epoch": None})
     (row,) = json.loads(printed(capsys, str(run.path), "--json"))
@@ -94,7 +93,7 @@ def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsy
     assert printing.progress(structs.replace(summarize(run, None), state="running")) == "attempt 1: step 7"
 
 
-def test_run_that_is_named_shows_all_that_is_known_of_it(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_is_named_shows_all_that_is_known_of_it(run: RunDir, capsys: Capture) -> None:
     text = printed(capsys, str(run.path))
     facts, _, costs = text.partition("\n\n")
     *lines, warning = facts.splitlines()
@@ -115,7 +114,7 @@ def test_run_that_is_named_shows_all_that_is_known_of_it(run: RunDir, capsys: py
 ALL_TITLES = "run state job step accuracy ETA loss elapsed GPUs attempt img/s partition interruptions epoch nodes"
 
 
-def test_run_whose_job_was_replaced_says_why(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_whose_job_was_replaced_says_why(run: RunDir, capsys: Capture) -> None:
     why = "Slurm holds a requeued job for 120 s"
     write_events(run, event("resubmitted", 90.0, attempt=1, job_id="8", old_job_id="7", excluded=[], detail=why))
     lines = [" ".join(line.split()) for line in printed(capsys, str(run.path)).splitlines()]
@@ -155,7 +154,7 @@ def test_reason_of_runs_that_wait_stands_below_the_table(run: RunDir) -> None:
     assert console.file.getvalue().splitlines()[-1] == "one, two: pending: no nodes are free"
 
 
-def test_runs_are_chosen_by_state_and_owner(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_are_chosen_by_state_and_owner(run: RunDir, capsys: Capture) -> None:
     everything = ("--runs-dir", str(run.path.parent))
     assert len(printed(capsys, *everything).splitlines()) == 2, "the table alone"
     (row,) = json.loads(printed(capsys, *everything, "--mine", "--json"))
@@ -169,7 +168,7 @@ def test_runs_are_chosen_by_state_and_owner(run: RunDir, capsys: pytest.CaptureF
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="makes a run of another user")
-def test_runs_of_others_are_not_mine(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_others_are_not_mine(run: RunDir, capsys: Capture) -> None:
     os.chown(run.path, 65534, 65534)
     everything = ("--runs-dir", str(run.path.parent))
     assert len(json.loads(printed(capsys, *everything, "--json"))) == 1
@@ -178,7 +177,7 @@ def test_runs_of_others_are_not_mine(run: RunDir, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("final", [True, False], ids=["a training", "a script"])
-def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys: Capture) -> None:
     write_events(run, claimed(70.0, 2), attempt_ended(90.0, attempt=2, step=None))
     if final:
         run.final.mkdir()
@@ -187,9 +186,7 @@ def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys
     assert (f"result   {run.final}" in capsys.readouterr().out) is final
 
 
-def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(run: RunDir, capsys: Capture) -> None:
     completed = event("train_completed", 71.0, attempt=2, step=90, learned_nothing="the model has learned nothing")
     write_events(run, claimed(70.0, 2), completed, attempt_ended(72.0, attempt=2))
     write_events(run, claimed(73.0, 3), attempt_ended(74.0, attempt=3))
@@ -222,7 +219,7 @@ def test_suspended_run_says_so(run: RunDir) -> None:
     assert wait_reason(row).startswith("suspended: it continues when")
 
 
-def test_message_that_could_not_be_sent_is_shown_until_it_is(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_message_that_could_not_be_sent_is_shown_until_it_is(run: RunDir, capsys: Capture) -> None:
     message, everything = {"notice": "failed-001", "recipient": "hook"}, ("--runs-dir", str(run.path.parent))
     write_events(run, of_message("notifying", 90.0), of_message("notification_failed", 91.0, reason="no answer"))
     assert printed(capsys, *everything).splitlines()[-1] == "r: hook could not be notified: no answer"

@@ -25,6 +25,7 @@ from hpc.status.cells import wait_reason
 from hpc.status.printing import wait_for_end
 from hpc.status.run_view import StatusCache
 
+Capture = pytest.CaptureFixture[str]
 Squeue = Callable[[str], None]
 CLAIMED, PREEMPTED, CANCELLED = claimed(1.0), attempt_ended(2.0, "preempted"), cancelled(2.0)
 REFUSED, COMPLETED = attempt_ended(2.0, "bad_input"), attempt_ended(2.0, "completed")
@@ -85,9 +86,7 @@ def test_squeue_that_hangs_or_is_missing_is_a_slurm_that_is_away(
     assert str(cache.problem).startswith("Slurm does not answer")
 
 
-def test_slurm_that_is_away_is_mentioned_once_on_stderr(
-    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slurm_that_is_away_is_mentioned_once_on_stderr(tmp_path: Path, squeue: Squeue, capsys: Capture) -> None:
     make_run(tmp_path, CLAIMED)
     make_run(tmp_path, name="s")
     squeue(FAILS)
@@ -135,7 +134,7 @@ def test_run_without_a_job_has_the_supervisors_reason(
     shown: tuple[str, str | None],
     tmp_path: Path,
     squeue: Squeue,
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     (events, listed, seconds_ago), (state, reason) = known, shown
     began = time.time() - seconds_ago
@@ -148,9 +147,7 @@ def test_run_without_a_job_has_the_supervisors_reason(
     assert reason is None or reason.startswith(line["reason"])
 
 
-def test_reason_why_a_run_has_no_job_is_printed(
-    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reason_why_a_run_has_no_job_is_printed(tmp_path: Path, squeue: Squeue, capsys: Capture) -> None:
     run = make_run(tmp_path)
     squeue("exit 0")
     assert status.main([str(run.path)]) == 0
@@ -159,9 +156,7 @@ def test_reason_why_a_run_has_no_job_is_printed(
     assert f"failed: {NEVER}" in capsys.readouterr().err
 
 
-def test_pending_run_has_its_reason_and_start(
-    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pending_run_has_its_reason_and_start(tmp_path: Path, squeue: Squeue, capsys: Capture) -> None:
     soon = datetime.fromtimestamp(time.time() + 1800)  # noqa: DTZ006 - Slurm prints local times
     run = make_run(tmp_path)
     squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=f"{soon:%Y-%m-%dT%H:%M:%S}")))
@@ -181,9 +176,7 @@ def test_requeued_run_shows_until_when_slurm_holds_it(tmp_path: Path, squeue: Sq
     assert found == f"held by Slurm until {soon:%H:%M} (--begin, or a requeue delay, which hpc supervise ends)"
 
 
-def test_reason_with_brackets_is_shown_as_it_is(
-    tmp_path: Path, squeue: Squeue, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_reason_with_brackets_is_shown_as_it_is(tmp_path: Path, squeue: Squeue, capsys: Capture) -> None:
     squeue(printing(tmp_path, alive(make_run(tmp_path), reason="Odd:gpu[01-03]")))
     assert status.main(["--runs-dir", str(tmp_path / "runs")]) == 0
     assert "Odd:gpu[01-03]" in capsys.readouterr().out
