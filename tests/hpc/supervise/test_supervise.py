@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.cluster import ROOT, TINY_BATCH, Run, Site, tiny_data
 from support.events import attempt_ended, claimed, typed, write_events
-from support.fake_slurm import queueing_site, replace, write_programs
+from support.fake_slurm import SBATCH, queueing_site, replace, write_programs
 
 pytestmark = pytest.mark.timeout(400)
 SLEEP = "#!/bin/sh\n#SBATCH --output=/dev/null --job-name=sleep --partition=gpu --requeue\nexec sleep 600  # {}\n"
@@ -104,6 +104,7 @@ def test_killed_at_any_step_the_next_one_ends_what_was_begun(site: Site) -> None
 
 def test_several_at_once_start_each_run_once(queue: Site) -> None:
     runs = [crippled(queue, f"run-{number}", holds_nodes=False) for number in range(3)]
+    replace(queue, "sbatch", f"exec 9>{{0}}/lock; flock 9; {SBATCH}")  # numbers its jobs though several call it at once
     command = [sys.executable, "-m", "hpc", "supervise", "--once"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     several = [subprocess.Popen(command, cwd=queue.path, env=environment) for _ in range(3)]
