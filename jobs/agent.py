@@ -99,7 +99,9 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         )
         try:
             addresses = _addresses(spec, allocation)
-            attempt = on_storage(partial(claim.claim_next, run, allocation, channel.port, secret, addresses))
+            once = spec.recovery.start_once
+            take = partial(claim.claim_next, run, allocation, channel.port, secret, addresses, start_once=once)
+            attempt = on_storage(take)
         except Exception as error:
             if not isinstance(error, OSError) or error.errno not in TEMPORARY:
                 on_storage(partial(claim.refuse, run, allocation, str(error)))

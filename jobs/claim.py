@@ -41,8 +41,9 @@ def event_file(run: RunDir, attempt: int, node_rank: int) -> EventWriter:
 
 
 def claim_next(
-    run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = ()
-) -> Attempt:
+    run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = (),
+    *, start_once: bool = False,
+) -> Attempt:  # fmt: skip
     """Claim the next attempt if no other job works on this run. If the last attempt has no recorded end, record one.
 
     Raises:
@@ -59,11 +60,15 @@ def claim_next(
     last = history.last_attempt
     if last is not None and secret and last.secret == secret:
         return last  # an earlier try claimed it although the storage reported an error
+    if last is not None and last.start_once and not last.resumed:
+        raise TorchrelayError(
+            f"run {run.name} has started before, and has --start-once, so this job starts nothing: type {_resume(run)}"
+        )
     if last is not None and last.ended is None:
         if last.job_id != allocation.job_id:
             _wait_for_job_end(last.job_id, run, allocation)
         handover.record_missing_end(run, last, "the job ended, and its agents recorded no reason (was a node lost?)")
-    return claim(run, allocation, port, secret, addresses)
+    return claim(run, allocation, port, secret, addresses, start_once=start_once)
 
 
 def _was_replaced(history: History, allocation: NodeAllocation) -> bool:
@@ -106,7 +111,10 @@ def _wait_for_job_end(job_id: str, run: RunDir, allocation: NodeAllocation) -> N
         time.sleep(_POLL_SECONDS)
 
 
-def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = ()) -> Attempt:
+def claim(
+    run: RunDir, allocation: NodeAllocation, port: int, secret: str, addresses: Sequence[str] = (),
+    *, start_once: bool = False,
+) -> Attempt:  # fmt: skip
     """Claim the next attempt of the run for this job.
 
     The agents of the other nodes find the head node's agent on `port`, at one of the `addresses`.
@@ -121,7 +129,7 @@ def claim(run: RunDir, allocation: NodeAllocation, port: int, secret: str, addre
     number = len(attempts) + 1
     claimed = Claimed(
         time=time.time(), attempt=number, job_id=allocation.job_id, restart=allocation.restart, secret=secret,
-        nodes=tuple(allocation.hostnames), port=port, addresses=tuple(addresses),
+        nodes=tuple(allocation.hostnames), port=port, addresses=tuple(addresses), start_once=start_once,
     )  # fmt: skip
     # Use the head node's event file even if the agent of another node claims, so that only one claim can succeed.
     if not record_once(claim_file(run, number), claimed):

@@ -266,6 +266,7 @@ def replace_headless_job(run: RunDir, spec: RunSpec, allocation: NodeAllocation,
         TorchrelayError: another agent or the supervisor replaces it, or the run was cancelled.
     """
     log(detail)
+    # No rank has started in this job, so even with --start-once another one may follow.
     attempt = claim.claim_next(run, allocation, port=0, secret="")
     writer = claim.event_file(run, attempt.attempt, allocation.node_rank)
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)

@@ -75,6 +75,8 @@ class Budget:
     """The cause of the last interruption; None before the first."""
     row: tuple[str, ...] = ()
     """The causes of the failures since the last progress, the newest last."""
+    start_once: bool = False
+    """Whether no interruption may be followed by a restart (--start-once)."""
     is_repeated: bool = False
     """Whether the last failure repeats the failure before it. If so, the run fails, even within its budget."""
 
@@ -89,7 +91,7 @@ class Budget:
         """Whether the run may restart after the last interruption."""
         rule = _rule(self.cause)
         used_up = rule is not None and self.failures >= rule.failures
-        return self.cause not in FINAL_CAUSES and not used_up and not self.is_repeated
+        return not self.start_once and self.cause not in FINAL_CAUSES and not used_up and not self.is_repeated
 
     @property
     def pause_seconds(self) -> float:

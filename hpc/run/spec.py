@@ -177,6 +177,8 @@ class Recovery:
     continue_with: Literal["auto", "requeue", "job"] = "auto"
     """How the run continues after a preemption or its time limit: requeue the same job, or submit a new job.
     auto: submit a new job if Slurm holds requeued jobs for more than 15 s (its default is 120 s)."""
+    start_once: bool = False
+    """Never start the ranks again, whatever has ended them: for a script that must not start twice."""
     grace_period: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Kill ranks that have not ended this long after the signal to stop: 90s. Default: as long as Slurm allows."""
     stop_signal: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto"
@@ -187,6 +189,9 @@ class Recovery:
         """Check what can be checked without a cluster."""
         if self.spares < 0:
             raise UserError(f"--spares is {self.spares}: use 0 or more")
+        if self.start_once and (self.elastic or self.spares):
+            flag = "--elastic" if self.elastic else f"--spares {self.spares}"
+            raise UserError(f"--start-once and {flag} are both given, but {flag} restarts the ranks: leave one out")
         if self.hang_timeout != "auto" and duration_seconds("--hang-timeout", self.hang_timeout) < 1:
             raise UserError(f"--hang-timeout is {self.hang_timeout}: use 1s or more, or auto")
         if self.signal_before is not None:

@@ -120,7 +120,8 @@ class SlurmExecutor(SubmititSlurm):
         written.replace(self.run.script)
         written.symlink_to(self.run.script)
         waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
-        return ["sbatch", *waits, *slurm.requeue_options(), *self._limit_options(), str(self.run.script)]
+        expedited = [] if self.spec.recovery.start_once else slurm.requeue_options()
+        return ["sbatch", *waits, *expedited, *self._limit_options(), str(self.run.script)]
 
     @cached_property
     def shorter(self) -> ShorterLimit | None:
@@ -199,8 +200,10 @@ def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:
     minutes = resources.limit_minutes
     given = (option.partition("=") for option in resources.sbatch)
     extra: dict[str, Any] = {key: value if separator else True for key, separator, value in given}
-    # With --requeue, Slurm requeues a job whose node died even if JobRequeue=0.
-    extra["requeue"] = True
+    # With --requeue, Slurm requeues a job whose node died even if JobRequeue=0. A job that waits for other runs needs
+    # it with --start-once, too: if it starts too early, it is requeued (jobs.deferral).
+    starts_once = spec.recovery.start_once and not (spec.after or spec.after_ok)
+    extra["no-requeue" if starts_once else "requeue"] = True
     if resources.time_min is not None:
         extra["time-min"] = spec.shortest_minutes
     fewest, most = spec.job_nodes

@@ -27,7 +27,7 @@ _EVERYDAY = {
 _TRAINING = {"pack", "pack_size", "recipe", *(field.name for field in dataclasses.fields(TrainConfig))}
 _RARE = {
     "debug", "device", "container", "stage_keep", "stage_timeout", "python", "stage_env", "interface", "port_range",
-    "notify", "notify_interruptions", "tracker", "grace_period", "stop_signal", "continue_with",
+    "notify", "notify_interruptions", "tracker", "grace_period", "stop_signal", "continue_with", "start_once",
     "time_min",
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from hpc.run.events.kinds import Checked, Interrupted, NodeLost, NodeReturned, R
 from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import handover
 from jobs.control.channel import LOST_SECONDS, ControlServer
-from jobs.control.messages import OVER, NodeStatus, Phase, RankHeartbeat
+from jobs.control.messages import OVER, Directive, NodeStatus, Phase, RankHeartbeat
 from jobs.control.rank_health import StragglerDetector, find_hang
 from jobs.control.root_failure import RootFailure
 from jobs.control.round_members import MembershipView, decide_round
@@ -33,6 +33,8 @@ _FRESH_SECONDS = 0.9
 # Agents that have lost contact with this one may have ended the attempt. Not every poll checks this, because the check
 # reads shared storage.
 _END_CHECK_SECONDS = 5.0
+# Agents report the failures of their ranks within this time after the end of a torchrun.
+_ROOT_SECONDS = 10.0
 # A failure that is older than this does not explain a lack of nodes now.
 _RECENT_SECONDS = LINK_SECONDS + 60.0
 # Only rounds in which torchrun fails sooner than this count as failed rounds.
@@ -80,6 +82,7 @@ class Coordinator:
         self._last_failure: Failure | None = None
         self._interruptions = list[PastInterruption]()
         self._paused_until = 0.0
+        self._stopped_since: float | None = None
         self._preflight_passed = {name for event in node.history().of(Checked) for name in event.nodes}
 
     @property
@@ -257,6 +260,9 @@ class Coordinator:
             if not any(statuses[node_rank].phase is Phase.RUNNING for node_rank in left):
                 self._end()
             return
+        if self._node.attempt.start_once and directive.members and not directive.preflight:
+            self._end_only_round(directive, statuses)
+            return
         view = MembershipView(
             num_nodes=self._node.allocation.num_nodes,
             min_nodes=self._node.spec.min_nodes,
@@ -281,6 +287,19 @@ class Coordinator:
             self._announce_round(decision.members, statuses)
         elif decision.wait:
             self._direct(paused=True)
+
+    def _end_only_round(self, directive: Directive, statuses: dict[int, NodeStatus]) -> None:
+        """With --start-once, end the attempt when its only round has ended: no other round may start the ranks."""
+        members = [statuses[node_rank] for node_rank in directive.members]
+        current = [status for status in members if status.round == directive.round]
+        ended = [status for status in current if status.phase is Phase.ENDED]
+        if any(status.exit_code for status in ended) or any(status.phase is Phase.READY for status in current):
+            # The rank that failed becomes known within seconds, and ends the attempt (`_find_failed_ranks`).
+            self._stopped_since = self._stopped_since or time.monotonic()
+            if time.monotonic() - self._stopped_since > _ROOT_SECONDS:
+                self._end(self._failure_of_membership("torchrun failed: see hpc logs --all", statuses))
+        elif len(ended) == len(members):
+            self._end(done=True)
 
     def _awaited(self) -> frozenset[int]:
         """Return the node ranks of lost nodes whose link may come back."""

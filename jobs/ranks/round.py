@@ -30,7 +30,7 @@ from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rank_program import TopLevel, program_argv
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
-from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
+from jobs.ranks.torchrun_command import MAX_RESTARTS, Rendezvous, torchrun_argv, torchrun_environment
 from jobs.stop_request import StopRequest
 from training.config.device_choice import RANK_VARIABLES
 
@@ -172,7 +172,8 @@ def _command(
         if top_level.prepares_imports:
             wrapper, preload = [python, "-S", *wrapper, python, "-P", str(PROCESS_WRAPPER), "own"], ()
     environment = {**rank_variables(run, spec), **environment, PRELOAD: ",".join(preload)}
-    argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, [*wrapper, *words])
+    words, restarts = [*wrapper, *words], 0 if spec.recovery.start_once else MAX_RESTARTS
+    argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, words, restarts)
     if spec.container is not None:
         # The mount of the run's directory also holds our own code.
         mounts = [run.path, *([code] if spec.in_place else []), node_dir.path, *([setup.data] if setup.data else [])]

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from hpc.base.environment import SECRET
 
+# The coordinator, which knows all ranks and steps, decides how often ranks restart (jobs.control.root_failure).
+MAX_RESTARTS = 1_000_000
 TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
 """Path of our torchrun. It is started by its path, because a user's PYTHONPATH must not replace it."""
 
@@ -34,7 +36,7 @@ class Rendezvous:
 
 
 def torchrun_argv(
-    rendezvous: Rendezvous, ranks: int, address: str, python: str, program: list[str], max_restarts: int = 1_000_000
+    rendezvous: Rendezvous, ranks: int, address: str, python: str, program: list[str], max_restarts: int = MAX_RESTARTS
 ) -> list[str]:
     """Return the command line of this node's torchrun, which runs `program` as each of its `ranks` ranks. Pure.
 
@@ -46,7 +48,6 @@ def torchrun_argv(
         python, "-P", str(TORCHRUN),
         f"--nnodes={rendezvous.num_nodes}",
         f"--nproc-per-node={ranks}",
-        # The coordinator, which knows all ranks and steps, decides how often they restart (jobs.control.root_failure).
         f"--max-restarts={max_restarts}",
         "--rdzv-backend=torchrelay",
         f"--rdzv-endpoint={host}:{rendezvous.port}",

@@ -33,7 +33,7 @@ def site(shared: Path) -> Iterator[Site]:
     yield here
     for path in (shared / "runs").glob("[!.]*"):
         run = RunDir(path)
-        [submitted] = [event for event in records_in(run.events) if event["event"] == "submitted"]
+        *_, submitted = [event for event in records_in(run.events) if event["event"] == "submitted"]
         Run(here, run, submitted["job_id"]).cancel()
 
 
@@ -182,6 +182,27 @@ def test_script_starts_where_it_was_submitted(site: Site) -> None:
         run, place = RunDir(site.path / "runs" / name), f"{site.path}/runs/{name}/code/mingpt"
         assert printed(run.rank_log(1, 0)) == f"read imported {place} {place}"
         assert (f"main.py starts in {place}\n" in done.stdout) == (name == "script")
+
+
+COUNTS_STARTS = """
+import os, pathlib, signal
+starts = pathlib.Path("starts")
+starts.write_text((starts.read_text() if starts.exists() else "") + "started ")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_script_with_start_once_starts_only_once_until_it_is_resumed(site: Site) -> None:
+    add_script(site, "once.py", COUNTS_STARTS)
+    where = (LOCAL, "--nodes=1", "--gpus-per-node=1")
+    assert "leave one out" in refused(site, "submit", *where, "--start-once", "--elastic", "--", "once.py")
+    run = site.submit(*where, "--name=once", "--start-once", "--", "once.py")
+    run.wait_for_state("failed")
+    starts = run.directory.code / "starts"
+    assert starts.read_text().split() == ["started"]
+    run.wait("the end", lambda: not run.is_alive())
+    assert site.hpc("resume", "once").returncode == 0
+    run.wait("the second start", lambda: starts.read_text().split() == ["started"] * 2)
 
 
 def test_last_words_of_a_rank_are_recorded_and_reach_no_terminal(site: Site) -> None:

@@ -1,7 +1,7 @@
 """A user's own script on a real Slurm, submitted by an ordinary user: signals, tracebacks."""
 
 import pytest
-from support.cluster import TWO_NODES, Run, Site, add_script
+from support.cluster import TWO_NODES, Run, Site, add_script, preempt
 
 from hpc.base.files import read_json_lines
 
@@ -72,6 +72,21 @@ def test_script_that_ignores_every_signal_is_killed_after_the_grace_and_requeued
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["time_limit", "completed"]
     assert counted(run, 0)[first:] == list(range(1, 21)), "it has saved nothing"
+
+
+def test_preempted_script_with_start_once_gets_no_other_job(ordinary_user: Site) -> None:
+    add_script(ordinary_user, "counts.py", COUNTS)
+    run = ordinary_user.submit(*TWO_NODES, "--start-once", "--name=once", "--", "counts.py", "TERM", "0")
+    run.wait("steps", lambda: min(len(counted(run, 0)), len(counted(run, 1))) >= 5)
+    preempt(run)
+    status = run.wait_for_state("failed")
+    run.wait("the end of its job", lambda: not run.is_alive())
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted"]
+    for rank in (0, 1):
+        assert int((run.directory.path / f"saved-{rank}").read_text()) == counted(run, rank)[-1], "it could save"
+    supervised = ordinary_user.hpc("supervise", "--once")
+    assert supervised.returncode == 0, supervised.stderr
+    assert not run.is_alive(), "the supervisor does not continue it either"
 
 
 def test_script_that_fails_at_once_is_given_up_with_its_traceback(ordinary_user: Site) -> None:

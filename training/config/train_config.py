@@ -53,7 +53,7 @@ class Adjustable:
     snapshot_every: str = "auto"
     """Steps (50) or time (2s) between snapshots, which each node keeps in memory to resume from after a crash.
     - off: no snapshots
-    - auto: every second, or less often, so that snapshots take at most 1 % of the time
+    - auto: every half second, or less often, so that snapshots take at most 1 % of the time
     """
     keep_checkpoints: int = 2
     """Number of checkpoints to keep: the newest ones."""

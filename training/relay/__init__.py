@@ -45,7 +45,7 @@ def report(*, step: int, **numbers: Any) -> None:
 
 
 def state(
-    *, checkpoint_seconds: float = 600.0, snapshot_seconds: float = 1.0, keep: int = 2, **objects: Saveable
+    *, checkpoint_seconds: float = 600.0, snapshot_seconds: float = 0.5, keep: int = 2, **objects: Saveable
 ) -> SavedState:
     """Keep the state of `objects` across interruptions. All ranks enter and leave the `with` block together.
 

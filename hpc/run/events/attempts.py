@@ -23,6 +23,8 @@ class Attempt:
     """The addresses of the head node, which the other agents try after its name."""
     nodes: tuple[str, ...]
     started: float
+    start_once: bool = False
+    """Whether the ranks may start only once (--start-once)."""
     training_started: float | None = None
     first_step: int | None = None
     members: tuple[str, ...] = ()
@@ -74,6 +76,7 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
         event.attempt: Attempt(
             attempt=event.attempt, job_id=event.job_id, restart=event.restart, secret=event.secret, port=event.port,
             addresses=event.addresses, nodes=event.nodes, members=event.nodes, started=event.time,
+            start_once=event.start_once,
         )
         for event in events if isinstance(event, Claimed)
     }  # fmt: skip
@@ -119,7 +122,9 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
 
 def budget_of(attempts: Iterable[Attempt]) -> Budget:
     """Return the budget of a run since its user last resumed it. Interruptions and ends of attempts both count."""
-    return budget_after(one for attempt in _since_resumption(attempts) for one in attempt.history)
+    counted = _since_resumption(attempts)
+    budget = budget_after(one for attempt in counted for one in attempt.history)
+    return replace(budget, start_once=any(attempt.start_once for attempt in counted))
 
 
 def _since_resumption(attempts: Iterable[Attempt]) -> list[Attempt]:

@@ -175,6 +175,8 @@ class Claimed(Event, frozen=True, kw_only=True):
     port: Int = 0
     """The port on which this agent listens to the other agents."""
     addresses: tuple[str, ...] = ()
+    start_once: bool = False
+    """Whether no further attempt may follow, unless the user resumes the run."""
 
 
 class Joined(Event, frozen=True, kw_only=True):

@@ -177,7 +177,7 @@ def test_any_other_text_is_no_interval(text: str) -> None:
 def test_snapshots_alone_may_be_automatic_or_off() -> None:
     assert parse_interval("snapshot_every", "off") == Interval()
     auto = parse_interval("snapshot_every", "auto")
-    assert (auto.steps, auto.seconds) == (None, 1.0)
+    assert (auto.steps, auto.seconds) == (None, 0.5)
     assert auto.max_overhead is not None
     assert auto.max_overhead <= 0.01
     for word in ("auto", "off"):
