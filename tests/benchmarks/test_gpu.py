@@ -55,7 +55,7 @@ def test_ours_is_compared_with_the_loop_by_hand_and_the_fastest_rival() -> None:
 def test_snapshot_that_takes_longer_is_taken_less_often() -> None:
     row = {"model": "m", "waits": 0, "snapshot_ms": 40.0, "snapshot_measured_ms": 0.0, "checkpoint_ms": 5.0}
     waits, checkpoint, snapshots = stalls.goals(row)
-    assert (waits.value, checkpoint.value, snapshots.value) == (0, 5.0, 0.04)
+    assert (waits.value, checkpoint.value, snapshots.value) == (0, 5.0, 0.08)
     assert stalls.goals(row | {"snapshot_measured_ms": 40.0})[2].value == 0.005
 
 

@@ -159,9 +159,10 @@ def test_controller_that_is_down(cluster: Site) -> None:
     dead = re.sub(r"(?m)^SlurmctldPort=.*$", "SlurmctldPort=1", configuration)
     assert dead != configuration
     (cluster.path / "dead.conf").write_text(dead)
-    line = refused(cluster, "--data=data", SLURM_CONF=str(cluster.path / "dead.conf"))
-    assert "Slurm does not answer" in line
-    assert "--cluster local" in line
+    done = cluster.hpc("submit", "--data=data", SLURM_CONF=str(cluster.path / "dead.conf"))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), "this is no mistake of the user's"
+    assert "Slurm does not answer" in done.stderr
+    assert "--cluster local" in done.stderr
 
 
 def wait_for_nodes(site: Site) -> None:
