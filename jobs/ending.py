@@ -200,8 +200,11 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         log(f"Slurm does not report the state of this job: {error}")
     state = job_fields.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING
     if state is JobState.CANCELLED:
-        this = node.history().during(node.attempt.attempt).events
-        if any(isinstance(event, Resubmitting | Resubmitted) for event in this):
+        history, job_id = node.history(), node.allocation.job_id
+        this = history.during(node.attempt.attempt).events
+        # The supervisor may have replaced this job while it was pending, so before this attempt.
+        was_replaced = any(event.old_job_id == job_id for event in history.of(Resubmitted))
+        if was_replaced or any(isinstance(event, Resubmitting | Resubmitted) for event in this):
             state = JobState.PENDING  # a process that submits the run's next job has ended this one
     return Ending(
         finished=_is_finished(node, signal, done=done),

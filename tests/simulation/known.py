@@ -70,6 +70,11 @@ KNOWN = {
         *[Fault(at=0.0, after="the ranks of attempt 2", kind="crash", host="gpu03")] * 3,
         attempts=2, configuration={"grace_seconds": 20.0},
     ),
+    # Slurm refused to change the pending job, which started before it was replaced; its attempt counted as cancelled.
+    "the supervisor replaces a job that starts at this moment": _plan(
+        _kill_host(15.5, _TRAINS, "gpu03"), Fault(at=20.0, after=_TRAINS, kind="refuse-update"),
+        nodes="3", has_supervisor=True, configuration={"slurmd_timeout": 20.0},
+    ),
     # It did not know the nodes that the job excludes, and let it wait for others.
     "the supervisor's sbatch is carried out, and its reply is lost": _plan(
         _kill_host(5.0, _TRAINS, "gpu02"), _kill_host(18.0, _TRAINS),
