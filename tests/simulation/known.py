@@ -89,6 +89,12 @@ KNOWN = {
         training=replace(_TRAINING, snapshot_steps=1000, checkpoint_steps=1000), attempts=1, has_supervisor=True,
         configuration={**_NEWER, "expedites": True},
     ),
+    # It waited for ever for a node that it excluded, though that one was free.
+    "Slurm requeues an expedited job of which the supervisor must allow more nodes": _plan(
+        Fault(at=10.0, after=_TRAINS, kind="kill-agent", host="gpu01"),
+        _kill_host(10.0, "the ranks of attempt 2", "gpu02"), nodes="1", has_supervisor=True,
+        configuration={**_NEWER, "expedites": True, "nodes": ("gpu01", "gpu02"), "slurmd_timeout": 20.0},
+    ),
     # The last resort recorded that the run had been cancelled.
     "the supervisor replaces a job whose agents were killed on a full disk": _plan(
         Fault(at=0.4, kind="full", seconds=60.0), Fault(at=1.0, kind="refuse-sbatch"),
