@@ -159,14 +159,14 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
 @pytest.mark.parametrize("supervised", [False, True])
 def test_stops_lose_no_step_and_are_continued_once(site: Site, *, supervised: bool) -> None:
     """A stop may come while the one before it is handled, or while the run starts."""
-    training = ("--data=data", *TWO_NODES, "--epochs=10", "--log-every=1")
+    training = ("--data=data", *TWO_NODES, f"--epochs={max(10, FAILURES)}", "--log-every=1")
     undisturbed = site.submit(*training, *TWO_RANKS_HERE, "--name=undisturbed")
     run = site.submit(*training, "--name=stopped", **SLOW_STEPS)
     # Slurm holds a job for two minutes that was requeued by hand; a supervisor ends that.
     kinds = (*STOPS, "requeue") if supervised else STOPS
     with site.supervised() if supervised else nullcontext():
         assert break_it(Chaos(run, SEED, kinds), (2.0, 8.0)) == FAILURES, "the training ended before: more epochs"
-        run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=900)
+        run.wait("the end", lambda: run.status()["state"] in {"completed", "failed"}, seconds=900 + 20 * FAILURES)
     status = run.status()
     assert (status["state"], status["steps_lost"]) == ("completed", 0), run.evidence()
     assert all(end["cause"] in {"preempted", "requeued", "completed"} for end in status["attempts"])
