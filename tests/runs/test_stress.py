@@ -159,7 +159,7 @@ def test_a_run_survives_whatever_happens_to_it(site: Site) -> None:
 @pytest.mark.parametrize("supervised", [False, True])
 def test_stops_lose_no_step_and_are_continued_once(site: Site, *, supervised: bool) -> None:
     """A stop may come while the one before it is handled, or while the run starts."""
-    training = ("--data=data", *TWO_NODES, f"--epochs={max(10, FAILURES)}", "--log-every=1")
+    training = ("--data=data", *TWO_NODES, f"--epochs={max(10, 2 * FAILURES)}", "--log-every=1")
     undisturbed = site.submit(*training, *TWO_RANKS_HERE, "--name=undisturbed")
     run = site.submit(*training, "--name=stopped", **SLOW_STEPS)
     # Slurm holds a job for two minutes that was requeued by hand; a supervisor ends that.
