@@ -372,6 +372,7 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
     record of a completion, however, waits for space, because a script would train again without it.
     """
     record = functools.partial(handover.record_end, node.run, ended)
+    node.share(ended)
     try:
         return await_storage(node.run, lambda: False, record) if ended.cause is Cause.COMPLETED else record()
     except OSError as error:

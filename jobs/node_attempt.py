@@ -29,6 +29,7 @@ from hpc.run.nodedir import stage_dir_on_node
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
+from hpc.slurm import bad_nodes
 from hpc.slurm.client import SlurmRefusalError
 
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
@@ -150,6 +151,15 @@ class NodeAttempt:
             self.writer.append(event)
         except OSError as error:
             log(f"{event.kind} could not be recorded: {error}")
+        self.share(event)
+
+    def share(self, event: Event) -> None:
+        """Let the user's other runs know if the event says that a node has failed, or works again."""
+        try:
+            if self.on_slurm:
+                bad_nodes.learn(self.run, event)
+        except OSError as error:
+            log(f"other runs do not learn from {event.kind}: {error}")
 
     @property
     def reports_steps(self) -> bool:

@@ -23,12 +23,13 @@ from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import write_atomic
 from hpc.base.kernel import start_time
 from hpc.run.causes import JobState
+from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Resources, RunSpec
+from hpc.slurm import bad_nodes, handover, sinfo
 from hpc.slurm import client as slurm
-from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.reservations import ShorterLimit, shorter_limit
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
@@ -121,15 +122,31 @@ class SlurmExecutor(SubmititSlurm):
         written.symlink_to(self.run.script)
         waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
         expedited = [] if self.spec.recovery.start_once else slurm.requeue_options()
-        return ["sbatch", *waits, *expedited, *self._limit_options(), str(self.run.script)]
+        return ["sbatch", *waits, *expedited, *self._more_options(), str(self.run.script)]
 
     @cached_property
     def shorter(self) -> ShorterLimit | None:
         """The shorter time limit with which this job ends before a reservation; None if it needs none."""
         return shorter_limit(self.spec)
 
-    def _limit_options(self) -> list[str]:
-        return self.shorter.options if self.shorter else []
+    @cached_property
+    def excluded(self) -> list[str]:
+        """The nodes that this job excludes: the user's --exclude, and nodes that have failed the user's other runs."""
+        return handover.nodes_to_exclude(self.run, self.spec, History([]))
+
+    @property
+    def notes(self) -> list[str]:
+        """What differs from the user's flags, for the user."""
+        avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in self.excluded]
+        avoids = f"the job avoids {', '.join(avoided)}: to allow a node again, delete its file .bad-node.* in the "
+        return [
+            *([str(self.shorter)] if self.shorter else []),
+            *([avoids + f"runs directory {self.run.path.parent}"] if avoided else []),
+        ]
+
+    def _more_options(self) -> list[str]:
+        exclude = [f"--exclude={','.join(self.excluded)}"] if self.excluded else []
+        return [*(self.shorter.options if self.shorter else []), *exclude]
 
     def prepare(self, directory: RunDir) -> None:
         """Find the jobs to wait for, and write the job's files into `directory`, which still has a temporary name.
@@ -151,17 +168,33 @@ class SlurmExecutor(SubmititSlurm):
             UserError: sbatch refused the script.
             TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
-        if self.shorter:
-            print(f"torchrelay: {self.shorter}", file=sys.stderr)
         try:
             # submitit raises sbatch's error and also prints it.
             with contextlib.redirect_stderr(io.StringIO()):
-                job_id = self.submit_script()
+                job_id = self._submit_script()
         except FailedJobError as error:
             job_id = self._find_job(refusal(str(error), self.spec))
+        for note in self.notes:
+            print(f"torchrelay: {note}", file=sys.stderr)
         for alias in self.run.logs.glob(".submission_file_*"):
             alias.unlink()
         return job_id
+
+    def _submit_script(self) -> str:
+        try:
+            return self.submit_script()
+        except FailedJobError as error:
+            if not self._excludes_less_after(str(error)):
+                raise
+            return self.submit_script()
+
+    def _excludes_less_after(self, sbatch_error: str) -> bool:
+        """Exclude only the user's --exclude if sbatch refuses the job for more. Returns whether that is so."""
+        too_many, self.excluded = self.excluded, handover.given_nodes(self.spec)
+        if handover.leaves_too_few_nodes(sbatch_error) and too_many != self.excluded:
+            return True
+        self.excluded = too_many
+        return False
 
     def estimate_start(self) -> StartEstimate | None:
         """Return when Slurm would start the job; None if too few nodes are in service now.
@@ -172,7 +205,9 @@ class SlurmExecutor(SubmititSlurm):
         # The nodes are counted before sbatch is asked: if nodes return to service in between, sbatch's refusal must not
         # be taken for the user's mistake.
         in_service = len(sinfo.responding_nodes(self.spec.resources.partition))
-        done = slurm.complete("sbatch", "--test-only", *self._limit_options(), text=self.script())
+        done = slurm.complete("sbatch", "--test-only", *self._more_options(), text=self.script())
+        if done.returncode != 0 and self._excludes_less_after(done.stderr):
+            return self.estimate_start()
         # With --test-only, sbatch refuses a job that it would otherwise queue until enough nodes are back.
         if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
             raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")

@@ -41,8 +41,8 @@ from hpc.run.events.kinds import (
 from hpc.run.events.ledger import record_once
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
+from hpc.slurm import bad_nodes, sinfo
 from hpc.slurm import client as slurm
-from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.reservations import shorter_limit
 from hpc.slurm.squeue import jobs_by_script
@@ -93,6 +93,8 @@ def record_missing_end(
         # The file `alive` may be older than the attempt, and its storage may have another clock.
         last_heard=max(last.started, heartbeat + time.time() - storage_time(run.path)),
     )  # fmt: skip
+    if spec.cluster == "slurm":
+        bad_nodes.learn(run, ended)
     return record_end(run, ended)
 
 
@@ -182,10 +184,8 @@ def submit_next_job(run: RunDir, spec: RunSpec, excluded: Sequence[str], old: Co
     try:
         return slurm.submit(run.script, excluded, environment, waits_for, more)
     except TorchrelayError as error:
-        given = _given(spec)
-        # With a constraint or a kind of GPU, fewer nodes fit than `nodes_to_exclude` counted in the partition; and
-        # --sbatch nodelist may name an excluded node.
-        if excluded == given or not any(words in str(error) for words in _TOO_FEW_NODES):
+        given = given_nodes(spec)
+        if excluded == given or not leaves_too_few_nodes(str(error)):
             raise
         return slurm.submit(run.script, given, environment, waits_for, more)
 
@@ -200,16 +200,27 @@ def _failed_node(event: Event) -> str | None:
     return None
 
 
-def _given(spec: RunSpec) -> list[str]:
+def leaves_too_few_nodes(sbatch_error: str) -> bool:
+    """Return whether sbatch has refused a job because it excludes too many nodes.
+
+    With a constraint or a kind of GPU, fewer nodes fit than `nodes_to_exclude` counted in the partition; and --sbatch
+    nodelist may name an excluded node.
+    """
+    return any(words in sbatch_error for words in _TOO_FEW_NODES)
+
+
+def given_nodes(spec: RunSpec) -> list[str]:
+    """Return the nodes that the user excludes, as a list of Slurm's node lists."""
     return [spec.resources.exclude] if spec.resources.exclude else []
 
 
-def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()) -> list[str]:
+def nodes_to_exclude(run: RunDir, spec: RunSpec, history: History, failed: Sequence[str] = ()) -> list[str]:
     """Return the nodes that the next job of a run excludes: the user's --exclude, and nodes that failed recently.
 
-    Nodes of `failed` come first. Failed nodes are excluded only if the partition has enough other nodes for the job.
+    Nodes of `failed` come first, and nodes that have failed the user's other runs last. Failed nodes are excluded only
+    if the partition has enough other nodes for the job.
     """
-    given, now = _given(spec), time.time()
+    given, now = given_nodes(spec), time.time()
     returned = {event.node: event.time for event in history.of(NodeReturned)}
     lost = [
         node
@@ -217,7 +228,8 @@ def nodes_to_exclude(spec: RunSpec, history: History, failed: Sequence[str] = ()
         if now - event.time < _EXCLUDE_SECONDS
         if (node := _failed_node(event)) and event.time > returned.get(node, 0.0)
     ]
-    names = list(dict.fromkeys([*failed, *reversed(lost)]))  # newest first
+    others = (bad.node for bad in bad_nodes.known(run.path.parent) if bad.run != run.name)
+    names = list(dict.fromkeys([*failed, *reversed(lost), *others]))  # newest first
     if not names:
         return given
     # Slurm does not use nodes that it has marked down.

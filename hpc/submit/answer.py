@@ -27,7 +27,7 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
     if spec.cluster == "slurm":
         executor = SlurmExecutor(run, spec)
         text, expected = executor.script(), executor.estimate_start()
-        notes += [str(executor.shorter)] if executor.shorter else []
+        notes += executor.notes
         notes.append(
             f"Slurm expects to start it at {expected.time} on {expected.nodes}"
             if expected

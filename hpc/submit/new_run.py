@@ -115,6 +115,7 @@ def _submit(
             cluster=spec.cluster,
             stop_lead_seconds=spec.stop_lead_seconds,
             grace_seconds=grace_seconds,
+            excluded=tuple(executor.excluded),
         )
         _events(run).append(submitted)
     return spec, job_id

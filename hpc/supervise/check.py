@@ -108,7 +108,7 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
         excluded = _excluded(one)
         if excluded and any(job.state is JobState.PENDING for job in one.known.jobs):
             # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
-            excludable = handover.nodes_to_exclude(RunSpec.load(one.run), one.history)
+            excludable = handover.nodes_to_exclude(one.run, RunSpec.load(one.run), one.history)
             found[number] = replace(one, known=replace(one.known, excluded=excluded, excludable=excludable))
     return found
 

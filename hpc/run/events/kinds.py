@@ -67,6 +67,8 @@ class Submitted(Event, frozen=True, kw_only=True):
     """Seconds from the signal to stop to the time limit."""
     grace_seconds: Number | None = None
     """Seconds from SIGTERM to SIGKILL when Slurm preempts the job; None if unknown."""
+    excluded: tuple[str, ...] = ()
+    """The nodes that the job excludes."""
 
 
 class StartedNothing(Event, frozen=True, kw_only=True):
