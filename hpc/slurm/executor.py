@@ -138,11 +138,8 @@ class SlurmExecutor(SubmititSlurm):
     def notes(self) -> list[str]:
         """What differs from the user's flags, for the user."""
         avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in self.excluded]
-        avoids = f"the job avoids {', '.join(avoided)}: to allow a node again, delete its file .bad-node.* in the "
-        return [
-            *([str(self.shorter)] if self.shorter else []),
-            *([avoids + f"runs directory {self.run.path.parent}"] if avoided else []),
-        ]
+        avoids = f"the job avoids {', '.join(avoided)}; to use a node again, remove {self.run.path.parent}/.bad-node.*"
+        return [*([str(self.shorter)] if self.shorter else []), *([avoids] if avoided else [])]
 
     def _more_options(self) -> list[str]:
         exclude = [f"--exclude={','.join(self.excluded)}"] if self.excluded else []

@@ -118,6 +118,8 @@ class LoginNode:
     """Directory below which autofs mounts the runs directory on demand. None if autofs does not mount it."""
     nodes_see_runs: bool = False
     """Whether a run has started in the runs directory, or all inspected compute nodes see the directory."""
+    bad_nodes: tuple[str, ...] = ()
+    """The nodes that have recently failed the user's runs, with the reason."""
 
 
 def _costs_if(field: str, cost: str, what_to_do: str, *, otherwise: str) -> Check[Any]:
@@ -168,6 +170,16 @@ def _torch(login: LoginNode) -> Finding:
     return ok(f"torch {login.torch.version} for {login.torch.accelerator}")
 
 
+def _bad_nodes(login: LoginNode) -> Finding:
+    if not login.bad_nodes:
+        return ok("no node has failed your runs recently")
+    return note(
+        f"failed recently: {', '.join(login.bad_nodes)}",
+        "new jobs avoid these nodes if enough others are left",
+        f"tell the administrators; to use a node again, remove {login.runs_dir}/.bad-node.*",
+    )
+
+
 def _locked_memory(node: NodeInfo) -> Finding:
     limit = node.locked_bytes
     if limit is None:
@@ -181,7 +193,7 @@ def _locked_memory(node: NodeInfo) -> Finding:
     )
 
 
-OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "torch": _torch}
+OF_LOGIN: Mapping[str, Check[LoginNode]] = {"runs directory": _runs_dir, "torch": _torch, "nodes": _bad_nodes}
 OF_RUN: Mapping[str, Check[RunMeasurements]] = {
     "staging": _costs_if(
         "in_place",

@@ -38,8 +38,8 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import DataStaged, NotForked, SnapshotOff
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
+from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
-from hpc.slurm import cluster_config
 from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
@@ -150,6 +150,7 @@ def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
         runs_lack=tuple(lacks),
         automounted=str(point) if point else None,
         nodes_see_runs=has_been_seen_by_nodes(real) or (bool(nodes) and all(node.sees_runs for node in nodes)),
+        bad_nodes=tuple(map(str, bad_nodes.known(real))),
     )
 
 

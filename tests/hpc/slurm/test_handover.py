@@ -241,23 +241,25 @@ def ended(node: str | None, cause: str) -> Event:
     ],
 )  # fmt: skip
 def test_next_job_excludes_as_many_of_the_failed_nodes_as_it_can(
-    slurm_command: Command, events: list[Event], failed: list[str], expected: list[str]
+    tmp_path: Path, slurm_command: Command, events: list[Event], failed: list[str], expected: list[str]
 ) -> None:
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|gpu*|idle\"; done; echo 'gpu05|gpu*|down'")
     # Their times are relative to now, which is later than when this module was imported.
     dated = [changed(one, time=one.time + time.time()) if one.time < 0 else one for one in events]
-    assert handover.nodes_to_exclude(spec_of(nodes="2"), History(dated), failed) == expected
+    assert handover.nodes_to_exclude(RunDir(tmp_path), spec_of(nodes="2"), History(dated), failed) == expected
 
 
-def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(slurm_command: Command) -> None:
+def test_nodes_that_the_user_excludes_are_not_among_those_that_are_left(run: RunDir, slurm_command: Command) -> None:
     slurm_command("sinfo", "for n in 1 2 3 4; do echo \"gpu0$n|big|idle\"; done; echo 'gpu09|gpu*|idle'")
     slurm_command("scontrol", 'case "$*" in "show hostnames gpu0[3-4]") echo gpu03; echo gpu04;; esac')
     spec = spec_of(nodes="1", partition="big", exclude="gpu0[3-4]")
-    assert handover.nodes_to_exclude(spec, History()) == ["gpu0[3-4]"]
-    assert handover.nodes_to_exclude(spec, History(), ["gpu01"]) == ["gpu0[3-4]", "gpu01"]
-    assert handover.nodes_to_exclude(spec, History(), ["gpu01", "gpu02"]) == ["gpu0[3-4]"], (
-        "which of them work is unknown"
-    )
+
+    def excluded(*failed: str) -> list[str]:
+        return handover.nodes_to_exclude(run, spec, History(), failed)
+
+    assert excluded() == ["gpu0[3-4]"]
+    assert excluded("gpu01") == ["gpu0[3-4]", "gpu01"]
+    assert excluded("gpu01", "gpu02") == ["gpu0[3-4]"], "which of them work is unknown"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""What one run learns about a node, and the user's other runs make of it."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from support.cluster import Command
+from support.events import script_spec
+
+from hpc.run.causes import Cause
+from hpc.run.events.history import History
+from hpc.run.events.kinds import AttemptEnded, Event, Interrupted, NodeFailed, NodeReturned
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources
+from hpc.slurm import bad_nodes, handover
+
+
+def learnt(runs: Path, name: str, *events: Event) -> list[str]:
+    """What all runs know after one of them has recorded these events."""
+    for each in events:
+        bad_nodes.learn(RunDir(runs / name), each)
+    return [bad.node for bad in bad_nodes.known(runs)]
+
+
+def failed(node: str, cause: Cause = Cause.BAD_NODE) -> Event:
+    return NodeFailed(node=node, cause=cause)
+
+
+def test_a_failure_is_known_to_the_other_runs_until_the_node_works_again(tmp_path: Path) -> None:
+    assert learnt(tmp_path, "one", failed("gpu01")) == ["gpu01"]
+    assert learnt(tmp_path, "two", AttemptEnded(attempt=1, cause="node_failure", node="gpu02")) == ["gpu02", "gpu01"]
+    assert learnt(tmp_path, "two", Interrupted(cause="bad_node", node="gpu1")) == ["gpu1", "gpu02", "gpu01"]
+    assert learnt(tmp_path, "three", NodeReturned(node="gpu1")) == ["gpu02", "gpu01"]
+
+
+@pytest.mark.parametrize("cause", [Cause.CRASHED, Cause.LOST, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.DIVERGED])
+def test_a_failure_of_the_program_says_nothing_about_its_node(tmp_path: Path, cause: Cause) -> None:
+    assert learnt(tmp_path, "one", failed("gpu01", cause), Interrupted(cause=cause, node="gpu01")) == []
+
+
+def test_a_run_that_fails_on_each_node_is_itself_to_blame(tmp_path: Path) -> None:
+    assert learnt(tmp_path, "one", failed("gpu01"), failed("gpu02")) == []
+    assert learnt(tmp_path, "two", failed("gpu02")) == ["gpu02"]
+    lost = [failed(node, Cause.NODE_FAILURE) for node in ("gpu03", "gpu04")]
+    assert set(learnt(tmp_path, "three", *lost)) == {"gpu02", "gpu03", "gpu04"}
+
+
+def test_old_failures_and_damaged_files_are_ignored(tmp_path: Path) -> None:
+    learnt(tmp_path, "one", failed("gpu01"))
+    learnt(tmp_path, "two", failed("gpu02", Cause.NODE_FAILURE))
+    for path in tmp_path.iterdir():
+        fields = json.loads(path.read_text())
+        path.write_text(json.dumps({**fields, "time": time.time() - 3600}))
+        (tmp_path / f"{path.name[:-5]}x.json").write_text("{}")
+        (tmp_path / f"{path.name[:-5]}y.json").write_text(json.dumps({**fields, "cause": "magic"}))
+    [bad] = bad_nodes.known(tmp_path)
+    assert str(bad) == "gpu01 (bad_node in run one, 60 min ago)"
+
+
+def test_a_job_avoids_them_if_enough_other_nodes_are_left(tmp_path: Path, slurm_command: Command) -> None:
+    slurm_command("sinfo", 'for n in 1 2 3; do echo "gpu0$n|gpu*|idle"; done')
+    learnt(tmp_path, "one", failed("gpu01"))
+    learnt(tmp_path, "two", failed("gpu02"))
+
+    def excluded(nodes: str) -> list[str]:
+        spec = script_spec(resources=Resources(nodes=nodes))
+        return handover.nodes_to_exclude(RunDir(tmp_path / "new"), spec, History())
+
+    assert [excluded(nodes) for nodes in "123"] == [["gpu02", "gpu01"], ["gpu02"], []]
