@@ -35,8 +35,11 @@ class _Rule:
 
 # Causes without a rule, such as preemptions and requeues, come from outside the run and use no budget.
 _RULES = (
-    # Only a person can repair bad input or a full disk, and the next attempt would diverge again at the same step.
-    _Rule(causes=frozenset({Cause.BAD_INPUT, Cause.NO_SPACE, Cause.DIVERGED}), failures=1),
+    # Only a person can repair bad input or a full disk.
+    _Rule(causes=frozenset({Cause.BAD_INPUT, Cause.NO_SPACE}), failures=1),
+    # A training that has diverged does so again at the same step, which ends the run. Otherwise, a device computed
+    # wrongly (training.engine.recomputation).
+    _Rule(causes=frozenset({Cause.DIVERGED}), failures=3),
     _Rule(
         causes=frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}),
         failures=5,

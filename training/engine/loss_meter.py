@@ -18,13 +18,14 @@ from training.runtime.rank_device import HostValues
 
 
 class DivergedError(TorchrelayError):
-    """Raised on every rank if the loss is not finite. Another attempt would diverge too."""
+    """Raised on every rank if the loss is not finite."""
 
     exit_code = EXIT_DIVERGED
 
-    def __init__(self, loss: float, step: int) -> None:
+    def __init__(self, loss: float, step: int, rank: int | None) -> None:
         super().__init__(f"the loss is {loss} since step {step}: the training has diverged, use a smaller --lr")
-        self.loss, self.step = loss, step
+        self.loss, self.step, self.rank = loss, step, rank
+        """`rank` was the first with such a loss; None if several were."""
 
 
 class Means(NamedTuple):
@@ -66,8 +67,10 @@ class Totals:
         """
         loss = self.values.read()[0]
         if not math.isfinite(loss):
-            finite_steps = min(self.group.all_gather_json(int(self.finite_steps)))
-            raise DivergedError(loss, self.step - self.steps + finite_steps + 1)
+            finite_steps = self.group.all_gather_json(int(self.finite_steps))
+            first = [rank for rank, steps in enumerate(finite_steps) if steps == min(finite_steps)]
+            step = self.step - self.steps + min(finite_steps) + 1
+            raise DivergedError(loss, step, first[0] if len(first) == 1 else None)
 
 
 class LossMeter:

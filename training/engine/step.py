@@ -1,5 +1,6 @@
 """Makes optimizer steps, in which each rank processes its share of the global batch. Runs on every rank."""
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -101,6 +102,8 @@ class Stepper:
             start, end = split_range(len(batch.labels), index, micro_batches, self.schedule.samples_per_group)
             with nullcontext() if index == micro_batches - 1 else self.wrapped.no_sync():
                 loss, correct = self._loss(batch.images[start:end], batch.labels[start:end], mix)
+                if self.fault.inject("loss", progress.step + 1, self.group.rank):
+                    loss = loss * math.nan
                 scaled = scaler.scale(loss * (self.group.world_size / self.schedule.batch_size))
                 torch.autograd.backward(scaled)
             loss_meter.add(loss, correct)

@@ -29,6 +29,7 @@ from training.engine.early_stopping import MAX_HOURS, PATIENCE, EarlyStopping, o
 from training.engine.loss import Loss
 from training.engine.loss_meter import DivergedError, LossMeter, Totals
 from training.engine.optim import follow_plateau, make_optimizer
+from training.engine.recomputation import Recomputation
 from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
@@ -93,6 +94,7 @@ class Trainer:
         self.validator = self.make_validator(preprocess)
         self.totals: Totals | None = None
         """The totals of the last logged step; None once its loss is checked."""
+        self.recomputation = Recomputation(context, group)
         self.ended: str | None = None
         """PATIENCE or MAX_HOURS if the training ended early, or None."""
 
@@ -130,7 +132,8 @@ class Trainer:
                 self.save_and_stop(request)
         except (TorchrelayError, KeyboardInterrupt) as error:
             if isinstance(error, DivergedError):
-                self.logger.record_divergence(error.step, error.loss, self.schedule.batch(error.step), self.data.train)
+                found = self.recomputation.describe(error)
+                self.logger.record_divergence(found, self.schedule.batch(error.step), self.data.train)
             # Wait for the writers only after expected errors: other exceptions may come from a writer itself.
             self.finish_writing()
             raise
@@ -154,6 +157,7 @@ class Trainer:
         restored = Restorer(self.context, self.state, self.group, self.logger).restore()
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.context, self.state, self.group))
+        self.recomputation.begin(self.state.progress.step)
         # Only nodes' memory holds a restored snapshot: save a checkpoint soon, because a failed node may fail again.
         self.checkpoint_writer.restart_interval(due=restored is not None and not restored.durable)
         self.snapshot_writer.restart_interval()
@@ -286,6 +290,7 @@ class Trainer:
         if totals := self.totals:
             self.totals = None
             totals.check()
+            self.recomputation.passed(totals.step)
         if now:
             self.loss_meter.totals(self.state.progress.step).check()
 

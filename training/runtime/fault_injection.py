@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from hpc.base.errors import UserError
 
 # The place of each fault: `load` (before waiting for a batch), `boundary` (before a step), `step` (before the weights
-# change), `save` (before a checkpoint is published), `evaluate` (before a batch), or `preflight` (its matrix product).
+# change), `save` (before a checkpoint is published), `evaluate` (before a batch), `loss` (which becomes nan), or
+# `preflight` (its matrix product).
 _PLACES = {
     "step": "step",
     "save": "save",
@@ -20,6 +21,7 @@ _PLACES = {
     "oom": "step",
     "exit": "step",
     "slow": "load",
+    "loss": "loss",
     "preflight": "preflight",
 }
 # Faults after which a training can resume.
@@ -63,7 +65,7 @@ class Fault:
                 os._exit(0)
             case "slow":
                 time.sleep(0.3)
-        # For "preflight", the caller falsifies its matrix product.
+        # For "preflight" and "loss", the caller falsifies its result.
         return True
 
 

@@ -418,6 +418,8 @@ class Diverged(Event, frozen=True, kw_only=True):
 
     step: Int | None = None
     loss: str | None = None
+    rank: Int | None = None
+    """The rank whose loss was the first that is not finite; None if several were."""
 
 
 class ImageCorrupt(Event, frozen=True, kw_only=True):

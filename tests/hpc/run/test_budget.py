@@ -97,7 +97,8 @@ def test_failures_without_progress(history: list[PastInterruption], failures: in
         (["crashed", "out_of_memory", "hang", "lost"], 5),
         (["bad_node"], 5),
         (["node_failure"], 5),
-        (["bad_input", "no_space", "diverged"], 1),
+        (["bad_input", "no_space"], 1),
+        (["diverged"], 3),
         (["completed", "cancelled"], 0),
     ],
 )

@@ -1,0 +1,31 @@
+"""A loss that is not finite, on the real Slurm: the training has diverged, or a device computes wrongly."""
+
+import pytest
+from support.cluster import Site, assert_equal
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+FLAGS = (
+    "--data=data", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1", "--device=cpu", "--batch-size=16",
+    "--epochs=3", "--log-every=5", "--snapshot-every=1",
+)  # fmt: skip
+
+
+def test_a_training_that_diverges_twice_at_the_same_step_fails(site: Site) -> None:
+    run = site.submit(*FLAGS, TORCHRELAY_FAULT="loss@14:0!")
+    status = run.wait_for_state("failed")
+    assert [one["cause"] for one in run.events("interruption")] == ["diverged"]
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["diverged"]
+    assert "the loss is nan since step 14: the training has diverged" in status["detail"]
+
+
+def test_a_device_that_computes_wrongly_is_named_and_avoided(site: Site) -> None:
+    undisturbed = site.submit(*FLAGS, "--name=undisturbed")
+    run = site.submit(*FLAGS, "--name=disturbed", "--spares=1", TORCHRELAY_FAULT="loss@14:0")
+    run.wait_for_state("completed")
+    first, second = run.events("interruption")
+    assert (first["cause"], second["cause"]) == ("diverged", "bad_node")
+    assert "rank 0 computes wrongly: its loss in step 14 was nan, and a finite number when" in second["detail"]
+    assert (second["node"], second["step"] >= 14) == (first["node"], True)
+    undisturbed.wait_for_state("completed")
+    assert_equal(undisturbed.directory, run.directory)
+    assert f"the job avoids {first['node']} (bad_node in run disturbed" in site.hpc("submit", *FLAGS).stderr

@@ -1,0 +1,57 @@
+"""Tells a divergence from a faulty device, by computing a step again. Runs on every rank.
+
+The ranks restart once when the loss is not finite (hpc.run.budget), and their steps repeat bit for bit. So a loss that
+is not finite again is a divergence. If it is finite, the rank that was the first has computed wrongly.
+"""
+
+import json
+import socket
+from typing import Any
+
+from hpc.base.errors import BadNodeError
+from training.engine.loss_meter import DivergedError
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
+
+
+class Recomputation:
+    """The step whose loss was not finite, if these ranks compute it again."""
+
+    def __init__(self, context: RunContext, group: ProcessGroup) -> None:
+        self._context, self._group = context, group
+        # The same attempt has the same flags, and a rank that has stayed on its node has the same device.
+        self._conditions = {"attempt": context.attempt, "ranks": group.world_size}
+        self._suspect: dict[str, Any] | None = None
+
+    def describe(self, error: DivergedError) -> dict[str, Any]:
+        """Return what `begin` must know later. All ranks must call this."""
+        hosts = self._group.all_gather_json(socket.gethostname())
+        host = None if error.rank is None else hosts[error.rank]
+        return {"step": error.step, "loss": str(error.loss), "rank": error.rank, "host": host, **self._conditions}
+
+    def begin(self, step: int) -> None:
+        """Note whether the ranks, which begin after `step`, compute a step again whose loss was not finite."""
+        if self._context.config.deterministic == "off":
+            return
+        try:
+            found = json.loads(self._context.run_dir.diverged.read_text())
+        except FileNotFoundError:
+            return
+        if all(found.get(name) == value for name, value in self._conditions.items()) and found["step"] > step:
+            self._suspect = found
+
+    def passed(self, step: int) -> None:
+        """Judge the rank that was the first, if the loss is finite up to `step`.
+
+        Raises:
+            BadNodeError: this rank has computed the step wrongly at the first time.
+        """
+        found = self._suspect
+        if found is None or step < found["step"]:
+            return
+        self._suspect = None
+        if (found["rank"], found["host"]) == (self._group.rank, socket.gethostname()):
+            raise BadNodeError(
+                f"rank {found['rank']} computes wrongly: its loss in step {found['step']} was {found['loss']}, and a "
+                "finite number when it computed the step again"
+            )
