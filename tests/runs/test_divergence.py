@@ -1,7 +1,7 @@
 """A loss that is not finite, on the real Slurm: the training has diverged, or a device computes wrongly."""
 
 import pytest
-from support.cluster import Site, assert_equal
+from support.cluster import Site
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 FLAGS = (
@@ -19,13 +19,11 @@ def test_a_training_that_diverges_twice_at_the_same_step_fails(site: Site) -> No
 
 
 def test_a_device_that_computes_wrongly_is_named_and_avoided(site: Site) -> None:
-    undisturbed = site.submit(*FLAGS, "--name=undisturbed")
-    run = site.submit(*FLAGS, "--name=disturbed", "--spares=1", TORCHRELAY_FAULT="loss@14:0")
+    # Only the first start of the ranks of each round has the fault, and the second round has no rank 1.
+    run = site.submit(*FLAGS[:1], "--nodes=1:2", *FLAGS[2:], "--name=disturbed", TORCHRELAY_FAULT="loss@14:1")
     run.wait_for_state("completed")
     first, second = run.events("interruption")
     assert (first["cause"], second["cause"]) == ("diverged", "bad_node")
-    assert "rank 0 computes wrongly: its loss in step 14 was nan, and a finite number when" in second["detail"]
+    assert "rank 1 computes wrongly: its loss in step 14 was nan, and a finite number when" in second["detail"]
     assert (second["node"], second["step"] >= 14) == (first["node"], True)
-    undisturbed.wait_for_state("completed")
-    assert_equal(undisturbed.directory, run.directory)
     assert f"the job avoids {first['node']} (bad_node in run disturbed" in site.hpc("submit", *FLAGS).stderr
