@@ -50,6 +50,7 @@ from jobs.node_attempt import (
     log,
     send_heartbeats,
 )
+from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, run_round
 from jobs.senders import commenting, sending
@@ -215,10 +216,13 @@ class _Agent:
             python = self._node.spec.python or stage_environment(self._staging)
             setup = RankSetup(data=data, python=python, threads=threads)
             ports = self._node.spec.network.ports
+            check_health(self._node, self._monitor)
             self._channel.report(phase=Phase.READY, port=pick_port(ports))
             while directive := self._next_round():
                 self._channel.report(phase=Phase.RUNNING, round=directive.round, exit_code=0)
                 exit_code = run_round(self._node, self._channel, self._monitor, self._stop, directive, setup)
+                if exit_code != 0:
+                    check_health(self._node, self._monitor)
                 phase = Phase.READY if exit_code is None else Phase.ENDED
                 self._channel.report(phase=phase, exit_code=exit_code or 0, port=pick_port(ports))
         except StagingStopped:

@@ -177,6 +177,8 @@ class Recovery:
     continue_with: Literal["auto", "requeue", "job"] = "auto"
     """How the run continues after a preemption or its time limit: requeue the same job, or submit a new job.
     auto: submit a new job if Slurm holds requeued jobs for more than 15 s (its default is 120 s)."""
+    health_check: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
+    """Run this shell command on each node before its ranks start. If it fails, the run avoids the node."""
     start_once: bool = False
     """Never start the ranks again, whatever has ended them: for a script that must not start twice."""
     grace_period: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None

@@ -31,3 +31,16 @@ def test_a_node_that_has_failed_one_run_is_avoided_by_the_next(site: Site) -> No
         path.unlink()
     third = submit_and_wait(site, *FLAGS, "--name=third", *script)
     assert third.status()["attempts"][0]["nodes"] == [NODE]
+
+
+def test_a_node_that_fails_the_check_of_the_user_is_left_out(site: Site) -> None:
+    add_script(site, "prints.py", "print('done')\n")
+    check = f"echo checked $SLURMD_NODENAME; [ $SLURMD_NODENAME != {NODE} ]"
+    run = submit_and_wait(site, "--nodes=2", *FLAGS[1:], f"--health-check={check}", "--", "prints.py")
+    status = run.status()
+    first, second = status["attempts"]
+    assert (status["state"], first["cause"], NODE in first["nodes"]) == ("completed", "bad_node", True)
+    assert f"failed on {NODE} with exit code 1" in first["detail"]
+    assert NODE not in second["nodes"]
+    printed = site.hpc("logs", str(run.directory.path), "--all").stdout
+    assert all(f"checked {node}" in printed for node in {*first["nodes"], *second["nodes"]})

@@ -1,15 +1,21 @@
-"""The start of a round, on a node with a passing problem."""
+"""The start of a round, on a node with a passing problem, or one that its site's own check finds bad."""
 
 import signal
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from hpc.base.errors import BadNodeError
 from hpc.run.nodedir import HeldNodeDir
+from hpc.run.spec import Recovery
 from jobs.control.channel import ControlServer
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAttempt
+from jobs.ranks import health_check
+from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, run_round
 from jobs.stop_request import StopRequest
@@ -83,3 +89,35 @@ def test_interpreter_that_stays_away_is_named(
     gone = replace(SETUP, python="/removed/bin/python")
     with pytest.raises(OSError, match="gpu01 cannot run /removed/bin/python, the interpreter of the ranks"):
         run_round(node, channel, monitor, StopRequest(), channel.directive, gone)
+
+
+def checked(node: NodeAttempt, command: str) -> NodeAttempt:
+    return replace(node, spec=replace(node.spec, recovery=Recovery(health_check=command)))
+
+
+def test_node_is_bad_if_its_check_fails(node: NodeAttempt, monitor: NodeMonitor) -> None:
+    check_health(checked(node, "read line || test -d /"), monitor)
+    with pytest.raises(BadNodeError, match=r"--health-check 'exit 7' failed on gpu01 with exit code 7: see hpc logs"):
+        check_health(checked(node, "exit 7"), monitor)
+
+
+def test_check_that_hangs_is_killed_with_its_children(
+    node: NodeAttempt, monitor: NodeMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health_check, "_SECONDS", 0.3)
+    alive = tmp_path / "alive"
+    with pytest.raises(BadNodeError, match=r"did not end within 0 s on gpu01"):
+        check_health(checked(node, f"(while sleep 0.05; do touch {alive}; done) & wait"), monitor)
+    time.sleep(0.2)
+    alive.unlink(missing_ok=True)
+    time.sleep(0.3)
+    assert not alive.exists()
+
+
+def test_check_is_not_waited_for_when_the_attempt_is_over(
+    node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor
+) -> None:
+    channel.directive = replace(channel.directive, over=True)
+    began = time.monotonic()
+    check_health(checked(node, "sleep 100"), monitor)
+    assert time.monotonic() - began < 50
