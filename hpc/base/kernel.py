@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 # Positions of fields after the process name in /proc/PID/stat. proc(5) gives the first of them the number 3.
-_STATE, _START_TIME = 3 - 3, 22 - 3
+_STATE, _USER_TIME, _START_TIME = 3 - 3, 14 - 3, 22 - 3
 # Share of a node's memory to leave to other processes.
 _RESERVE = 0.05
 # Files with the memory limit and usage of a control group, in cgroup v2 and v1.
@@ -74,6 +74,21 @@ def children(pid: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # the thread has ended since it was listed
     return found
+
+
+def activity(pid: int) -> tuple[float, int]:
+    """Return the seconds of processor time of a process and its descendants, and the bytes that they read and wrote.
+
+    The bytes are those of read(2) and write(2), so they include what a process prints, but not its connections.
+    """
+    seconds, volume = 0.0, 0
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        fields = _stat(pid)
+        seconds = sum(map(int, fields[_USER_TIME : _USER_TIME + 2])) / os.sysconf("SC_CLK_TCK")
+        counts = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+        volume = int(counts["rchar"]) + int(counts["wchar"])
+    below = [activity(child) for child in children(pid)]
+    return seconds + sum(each for each, _ in below), volume + sum(each for _, each in below)
 
 
 def is_alive(pid: str | int, started: int | None) -> bool:

@@ -9,6 +9,7 @@ from hpc.run.events.kinds import (
     Claimed,
     DataStaged,
     NotForked,
+    RanksSilent,
     Refused,
     Resumed,
     SlowRank,
@@ -50,6 +51,11 @@ def warnings_of(history: History, *, completed: bool = False) -> list[str]:
         found.append(
             f"rank {slow.rank} on {slow.node} needs {slow.busy_seconds:.3g} s per step, the others "
             f"{slow.median_seconds:.3g} s, and all wait for it: check that node, or --exclude {slow.node}"
+        )
+    if (silent := now.last(RanksSilent)) and silent.seconds:
+        found.append(
+            f"no rank has used the processor, or read or written anything, for {silent.seconds / 60:.0f} minutes or "
+            "more: if the script hangs, type hpc cancel, then hpc resume --hang-timeout 20m, which restarts such ranks"
         )
     if slow_start := now.last(NotForked):
         found.append(

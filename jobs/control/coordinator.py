@@ -15,12 +15,21 @@ from hpc.base.text import few
 from hpc.run.budget import PastInterruption, rank_signature, signature_of
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import attempts_of, budget_of
-from hpc.run.events.kinds import Checked, Interrupted, NodeLost, NodeReturned, RoundStarted, SlowRank, TrainStarted
+from hpc.run.events.kinds import (
+    Checked,
+    Interrupted,
+    NodeLost,
+    NodeReturned,
+    RanksSilent,
+    RoundStarted,
+    SlowRank,
+    TrainStarted,
+)  # fmt: skip
 from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import handover
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase, RankHeartbeat
-from jobs.control.rank_health import StragglerDetector, find_hang
+from jobs.control.rank_health import StragglerDetector, find_hang, is_silent
 from jobs.control.root_failure import RootFailure
 from jobs.control.round_members import MembershipView, decide_round
 from jobs.control.silent_nodes import LINK_SECONDS, Patience
@@ -78,7 +87,7 @@ class Coordinator:
         self._began = self._announced = self._end_checked = time.monotonic()
         self._failed_rounds = 0
         self._patience = Patience(node)
-        self._root_failure, self._stragglers = RootFailure(), StragglerDetector()
+        self._root_failure, self._stragglers, self._is_silent = RootFailure(), StragglerDetector(), False
         self._last_failure: Failure | None = None
         self._interruptions = list[PastInterruption]()
         self._paused_until = 0.0
@@ -106,6 +115,7 @@ class Coordinator:
         self._find_failed_ranks()
         self._abort_hung_ranks(heartbeats)
         self._report_stragglers(heartbeats)
+        self._report_silence(heartbeats)
         if not self._server.directive.over:
             self._choose_members()
 
@@ -238,6 +248,15 @@ class Coordinator:
                 f"rank {found.rank} on {node} slows the others down: it works {found.busy_seconds:.3f} s per step, "
                 f"the others {found.usual_seconds:.3f} s"
             )
+
+    def _report_silence(self, heartbeats: dict[int, RankHeartbeat]) -> None:
+        """Report that the ranks of a script without heartbeats do nothing, and that they do something again."""
+        if heartbeats and is_silent(heartbeats) != self._is_silent:
+            self._is_silent = not self._is_silent
+            seconds = min(each.still_seconds for each in heartbeats.values())
+            self._node.record(RanksSilent(seconds=seconds if self._is_silent else 0.0))
+            if self._is_silent:
+                log(f"no rank has used the processor, or read or written anything, for {seconds:.0f} s")
 
     def _node_of(self, rank: int) -> int | None:
         """Return the node rank of the node that runs a rank; None if unknown. Lost nodes' old statuses are skipped."""

@@ -1,5 +1,6 @@
 """Finds ranks that hang, and ranks that slow the others down, by their heartbeats. Runs in the head node's agent."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ _OTHER_PHASES_SECONDS = 900.0
 _TIMED_PHASES = frozenset({"load", "step", "evaluate"})
 # Between two signs of life, a user's script may do anything, such as evaluate or save.
 _SCRIPT_PHASE = "script"
+UNWATCHED = "unwatched"
+"""Phase of a rank that writes no heartbeats, whose signs of life are what its processes do."""
 _STOPPED = "T"
 _STUCK = {_STOPPED: "is stopped", "t": "is stopped by a debugger", "D": "waits in the kernel for a device or storage"}
 # A straggler works at least twice as long per step as usual, for 10 s on end; differences below 20 ms are noise.
@@ -41,6 +44,8 @@ def timeout_seconds(heartbeat: RankHeartbeat, setting: str) -> float:
     is_timed = heartbeat.phase in _TIMED_PHASES and heartbeat.step_seconds is not None
     if is_timed or heartbeat.state == _STOPPED:
         return given or max(_HANG_MIN_SECONDS, steps)
+    if heartbeat.phase == UNWATCHED and given is None:
+        return math.inf
     if heartbeat.phase == _SCRIPT_PHASE:
         return given or max(_OTHER_PHASES_SECONDS, steps)
     return max(_OTHER_PHASES_SECONDS, given or 0)
@@ -52,6 +57,8 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     Ranks that wait in a step for a rank that saves do not hang. If a process is stopped, however, all others wait for
     it for ever, whatever phase they are in.
     """
+    # In many scripts only rank 0 writes heartbeats: then the others wait for it.
+    heartbeats = {rank: each for rank, each in heartbeats.items() if each.phase != UNWATCHED} or heartbeats
     late = [each for each in heartbeats.values() if each.still_seconds > timeout_seconds(each, setting)]
     is_everybody = bool(late) and len(late) == len(heartbeats)
     if not is_everybody and all(each.state != _STOPPED for each in late):
@@ -59,6 +66,9 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")
     hanging = _find_hanging_rank(heartbeats)
+    if is_silent(heartbeats, 0.0):
+        detail = f"no rank has used the processor, or read or written anything, for {seconds:.0f} s"
+        return Hang(rank=None, seconds=seconds, detail=detail)
     if hanging is None:
         phases = Counter(f"{heartbeat.phase} after step {heartbeat.step}" for heartbeat in heartbeats.values())
         counts = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
@@ -70,6 +80,12 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     )
     detail = f"rank {hanging} {state}" + (", and the others wait for it" if len(heartbeats) > 1 else "")
     return Hang(rank=hanging, seconds=seconds, detail=detail, unkillable=unkillable)
+
+
+def is_silent(heartbeats: Mapping[int, RankHeartbeat], seconds: float = _OTHER_PHASES_SECONDS) -> bool:
+    """Return whether no rank writes heartbeats, and none has shown a sign of life for some time."""
+    ranks = heartbeats.values()
+    return bool(ranks) and all(each.phase == UNWATCHED and each.still_seconds >= seconds for each in ranks)
 
 
 def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:

@@ -4,18 +4,19 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from hpc.base.kernel import process_state, steady_time
+from hpc.base.kernel import activity, process_state, steady_time
 from hpc.run.causes import Cause, cause_of_exit
 from hpc.run.events.kinds import MemoryEmptied, NotForked, RankFailed
 from hpc.run.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel, ControlClient
 from jobs.control.messages import RankFailure, RankHeartbeat
+from jobs.control.rank_health import UNWATCHED
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.stop_request import StopRequest
@@ -24,6 +25,8 @@ from jobs.stop_request import StopRequest
 _KEPT_FAILURES = 16
 _INTERVAL_SECONDS, _RETRY_SECONDS = 0.2, 2.0
 _LONGEST_VALUE = 50
+# Threads that wait use some processor time, too.
+_MEASURE_SECONDS, _IDLE_SHARE = 5.0, 0.05
 
 
 def _is_whole(value: Any) -> bool:
@@ -43,6 +46,24 @@ _HEARTBEAT: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+@dataclass(kw_only=True)
+class _Activity:
+    """What a rank without heartbeats has done when it was last seen active. Times are those of time.monotonic()."""
+
+    pid: int
+    seconds: float = 0.0
+    volume: int = -1
+    measured_at: float = -inf
+    active_at: float = 0.0
+
+    def measure(self, now: float) -> None:
+        """Note whether the rank's processes have done something: used the processor, or read or written."""
+        self.measured_at = now
+        seconds, volume = activity(self.pid)
+        if volume != self.volume or seconds - self.seconds > _IDLE_SHARE * (now - self.active_at):
+            self.seconds, self.volume, self.active_at = seconds, volume, now
+
+
 class LocalRanks:
     """Reads the heartbeats and failures that the ranks of one node write, round after round."""
 
@@ -52,6 +73,7 @@ class LocalRanks:
         self._round, self._exit_codes = 0, dict[int, Cause]()
         self._looked_at = 0.0
         self._mentioned = set[tuple[int, str]]()
+        self._activity = dict[int, _Activity]()
         self.failures: tuple[RankFailure, ...] = ()
         """The last few failures, the newest last."""
         # Files may be left from the ranks of an earlier attempt whose agent was killed.
@@ -96,7 +118,25 @@ class LocalRanks:
                 busy_seconds=fields.get("busy_seconds"),
             )
             found.append(heartbeat)
+        if len(found) < self._num_ranks:
+            found += self._unwatched({heartbeat.rank for heartbeat in found})
         return tuple(found)
+
+    def _unwatched(self, watched: set[int]) -> Iterator[RankHeartbeat]:
+        """Yield a heartbeat for each rank that writes none. What its processes do are its signs of life."""
+        for fields in map(_read, self.running()):
+            if fields is None or fields["rank"] in watched:
+                continue
+            rank, pid, now = fields["rank"], fields["pid"], time.monotonic()
+            last = self._activity.get(rank)
+            if last is None or last.pid != pid:
+                last = self._activity[rank] = _Activity(pid=pid)
+            if now > last.measured_at + _MEASURE_SECONDS:
+                last.measure(now)
+            still = round(self._clock.since(last.active_at), 2)
+            yield RankHeartbeat(
+                rank=rank, step=0, phase=UNWATCHED, state="", still_seconds=still, step_seconds=None, busy_seconds=None
+            )
 
     def _heartbeat(self, local_rank: int) -> dict[str, Any] | None:
         """Return a rank's heartbeat; None if there is none or a field is wrong. A wrong field is logged once."""

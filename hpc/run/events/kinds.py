@@ -444,6 +444,13 @@ class RankFailed(Event, frozen=True, kw_only=True):
     started_at: Time | None = None
 
 
+class RanksSilent(Event, frozen=True, kw_only=True):
+    """The head node's agent reports that the ranks of a script without heartbeats do nothing, or do something again."""
+
+    seconds: Number
+    """Seconds since a rank last used the processor, read or wrote; 0 if the ranks do something again."""
+
+
 class SlowRank(Event, frozen=True, kw_only=True):
     """The head node's agent reports a rank for which all other ranks wait."""
 

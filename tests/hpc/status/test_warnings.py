@@ -51,6 +51,7 @@ def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
 @pytest.mark.parametrize(
     ("happened", "words"),
     [
+        (event("ranks_silent", 5.0, attempt=1, seconds=930.0), "anything, for 16 minutes or more: if the script hangs"),
         (event("slow_rank", 5.0, attempt=1, rank=3, node="gpu02", busy_seconds=0.25, median_seconds=0.1),
          "rank 3 on gpu02 needs 0.25 s per step, the others 0.1 s"),
         (event("not_forked", 5.0, attempt=1, node="gpu02", detail="torch 9 had queried the GPUs"),

@@ -410,6 +410,20 @@ def test_straggler_is_recorded(attempt: AttemptMaker, capsys: pytest.CaptureFixt
     )
 
 
+def test_ranks_that_do_nothing_are_recorded_and_left_alone(
+    attempt: AttemptMaker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = attempt(recovery=Recovery())
+    for still_seconds in (899.0, 901.0, 902.0, 0.0):
+        for rank in range(3):
+            silent.beat(rank, phase="unwatched", step=0, still_seconds=still_seconds)
+        silent.poll()
+    assert silent.events("ranks_silent") == [{"seconds": 901.0}, {"seconds": 0.0}]
+    assert silent.events("interruption") == []
+    said = "no rank has used the processor, or read or written anything, for 901 s"
+    assert capsys.readouterr().out.count(said) == 1
+
+
 # --- with its server and clocks ---
 
 

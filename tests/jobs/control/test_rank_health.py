@@ -7,7 +7,7 @@ import pytest
 from hpc.base.errors import UserError
 from jobs.control import rank_health
 from jobs.control.messages import RankHeartbeat
-from jobs.control.rank_health import StragglerDetector, find_hang, timeout_seconds
+from jobs.control.rank_health import UNWATCHED, StragglerDetector, find_hang, timeout_seconds
 
 
 def heartbeat(rank: int, still: float = 0.0, step: int = 10, phase: str = "step", state: str = "S") -> RankHeartbeat:
@@ -49,6 +49,22 @@ def test_ranks_that_move_do_not_hang() -> None:
 def test_ranks_that_wait_for_one_that_saves_do_not_hang() -> None:
     assert find_hang(of(heartbeat(0, still=31, phase="save"), heartbeat(1, still=31)), "30s") is None
     assert find_hang(of(heartbeat(0, still=901, phase="save"), heartbeat(1, still=901)), "30s") is not None
+
+
+def test_ranks_without_heartbeats_hang_only_if_the_user_asks_for_it() -> None:
+    def found(still: float, setting: str) -> str | None:
+        hang = find_hang(of(*(heartbeat(rank, still=still, phase=UNWATCHED) for rank in (0, 1))), setting)
+        return hang.detail if hang else None
+
+    assert found(1e9, "auto") is None
+    assert (found(1199, "20m"), found(899, "10s")) == (None, None)
+    assert found(1201, "20m") == "no rank has used the processor, or read or written anything, for 1201 s"
+
+
+def test_ranks_without_heartbeats_wait_for_those_with_them() -> None:
+    found = find_hang(of(heartbeat(0, still=31), heartbeat(1, still=5, phase=UNWATCHED)), "30s")
+    assert found is not None
+    assert found.detail == "no rank has moved for 31 s: 1 in step after step 10"
 
 
 def test_stopped_process_hangs_in_every_phase() -> None:

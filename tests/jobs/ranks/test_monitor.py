@@ -1,8 +1,10 @@
 """An agent's view of its own ranks."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from support.events import recorded
@@ -33,4 +35,36 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     ranks.poll()
     assert [failure.rank for failure in channel.status.failures] == [3]
     assert len(recorded(node, "memory_emptied")) == 1
+    channel.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "is_still"),
+    [
+        ("sleep 100", True),
+        ("sleep 100 & sleep 100", True),
+        ("while sleep 0.1; do echo step; done", False),
+        ("(while sleep 0.1; do printf .; done) & wait", False),
+        ("while true; do true; done", False),
+    ],
+)
+def test_ranks_without_heartbeats_live_while_they_compute_or_print(
+    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch, command: str, is_still: bool
+) -> None:
+    monkeypatch.setattr(monitor, "_MEASURE_SECONDS", 0.0)
+    channel = ControlServer("secret", 1)
+    ranks = NodeMonitor(node, held, channel, StopRequest()).ranks
+    process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.DEVNULL, start_new_session=True)
+    fields = {"rank": 3, "pid": process.pid, "started_at": time.monotonic()}
+    (held.files.exits / f"running-{process.pid}.json").write_text(json.dumps(fields))
+    time.sleep(0.5)  # the shell has read its command
+    ended, still = time.monotonic() + 4.0, list[float]()
+    while time.monotonic() < ended:
+        [heartbeat] = ranks.heartbeats()
+        assert (heartbeat.rank, heartbeat.phase) == (3, "unwatched")
+        still.append(heartbeat.still_seconds)
+        time.sleep(0.05)
+    os.killpg(process.pid, 9)
+    process.wait()
+    assert (max(still) > 2.5) == is_still, still
     channel.close()
