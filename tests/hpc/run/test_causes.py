@@ -35,7 +35,7 @@ QUIET = Ending(finished=False, cancelled=False, signal=None, job_state=JobState.
         ({"failure": Cause.BAD_NODE}, Cause.BAD_NODE, True),
         ({"failure": Cause.BAD_INPUT}, Cause.BAD_INPUT, False),
         ({"failure": Cause.NO_SPACE}, Cause.NO_SPACE, False),
-        ({"failure": Cause.DIVERGED}, Cause.DIVERGED, False),
+        ({"failure": Cause.DIVERGED}, Cause.DIVERGED, True),
     ],
 )
 def test_cause_and_requeue(changes: dict[str, object], cause: Cause, requeue: bool) -> None:

@@ -89,7 +89,7 @@ def test_silent_controller_is_one_finding(tmp_path: Path, recorded: Path) -> Non
     found = findings(done)
     assert done.returncode == 1
     assert "Unable to contact slurm controller" in found["slurm"]["value"]
-    assert set(found) == {"slurm", "runs directory", "torch"}
+    assert set(found) == {"slurm", "runs directory", "torch", "nodes"}
 
 
 def test_without_slurm_this_machine_is_inspected_and_no_node(tmp_path: Path) -> None:
