@@ -236,7 +236,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
         # The head's agent goes on without this node, but it may be cut off from Slurm, or die with its node.
         channel.report(phase=Phase.LEFT)
         if not _is_left_undone(node):
-            _end_replaced_job(node)
+            _end_replaced_job(node, monitor)
             return 0
     if not _is_running(node):
         # Slurm is ending the job, and the next one cannot read the snapshots in the memory of these nodes.
@@ -250,7 +250,7 @@ def take_over(node: NodeAttempt, channel: ControlClient, monitor: NodeMonitor) -
     if not node.on_slurm:
         return LOCAL_REQUEUE_RETURN_CODE if first and cause is Cause.NODE_FAILURE else 0
     if not first and not has_yielded and not _is_left_undone(node):
-        _end_replaced_job(node)
+        _end_replaced_job(node, monitor)
         return 0
     # A large snapshot may take minutes to save; without a heartbeat the supervisor would end this job meanwhile.
     send_heartbeats(node.run)
@@ -339,15 +339,22 @@ def _is_left_undone(node: NodeAttempt) -> bool:
     return _is_running(node)
 
 
-def _end_replaced_job(node: NodeAttempt) -> None:
+def _end_replaced_job(node: NodeAttempt, monitor: NodeMonitor) -> None:
     """End this job if the head node died after it had submitted the next job, but before it could end this one.
 
     Slurm would keep a job with some live nodes until its time limit, and the next job waits for those nodes.
     """
-    if any(isinstance(event, Resubmitted) for event in node.history().during(node.attempt.attempt).events):
-        time.sleep(_CONFIRM_SECONDS)  # a head that is alive first redirects the jobs that wait for this run
-        if _is_running(node):
-            end_job(node)
+    if not any(isinstance(event, Resubmitted) for event in node.history().during(node.attempt.attempt).events):
+        return
+    # An agent that is alive first redirects the jobs that wait for this run. When it has ended this job, Slurm asks
+    # this agent to stop, and keeps the nodes until all agents have ended.
+    deadline = time.monotonic() + _CONFIRM_SECONDS
+    while time.monotonic() < deadline:
+        if monitor.is_stopping and not _is_running(node):
+            return
+        time.sleep(_CONFIRM_POLL_SECONDS)
+    if _is_running(node):
+        end_job(node)
 
 
 def _is_running(node: NodeAttempt) -> bool:

@@ -220,6 +220,11 @@ class NodeMonitor:
         """Whether this node must end its work: it was asked to stop, the attempt is over, or the head node is lost."""
         return bool(self._stop) or self._channel.directive.over or self._head_is_lost()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether this agent was asked to stop, by Slurm or by the head node's agent."""
+        return bool(self._stop)
+
     def _head_is_lost(self) -> bool:
         """Return whether the head node has been silent for so long that this node no longer waits for it."""
         channel = self._channel
