@@ -82,7 +82,7 @@ def take_over(node: NodeAttempt) -> int:
     """What an agent does that has lost contact with its head node, and has no snapshot."""
     directive = SimpleNamespace(members=(0, 1))
     channel: Any = SimpleNamespace(silent_seconds=6.0, directive=directive, head_has_ended=False)
-    monitor: Any = SimpleNamespace(last_step=5, node_dir=NodeDir(node.run.path / "memory"))
+    monitor: Any = SimpleNamespace(last_step=5, node_dir=NodeDir(node.run.path / "memory"), is_stopping=False)
     return ending.take_over(node, channel, monitor)
 
 
@@ -99,6 +99,7 @@ def test_agent_that_takes_over_is_left_to_finish_while_it_lives(
     survivor: NodeAttempt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handover, "HANDOVER_SECONDS", 2.0)
+    monkeypatch.setattr(ending, "_CONFIRM_SECONDS", 0.5)
     assert ending.record_end(survivor, AttemptEnded(attempt=1, cause="node_failure"))
 
     def other() -> None:

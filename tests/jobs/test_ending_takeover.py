@@ -123,13 +123,20 @@ def test_cancelled_run_without_its_head_node_ends(
     assert slurm.asked == ["scancel 7"], "its job keeps no nodes"
 
 
-@pytest.mark.parametrize(("state", "asked"), [("COMPLETING", []), ("RUNNING", ["scancel 7"])])
-def test_replaced_job_is_ended_unless_the_agent_that_replaced_it_did_so(
-    state: str, asked: list[str], ended: EndedAttemptMaker, slurm: AnsweringSlurm, slurm_command: Command,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("state", "is_stopping", "seconds", "asked"),
+    [
+        ("COMPLETING", False, 0.2, []), ("RUNNING", False, 0.2, ["scancel 7"]), ("RUNNING", True, 0.2, ["scancel 7"]),
+        ("COMPLETING", True, 1e9, []),
+    ],
+)  # fmt: skip
+def test_replaced_job_is_ended_unless_the_agent_that_replaced_it_did_so(  # noqa: PLR0917
+    state: str, is_stopping: bool, seconds: float, asked: list[str], ended: EndedAttemptMaker, slurm: AnsweringSlurm,
+    slurm_command: Command, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(ending, "_CONFIRM_SECONDS", 0.2)
+    monkeypatch.setattr(ending, "_CONFIRM_SECONDS", seconds)
     survivor = ended(node_rank=1)
+    survivor.monitor.is_stopping = is_stopping
     slurm_command("squeue", f"echo '7|{state}|None|gpu[01-03]|gpu01|0|N/A|N/A|{survivor.run.script}|'")
     ending.record_end(survivor.node, AttemptEnded(attempt=1, cause=Cause.NODE_FAILURE))
     write_events(survivor.run, resubmitted(), file="attempt-001-node-02.jsonl")

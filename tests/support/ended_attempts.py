@@ -86,7 +86,9 @@ class EndedAttempt:
             self.nodes.report(rank, phase=Phase.LEFT)
         self.coordinator = Coordinator(self.node, cast("Any", self.nodes), self.stop)
         self.polls = 0
-        self.monitor: Any = SimpleNamespace(poll=self._poll, node_dir=NodeDir(path / "memory"), last_step=30)
+        self.monitor: Any = SimpleNamespace(
+            poll=self._poll, node_dir=NodeDir(path / "memory"), last_step=30, is_stopping=False
+        )
 
     def _poll(self) -> None:
         """Have the second node's ranks end after a while."""
