@@ -379,9 +379,11 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
     record of a completion, however, waits for space, because a script would train again without it.
     """
     record = functools.partial(handover.record_end, node.run, ended)
-    node.share(ended)
     try:
-        return await_storage(node.run, lambda: False, record) if ended.cause is Cause.COMPLETED else record()
+        is_first = await_storage(node.run, lambda: False, record) if ended.cause is Cause.COMPLETED else record()
+        if is_first:
+            node.share(ended)
+        return is_first
     except OSError as error:
         log(f"the end of the attempt could not be recorded: {error}")
         return node.allocation.node_rank <= 1

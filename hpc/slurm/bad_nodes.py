@@ -1,6 +1,6 @@
-"""What the runs of a user know about bad nodes, so that one run's failure spares the others. Runs everywhere.
+"""Lets a user's runs share which nodes have failed. Runs everywhere.
 
-Each failure is a file in the runs directory, beside the runs. A file is written whole, and ignored when it is old.
+Each failure is a file in the runs directory, beside the runs. A file is written whole, and removed when it is old.
 """
 
 import json
@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from hpc.run.rundir import RunDir
 # Slurm itself marks a dead node down within SlurmdTimeout, usually 300 s. A bad node has probably been repaired after
 # some hours.
 _SECONDS = {Cause.NODE_FAILURE: 900.0, Cause.BAD_NODE: 6 * 3600.0}
+# A node's clock may be ahead of this machine's.
+_SKEW_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +34,17 @@ class BadNode:
     time: float
     """Seconds since the epoch."""
 
+    @property
+    def age_seconds(self) -> float:
+        """Seconds since the failure."""
+        return time.time() - self.time
+
     def __str__(self) -> str:
-        minutes = max(0, time.time() - self.time) / 60
-        return f"{self.node} ({self.cause} in run {self.run}, {minutes:.0f} min ago)"
+        return f"{self.node} ({self.cause} in run {self.run}, {max(0.0, self.age_seconds) / 60:.0f} min ago)"
+
+
+def _path(run: RunDir, node: str) -> Path:
+    return run.path.parent / f"{_prefix()}{node}.{run.name}.json"
 
 
 def _prefix() -> str:
@@ -41,34 +52,46 @@ def _prefix() -> str:
 
 
 def learn(run: RunDir, event: Event) -> None:
-    """Record that a node has failed a run on Slurm, or works again, if an event says so.
+    """Record that a node has failed a run on Slurm, or that the run has contact with it again, if an event says so.
 
     Raises:
         OSError: the runs directory cannot be changed.
     """
     if isinstance(event, NodeReturned):
-        for path in run.path.parent.glob(f"{_prefix()}{event.node}.*.json"):
-            path.unlink(missing_ok=True)
+        _path(run, event.node).unlink(missing_ok=True)
     elif isinstance(event, NodeFailed | Interrupted | AttemptEnded) and event.node and event.cause in _SECONDS:
         bad = BadNode(node=event.node, run=run.name, cause=Cause(event.cause), time=time.time())
-        write_atomic(run.path.parent / f"{_prefix()}{event.node}.{run.name}.json", json.dumps(asdict(bad)) + "\n")
+        write_atomic(_path(run, event.node), json.dumps(asdict(bad)) + "\n")
 
 
 def known(runs_dir: Path) -> Sequence[BadNode]:
     """Return the nodes that have recently failed this user's runs in a directory, the newest failure first.
 
-    A run that has found several bad nodes is probably to blame itself: its --setup or Python fails on each node.
+    A run that has found several bad nodes is probably the cause itself, because its --setup or Python fails on each.
     """
-    found, now = list[BadNode](), time.time()
+    found = list[BadNode]()
     for path in runs_dir.glob(f"{_prefix()}*.json"):
-        try:
-            fields = json.loads(path.read_text())
-            bad = BadNode(**{**fields, "cause": Cause(fields["cause"])})
-        except (OSError, ValueError, TypeError, KeyError):
-            continue  # another process is removing the file, or somebody has changed it
-        if now - bad.time < _SECONDS[bad.cause]:
-            found.append(bad)
+        with suppress(OSError):  # another process removes the file, or the storage fails: nobody needs to know
+            if path.stat().st_uid != os.getuid():
+                continue
+            bad = _read(path)
+            if bad is not None and -_SKEW_SECONDS < bad.age_seconds < _SECONDS[bad.cause]:
+                found.append(bad)
+            else:
+                path.unlink()
     times = Counter(bad.run for bad in found if bad.cause is Cause.BAD_NODE)
     found = [bad for bad in found if bad.cause is Cause.NODE_FAILURE or times[bad.run] == 1]
     newest = {bad.node: bad for bad in sorted(found, key=lambda bad: bad.time)}
     return sorted(newest.values(), key=lambda bad: -bad.time)
+
+
+def _read(path: Path) -> BadNode | None:
+    """Return what a file says; None if it is damaged. Raises OSError."""
+    try:
+        fields = json.loads(path.read_text())
+        node, run, cause, at = fields["node"], fields["run"], Cause(fields["cause"]), float(fields["time"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    if cause not in _SECONDS or not (isinstance(node, str) and isinstance(run, str)):
+        return None
+    return BadNode(node=node, run=run, cause=cause, time=at)

@@ -132,13 +132,16 @@ class SlurmExecutor(SubmititSlurm):
     @cached_property
     def excluded(self) -> list[str]:
         """The nodes that this job excludes: the user's --exclude, and nodes that have failed the user's other runs."""
-        return handover.nodes_to_exclude(self.run, self.spec, History([]))
+        try:
+            return handover.nodes_to_exclude(self.run, self.spec, History([]))
+        except TorchrelayError:
+            return handover.given_nodes(self.spec)  # sbatch will say what is wrong
 
     @property
     def notes(self) -> list[str]:
         """What differs from the user's flags, for the user."""
         avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in self.excluded]
-        avoids = f"the job avoids {', '.join(avoided)}; to use a node again, remove {self.run.path.parent}/.bad-node.*"
+        avoids = f"the job avoids {', '.join(avoided)}; to use a node again, remove .bad-node.*.NODE.* there"
         return [*([str(self.shorter)] if self.shorter else []), *([avoids] if avoided else [])]
 
     def _more_options(self) -> list[str]:
@@ -171,8 +174,6 @@ class SlurmExecutor(SubmititSlurm):
                 job_id = self._submit_script()
         except FailedJobError as error:
             job_id = self._find_job(refusal(str(error), self.spec))
-        for note in self.notes:
-            print(f"torchrelay: {note}", file=sys.stderr)
         for alias in self.run.logs.glob(".submission_file_*"):
             alias.unlink()
         return job_id
@@ -187,11 +188,11 @@ class SlurmExecutor(SubmititSlurm):
 
     def _excludes_less_after(self, sbatch_error: str) -> bool:
         """Exclude only the user's --exclude if sbatch refuses the job for more. Returns whether that is so."""
-        too_many, self.excluded = self.excluded, handover.given_nodes(self.spec)
-        if handover.leaves_too_few_nodes(sbatch_error) and too_many != self.excluded:
-            return True
-        self.excluded = too_many
-        return False
+        given = handover.given_nodes(self.spec)
+        if self.excluded == given or not handover.leaves_too_few_nodes(sbatch_error):
+            return False
+        self.excluded = given
+        return True
 
     def estimate_start(self) -> StartEstimate | None:
         """Return when Slurm would start the job; None if too few nodes are in service now.

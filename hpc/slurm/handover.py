@@ -93,9 +93,12 @@ def record_missing_end(
         # The file `alive` may be older than the attempt, and its storage may have another clock.
         last_heard=max(last.started, heartbeat + time.time() - storage_time(run.path)),
     )  # fmt: skip
+    if not record_end(run, ended):
+        return False
     if spec.cluster == "slurm":
-        bad_nodes.learn(run, ended)
-    return record_end(run, ended)
+        with contextlib.suppress(OSError):  # the end is recorded; that other runs meet the node costs them little
+            bad_nodes.learn(run, ended)
+    return True
 
 
 def was_preempted(run: RunDir, job_id: str, since: float) -> bool:

@@ -52,7 +52,7 @@ def warnings_of(history: History, *, completed: bool = False) -> list[str]:
             f"rank {slow.rank} on {slow.node} needs {slow.busy_seconds:.3g} s per step, the others "
             f"{slow.median_seconds:.3g} s, and all wait for it: check that node, or --exclude {slow.node}"
         )
-    if (silent := now.last(RanksSilent)) and silent.seconds:
+    if (silent := now.last(RanksSilent)) and silent.seconds and now.last(AttemptEnded) is None:
         found.append(
             f"no rank has used the processor, or read or written anything, for {silent.seconds / 60:.0f} minutes or "
             "more: if the script hangs, type hpc cancel, then hpc resume --hang-timeout 20m, which restarts such ranks"

@@ -118,6 +118,9 @@ def _submit(
             excluded=tuple(executor.excluded),
         )
         _events(run).append(submitted)
+        with suppress(OSError):  # the job is queued, whether stderr can be written or not
+            for note in executor.notes:
+                print(f"torchrelay: {note}", file=sys.stderr)
     return spec, job_id
 
 

@@ -65,10 +65,10 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")
-    hanging = _find_hanging_rank(heartbeats)
-    if is_silent(heartbeats, 0.0):
+    if all(each.phase == UNWATCHED for each in heartbeats.values()):
         detail = f"no rank has used the processor, or read or written anything, for {seconds:.0f} s"
         return Hang(rank=None, seconds=seconds, detail=detail)
+    hanging = _find_hanging_rank(heartbeats)
     if hanging is None:
         phases = Counter(f"{heartbeat.phase} after step {heartbeat.step}" for heartbeat in heartbeats.values())
         counts = ", ".join(f"{count} in {phase}" for phase, count in phases.items())
@@ -82,10 +82,10 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     return Hang(rank=hanging, seconds=seconds, detail=detail, unkillable=unkillable)
 
 
-def is_silent(heartbeats: Mapping[int, RankHeartbeat], seconds: float = _OTHER_PHASES_SECONDS) -> bool:
-    """Return whether no rank writes heartbeats, and none has shown a sign of life for some time."""
+def is_silent(heartbeats: Mapping[int, RankHeartbeat]) -> bool:
+    """Return whether no rank writes heartbeats, and none has shown a sign of life for 15 minutes."""
     ranks = heartbeats.values()
-    return bool(ranks) and all(each.phase == UNWATCHED and each.still_seconds >= seconds for each in ranks)
+    return all(each.phase == UNWATCHED and each.still_seconds >= _OTHER_PHASES_SECONDS for each in ranks)
 
 
 def _find_hanging_rank(heartbeats: Mapping[int, RankHeartbeat]) -> int | None:

@@ -56,11 +56,11 @@ class _Activity:
     measured_at: float = -inf
     active_at: float = 0.0
 
-    def measure(self, now: float) -> None:
+    def measure(self, now: float, still_seconds: float) -> None:
         """Note whether the rank's processes have done something: used the processor, or read or written."""
         self.measured_at = now
         seconds, volume = activity(self.pid)
-        if volume != self.volume or seconds - self.seconds > _IDLE_SHARE * (now - self.active_at):
+        if volume != self.volume or seconds - self.seconds > _IDLE_SHARE * still_seconds:
             self.seconds, self.volume, self.active_at = seconds, volume, now
 
 
@@ -132,7 +132,7 @@ class LocalRanks:
             if last is None or last.pid != pid:
                 last = self._activity[rank] = _Activity(pid=pid)
             if now > last.measured_at + _MEASURE_SECONDS:
-                last.measure(now)
+                last.measure(now, self._clock.since(last.active_at))
             still = round(self._clock.since(last.active_at), 2)
             yield RankHeartbeat(
                 rank=rank, step=0, phase=UNWATCHED, state="", still_seconds=still, step_seconds=None, busy_seconds=None

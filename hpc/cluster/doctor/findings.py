@@ -176,7 +176,7 @@ def _bad_nodes(login: LoginNode) -> Finding:
     return note(
         f"failed recently: {', '.join(login.bad_nodes)}",
         "new jobs avoid these nodes if enough others are left",
-        f"tell the administrators; to use a node again, remove {login.runs_dir}/.bad-node.*",
+        f"tell the administrators; to use a node again, remove .bad-node.*.NODE.* in {login.runs_dir}",
     )
 
 
