@@ -381,12 +381,12 @@ def record_end(node: NodeAttempt, ended: AttemptEnded) -> bool:
     record = functools.partial(handover.record_end, node.run, ended)
     try:
         is_first = await_storage(node.run, lambda: False, record) if ended.cause is Cause.COMPLETED else record()
-        if is_first:
-            node.share(ended)
-        return is_first
     except OSError as error:
         log(f"the end of the attempt could not be recorded: {error}")
-        return node.allocation.node_rank <= 1
+        is_first = node.allocation.node_rank <= 1
+    if is_first:
+        node.share(ended)
+    return is_first
 
 
 def save_snapshot(node: NodeAttempt, node_dir: NodeDir) -> None:

@@ -171,14 +171,14 @@ class Recovery:
     """Number of idle nodes to replace lost ones."""
     hang_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "auto"
     """Restart all ranks after this time without progress: 90s, 5m. auto: chosen from the measured time of a step;
-    none for a script that does not report its progress (docs/explanation/recovery.md)."""
+    no limit for a script that does not report its progress (docs/explanation/recovery.md)."""
     signal_before: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Save and stop this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
     continue_with: Literal["auto", "requeue", "job"] = "auto"
     """How the run continues after a preemption or its time limit: requeue the same job, or submit a new job.
     auto: submit a new job if Slurm holds requeued jobs for more than 15 s (its default is 120 s)."""
     health_check: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
-    """Run this shell command on each node before its ranks start. If it fails, the run avoids the node."""
+    """Run this shell command on each node before its first ranks start. The run avoids a node on which it fails."""
     start_once: bool = False
     """Never start the ranks again, whatever has ended them: for a script that must not start twice."""
     grace_period: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None

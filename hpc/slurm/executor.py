@@ -141,7 +141,8 @@ class SlurmExecutor(SubmititSlurm):
     def notes(self) -> list[str]:
         """What differs from the user's flags, for the user."""
         avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in self.excluded]
-        avoids = f"the job avoids {', '.join(avoided)}; to use a node again, remove .bad-node.*.NODE.* there"
+        remove = f"to use a node again, remove .bad-node.*.NODE.* in {self.run.path.parent}"
+        avoids = f"the job avoids {', '.join(avoided)}; {remove}"
         return [*([str(self.shorter)] if self.shorter else []), *([avoids] if avoided else [])]
 
     def _more_options(self) -> list[str]:

@@ -106,11 +106,12 @@ def _observed(runs_dir: Path) -> list[ObservedRun]:
         if headless:
             found[number] = replace(one, known=replace(one.known, headless=headless))
         excluded = _excluded(one)
-        if set(excluded) - set(handover.given_nodes(RunSpec.load(one.run))) and any(
-            job.state is JobState.PENDING for job in one.known.jobs
-        ):
+        if not excluded or all(job.state is not JobState.PENDING for job in one.known.jobs):
+            continue
+        spec = RunSpec.load(one.run)
+        if list(excluded) != handover.given_nodes(spec):
             # If nodes have gone down since the submission, the pending job can exclude fewer nodes.
-            excludable = handover.nodes_to_exclude(one.run, RunSpec.load(one.run), one.history)
+            excludable = handover.nodes_to_exclude(one.run, spec, one.history)
             found[number] = replace(one, known=replace(one.known, excluded=excluded, excludable=excludable))
     return found
 

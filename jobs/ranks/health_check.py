@@ -1,4 +1,4 @@
-"""Runs the site's own check of a node (--health-check). Runs in every agent, before the ranks of a round start."""
+"""Runs the user's own check of a node (--health-check). Runs in every agent, before the ranks of a round start."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ import subprocess
 import time
 from contextlib import suppress
 
+from hpc.base.environment import PYTHONPATH
 from hpc.base.errors import BadNodeError
 from jobs.node_attempt import NodeAttempt
 from jobs.ranks.monitor import NodeMonitor
@@ -23,7 +24,11 @@ def check_health(node: NodeAttempt, monitor: NodeMonitor) -> None:
     if command is None:
         return
     flag, deadline = f"--health-check {command!r}", time.monotonic() + _SECONDS
-    process = subprocess.Popen(["/bin/sh", "-c", command], stdin=subprocess.DEVNULL, start_new_session=True)
+    environment = {**os.environ, "PYTHONPATH": os.environ.get(PYTHONPATH, "")}  # not that of our packages
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", command], cwd=node.spec.start_directory(node.run), env=environment, stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )  # fmt: skip
     try:
         while (exit_code := process.poll()) is None and not monitor.must_leave:
             monitor.poll()

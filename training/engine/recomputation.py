@@ -1,7 +1,7 @@
-"""Tells a divergence from a faulty device, by computing a step again. Runs on every rank.
+"""Tells a divergence from a faulty device, by repeating a step. Runs on every rank.
 
-The ranks restart once when the loss is not finite (hpc.run.budget), and their steps repeat bit for bit. So a loss that
-is not finite again is a divergence. If it is finite, the rank that was the first has computed wrongly.
+When the loss is not finite, the ranks restart (hpc.run.budget), and their steps repeat bit for bit. If the loss is not
+finite again, the training has diverged. If it is finite, the rank that was the first has probably computed wrongly.
 """
 
 import json
@@ -9,9 +9,12 @@ import socket
 from typing import Any
 
 from hpc.base.errors import BadNodeError
+from hpc.base.files import refresh_nfs_cache
 from training.engine.loss_meter import DivergedError
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
+
+_FIELDS = frozenset({"step", "loss", "rank", "host"})
 
 
 class Recomputation:
@@ -30,14 +33,18 @@ class Recomputation:
         return {"step": error.step, "loss": str(error.loss), "rank": error.rank, "host": host, **self._conditions}
 
     def begin(self, step: int) -> None:
-        """Note whether the ranks, which begin after `step`, compute a step again whose loss was not finite."""
-        if self._context.config.deterministic == "off":
-            return
+        """Note whether the ranks, which begin after `step`, compute a step again whose loss was not finite.
+
+        Call this only if their steps repeat bit for bit.
+        """
+        run_dir = self._context.run_dir
+        refresh_nfs_cache(run_dir.path)  # rank 0 has written the file seconds ago
         try:
-            found = json.loads(self._context.run_dir.diverged.read_text())
-        except FileNotFoundError:
+            found = json.loads(run_dir.diverged.read_text())
+        except (FileNotFoundError, ValueError):
             return
-        if all(found.get(name) == value for name, value in self._conditions.items()) and found["step"] > step:
+        is_complete = isinstance(found, dict) and found.keys() >= _FIELDS and isinstance(found["step"], int)
+        if is_complete and found.items() >= self._conditions.items() and found["step"] > step:
             self._suspect = found
 
     def passed(self, step: int) -> None:
@@ -52,6 +59,6 @@ class Recomputation:
         self._suspect = None
         if (found["rank"], found["host"]) == (self._group.rank, socket.gethostname()):
             raise BadNodeError(
-                f"rank {found['rank']} computes wrongly: its loss in step {found['step']} was {found['loss']}, and a "
-                "finite number when it computed the step again"
+                f"rank {found['rank']} probably computes wrongly: its loss in step {found['step']} was {found['loss']} at "
+                "first, and finite when the step was repeated"
             )

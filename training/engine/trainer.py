@@ -157,7 +157,8 @@ class Trainer:
         restored = Restorer(self.context, self.state, self.group, self.logger).restore()
         if restored is None and self.config.weights:
             self.console.print(load_initial_weights(self.context, self.state, self.group))
-        self.recomputation.begin(self.state.progress.step)
+        if self.config.deterministic != "off" and not self.stepper.unrepeatable and not self.numerics.changes:
+            self.recomputation.begin(self.state.progress.step)
         # Only nodes' memory holds a restored snapshot: save a checkpoint soon, because a failed node may fail again.
         self.checkpoint_writer.restart_interval(due=restored is not None and not restored.durable)
         self.snapshot_writer.restart_interval()
