@@ -37,8 +37,8 @@ class _Rule:
 _RULES = (
     # Only a person can repair bad input or a full disk.
     _Rule(causes=frozenset({Cause.BAD_INPUT, Cause.NO_SPACE}), failures=1),
-    # A training that has diverged does so again at the same step, which ends the run. Otherwise, a device computed
-    # wrongly (training.engine.recomputation).
+    # A true divergence recurs at the same step and ends the run. Otherwise, a device has probably computed wrongly
+    # (training.engine.recomputation).
     _Rule(causes=frozenset({Cause.DIVERGED}), failures=3),
     _Rule(
         causes=frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}),

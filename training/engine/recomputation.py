@@ -59,6 +59,6 @@ class Recomputation:
         self._suspect = None
         if (found["rank"], found["host"]) == (self._group.rank, socket.gethostname()):
             raise BadNodeError(
-                f"rank {found['rank']} probably computes wrongly: its loss in step {found['step']} was {found['loss']} at "
-                "first, and finite when the step was repeated"
+                f"rank {found['rank']} probably computes wrongly: its loss in step {found['step']} was {found['loss']},"
+                " and finite when the step was repeated"
             )

@@ -419,7 +419,7 @@ class Diverged(Event, frozen=True, kw_only=True):
     step: Int | None = None
     loss: str | None = None
     rank: Int | None = None
-    """The rank whose loss was the first that is not finite; None if several were."""
+    """The first rank whose loss was not finite; None if several ranks were first."""
 
 
 class ImageCorrupt(Event, frozen=True, kw_only=True):
