@@ -68,11 +68,10 @@ def process_state(pid: str | int) -> str | None:
 def children(pid: int) -> list[int]:
     """Return the ids of a process's children, zombies included."""
     found = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            found += [int(child) for child in path.read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # the thread has ended since it was listed
+    with suppress(FileNotFoundError, ProcessLookupError):  # the process has ended
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since it was listed
+                found += [int(child) for child in path.read_text().split()]
     return found
 
 

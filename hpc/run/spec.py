@@ -171,7 +171,7 @@ class Recovery:
     """Number of idle nodes to replace lost ones."""
     hang_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "auto"
     """Restart all ranks after this time without progress: 90s, 5m. auto: chosen from the measured time of a step;
-    no limit for a script that does not report its progress (docs/explanation/recovery.md)."""
+    no limit for a script without report() (docs/explanation/recovery.md)."""
     signal_before: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """Save and stop this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
     continue_with: Literal["auto", "requeue", "job"] = "auto"

@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 from support.events import recorded
@@ -49,14 +51,17 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     ],
 )
 def test_ranks_without_heartbeats_live_while_they_compute_or_print(
-    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch, command: str, is_still: bool
-) -> None:
+    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+    command: str, is_still: bool,
+) -> None:  # fmt: skip
     monkeypatch.setattr(monitor, "_MEASURE_SECONDS", 0.0)
     channel = ControlServer("secret", 1)
     ranks = NodeMonitor(node, held, channel, StopRequest()).ranks
     process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.DEVNULL, start_new_session=True)
     fields = {"rank": 3, "pid": process.pid, "started_at": time.monotonic()}
     (held.files.exits / f"running-{process.pid}.json").write_text(json.dumps(fields))
+    request.addfinalizer(process.wait)
+    request.addfinalizer(partial(os.killpg, process.pid, signal.SIGKILL))  # the last one comes first
     time.sleep(0.5)  # the shell has read its command
     ended, still = time.monotonic() + 4.0, list[float]()
     while time.monotonic() < ended:
@@ -64,7 +69,5 @@ def test_ranks_without_heartbeats_live_while_they_compute_or_print(
         assert (heartbeat.rank, heartbeat.phase) == (3, "unwatched")
         still.append(heartbeat.still_seconds)
         time.sleep(0.05)
-    os.killpg(process.pid, 9)
-    process.wait()
     assert (max(still) > 2.5) == is_still, still
     channel.close()
