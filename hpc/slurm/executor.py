@@ -140,7 +140,9 @@ class SlurmExecutor(SubmititSlurm):
     @property
     def notes(self) -> list[str]:
         """What differs from the user's flags, for the user."""
-        avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in self.excluded]
+        more = set(self.excluded) - set(handover.given_nodes(self.spec))
+        # Usually there are none, and then the runs directory need not be searched again.
+        avoided = [str(bad) for bad in bad_nodes.known(self.run.path.parent) if bad.node in more] if more else []
         remove = f"to use a node again, remove .bad-node.*.NODE.* in {self.run.path.parent}"
         avoids = f"the job avoids {', '.join(avoided)}; {remove}"
         return [*([str(self.shorter)] if self.shorter else []), *([avoids] if avoided else [])]

@@ -29,7 +29,7 @@ from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import handover
 from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase, RankHeartbeat
-from jobs.control.rank_health import StragglerDetector, find_hang, is_silent
+from jobs.control.rank_health import StragglerDetector, describe_silence, find_hang, is_silent
 from jobs.control.root_failure import RootFailure
 from jobs.control.round_members import MembershipView, decide_round
 from jobs.control.silent_nodes import LINK_SECONDS, Patience
@@ -256,7 +256,7 @@ class Coordinator:
             seconds = min(each.still_seconds for each in heartbeats.values())
             self._node.record(RanksSilent(seconds=seconds if self._is_silent else 0.0))
             if self._is_silent:
-                log(f"no rank has used the processor, or read or written anything, for {seconds:.0f} s")
+                log(describe_silence(seconds))
 
     def _node_of(self, rank: int) -> int | None:
         """Return the node rank of the node that runs a rank; None if unknown. Lost nodes' old statuses are skipped."""

@@ -66,8 +66,7 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")
     if all(each.phase == UNWATCHED for each in heartbeats.values()):
-        detail = f"no rank has used the processor, or read or written anything, for {seconds:.0f} s"
-        return Hang(rank=None, seconds=seconds, detail=detail)
+        return Hang(rank=None, seconds=seconds, detail=describe_silence(seconds))
     hanging = _find_hanging_rank(heartbeats)
     if hanging is None:
         phases = Counter(f"{heartbeat.phase} after step {heartbeat.step}" for heartbeat in heartbeats.values())
@@ -80,6 +79,11 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
     )
     detail = f"rank {hanging} {state}" + (", and the others wait for it" if len(heartbeats) > 1 else "")
     return Hang(rank=hanging, seconds=seconds, detail=detail, unkillable=unkillable)
+
+
+def describe_silence(seconds: float) -> str:
+    """Say for how long ranks without heartbeats have shown no sign of life."""
+    return f"no rank has used the processor, or read or written anything, for {seconds:.0f} s"
 
 
 def is_silent(heartbeats: Mapping[int, RankHeartbeat]) -> bool:

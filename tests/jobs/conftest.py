@@ -17,6 +17,14 @@ from jobs.node_attempt import NodeAllocation, NodeAttempt
 
 
 @pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A directory for a run, with no files of other tests' runs beside it."""
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
 def node(tmp_path: Path) -> NodeAttempt:
     return NodeAttempt(
         run=RunDir(tmp_path),

@@ -41,6 +41,14 @@ assert handover.claim_next_job(run, 1, History.load(run))
 
 
 @pytest.fixture
+def tmp_path(tmp_path: Path) -> Path:
+    """A directory for a run, with no files of other tests' runs beside it."""
+    path = tmp_path / "run"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
 def run(tmp_path: Path, slurm_command: Command) -> RunDir:
     """A run of which Slurm lists no job, on a cluster whose first node works."""
     slurm_command("squeue", "exit 0")
