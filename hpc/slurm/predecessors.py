@@ -66,9 +66,13 @@ def predecessors_of(run: RunDir, spec: RunSpec, jobs: Mapping[str, SlurmJob]) ->
 
 
 def _predecessor(run: RunDir, must_complete: bool, listed: Mapping[str, list[SlurmJob]]) -> Predecessor:
-    alive = [job.job_id for job in listed.get(os.path.realpath(run.script), ()) if job.state.alive]
-    job_id = alive[-1] if alive else None
-    return Predecessor(run=run, must_complete=must_complete, outcome=recorded_outcome(run), job_id=job_id)
+    alive = [job for job in listed.get(os.path.realpath(run.script), ()) if job.state.alive]
+    outcome = recorded_outcome(run)
+    if outcome == "failed" and any(job.state is not JobState.ENDING for job in alive):
+        outcome = None  # `hpc supervise` submits a failed run's next job before it records it
+    return Predecessor(
+        run=run, must_complete=must_complete, outcome=outcome, job_id=alive[-1].job_id if alive else None
+    )
 
 
 def recorded_outcome(run: RunDir) -> Outcome | Literal["removed"] | None:

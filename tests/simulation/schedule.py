@@ -198,7 +198,7 @@ class Schedule:
         """When hpc resume was typed last."""
         self._seen = 0
         self._two_since: float | None = None
-        self._next_has_begun = False
+        self._next_has_begun = self._next_may_begin = False
         self._calm_since, self._has_supervisor = 0.0, False
         self._injected = list[tuple[float, Fault]]()
 
@@ -443,12 +443,20 @@ class Schedule:
 
     def _check_next(self) -> None:
         """The run that waits for this one begins after its end."""
-        if self._next_has_begun or not self.cluster.next_steps:
+        if self.next_dir is None or self._next_has_begun:
             return
-        self._next_has_begun, outcome = True, self._history().outcome
+        if all(job.state is not State.RUNNING for job in self._jobs(self.next_dir)):
+            self._next_may_begin = False
+            return
+        outcome = self._history().outcome
         wanted = {"completed"} if self.plan.next_run == "after_ok" else {"completed", "failed", "cancelled"}
-        if outcome not in wanted and not self._had("resume") and not self._may_have_two_jobs():
-            self._violate(f"the next run has begun, and this one is {outcome or 'not over'}")
+        # A run that could not continue has failed, until hpc supervise submits its next job.
+        has_job = outcome == "failed" and any(job.waits or job.state is State.RUNNING for job in self._jobs())
+        self._next_may_begin |= outcome in wanted and not has_job
+        if self.cluster.next_steps:
+            self._next_has_begun = True
+            if not self._next_may_begin and not self._had("resume") and not self._may_have_two_jobs():
+                self._violate(f"the next run has begun, and this one is {outcome or 'not over'}")
 
     def _check_jobs(self) -> None:
         """One job of the run at a time; none after a cancellation."""
