@@ -84,11 +84,15 @@ def conclude(node: NodeAttempt, server: ControlServer, monitor: NodeMonitor, coo
         return 1  # other agents, which have lost contact with this one, have ended the attempt
     log(f"attempt {node.attempt.attempt} ended: {cause}" + (f" ({failure.detail})" if fields and failure else ""))
     names, own = node.allocation.names, node.allocation.node_rank
-    # Slurm may have taken half a minute to answer: a node may have died meanwhile.
-    since = server.statuses().keys() - coordinator.lost.keys() - {own}
-    lost |= {rank for rank in since if server.is_silent(rank) and not server.has_ended(rank)}
+    others = server.statuses().keys() - coordinator.lost.keys() - {own}
+
+    def died_since() -> list[str]:
+        return names({rank for rank in others if server.is_silent(rank) and not server.has_ended(rank)})
+
     alive = {rank for rank in lost if server.has_ended(rank)}  # their agents have ended, but the nodes live
-    nodes = LostNodes(lost=names(lost), alive=names(alive), bad=names(coordinator.bad_nodes))
+    # Slurm may have taken half a minute to answer: a node may have died meanwhile.
+    gone = sorted({*names(lost), *died_since()})
+    nodes = LostNodes(lost=gone, alive=names(alive), bad=names(coordinator.bad_nodes), died_since=died_since)
     return _continue_run(node, cause, ending.job_state, nodes)
 
 

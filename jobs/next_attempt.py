@@ -7,7 +7,7 @@ Slurm 22.05 then restarts it without its GPUs and leaks them. A new job for the 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -36,6 +36,8 @@ class LostNodes:
     """Lost nodes that are not dead: their kernel has closed the connection of the ended agent."""
     bad: Sequence[str] = ()
     """Nodes that have failed the preflight, or whose storage or device hangs."""
+    died_since: Callable[[], Sequence[str]] = tuple
+    """Returns the nodes that have died since the end of the attempt, while Slurm did not answer."""
 
 
 def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
@@ -59,6 +61,9 @@ def start_next_attempt(node: NodeAttempt, nodes: LostNodes) -> bool:
     down_by = time.monotonic() + _DOWN_SECONDS
 
     def ask() -> None:
+        died = set(nodes.died_since())
+        avoid.extend(died.difference(avoid))
+        dead.update(died)
         may_be_dead = dead and time.monotonic() < down_by
         for what in list(left):
             if (what == requeue and may_be_dead and _holds(node, dead)) or (what == end_first and len(left) > 1):
