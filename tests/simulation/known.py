@@ -181,9 +181,10 @@ KNOWN = {
         Fault(at=0.0, after=_TRAINS, kind="refuse-sbatch"),
         Fault(at=10.0, after=_TRAINS, kind="kill-agent", host="gpu02"), attempts=2,
     ),
-    # The head node's agent, whose scontrol waited for Slurm, did not see that the other node died, and requeued the job.
+    # The head node's agent, which waited for Slurm, did not see that the other node died, and requeued the job.
     "a node dies while Slurm does not answer at the end": _plan(
-        Fault(at=5.0, after=_TRAINS, kind="controller-away", seconds=80.0), Fault(at=10.0, after=_TRAINS, kind="signal"),
+        Fault(at=5.0, after=_TRAINS, kind="controller-away", seconds=80.0),
+        Fault(at=10.0, after=_TRAINS, kind="signal"),
         _kill_host(5.0, "attempt 1 ended", "gpu02"), configuration={"slurmd_timeout": 300.0},
         recovery=Recovery(hang_timeout="10s", continue_with="requeue"),
     ),

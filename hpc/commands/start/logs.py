@@ -4,7 +4,7 @@ import io
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 from hpc.base.errors import UserError
@@ -18,6 +18,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.status.log_reader import Line, LogReader, lines_before, offset_of_last, ranks_with_logs
 from hpc.status.run_view import StatusCache
+from hpc.status.stacks import stack_groups
 from hpc.status.summary import TERMINAL
 
 _POLL_SECONDS = 0.5
@@ -42,6 +43,8 @@ class LogsOptions(cli.RunOptions):
     """Print only the logs of this attempt. Default: all attempts."""
     all: bool = False
     """Print the logs in full, from the beginning."""
+    stacks: bool = False
+    """Print where the ranks were in the last hang or crash: their stacks, with equal ones together."""
     raw: bool = False
     """Print control characters, such as those for colours, unchanged: the terminal then executes them."""
 
@@ -52,6 +55,8 @@ def logs(options: LogsOptions) -> int:
     _check_choice(options, run)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # ranks may print what the terminal cannot show
+    if options.stacks:
+        return _print_stacks(options, run)
     reader = reader_for(options, run)
     if options.follow:
         _follow(options, reader)
@@ -122,6 +127,22 @@ def first_error(history: History) -> RankFailed | AttemptEnded | None:
     # A rank that fails because another rank died may be noticed first.
     last_round.sort(key=lambda event: (is_consequence(event.detail or ""), event.failed_at))
     return next(iter(named or last_round), ended if ended.rank is not None else None)
+
+
+def _print_stacks(options: LogsOptions, run: RunDir) -> int:
+    if options.follow or options.rank is not None:
+        raise UserError("--stacks compares all ranks: omit --follow and --rank")
+    groups = stack_groups(run, options.attempt)
+    if options.json:
+        cli.print_json([asdict(group) for group in groups])
+        return 0
+    for group in groups:
+        print(f"attempt {group.attempt}, {group.who}" + (" (most recent call first):" if group.stack else ": no stack"))
+        for frame in group.stack or ():
+            print(f"  {visible(frame)}")
+    if not groups:
+        _notice(f"no rank of run {run.name} has printed a stack: hpc logs {run.name} shows what they have printed")
+    return 0
 
 
 def _follow(options: LogsOptions, reader: LogReader) -> None:

@@ -92,6 +92,51 @@ def test_rank_or_attempt_that_cannot_be_is_refused(
     assert len(printed(capsys, run, "--rank=8")) == 1
 
 
+HANGING = """
+import faulthandler, os, sys, threading
+
+faulthandler.enable(all_threads=True)
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def wait_for_others():
+    os.abort()
+
+def {step}():
+    wait_for_others()
+
+{step}()
+"""
+
+
+def test_equal_stacks_of_a_hang_are_printed_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, step in enumerate(("backward", "backward", "save", "backward")):
+        with run.rank_log(1, rank).open("wb") as log:
+            log.write(b"training\n")
+            log.flush()
+            command = [sys.executable, "-c", HANGING.format(step=step)]
+            assert subprocess.run(command, stderr=log, check=False).returncode == -signal.SIGABRT
+    add(run.rank_log(1, 0), "trains again\n")
+    add(run.rank_log(1, 4), "stopped\n")
+    add(run.rank_log(2, 0), "no stack in this attempt\n")
+    frames = [
+        "attempt 1, ranks 0-1, 3 (most recent call first):",
+        '  File "<string>", line 8 in wait_for_others', '  File "<string>", line 11 in backward',
+        '  File "<string>", line 13 in <module>',
+        "attempt 1, rank 2 (most recent call first):",
+        '  File "<string>", line 8 in wait_for_others', '  File "<string>", line 11 in save',
+        '  File "<string>", line 13 in <module>',
+        "attempt 1, rank 4: no stack",
+    ]  # fmt: skip
+    assert printed(capsys, run, "--stacks") == frames
+    assert logs.main([str(run.path), "--stacks", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [(group["ranks"], len(group["stack"] or ())) for group in found] == [([0, 1, 3], 3), ([2], 3), ([4], 0)]
+    assert logs.main([str(run.path), "--stacks", "--attempt=2"]) == 0
+    assert "no rank of run r has printed a stack" in capsys.readouterr().err
+    assert logs.main([str(run.path), "--stacks", "--rank=0"]) == 2
+    assert "omit --follow and --rank" in capsys.readouterr().err
+
+
 def test_control_characters_are_shown_unless_raw_output_is_asked_for(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
