@@ -13,6 +13,9 @@ TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync fish zsh
 INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' || \
 	{ echo "installing Debian's packages $(1)"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1) >/dev/null; }
 
+# Byte code of our own packages. Without it (PYTHONDONTWRITEBYTECODE, a checkout of root's) each process would compile them.
+COMPILE = $(BIN)/python -m compileall -q hpc jobs training
+
 # A real Slurm needs root, to make the nodes' namespaces, and Debian's packages.
 ROOT := $(shell [ "$$(id -u)" = 0 ] && command -v apt-get)
 NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster local
@@ -42,6 +45,7 @@ RIVALS := rivals/ready
 
 bench: $(READY) $(RIVALS)
 	@$(call INSTALL,$(TEST_PACKAGES))
+	@$(COMPILE)
 	@set -e; for name in $(BENCHMARKS); do echo "--- $$name ---"; $(BIN)/python -m benchmarks.$$name $(if $(QUICK),--small) $(FLAGS); done
 
 $(RIVALS): pyproject.toml
@@ -65,6 +69,7 @@ else
 	$(if $(filter /tmp/%,$(CURDIR)/),$(error move this checkout out of /tmp: the nodes of the testbed have a /tmp of their own))
 	@$(call INSTALL,$(TEST_PACKAGES))
 	@if apt-cache show apptainer >/dev/null 2>&1; then $(call INSTALL,apptainer); fi  # Debian 12 and 13 do not have it
+	@$(COMPILE)
 	$(BIN)/python -m pytest $(MACHINES) $(or $(TESTS),$(TIER))
 endif
 

@@ -12,6 +12,7 @@ import glob
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -170,15 +171,22 @@ def copy_code(run: RunDir, code: UserCode) -> None:
 
 
 def _copy_packages(target: Path) -> None:
-    """Copy our packages into a new directory, with the modes that the umask gives to new files."""
+    """Copy our packages into a new directory, with the modes that the umask gives to new files.
+
+    The files keep their times, so that their byte code is valid there: else each node would compile the same modules.
+    """
     source = Path(__file__).parents[2]
     for package in _PACKAGES:
         for directory, _, names in os.walk(source / package):
-            if Path(directory).name != "__pycache__":
-                new = target / Path(directory).relative_to(source)
-                new.mkdir(parents=True)
-                for name in names:
-                    (new / name).write_bytes(Path(directory, name).read_bytes())
+            new = target / Path(directory).relative_to(source)
+            new.mkdir(parents=True)
+            is_cache = new.name == "__pycache__"
+            # A cache may also have other versions of Python, and files that are being written.
+            for name in [one for one in names if not is_cache or one.endswith(f".{sys.implementation.cache_tag}.pyc")]:
+                old, copy = Path(directory, name), new / name
+                copy.write_bytes(old.read_bytes())
+                times = old.stat()
+                os.utime(copy, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 def copy_files(code: UserCode, target: Path) -> None:

@@ -1,7 +1,10 @@
 """What a run gets of the user's code and of ours, and what of it git sees."""
 
+import py_compile
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -140,8 +143,18 @@ def test_run_has_our_packages_and_others_cannot_change_them(tmp_path: Path, repo
     run = copied(tmp_path / "run", find_code(repository, ("src/my.py",)))
     names = {path.relative_to(run.packages) for path in run.packages.rglob("*") if path.is_file()} - {Path("revision")}
     ours = {path.relative_to(ROOT) for package in ("hpc", "jobs", "training") for path in (ROOT / package).rglob("*")}
-    assert names == {path for path in ours if (ROOT / path).is_file() and "__pycache__" not in path.parts}
+    sources = {path for path in names if path.suffix != ".pyc"}
+    assert sources == {path for path in ours if (ROOT / path).is_file() and "__pycache__" not in path.parts}
     assert not [path for path in run.packages.rglob("*") if path.stat().st_mode & 0o022]
+
+
+def test_nodes_need_not_compile_our_packages(tmp_path: Path, repository: Path) -> None:
+    py_compile.compile(str(ROOT / "hpc/base/units.py"))
+    run = copied(tmp_path / "run", find_code(repository, ("src/my.py",)))
+    command = [sys.executable, "-v", "-P", "-c", "import hpc.base.units"]
+    done = subprocess.run(command, env={"PYTHONPATH": str(run.packages)}, capture_output=True, text=True, check=True)
+    source = run.packages / "hpc/base/units.py"
+    assert re.search(rf"{source.parent}/__pycache__/units.*pyc matches {source}", done.stderr)
 
 
 @pytest.mark.parametrize("ignored", [False, True])
