@@ -11,7 +11,7 @@ import shutil
 import sys
 import time
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,7 +52,8 @@ from jobs.node_attempt import (
 )
 from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.round import RankSetup, run_round
+from jobs.ranks.round import RankSetup, must_check, prepare_round, run_round
+from jobs.ranks.standby import Standby
 from jobs.senders import commenting, sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging
@@ -191,6 +192,7 @@ class _Agent:
         self._monitor = NodeMonitor(node, held, channel, stop)
         self._monitor.callbacks.append(channel.check)
         self._staging = NodeStaging(node, channel, self._monitor, resources)
+        self._standby = resources.enter_context(closing(Standby()))
 
     def run(self) -> int:
         """Run this node's part of the attempt, and return the exit code of the task."""
@@ -211,10 +213,15 @@ class _Agent:
         """Stage the data, then take part in each round that includes this node. Report errors, but raise defects."""
         try:
             threads = threads_per_rank(self._node.allocation, self._node.spec.resources.ranks_per_node)
+            python = self._node.spec.python or sys.executable
+            setup = RankSetup(data=None, python=python, threads=threads, standby=self._standby)
+            if self._node.spec.stage_env is None:
+                prepare_round(self._node, self._monitor, setup, preflight=must_check(self._node))
             self._record_joined()
-            data = self._staging.stage_data()
-            python = self._node.spec.python or stage_environment(self._staging)
-            setup = RankSetup(data=data, python=python, threads=threads)
+            setup = replace(setup, data=self._staging.stage_data())
+            if self._node.spec.stage_env is not None:
+                setup = replace(setup, python=stage_environment(self._staging))
+                prepare_round(self._node, self._monitor, setup, preflight=must_check(self._node))
             ports = self._node.spec.network.ports
             check_health(self._node, self._monitor)
             self._channel.report(phase=Phase.READY, port=pick_port(ports))

@@ -4,6 +4,7 @@ Runs on compute nodes. The ranks run the program in the run's spec. Its environm
 TORCHRELAY_ATTEMPT and, with `--data`, TORCHRELAY_DATA. On SIGUSR2 or SIGTERM the program should save and exit with 0.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,17 +19,19 @@ from hpc.base.environment import ATTEMPT, DATA, PRELOAD, PYTHONPATH, RUN_DIR, SN
 from hpc.base.errors import TorchrelayError
 from hpc.run.events import ledger
 from hpc.run.events.history import History
+from hpc.run.events.kinds import Checked
 from hpc.run.events.resumption import current_spec
 from hpc.run.nodedir import NodeDir
 from hpc.run.spec import RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.tracking.tracker import rank_variables
 from jobs.control.addresses import interface_of
-from jobs.control.channel import ControlChannel
+from jobs.control.channel import ALONE, ControlChannel
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rank_program import TopLevel, program_argv
+from jobs.ranks.standby import Standby
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 from jobs.ranks.torchrun_command import MAX_RESTARTS, Rendezvous, torchrun_argv, torchrun_environment
 from jobs.stop_request import StopRequest
@@ -56,6 +59,26 @@ class RankSetup:
     be in a container."""
     threads: int
     """Number of threads per rank."""
+    standby: Standby
+    """The torchrun that waits for this node's next round."""
+
+
+def must_check(node: NodeAttempt) -> bool:
+    """Return whether the first round is probably the preflight: the run has one, and a node has not passed it yet."""
+    if node.spec.program.preflight is None:
+        return False
+    checked = History(ledger.read_without_other_nodes(node.run.events)).of(Checked)
+    return not {name for event in checked for name in event.nodes}.issuperset(node.allocation.hostnames)
+
+
+def prepare_round(node: NodeAttempt, monitor: NodeMonitor, setup: RankSetup, *, preflight: bool) -> None:
+    """Start the torchrun of this node's next round, which does its imports and waits for `run_round`."""
+    if node.spec.container is not None:
+        return
+    directive = Directive(members=(node.allocation.node_rank,), host=ALONE, preflight=preflight)
+    with contextlib.suppress(OSError):  # run_round tries again
+        argv, environment = _command(node, directive, setup, monitor.node_dir, ALONE)
+        setup.standby.prepare(argv, environment, node.spec.start_directory(node.run))
 
 
 def run_round(
@@ -124,11 +147,17 @@ def _start(
         try:
             argv, environment = _command(node, directive, setup, monitor.node_dir, channel.own_address)
             directory = node.spec.start_directory(node.run)
-            return Torchrun(argv, environment, directory, contained=node.spec.container is not None)
+            torchrun = setup.standby.take(argv, environment) or Torchrun(
+                argv, environment, directory, contained=node.spec.container is not None
+            )
         except OSError as error:
             if time.monotonic() > deadline:
                 raise
             log(f"round {directive.round} cannot start on {node.host} yet, trying again: {error}")
+        else:
+            if directive.preflight:
+                prepare_round(node, monitor, setup, preflight=False)
+            return torchrun
         monitor.poll()
         if monitor.must_leave or channel.directive.round != directive.round:
             return None

@@ -7,6 +7,7 @@ handles it.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from typing import Self
 from hpc.base.errors import EXIT_BAD_NODE, BadNodeError
 from hpc.base.kernel import children, in_signal_mask
 from jobs.node_attempt import log
+from jobs.ranks.torchrun_command import NUM_START_WORDS
 
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
@@ -27,6 +29,8 @@ _POLL_SECONDS = 0.05
 _END = signal.SIGRTMIN
 # Longer than the wrapper waits for processes that SIGKILL does not end.
 _KILL_SECONDS = 40.0
+# What a pipe holds: a longer write would wait until torchrun reads it.
+_PIPE_BYTES = 65536
 # A fork that takes longer than this is stuck: it usually takes milliseconds.
 _FORK_SECONDS = 30.0
 
@@ -35,15 +39,21 @@ class Torchrun:
     """One torchrun, its rank wrappers and their ranks. None of these processes outlives the `with` block."""
 
     def __init__(
-        self, argv: list[str], environment: Mapping[str, str], directory: Path, *, contained: bool = False
-    ) -> None:
-        """Start torchrun. If `contained`, `argv` starts a container, in which the process wrapper runs again."""
+        self, argv: list[str], environment: Mapping[str, str], directory: Path, *, contained: bool = False,
+        waits: bool = False,
+    ) -> None:  # fmt: skip
+        """Start torchrun.
+
+        If `contained`, `argv` starts a container, in which the process wrapper runs again. If it `waits`, torchrun does
+        its imports, then waits until `begin` gives it its arguments.
+        """
         self._contained = contained
+        argv = argv[:NUM_START_WORDS] if waits else argv
         self._process = subprocess.Popen(
             [sys.executable, "-S", str(PROCESS_WRAPPER), "container" if contained else "torchrun", *argv],
             env=environment,
             cwd=directory,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
         )
         self._signalled = set[int]()
         self._forking = dict[int, float]()
@@ -53,6 +63,19 @@ class Torchrun:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+    def begin(self, argv: list[str], environment: Mapping[str, str]) -> bool:
+        """Give a torchrun that waits its command line and its environment. Return False if it cannot take them."""
+        order = json.dumps({"argv": argv[NUM_START_WORDS:], "environment": dict(environment)}).encode()
+        pipe = self._process.stdin
+        if self.exit_code is not None or pipe is None or len(order) > _PIPE_BYTES:
+            return False
+        try:
+            with pipe:
+                pipe.write(order)
+        except BrokenPipeError:
+            return False
+        return True
 
     @property
     def exit_code(self) -> int | None:
@@ -131,6 +154,8 @@ class Torchrun:
                     self._process.wait(seconds)
             self._process.kill()
             self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
         if self.exit_code == EXIT_BAD_NODE:
             raise BadNodeError(
                 f"a rank on {os.uname().nodename} cannot be killed: it waits in the kernel for a device or storage"

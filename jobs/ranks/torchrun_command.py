@@ -10,6 +10,8 @@ from hpc.base.environment import SECRET
 MAX_RESTARTS = 1_000_000
 TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
 """Path of our torchrun. It is started by its path, because a user's PYTHONPATH must not replace it."""
+NUM_START_WORDS = 3
+"""Number of the first words of torchrun's command line with which it starts and waits for the others."""
 
 
 @dataclass(frozen=True, kw_only=True)

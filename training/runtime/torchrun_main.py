@@ -1,7 +1,8 @@
 """Runs torchrun like `python -m torch.distributed.run`, but with our rendezvous, and with a faster start and exit.
 
-Runs once per node and round. With `--run-path`, the ranks are forks of this process. So their modules are imported once
-per node instead of once per rank, and not again when the ranks are restarted.
+Runs once per node and round. Without arguments, it does its imports, and then waits until its parent writes the
+arguments and the environment into its stdin. With `--run-path`, the ranks are forks of this process. So their modules
+are imported once per node instead of once per rank, and not again when the ranks are restarted.
 
 Garbage collection is off during the imports: it takes a quarter of a second of their 1.5 s and finds nothing. The exit
 does not free torch's modules: that takes half a second, which may be a part of the grace period.
@@ -14,6 +15,7 @@ if __name__ == "__main__":
 
 import contextlib
 import importlib
+import json
 import os
 import sys
 import traceback
@@ -66,6 +68,19 @@ def preload(names: Iterable[str]) -> None:
                 getattr(imported, function)()
 
 
+def await_arguments() -> None:
+    """Take the arguments and the environment from stdin. Exit if the parent has ended, or needs no ranks."""
+    order = sys.stdin.buffer.read()
+    if not order:
+        os._exit(0)
+    fields = json.loads(order)
+    sys.argv[1:] = fields["argv"]
+    os.environ.clear()
+    os.environ.update(fields["environment"])
+    with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor, not a file
+        os.dup2(nothing.fileno(), sys.stdin.fileno())
+
+
 @record
 def launch() -> None:
     """Launch like torchrun's `main`, but without querying the GPUs: after a query, forks could not use them.
@@ -84,9 +99,12 @@ def launch() -> None:
 
 def run() -> int:
     """Run torchrun, and return its exit code."""
-    preload(filter(None, os.environ.pop(PRELOAD, "").split(",")))
+    preload(filter(None, os.environ.get(PRELOAD, "").split(",")))
     gc.freeze()
     gc.enable()
+    if not sys.argv[1:]:
+        await_arguments()
+    os.environ.pop(PRELOAD, None)
     # Hide the secret from the ranks, and from what they run and log.
     secret = os.environ.pop(SECRET)
 
