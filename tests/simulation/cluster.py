@@ -533,6 +533,7 @@ _REPLACED: dict[str, Any] = {
     "jobs.agent.head_hosts": lambda head, _addresses, _interface: [head],
     "jobs.agent.own_addresses": lambda _interface: [Cluster.present().process.host],
     "jobs.agent.pick_port": lambda _ports: Cluster.present().network.free_port(),
+    "jobs.agent.prepare_round": lambda *_args, **_: None,
     "jobs.agent.raise_open_files_limit": lambda: None,
     "jobs.agent.log": _log,
     "jobs.claim.log": _log,
