@@ -21,6 +21,7 @@ from hpc.run.events.downtime import Interruption
 from hpc.run.events.history import State
 from hpc.run.spec import Cluster, Service
 from hpc.slurm.sbatch_reply import StartEstimate
+from hpc.status.stacks import StackGroup
 from hpc.status.summary import Summary
 from hpc.studies.scaling.measures import Measures
 from hpc.studies.scaling.scaling_dir import Mode
@@ -307,7 +308,7 @@ DOCUMENTS: dict[str, Any] = {
     "status": list[Summary],
     "cancel": list[CancelledRun | UncancelledRun],
     "clean": Cleaning,
-    "logs": list[RankLine | AgentLine],
+    "logs": list[RankLine | AgentLine | StackGroup],
     "supervise": list[SupervisedRun],
     "doctor": list[Finding],
     "smoke": Smoke,

@@ -13,6 +13,9 @@ from hpc.status.log_reader import Tail, offset_of_last, origin_of
 
 _ERROR = "Fatal Python error: "
 _FRAME = re.compile(r'  File ".*", line .* in ')
+# A rank is a fork of torchrun: from this frame outwards, its stack is that of every rank.
+_STARTS_THE_PROGRAM = re.compile(r'/jobs/ranks/(forked_script|process_wrapper)\.py", line ')
+_RUNPY = 'File "<frozen runpy>", line '
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +25,8 @@ class StackGroup:
     attempt: int
     ranks: list[int]
     stack: list[str] | None
-    """The frames of the thread that ended the rank, usually the main thread, innermost first; None if the rank has
-    printed no stack."""
+    """The frames of the thread that ended the rank, usually the main thread, innermost first, down to the program's own
+    first frame; None if the rank has printed no stack."""
 
     @property
     def who(self) -> str:
@@ -68,10 +71,12 @@ def last_stack(log: Path) -> tuple[str, ...]:
         return ()
     frames, is_current = [], False
     for line in Tail(log, offset).lines(ended=True):
-        if is_current and not _FRAME.match(line):
+        if is_current and (not _FRAME.match(line) or _STARTS_THE_PROGRAM.search(line)):
             break
         if is_current:
             frames.append(line.strip())
         # Python 3.14 prints the thread's name after its number.
         is_current = is_current or (line.startswith("Current thread ") and line.endswith("(most recent call first):"))
+    while frames and _RUNPY in frames[-1]:
+        frames.pop()
     return tuple(frames)

@@ -228,7 +228,7 @@ def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site)
     if os.getuid() == 0:
         look = ["sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ"]
         seen = subprocess.run(look, user="nobody", capture_output=True, check=False).stdout.decode(errors="replace")
-        assert f"--rdzv-id={run.directory.name}-1-1" in seen
+        assert f"{run.directory.packages}/training/runtime/torchrun_main.py" in seen
         assert claimed["secret"] not in seen
     # The agents', and that of the first torchrun; those of the ranks, which are its forks, are torch's.
     ranks = ranks_of(run)

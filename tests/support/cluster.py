@@ -429,12 +429,12 @@ def is_on(process: Path, node: str) -> bool:
 
 
 def ranks_of(run: Run) -> dict[int, int]:
-    """The rank of each process of our trainer on this machine: they are forks of torchrun, with its command line."""
-    option, found = f"--run-dir={run.directory.path}".encode(), {}
-    for process in [process for process, words in commands() if option in words]:
+    """The rank of each of the run's processes on this machine: they are forks of torchrun, with its environment."""
+    variable, found = f"TORCHRELAY_RUN_DIR={run.directory.path}".encode(), {}
+    for process in Path("/proc").glob("[0-9]*"):
         with suppress(FileNotFoundError, ProcessLookupError):
             kind, _, rank = (process / "comm").read_text().partition("-")
-            if kind == "rank":
+            if kind == "rank" and variable in (process / "environ").read_bytes().split(b"\0"):
                 found[int(process.name)] = int(rank)
     return found
 
