@@ -71,6 +71,13 @@ def configure_compiler(cores: int, max_shapes: int) -> None:
     dynamo.recompile_limit = max_shapes
 
 
+def default_compiler_directory() -> str:
+    """Return the directory that torch writes into TORCHINDUCTOR_CACHE_DIR at an import. Read in torch 2.11 and 2.15."""
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
+
+
 def is_compiler_error(error: RuntimeError) -> bool:
     """Return whether an error says that a compiler failed or is missing. Read in torch 2.11 and 2.15."""
     from torch._dynamo.exc import ShortenTraceback

@@ -1,0 +1,63 @@
+"""Keeps the code that torch.compile makes, for later starts of the run. Runs on every rank.
+
+The ranks of a node compile into a directory of this node. When they have compiled, rank 0 copies it to the run
+directory. A later start, perhaps on another node, copies it back. Code of another processor, GPU or torch is not used:
+torch does not check the processor, and code for other vector units can compute wrongly.
+"""
+
+import hashlib
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from training.runtime.compat import default_compiler_directory
+from training.runtime.process_group import ProcessGroup
+from training.runtime.rank_device import device_name, processor_name
+from training.runtime.run_context import RunContext
+
+_DIRECTORY = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def choose_directory(context: RunContext) -> None:
+    """Let torch compile into the run's directory on this node, unless the user has chosen another one."""
+    if context.node_dir is not None and os.environ.get(_DIRECTORY) in {None, default_compiler_directory()}:
+        os.environ[_DIRECTORY] = str(context.node_dir.compiled)
+
+
+@contextmanager
+def kept_code(context: RunContext, group: ProcessGroup) -> Iterator[None]:
+    """Use and keep the run's compiled code while torch compiles. All ranks must enter this.
+
+    It does nothing if torch compiles into another directory than the run's.
+    """
+    if context.node_dir is None or os.environ.get(_DIRECTORY) != str(context.node_dir.compiled):
+        yield
+        return
+    here, kept = context.node_dir.compiled, context.run_dir.compiled / _hardware(group.device)
+    if group.rank_info.local_rank == 0 and kept.is_dir() and not here.exists():
+        _copy(kept, here)
+    group.all_gather_json(None)  # the other ranks of this node wait for the copy
+    yield
+    if group.is_rank_zero and here.is_dir() and not kept.exists():
+        _copy(here, kept)
+
+
+def _hardware(device: torch.device) -> str:
+    """Return a name for the software and hardware for which code is compiled here."""
+    described = (torch.__version__, platform.python_version(), processor_name(), device_name(device))
+    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a directory as a whole. On an error, such as a full disk, there is no copy: torch then compiles again."""
+    hidden = target.with_name(f".{target.name}-{os.getpid()}")
+    with suppress(OSError, shutil.Error):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, hidden)
+        hidden.rename(target)
+    shutil.rmtree(hidden, ignore_errors=True)
