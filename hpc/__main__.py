@@ -5,7 +5,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
-from importlib.metadata import version
 from importlib.util import module_from_spec
 from pathlib import Path
 from typing import NoReturn
@@ -65,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print_help()
         return 0 if verb else 2
     if verb in {"-V", "--version"}:
+        from importlib.metadata import version  # noqa: PLC0415  # slow to import, and rarely needed
+
         print(f"torchrelay {version('torchrelay')} ({Path(__file__).parent})")
         return 0
     if verb in PROGRAMS:

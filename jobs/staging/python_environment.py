@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -104,6 +103,8 @@ def this_environment() -> PythonEnvironment:
             f"--stage-env needs torch in the environment, but torch is not in {prefix}"
             f"{f' (it is {torch.parent})' if torch else ''}: install it there, or omit the flag"
         )
+    from importlib import metadata  # noqa: PLC0415  # slow to import, and rarely needed
+
     executable = Path(sys.executable)
     return PythonEnvironment(
         prefix=prefix,
