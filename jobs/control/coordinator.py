@@ -79,7 +79,7 @@ class Coordinator:
         self.lost: dict[int, float] = {}
         """Time at which each silent node was last heard, in seconds since the epoch, by node rank."""
         self.bad_nodes: set[int] = set()
-        """Node ranks that failed the preflight, or whose storage or device hangs."""
+        """Node ranks that failed the preflight, whose storage or device hangs, or that were evicted."""
         self.stuck: set[int] = set()
         """The `bad_nodes` with an unkillable rank: for a long time Slurm cannot end or requeue the job there."""
         self.last_step = 0
@@ -248,6 +248,16 @@ class Coordinator:
                 f"rank {found.rank} on {node} slows the others down: it works {found.busy_seconds:.3f} s per step, "
                 f"the others {found.usual_seconds:.3f} s"
             )
+            if of_rank is not None and self._node.spec.recovery.evict_slow:
+                self._evict(of_rank)
+
+    def _evict(self, node_rank: int) -> None:
+        """Continue without a slow node, if a spare node is ready. The next jobs avoid the slow one."""
+        directive, statuses = self._server.directive, self._server.statuses()
+        spares = {rank for rank, status in statuses.items() if status.phase is Phase.READY}
+        if spares - {*directive.members, *self.lost, *self.bad_nodes}:
+            self.bad_nodes.add(node_rank)
+            log(f"a spare node takes the place of {self._name(node_rank)}")
 
     def _report_silence(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         """Report that the ranks of a script without heartbeats do nothing, and that they do something again."""
