@@ -49,8 +49,8 @@ def test_a_node_that_fails_the_check_of_the_user_is_left_out(site: Site) -> None
 @pytest.mark.slow
 def test_a_spare_takes_the_place_of_a_slow_node(site: Site) -> None:
     run = site.submit("--data=data", *ENDLESS, "--spares=1", "--evict-slow", TORCHRELAY_FAULT="slow@0:1")
-    run.wait("the second round", lambda: len(run.events("round_started")) == 2)
-    assert [event["members"] for event in run.events("round_started")] == [[0, 1], [0, 2]]
+    run.wait("the second round", lambda: len(run.events("rendezvous")) == 2)
+    assert [event["members"] for event in run.events("rendezvous")] == [[0, 1], [0, 2]]
     [slow] = run.events("slow_rank")
     assert slow["node"] == run.status()["attempts"][0]["nodes"][1]
     run.wait("steps of the second round", lambda: len(run.events("first_step")) == 2)
