@@ -52,7 +52,7 @@ from jobs.node_attempt import (
 )
 from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
-from jobs.ranks.round import RankSetup, must_check, prepare_round, run_round
+from jobs.ranks.round import RankSetup, prepare_round, run_round
 from jobs.ranks.standby import Standby
 from jobs.senders import commenting, sending
 from jobs.staging.copy_progress import StagingStopped
@@ -216,12 +216,12 @@ class _Agent:
             python = self._node.spec.python or sys.executable
             setup = RankSetup(data=None, python=python, threads=threads, standby=self._standby)
             if self._node.spec.stage_env is None:
-                prepare_round(self._node, self._monitor, setup, preflight=must_check(self._node))
+                prepare_round(self._node, self._monitor, setup)
             self._record_joined()
             setup = replace(setup, data=self._staging.stage_data())
             if self._node.spec.stage_env is not None:
                 setup = replace(setup, python=stage_environment(self._staging))
-                prepare_round(self._node, self._monitor, setup, preflight=must_check(self._node))
+                prepare_round(self._node, self._monitor, setup)
             ports = self._node.spec.network.ports
             check_health(self._node, self._monitor)
             self._channel.report(phase=Phase.READY, port=pick_port(ports))

@@ -8,10 +8,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Interrupted, RankFailed
 from hpc.run.rundir import RunDir
-from hpc.status.log_reader import Tail, offset_of_last, origin_of
+from hpc.status.log_reader import Tail, origin_of
 
-_ERROR = "Fatal Python error: "
+_ERROR, _BLOCK_BYTES = b"Fatal Python error: ", 2**20
 _FRAME = re.compile(r'  File ".*", line .* in ')
 # A rank is a fork of torchrun: from this frame outwards, its stack is that of every rank.
 _STARTS_THE_PROGRAM = re.compile(r'/jobs/ranks/(forked_script|process_wrapper)\.py", line ')
@@ -42,35 +44,46 @@ class StackGroup:
 
 
 def stack_groups(run: RunDir, attempt: int | None = None) -> list[StackGroup]:
-    """Group the ranks of an attempt by their last stacks; ranks without a stack are the last group.
+    """Group the ranks of an attempt by their stacks in the last hang or crash. Ranks without a stack come last.
 
-    By default, this is the last attempt in which a rank has printed a stack. The list is empty if there is none.
+    By default, it is the last attempt in which a rank has printed a stack. The list is empty if there is none.
     """
-    logs = defaultdict[int, dict[int, Path]](dict)
-    for path in run.logs.glob("attempt-[0-9]*/rank-[0-9]*.log"):
-        origin = origin_of(path)
-        logs[int(origin["attempt"] or 0)][int(origin["rank"] or 0)] = path
-    for number in sorted(logs, reverse=True) if attempt is None else [attempt]:
+    failed = {event.attempt for event in History.load(run).events if isinstance(event, RankFailed | Interrupted)}
+    for number in sorted(filter(None, failed), reverse=True) if attempt is None else [attempt]:
+        logs = {int(origin_of(path)["rank"] or 0): path for path in run.attempt_logs(number).glob("rank-[0-9]*.log")}
+        found = {rank: _errors(path) for rank, path in sorted(logs.items())}
+        # A rank with fewer errors than others has printed no stack in the last hang: it was stopped, say.
+        last = max((count for count, _ in found.values()), default=0)
         groups = defaultdict[tuple[str, ...], list[int]](list)
-        for rank, path in sorted(logs[number].items()):
-            groups[last_stack(path)].append(rank)
-        if any(groups):
-            missing = groups.pop((), [])
-            found = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
+        for rank, (count, offset) in found.items():
+            groups[_stack_at(logs[rank], offset) if count == last else ()].append(rank)
+        missing = groups.pop((), [])
+        if groups:
+            alike = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
             return [
-                *(StackGroup(attempt=number, ranks=ranks, stack=list(stack)) for stack, ranks in found),
+                *(StackGroup(attempt=number, ranks=ranks, stack=list(stack)) for stack, ranks in alike),
                 *([StackGroup(attempt=number, ranks=missing, stack=None)] if missing else []),
             ]
     return []
 
 
-def last_stack(log: Path) -> tuple[str, ...]:
-    """Return the frames, innermost first, of the thread that ended a rank; empty if the log has no stack."""
-    offset = offset_of_last(log, _ERROR)
-    if offset is None:
-        return ()
-    frames, is_current = [], False
+def _errors(log: Path) -> tuple[int, int]:
+    """Return how often a rank was ended with a stack in its log, and the offset of the last time."""
+    count, last, block, start = 0, 0, b"", 0
+    with log.open("rb") as file:
+        while more := file.read(_BLOCK_BYTES):
+            block, start = block[-len(_ERROR) + 1 :] + more, start + max(0, len(block) - len(_ERROR) + 1)
+            if found := block.count(_ERROR):
+                count, last = count + found, start + block.rfind(_ERROR)
+    return count, last
+
+
+def _stack_at(log: Path, offset: int) -> tuple[str, ...]:
+    """Return the frames, innermost first, of the thread that ended a rank; empty if the log has no stack there."""
+    frames, is_current = list[str](), False
     for line in Tail(log, offset).lines(ended=True):
+        if is_current and line.strip() == "Garbage-collecting":
+            continue
         if is_current and (not _FRAME.match(line) or _STARTS_THE_PROGRAM.search(line)):
             break
         if is_current:

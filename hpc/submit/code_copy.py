@@ -12,10 +12,10 @@ import glob
 import os
 import shutil
 import stat
-import sys
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib.util import MAGIC_NUMBER, cache_from_source, find_spec, source_hash
 from pathlib import Path
 from typing import Protocol
 
@@ -173,20 +173,33 @@ def copy_code(run: RunDir, code: UserCode) -> None:
 def _copy_packages(target: Path) -> None:
     """Copy our packages into a new directory, with the modes that the umask gives to new files.
 
-    The files keep their times, so that their byte code is valid there: else each node would compile the same modules.
+    Their byte code is copied, too: else each node would compile the same modules.
     """
     source = Path(__file__).parents[2]
     for package in _PACKAGES:
         for directory, _, names in os.walk(source / package):
             new = target / Path(directory).relative_to(source)
+            if new.name == "__pycache__":
+                continue
             new.mkdir(parents=True)
-            is_cache = new.name == "__pycache__"
-            # A cache may also have other versions of Python, and files that are being written.
-            for name in [one for one in names if not is_cache or one.endswith(f".{sys.implementation.cache_tag}.pyc")]:
-                old, copy = Path(directory, name), new / name
-                copy.write_bytes(old.read_bytes())
-                times = old.stat()
-                os.utime(copy, ns=(times.st_atime_ns, times.st_mtime_ns))
+            for name in names:
+                (new / name).write_bytes(Path(directory, name).read_bytes())
+                if name.endswith(".py") and (code := _byte_code(Path(directory, name))):
+                    cache = Path(cache_from_source(new / name))
+                    cache.parent.mkdir(exist_ok=True)
+                    cache.write_bytes(code)
+
+
+def _byte_code(source: Path) -> bytes | None:
+    """Return the byte code of a module, in the form that Python uses whatever times files have (PEP 552)."""
+    try:
+        cached = Path(cache_from_source(source)).read_bytes()
+        size, modified = source.stat().st_size, int(source.stat().st_mtime)
+    except OSError:
+        return None
+    magic, flags, *recorded = struct.unpack("<4sIII", cached[:16].ljust(16, b"\0"))
+    is_valid = magic == MAGIC_NUMBER and flags == 0 and recorded == [modified & 0xFFFFFFFF, size & 0xFFFFFFFF]
+    return struct.pack("<4sI", magic, 1) + source_hash(source.read_bytes()) + cached[16:] if is_valid else None
 
 
 def copy_files(code: UserCode, target: Path) -> None:

@@ -63,7 +63,21 @@ class RankSetup:
     """The torchrun that waits for this node's next round."""
 
 
-def must_check(node: NodeAttempt) -> bool:
+def prepare_round(node: NodeAttempt, monitor: NodeMonitor, setup: RankSetup, *, is_checked: bool = False) -> None:
+    """Start the torchrun of this node's next round, which does its imports and waits for `run_round`.
+
+    `is_checked` says that the nodes have passed the preflight, or will have passed it before that round.
+    """
+    if node.spec.container is not None:
+        return
+    with contextlib.suppress(OSError):  # run_round tries again
+        preflight = not is_checked and _must_check(node)
+        directive = Directive(members=(node.allocation.node_rank,), host=ALONE, preflight=preflight)
+        argv, environment = _command(node, directive, setup, monitor.node_dir, ALONE)
+        setup.standby.prepare(argv, environment, node.spec.start_directory(node.run))
+
+
+def _must_check(node: NodeAttempt) -> bool:
     """Return whether the first round is probably the preflight: the run has one, and a node has not passed it yet."""
     if node.spec.program.preflight is None:
         return False
@@ -71,14 +85,10 @@ def must_check(node: NodeAttempt) -> bool:
     return not {name for event in checked for name in event.nodes}.issuperset(node.allocation.hostnames)
 
 
-def prepare_round(node: NodeAttempt, monitor: NodeMonitor, setup: RankSetup, *, preflight: bool) -> None:
-    """Start the torchrun of this node's next round, which does its imports and waits for `run_round`."""
-    if node.spec.container is not None:
-        return
-    directive = Directive(members=(node.allocation.node_rank,), host=ALONE, preflight=preflight)
-    with contextlib.suppress(OSError):  # run_round tries again
-        argv, environment = _command(node, directive, setup, monitor.node_dir, ALONE)
-        setup.standby.prepare(argv, environment, node.spec.start_directory(node.run))
+def _prepare_next(node: NodeAttempt, monitor: NodeMonitor, setup: RankSetup, directive: Directive) -> None:
+    """While this node is checked, start the torchrun of the program."""
+    if directive.preflight:
+        prepare_round(node, monitor, setup, is_checked=True)
 
 
 def run_round(
@@ -95,6 +105,7 @@ def run_round(
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
         torchrun = stack.enter_context(started)
+        _prepare_next(node, monitor, setup, directive)
         ranks_seen = time.monotonic()
         while torchrun.exit_code is None:
             monitor.poll()
@@ -155,8 +166,6 @@ def _start(
                 raise
             log(f"round {directive.round} cannot start on {node.host} yet, trying again: {error}")
         else:
-            if directive.preflight:
-                prepare_round(node, monitor, setup, preflight=False)
             return torchrun
         monitor.poll()
         if monitor.must_leave or channel.directive.round != directive.round:

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc.base.environment import DATA
-from jobs.ranks.torchrun import Torchrun
+from jobs.ranks.torchrun import Torchrun, order
 
 # Nothing reads these variables during the imports.
 _LATE = frozenset({DATA, "GLOO_SOCKET_IFNAME"})
+# What a pipe usually holds, less room for what changes until the round.
+_MAX_BYTES = 2**16 - 2**12
 
 
 class Standby:
@@ -24,6 +26,8 @@ class Standby:
     def prepare(self, argv: list[str], environment: Mapping[str, str], directory: Path) -> None:
         """Start a torchrun that waits, for a command line and an environment like these. Raises OSError."""
         self.close()
+        if len(order(argv, environment)) > _MAX_BYTES:
+            return
         self._torchrun, self._start = Torchrun(argv, environment, directory, waits=True), _start(argv, environment)
 
     def take(self, argv: list[str], environment: Mapping[str, str]) -> Torchrun | None:

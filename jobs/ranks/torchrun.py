@@ -7,6 +7,7 @@ handles it.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -29,8 +30,6 @@ _POLL_SECONDS = 0.05
 _END = signal.SIGRTMIN
 # Longer than the wrapper waits for processes that SIGKILL does not end.
 _KILL_SECONDS = 40.0
-# What a pipe holds: a longer write would wait until torchrun reads it.
-_PIPE_BYTES = 65536
 # A fork that takes longer than this is stuck: it usually takes milliseconds.
 _FORK_SECONDS = 30.0
 
@@ -66,13 +65,13 @@ class Torchrun:
 
     def begin(self, argv: list[str], environment: Mapping[str, str]) -> bool:
         """Give a torchrun that waits its command line and its environment. Return False if it cannot take them."""
-        order = json.dumps({"argv": argv[NUM_START_WORDS:], "environment": dict(environment)}).encode()
-        pipe = self._process.stdin
-        if self.exit_code is not None or pipe is None or len(order) > _PIPE_BYTES:
+        words, pipe = order(argv, environment), self._process.stdin
+        # A longer write would wait until torchrun reads it.
+        if self.exit_code is not None or pipe is None or len(words) > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ):
             return False
         try:
             with pipe:
-                pipe.write(order)
+                pipe.write(words)
         except BrokenPipeError:
             return False
         return True
@@ -160,6 +159,11 @@ class Torchrun:
             raise BadNodeError(
                 f"a rank on {os.uname().nodename} cannot be killed: it waits in the kernel for a device or storage"
             )
+
+
+def order(argv: list[str], environment: Mapping[str, str]) -> bytes:
+    """Return what a torchrun that waits reads: the rest of its command line, and its environment."""
+    return json.dumps({"argv": argv[NUM_START_WORDS:], "environment": dict(environment)}).encode()
 
 
 def handles(pid: int, number: signal.Signals) -> bool:

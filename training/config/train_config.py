@@ -166,7 +166,7 @@ class TrainConfig(Adjustable):
     memory_format: Literal["channels-last", "contiguous"] = "channels-last"
     """Memory layout of images and, with --strategy ddp, of weights. Convolutions are fastest with channels-last."""
     compile: bool = False
-    """Compile the model with torch.compile. It takes about a minute at the run's first start on a kind of node."""
+    """Compile the model with torch.compile. It takes about a minute at the first start; later ones reuse the code."""
     static_graph: bool = False
     """Tell DDP that every step uses the same parameters (static_graph), which saves time."""
     compress_gradients: Literal["none", "bf16"] = "none"

@@ -24,40 +24,47 @@ _DIRECTORY = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def choose_directory(context: RunContext) -> None:
-    """Let torch compile into the run's directory on this node, unless the user has chosen another one."""
-    if context.node_dir is not None and os.environ.get(_DIRECTORY) in {None, default_compiler_directory()}:
-        os.environ[_DIRECTORY] = str(context.node_dir.compiled)
+    """Let torch compile into the run's directory on this node, unless the user has chosen another one.
+
+    /dev/shm may be mounted noexec: torch could not load what it has compiled there.
+    """
+    if context.node_dir is None or os.environ.get(_DIRECTORY) not in {None, default_compiler_directory()}:
+        return
+    with suppress(OSError):
+        if not os.statvfs(context.node_dir.path).f_flag & os.ST_NOEXEC:
+            os.environ[_DIRECTORY] = str(context.node_dir.compiled)
 
 
 @contextmanager
 def kept_code(context: RunContext, group: ProcessGroup) -> Iterator[None]:
     """Use and keep the run's compiled code while torch compiles. All ranks must enter this.
 
-    It does nothing if torch compiles into another directory than the run's.
+    It copies nothing if torch compiles into another directory than the run's.
     """
-    if context.node_dir is None or os.environ.get(_DIRECTORY) != str(context.node_dir.compiled):
-        yield
-        return
-    here, kept = context.node_dir.compiled, context.run_dir.compiled / _hardware(group.device)
-    if group.rank_info.local_rank == 0 and kept.is_dir() and not here.exists():
+    kept = context.run_dir.compiled / _conditions(context, group)
+    here = Path(os.environ.get(_DIRECTORY, ""))
+    is_own = context.node_dir is not None and here == context.node_dir.compiled
+    if is_own and group.rank_info.local_rank == 0 and kept.is_dir() and not here.exists():
         _copy(kept, here)
     group.all_gather_json(None)  # the other ranks of this node wait for the copy
     yield
-    if group.is_rank_zero and here.is_dir() and not kept.exists():
+    group.all_gather_json(None)  # they may still compile
+    if is_own and group.is_rank_zero and here.is_dir() and not kept.exists():
         _copy(here, kept)
 
 
-def _hardware(device: torch.device) -> str:
-    """Return a name for the software and hardware for which code is compiled here."""
-    described = (torch.__version__, platform.python_version(), processor_name(), device_name(device))
-    return hashlib.sha256(repr(described).encode()).hexdigest()[:16]
+def _conditions(context: RunContext, group: ProcessGroup) -> str:
+    """Return a name for what decides about the code: the software, the hardware and the images per rank."""
+    software = torch.__version__, platform.python_version(), processor_name(), device_name(group.device)
+    images = context.config.batch_size, context.config.grad_accum_steps, group.world_size
+    return hashlib.sha256(repr((software, images)).encode()).hexdigest()[:16]
 
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a directory as a whole. On an error, such as a full disk, there is no copy: torch then compiles again."""
-    hidden = target.with_name(f".{target.name}-{os.getpid()}")
+    hidden = target.with_name(f".{target.name}")
+    shutil.rmtree(hidden, ignore_errors=True)  # what a killed rank has left
     with suppress(OSError, shutil.Error):
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, hidden)
         hidden.rename(target)
-    shutil.rmtree(hidden, ignore_errors=True)

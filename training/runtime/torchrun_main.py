@@ -9,15 +9,18 @@ does not free torch's modules: that takes half a second, which may be a part of 
 """
 
 import gc
+import signal
+import sys
 
 if __name__ == "__main__":
     gc.disable()
+    if not sys.argv[1:]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing depends on this process yet
 
 import contextlib
 import importlib
 import json
 import os
-import sys
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
@@ -77,6 +80,7 @@ def await_arguments() -> None:
     sys.argv[1:] = fields["argv"]
     os.environ.clear()
     os.environ.update(fields["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 - a descriptor, not a file
         os.dup2(nothing.fileno(), sys.stdin.fileno())
 

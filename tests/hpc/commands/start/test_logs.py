@@ -109,15 +109,21 @@ def {step}():
 
 
 def test_equal_stacks_of_a_hang_are_printed_once(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    for rank, step in enumerate(("backward", "backward", "save", "backward")):
-        with run.rank_log(1, rank).open("wb") as log:
+    def hang(rank: int, step: str) -> None:
+        with run.rank_log(1, rank).open("ab") as log:
             log.write(b"training\n")
             log.flush()
             command = [sys.executable, "-c", HANGING.format(step=step)]
             assert subprocess.run(command, stderr=log, check=False).returncode == -signal.SIGABRT
+
+    for rank, step in enumerate(("load", "load", "load", "load", "backward")):
+        hang(rank, step)
+    for rank, step in enumerate(("backward", "backward", "save", "backward")):
+        hang(rank, step)
     add(run.rank_log(1, 0), "trains again\n")
     add(run.rank_log(1, 4), "stopped\n")
     add(run.rank_log(2, 0), "no stack in this attempt\n")
+    write_events(run, interruption(None, "hang", attempt=1))
     frames = [
         "attempt 1, ranks 0-1, 3 (most recent call first):",
         '  File "<string>", line 8 in wait_for_others', '  File "<string>", line 11 in backward',
