@@ -44,13 +44,13 @@ def kept_code(context: RunContext, group: ProcessGroup) -> Iterator[None]:
     kept = context.run_dir.compiled / _conditions(context, group)
     here = Path(os.environ.get(_DIRECTORY, ""))
     is_own = context.node_dir is not None and here == context.node_dir.compiled
-    if is_own and group.rank_info.local_rank == 0 and kept.is_dir() and not here.exists():
-        _copy(kept, here)
+    if is_own and group.rank_info.local_rank == 0 and kept.is_dir():
+        _copy_back(kept, here)
     group.all_gather_json(None)  # the other ranks of this node wait for the copy
     yield
     group.all_gather_json(None)  # they may still compile
     if is_own and group.is_rank_zero and here.is_dir() and not kept.exists():
-        _copy(here, kept)
+        _keep(here, kept)
 
 
 def _conditions(context: RunContext, group: ProcessGroup) -> str:
@@ -60,11 +60,19 @@ def _conditions(context: RunContext, group: ProcessGroup) -> str:
     return hashlib.sha256(repr((software, images)).encode()).hexdigest()[:16]
 
 
-def _copy(source: Path, target: Path) -> None:
-    """Copy a directory as a whole. On an error, such as a full disk, there is no copy: torch then compiles again."""
-    hidden = target.with_name(f".{target.name}")
+def _copy_back(kept: Path, here: Path) -> None:
+    """Copy the kept code to this node. On an error, such as a full disk, torch compiles again."""
+    try:
+        shutil.copytree(kept, here, dirs_exist_ok=True)
+    except (OSError, shutil.Error):
+        shutil.rmtree(here, ignore_errors=True)
+
+
+def _keep(here: Path, kept: Path) -> None:
+    """Copy this node's code to the run directory, as a whole. On an error there is no copy."""
+    hidden = kept.with_name(f".{kept.name}")
     shutil.rmtree(hidden, ignore_errors=True)  # what a killed rank has left
     with suppress(OSError, shutil.Error):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(source, hidden)
-        hidden.rename(target)
+        kept.parent.mkdir(exist_ok=True)
+        shutil.copytree(here, hidden)
+        hidden.rename(kept)
