@@ -8,8 +8,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
+from hpc.run.causes import Cause
 from hpc.run.events.history import History
-from hpc.run.events.kinds import Interrupted, RankFailed
+from hpc.run.events.kinds import AttemptEnded, Event, Interrupted, RankFailed
 from hpc.run.rundir import RunDir
 from hpc.status.log_reader import Tail, origin_of
 
@@ -48,8 +49,9 @@ def stack_groups(run: RunDir, attempt: int | None = None) -> list[StackGroup]:
 
     By default, it is the last attempt in which a rank has printed a stack. The list is empty if there is none.
     """
-    failed = {event.attempt for event in History.load(run).events if isinstance(event, RankFailed | Interrupted)}
-    for number in sorted(filter(None, failed), reverse=True) if attempt is None else [attempt]:
+    events = History.load(run).events
+    failed = {event.attempt or 0 for event in events if isinstance(event, RankFailed | Interrupted) or _is_hang(event)}
+    for number in sorted(failed, reverse=True) if attempt is None else [attempt]:
         logs = {int(origin_of(path)["rank"] or 0): path for path in run.attempt_logs(number).glob("rank-[0-9]*.log")}
         found = {rank: _errors(path) for rank, path in sorted(logs.items())}
         # A rank with fewer errors than others has printed no stack in the last hang: it was stopped, say.
@@ -65,6 +67,10 @@ def stack_groups(run: RunDir, attempt: int | None = None) -> list[StackGroup]:
                 *([StackGroup(attempt=number, ranks=missing, stack=None)] if missing else []),
             ]
     return []
+
+
+def _is_hang(event: Event) -> bool:
+    return isinstance(event, AttemptEnded) and event.cause == Cause.HANG
 
 
 def _errors(log: Path) -> tuple[int, int]:
