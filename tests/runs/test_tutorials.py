@@ -55,7 +55,7 @@ def test_first_run_prints_what_it_shows(site: Site) -> None:
     # A condition for each command that looks at a state of the run: the page tells the reader to wait.
     waits: dict[int, Callable[[], object]] = {
         2: lambda: run.wait("step 200", lambda: max(run.steps(), default=0) >= 200),
-        4: lambda: run.wait("its end", lambda: run.status()["state"] == "completed", 400),
+        4: lambda: (run.wait("its result", run.directory.final_result.exists, 400), run.wait_for_state("completed")),
     }
     for number, (commands, expected) in enumerate(blocks()):
         waits.get(number, lambda: None)()
