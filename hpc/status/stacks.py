@@ -14,7 +14,7 @@ from hpc.run.events.kinds import AttemptEnded, Event, Interrupted, RankFailed
 from hpc.run.rundir import RunDir
 from hpc.status.log_reader import Tail, origin_of
 
-_ERROR, _BLOCK_BYTES = b"Fatal Python error: ", 2**20
+_ERROR = "Fatal Python error: "
 _FRAME = re.compile(r'  File ".*", line .* in ')
 # A rank is a fork of torchrun: from this frame outwards, its stack is that of every rank.
 _STARTS_THE_PROGRAM = re.compile(r'/jobs/ranks/(forked_script|process_wrapper)\.py", line ')
@@ -53,12 +53,12 @@ def stack_groups(run: RunDir, attempt: int | None = None) -> list[StackGroup]:
     failed = {event.attempt or 0 for event in events if isinstance(event, RankFailed | Interrupted) or _is_hang(event)}
     for number in sorted(failed, reverse=True) if attempt is None else [attempt]:
         logs = {int(origin_of(path)["rank"] or 0): path for path in run.attempt_logs(number).glob("rank-[0-9]*.log")}
-        found = {rank: _errors(path) for rank, path in sorted(logs.items())}
+        found = {rank: _last_stack(path) for rank, path in sorted(logs.items())}
         # A rank with fewer errors than others has printed no stack in the last hang: it was stopped, say.
         last = max((count for count, _ in found.values()), default=0)
         groups = defaultdict[tuple[str, ...], list[int]](list)
-        for rank, (count, offset) in found.items():
-            groups[_stack_at(logs[rank], offset) if count == last else ()].append(rank)
+        for rank, (count, stack) in found.items():
+            groups[stack if count == last else ()].append(rank)
         missing = groups.pop((), [])
         if groups:
             alike = sorted(groups.items(), key=lambda group: (-len(group[1]), group[1]))
@@ -73,29 +73,23 @@ def _is_hang(event: Event) -> bool:
     return isinstance(event, AttemptEnded) and event.cause == Cause.HANG
 
 
-def _errors(log: Path) -> tuple[int, int]:
-    """Return how often a rank was ended with a stack in its log, and the offset of the last time."""
-    count, last, block, start = 0, 0, b"", 0
-    with log.open("rb") as file:
-        while more := file.read(_BLOCK_BYTES):
-            block, start = block[-len(_ERROR) + 1 :] + more, start + max(0, len(block) - len(_ERROR) + 1)
-            if found := block.count(_ERROR):
-                count, last = count + found, start + block.rfind(_ERROR)
-    return count, last
+def _last_stack(log: Path) -> tuple[int, tuple[str, ...]]:
+    """Return how often a rank was ended with stacks in its log, and the last time's: of the thread that ended it.
 
-
-def _stack_at(log: Path, offset: int) -> tuple[str, ...]:
-    """Return the frames, innermost first, of the thread that ended a rank; empty if the log has no stack there."""
-    frames, is_current = list[str](), False
-    for line in Tail(log, offset).lines(ended=True):
-        if is_current and line.strip() == "Garbage-collecting":
+    The frames are innermost first; there are none if it was never ended so.
+    """
+    count, frames, is_current = 0, list[str](), False
+    for line in Tail(log).lines(ended=True):
+        if _ERROR in line:
+            count, frames = count + 1, []
+        elif is_current and line.strip() == "Garbage-collecting":
             continue
-        if is_current and (not _FRAME.match(line) or _STARTS_THE_PROGRAM.search(line)):
-            break
-        if is_current:
+        elif is_current and _FRAME.match(line) and not _STARTS_THE_PROGRAM.search(line):
             frames.append(line.strip())
-        # Python 3.14 prints the thread's name after its number.
-        is_current = is_current or (line.startswith("Current thread ") and line.endswith("(most recent call first):"))
+            continue
+        # Python 3.14 prints the thread's name after its number. A script may print its own stacks later.
+        is_header = line.startswith("Current thread ") and line.endswith("(most recent call first):")
+        is_current = is_header and count > 0 and not frames
     while frames and _RUNPY in frames[-1]:
         frames.pop()
-    return tuple(frames)
+    return count, tuple(frames)

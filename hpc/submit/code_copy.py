@@ -183,23 +183,23 @@ def _copy_packages(target: Path) -> None:
                 continue
             new.mkdir(parents=True)
             for name in names:
-                (new / name).write_bytes(Path(directory, name).read_bytes())
-                if name.endswith(".py") and (code := _byte_code(Path(directory, name))):
+                text = Path(directory, name).read_bytes()
+                (new / name).write_bytes(text)
+                if name.endswith(".py") and (code := _byte_code(Path(directory, name), text)):
                     cache = Path(cache_from_source(new / name))
                     cache.parent.mkdir(exist_ok=True)
                     cache.write_bytes(code)
 
 
-def _byte_code(source: Path) -> bytes | None:
-    """Return the byte code of a module, in the form that Python uses whatever times files have (PEP 552)."""
+def _byte_code(source: Path, text: bytes) -> bytes | None:
+    """Return a module's valid byte code, if any, in the form that Python uses whatever times files have (PEP 552)."""
     try:
-        cached = Path(cache_from_source(source)).read_bytes()
-        size, modified = source.stat().st_size, int(source.stat().st_mtime)
+        cached, modified = Path(cache_from_source(source)).read_bytes(), int(source.stat().st_mtime)
     except OSError:
         return None
     magic, flags, *recorded = struct.unpack("<4sIII", cached[:16].ljust(16, b"\0"))
-    is_valid = magic == MAGIC_NUMBER and flags == 0 and recorded == [modified & 0xFFFFFFFF, size & 0xFFFFFFFF]
-    return struct.pack("<4sI", magic, 1) + source_hash(source.read_bytes()) + cached[16:] if is_valid else None
+    is_valid = magic == MAGIC_NUMBER and flags == 0 and recorded == [modified & 0xFFFFFFFF, len(text) & 0xFFFFFFFF]
+    return struct.pack("<4sI", magic, 1) + source_hash(text) + cached[16:] if is_valid else None
 
 
 def copy_files(code: UserCode, target: Path) -> None:

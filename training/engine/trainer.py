@@ -35,7 +35,7 @@ from training.engine.step import Stepper
 from training.engine.step_timer import StepTimer
 from training.evaluation.evaluator import Evaluator
 from training.evaluation.validation import Validator
-from training.models.compiled_code import choose_directory, kept_code
+from training.models.compiled_code import kept_code
 from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
@@ -87,8 +87,6 @@ class Trainer:
         corrupt_images = CorruptImages(data.train, config.max_corrupt_images, group, self.logger)
         self.corrupt_images = self.state.register("corrupt_images", corrupt_images)
         loss = Loss(config, data.train.labels, len(data.classes), group.device)
-        if config.compile:
-            choose_directory(context)
         self.stepper = Stepper(context, self.schedule, group, self.state, preprocess, loss)
         self.step_timer = StepTimer(context, group, model)
         self.checkpoint_writer = StateWriter(CheckpointDestination(context, group, self.logger), self.state, group)

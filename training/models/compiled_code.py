@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from hpc.base.files import new_directory, remove_abandoned
 from training.runtime.compat import default_compiler_directory
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import device_name, processor_name
@@ -23,34 +24,34 @@ from training.runtime.run_context import RunContext
 _DIRECTORY = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def choose_directory(context: RunContext) -> None:
-    """Let torch compile into the run's directory on this node, unless the user has chosen another one.
-
-    /dev/shm may be mounted noexec: torch could not load what it has compiled there.
-    """
-    if context.node_dir is None or os.environ.get(_DIRECTORY) not in {None, default_compiler_directory()}:
-        return
-    with suppress(OSError):
-        if not os.statvfs(context.node_dir.path).f_flag & os.ST_NOEXEC:
-            os.environ[_DIRECTORY] = str(context.node_dir.compiled)
-
-
 @contextmanager
 def kept_code(context: RunContext, group: ProcessGroup) -> Iterator[None]:
     """Use and keep the run's compiled code while torch compiles. All ranks must enter this.
 
-    It copies nothing if torch compiles into another directory than the run's.
+    It changes nothing if the user has chosen torch's directory, or if torch could not compile into the run's.
     """
-    kept = context.run_dir.compiled / _conditions(context, group)
-    here = Path(os.environ.get(_DIRECTORY, ""))
-    is_own = context.node_dir is not None and here == context.node_dir.compiled
-    if is_own and group.rank_info.local_rank == 0 and kept.is_dir():
-        _copy_back(kept, here)
+    here, kept = _directory(context), context.run_dir.compiled / _conditions(context, group)
+    if here is not None:
+        os.environ[_DIRECTORY] = str(here)
+        if group.rank_info.local_rank == 0 and kept.is_dir():
+            _copy_back(kept, here)
     group.all_gather_json(None)  # the other ranks of this node wait for the copy
     yield
     group.all_gather_json(None)  # they may still compile
-    if is_own and group.is_rank_zero and here.is_dir() and not kept.exists():
+    if here is not None and group.is_rank_zero and here.is_dir() and not kept.exists():
         _keep(here, kept)
+
+
+def _directory(context: RunContext) -> Path | None:
+    """Return the run's directory for compiled code on this node; None if torch must use another one."""
+    if context.node_dir is None or os.environ.get(_DIRECTORY) not in {None, default_compiler_directory()}:
+        return None
+    try:
+        # /dev/shm may be mounted noexec: torch could not load what it has compiled there.
+        is_noexec = os.statvfs(context.node_dir.path).f_flag & os.ST_NOEXEC
+    except OSError:
+        return None
+    return None if is_noexec else context.node_dir.compiled
 
 
 def _conditions(context: RunContext, group: ProcessGroup) -> str:
@@ -70,9 +71,6 @@ def _copy_back(kept: Path, here: Path) -> None:
 
 def _keep(here: Path, kept: Path) -> None:
     """Copy this node's code to the run directory, as a whole. On an error there is no copy."""
-    hidden = kept.with_name(f".{kept.name}")
-    shutil.rmtree(hidden, ignore_errors=True)  # what a killed rank has left
-    with suppress(OSError, shutil.Error):
-        kept.parent.mkdir(exist_ok=True)
-        shutil.copytree(here, hidden)
-        hidden.rename(kept)
+    remove_abandoned(kept.parent, ".*.tmp")  # what a killed rank has left
+    with suppress(OSError, shutil.Error), new_directory(kept) as draft:
+        shutil.copytree(here, draft, dirs_exist_ok=True)
