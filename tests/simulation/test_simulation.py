@@ -22,12 +22,12 @@ def simulation(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_all_schedules_hold() -> None:
-    done = simulation("--seeds=1000")
+    done = simulation("--seeds=200")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_known_defects_stay_away() -> None:
-    done = simulation("--known", "--seeds=10")
+    done = simulation("--known", "--seeds=3")
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from training.engine.trainer import Trainer
     from training.runtime.process_group import ProcessGroup
 
-_TIMEOUT_SECONDS = 120
+_TIMEOUT_SECONDS = 300
 slow = partial(pytest.param, marks=pytest.mark.slow)
 needs_no_gpu_driver = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has a driver of GPUs")
 needs_compiler = pytest.mark.skipif(not (shutil.which("cc") and shutil.which("c++")), reason="needs a C++ compiler")
