@@ -45,7 +45,7 @@ ADVICE = {
         "decode once: hpc pack DATA PACKED, then --data PACKED; or use more cores and a larger --num-workers",
     ),
     "augment": (
-        "cropping and augmenting",
+        "augmenting",
         "more cores and a larger --num-workers, a smaller --image-size, or a cheaper --auto-augment",
     ),
     "loading": ("making batches", "more cores and a larger --num-workers"),
@@ -66,8 +66,8 @@ ADVICE = {
 _ROWS = (
     ("step", "training step, everything"),
     ("loading", "loading a batch, alone"),
-    ("decode", "  decoding"),
-    ("augment", "  cropping and augmenting"),
+    ("decode", "  decoding and cropping"),
+    ("augment", "  augmenting"),
     ("copy", "copying to the GPU"),
     ("compute", "forward, backward, optimizer"),
     ("all_reduce", "waiting for gradients of other ranks"),
@@ -139,9 +139,9 @@ class Costs:
     loading: float
     """A batch from all loader workers together, without training."""
     decode: float | None
-    """Reading and decoding the images of a batch, divided by the workers; a part of `loading`."""
+    """Reading, decoding and cropping the images of a batch, divided by the workers; a part of `loading`."""
     augment: float | None
-    """Cropping, scaling and augmenting these, divided by the workers; a part of `loading`."""
+    """Augmenting these, divided by the workers; a part of `loading`."""
     copy: float | None
     compute: float
     """Forward and backward passes and the optimizer, on images that are already on the device."""
@@ -176,8 +176,8 @@ class Meter:
         request = BatchRequest(indices=indices, epoch=0)
         decode, augment = None, self._milliseconds(lambda: source[request]) * share / len(indices)
         if isinstance(source, ImageDataset):
-            store, index = source.store, cycle(indices)
-            decode = self._milliseconds(lambda: store.read(next(index))) * share
+            store, crops = source.store, cycle([(index, source.crop(0, index)) for index in indices])
+            decode = self._milliseconds(lambda: store.read(*next(crops))) * share
             augment = max(0.0, augment - decode)
         return Costs(
             step=step,

@@ -15,7 +15,7 @@ from training.config.train_config import Interpolation
 from training.data.batch_schedule import BatchRequest
 from training.data.loader import Batch, ImageSource, to_device
 from training.data.transforms.augment import Augmentation
-from training.data.transforms.crop import center_crop
+from training.data.transforms.crop import Crop, center_crop
 from training.runtime.process_group import SharedError
 
 _MAX_NAMES = 20
@@ -48,8 +48,8 @@ class MemoryImages:
             if self.augmentation.resizes:
                 height, width = images.shape[2:]
                 for place, index in enumerate(request.indices):
-                    image = images[place].permute(1, 2, 0)
-                    images[place] = self.augmentation.crop_one(request.epoch, index, image, (height, width))
+                    crop = self.augmentation.crop(request.epoch, index, (height, width))
+                    images[place] = crop.of(images[place].permute(1, 2, 0))
             images = self.augmentation.batch(request.epoch, samples, images)
         return Batch(images, self.labels[indices], indices, _NO_INDICES)
 
@@ -85,8 +85,8 @@ class SyntheticImages:
 class ImageStore(Protocol):
     """A source of images by index, such as an image folder or packed data."""
 
-    def read(self, index: int) -> Tensor | None:
-        """Return the image (uint8 [h, w, 3]), or None if it is corrupt.
+    def read(self, index: int, crop: Crop) -> Tensor | None:
+        """Return the crop of an image (uint8 [3, *crop.size]), or None if the image is corrupt.
 
         Raises:
             UserError: this node cannot read the image.
@@ -127,15 +127,10 @@ class ImageDataset:
         """Return a request's images (uint8 [n, 3, size, size])."""
         # Use interleaved channels, the fastest memory format for decoders and models.
         images = torch.empty(len(request.indices), self.size, self.size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        shown, corrupt, size = [], set[int](), (self.size, self.size)
+        shown, corrupt = [], set[int]()
         for place, sample in enumerate(request.indices):
-            index = sample % len(self)
-            readable, image = self._next_readable(index, corrupt)
-            shown.append(readable + sample - index)
-            if request.epoch is not None and self.augmentation is not None:
-                images[place] = self.augmentation.crop_one(request.epoch, shown[-1], image, size)
-            else:
-                images[place] = center_crop(image, size, self.crop_pct, self.interpolation)
+            readable, images[place] = self._next_readable(request.epoch, sample, corrupt)
+            shown.append(readable)
         samples, shown_samples, corrupt_indices = (
             torch.tensor(values, dtype=torch.int64) for values in (request.indices, shown, sorted(corrupt))
         )
@@ -151,16 +146,23 @@ class ImageDataset:
         """Return a data set of the images with these indices."""
         return replace(self, store=self.store.part(indices), labels=self.labels[indices])
 
-    def _next_readable(self, index: int, corrupt: set[int]) -> tuple[int, Tensor]:
-        """Return the first readable index from `index` on, and its image. Adds the skipped indices to `corrupt`."""
-        most = min(len(self), _MAX_CORRUPT_IN_A_ROW)
+    def _next_readable(self, epoch: int | None, sample: int, corrupt: set[int]) -> tuple[int, Tensor]:
+        """Return the first readable sample from `sample` on, and its crop. Adds the skipped indices to `corrupt`."""
+        most, index = min(len(self), _MAX_CORRUPT_IN_A_ROW), sample % len(self)
         for place in range(index, index + most):
             candidate = place % len(self)
-            image = self.store.read(candidate)
+            shown = candidate + sample - index  # of the same repetition
+            image = self.store.read(candidate, self.crop(epoch, shown))
             if image is not None:
-                return candidate, image
+                return shown, image
             corrupt.add(candidate)
         raise UserError(f"{self.name(index)} and the {most - 1} images after it are corrupt: {self.store.fix()}")
+
+    def crop(self, epoch: int | None, sample: int) -> Crop:
+        """Return what is shown of a sample in an epoch, or in an evaluation, which is None."""
+        if epoch is None or self.augmentation is None:
+            return center_crop((self.size, self.size), self.crop_pct, self.interpolation)
+        return self.augmentation.crop(epoch, sample, (self.size, self.size))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,29 +5,27 @@ quickly. As in torchvision's ImageFolder, EXIF rotation is ignored, also when im
 """
 
 import io
+import math
 import os
 import socket
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
+import simplejpeg
 from PIL import Image
 
 from hpc.base.errors import UserError
+from training.data.transforms.crop import Crop
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _Result = TypeVar("_Result")
-JpegDecoder = Callable[["Tensor", int], "Tensor"]
 
 _JPEG = b"\xff\xd8\xff"
-# A smaller JPEG has too few pixels for a decompression bomb, since 8 x 8 pixels take at least 2 bits.
-_HARMLESS_BYTES = 500_000
-_RGB = 3  # torchvision.io.ImageReadMode.RGB
 
 
 def with_image(content: bytes, use: Callable[[Image.Image], _Result]) -> _Result | None:
@@ -49,35 +47,32 @@ def as_rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def jpeg_decoder() -> JpegDecoder | None:
-    """Return torchvision's JPEG decoder, or None if there is none.
+def decode_image(content: bytes, crop: Crop) -> "Tensor | None":
+    """Decode an image and return its crop (uint8 [3, *crop.size]), or None if the image is corrupt.
 
-    It uses the same library as Pillow and gives the same pixels, but writes directly into the tensor: 1.1 instead of
-    1.5 ms for 500 x 375 pixels. torchvision 0.29 warns that its decoder will go. Then Pillow decodes all images.
+    simplejpeg uses the same library as Pillow and gives the same pixels, but is faster: 1.25 instead of 1.7 ms for 500
+    x 375 pixels. It can decode to a half, a quarter or an eighth of the sides, in 1.07, 0.99 or 0.83 ms.
     """
-    try:
-        import torch  # noqa: PLC0415  # packers need no torch
-        import torchvision.io  # noqa: F401, PLC0415  # takes a second, and registers the operator
-
-        return cast("JpegDecoder", torch.ops.image.decode_jpeg)
-    except (ImportError, AttributeError):
-        return None
-
-
-def decode_image(content: bytes, decode_jpeg: JpegDecoder | None) -> "Tensor | None":
-    """Return an image as uint8 [h, w, 3], or None if it is corrupt. Pillow decodes images that torchvision refuses."""
     import torch  # noqa: PLC0415  # packers need no torch
 
-    if (
-        decode_jpeg is not None
-        and content.startswith(_JPEG)
-        # torchvision's decoder lacks Pillow's check for decompression bombs.
-        and (len(content) < _HARMLESS_BYTES or with_image(content, lambda image: image.size) is not None)
-    ):
-        with suppress(RuntimeError):
-            return decode_jpeg(torch.frombuffer(bytearray(content), dtype=torch.uint8), _RGB).permute(1, 2, 0)
-    array = with_image(content, lambda file: np.array(as_rgb(file)))
-    return None if array is None else torch.from_numpy(array)
+    array = _decode_jpeg(content, crop) if content.startswith(_JPEG) else None
+    if array is None:
+        array = with_image(content, lambda file: np.array(as_rgb(file)))
+    return None if array is None else crop.of(torch.from_numpy(array))
+
+
+def _decode_jpeg(content: bytes, crop: Crop) -> np.ndarray | None:
+    """Return the pixels, uint8 [h, w, 3], perhaps of the reduced image; None if Pillow is to decode it."""
+    try:
+        height, width, color_space, _ = simplejpeg.decode_jpeg_header(content)
+        # Pillow converts CMYK otherwise, and refuses decompression bombs.
+        if color_space not in {"YCbCr", "Gray", "RGB"} or height * width > (Image.MAX_IMAGE_PIXELS or math.inf):
+            return None
+        high, wide = crop.enough_of(height, width)
+        # A factor below 2 takes longer than the whole image.
+        return cast("np.ndarray", simplejpeg.decode_jpeg(content, min_height=high, min_width=wide, min_factor=2))
+    except ValueError:
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +82,9 @@ class FolderImages:
     root: Path
     names: np.ndarray
     """Paths below `root`, bytes [n]. An array, since loader workers would copy the pages of a list."""
-    decode_jpeg: JpegDecoder | None = field(default_factory=jpeg_decoder)
-    """JPEG decoder, found once before loader workers are forked; None if Pillow decodes all images."""
 
-    def read(self, index: int) -> "Tensor | None":
-        """Return the image (uint8 [h, w, 3]), or None if the file holds no whole image.
+    def read(self, index: int, crop: Crop) -> "Tensor | None":
+        """Return the crop of an image (uint8 [3, *crop.size]), or None if the file holds no whole image.
 
         Raises:
             UserError: this node cannot read the file, although the image may be whole.
@@ -104,7 +97,7 @@ class FolderImages:
                 f"{path} cannot be read on {socket.gethostname()} ({error.strerror}): copy the data there again, "
                 "or exclude that node"
             ) from error
-        return decode_image(content, self.decode_jpeg)
+        return decode_image(content, crop)
 
     def name(self, index: int) -> str:
         """Return the image's path."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from hpc.base.errors import UserError
 from hpc.base.files import sha256_of
 from training.config.packed_index import AGAIN, PackedPart, PackIndex
+from training.data.transforms.crop import Crop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +35,10 @@ class PackedImages:
     indices: Tensor
     """Indices of these images in the part, int64 [n]."""
 
-    def read(self, index: int) -> Tensor | None:
-        """Return the image (uint8 [size, size, 3]), or None if it is corrupt."""
+    def read(self, index: int, crop: Crop) -> Tensor | None:
+        """Return the crop of an image (uint8 [3, *crop.size]), or None if the image is corrupt."""
         packed = int(self.indices[index])
-        return None if packed in self.corrupt else self.pixels[packed]
+        return None if packed in self.corrupt else crop.of(self.pixels[packed])
 
     def name(self, index: int) -> str:
         """Return the source image's path."""

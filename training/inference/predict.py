@@ -25,8 +25,8 @@ from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.text import csv_cell, visible
 from training.config.dataset_layout import is_image
-from training.data.image_folder import JpegDecoder, as_rgb, decode_image, jpeg_decoder, with_image
-from training.data.transforms.crop import center_crop
+from training.data.image_folder import as_rgb, decode_image, with_image
+from training.data.transforms.crop import Crop, CropBox, center_box
 from training.inference.classifier import find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, load_exported
 from training.inference.model_card import ModelCard
@@ -97,7 +97,7 @@ def predict(options: PredictOptions) -> list[Prediction]:
     card, classify = load(options.model)
     if card.image_shape[0] not in {1, 3}:
         raise UserError(f"the model takes images of {card.image_shape[0]} channels: image files have 1 or 3")
-    read = partial(_read, card, jpeg_decoder())
+    read = partial(_read, card)
     predictions: list[Prediction] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         for first in range(0, len(paths), _BATCH):
@@ -154,23 +154,27 @@ def load(model: str) -> tuple[ModelCard, Classify]:
     return load_exported(path, by_suffix[path.suffix])
 
 
-def _read(card: ModelCard, decode_jpeg: JpegDecoder | None, path: Path) -> Tensor | str:
+def _read(card: ModelCard, path: Path) -> Tensor | str:
     """Return the image (uint8 [*card.image_shape]), prepared as in evaluations, or why it cannot be read."""
     try:
         content = path.read_bytes()
     except OSError as error:
         return error.strerror or str(error)
     channels, height, width = card.image_shape
+    crop = Crop(box=partial(_evaluated_box, card), size=(height, width), interpolation=card.interpolation)
     if channels == 1:
         gray = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
-        image = None if gray is None else torch.from_numpy(gray)[..., None]
+        image = None if gray is None else crop.of(torch.from_numpy(gray)[..., None])
     else:
-        image = decode_image(content, decode_jpeg)
-    if image is None:
-        return "it is not an image, or it is damaged"
-    if card.crop_pct == 1 and image.shape == (height, width, channels):
-        return image.permute(2, 0, 1)
-    return center_crop(image, (height, width), card.crop_pct, card.interpolation)
+        image = decode_image(content, crop)
+    return "it is not an image, or it is damaged" if image is None else image
+
+
+def _evaluated_box(card: ModelCard, height: int, width: int) -> CropBox:
+    """Return what evaluations show of an image: all of it if it has the size of the model's images."""
+    if card.crop_pct == 1 and (height, width) == card.image_shape[1:]:
+        return 0, 0, height, width
+    return center_box(height, width, card.crop_pct)
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:

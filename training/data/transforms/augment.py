@@ -9,6 +9,7 @@ for each image and restores its state afterwards.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from training.config.dataset_layout import Kind
 from training.config.rules import parse_range
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.loader import to_device
-from training.data.transforms.crop import center_box, crop_and_resize, random_box
+from training.data.transforms.crop import Crop, CropBox, center_box, random_box
 from training.data.transforms.random_erasing import RandomErasing
 from training.runtime.counter_rng import Purpose, derive_key, rand_float, rand_int
 
@@ -55,7 +56,7 @@ _DEFAULTS: dict[Kind, _Defaults] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Augments the images of a training: with `resizes`, first one by one in `crop_one`; then together in `batch`."""
+    """Augments the images of a training: with `resizes`, first one by one by `crop`; then together in `batch`."""
 
     seed: int
     resizes: bool
@@ -78,19 +79,16 @@ class Augmentation:
         """Whether a part of the augmentation takes so long on the CPU, image by image, that loader workers pay off."""
         return self.resizes or self.policy is not None
 
-    def crop_one(self, epoch: int, index: int, image: Tensor, size: tuple[int, int]) -> Tensor:
-        """Crop, resize and perhaps mirror an image (uint8 [h, w, c]), and return uint8 [c, *size].
+    def crop(self, epoch: int, index: int, size: tuple[int, int]) -> Crop:
+        """Return the crop of the sample with this number in `BatchRequest`, to be resized to `size`."""
+        key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)
+        mirrored = self.flip and rand_float(key, index * _DRAWS + _FLIP) < 1 / 2
+        box = partial(self._random_box, key, index, self.area) if self.area else center_box
+        return Crop(box=box, size=size, interpolation=self.interpolation, mirrored=mirrored, may_be_reduced=True)
 
-        `index` is the sample's number in `BatchRequest`.
-        """
-        key, (height, width) = derive_key(self.seed, Purpose.AUGMENTATION, epoch), image.shape[:2]
-        if self.area:
-            draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
-            box = random_box(draws, height, width, self.area, self.ratio)
-        else:
-            box = center_box(height, width)
-        resized = crop_and_resize(image, box, size, self.interpolation)
-        return resized.flip(2) if self.flip and rand_float(key, index * _DRAWS + _FLIP) < 1 / 2 else resized
+    def _random_box(self, key: int, index: int, area: tuple[float, float], height: int, width: int) -> CropBox:
+        draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
+        return random_box(draws, height, width, area, self.ratio)
 
     def batch(self, epoch: int, indices: Tensor, images: Tensor) -> Tensor:
         """Return augmented images of one size (uint8 [n, C, H, W]). `images` may be overwritten.
@@ -101,7 +99,7 @@ class Augmentation:
         if self.padding:
             images = _shift(images, self.padding, key, indices)
         if self.flip and not self.resizes:
-            # Here the upper half of the draws mirrors an image, in `crop_one` the lower half. Do not make them equal,
+            # Here the upper half of the draws mirrors an image, in `crop` the lower half. Do not make them equal,
             # because a seed must keep its images.
             mirrored = to_device(rand_int(key, indices * _DRAWS + _FLIP, 2).bool(), images.device)
             images = torch.where(mirrored[:, None, None, None], images.flip(3), images)

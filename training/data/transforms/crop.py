@@ -1,10 +1,12 @@
 """Chooses the box to crop from an image, and resizes the crop. Runs on ranks, loader workers and packers.
 
-Only `crop_and_resize` imports torch. Packers use the boxes alone, and start without torch.
+Only `Crop.of` imports torch. Packers use the boxes alone, and start without torch.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from training.config.train_config import Interpolation
@@ -18,6 +20,9 @@ CropBox = tuple[int, int, int, int]
 _TRIES = 10
 RANDOM_NUMBERS = 2 + 2 * _TRIES
 """Largest number of random numbers that a random box takes."""
+# Each side of a crop keeps at least twice the pixels to which it is resized, as with Pillow's `thumbnail`. The result
+# then differs from that of the whole image about as much as bilinear interpolation does from bicubic.
+_MARGIN = 2
 
 
 def center_box(height: int, width: int, crop_pct: float = 1.0) -> CropBox:
@@ -48,22 +53,41 @@ def random_box(
     return int(down * (height - high + 1)), int(across * (width - wide + 1)), high, wide
 
 
-def crop_and_resize(
-    image: "Tensor", box: CropBox, size: tuple[int, int], interpolation: Interpolation = "bilinear"
-) -> "Tensor":
-    """Crop the box of an image (uint8 [h, w, c]), and resize it to uint8 [c, *size].
+@dataclass(frozen=True, kw_only=True)
+class Crop:
+    """The part of an image that a model sees, and its size."""
 
-    Interleaved channels, [h, w, c], take two thirds of the time of separate planes.
-    """
-    from torch.nn import functional  # noqa: PLC0415  # packers do without torch
+    box: Callable[[int, int], CropBox]
+    """Chooses the box of an image with this height and width."""
+    size: tuple[int, int]
+    """Height and width to which the box is resized."""
+    interpolation: Interpolation = "bilinear"
+    mirrored: bool = False
+    may_be_reduced: bool = False
+    """Whether the image may be decoded to fewer pixels: in a training, but not in an evaluation."""
 
-    top, left, height, width = box
-    part = image[top : top + height, left : left + width].permute(2, 0, 1)
-    if (height, width) == size:
-        return part
-    return functional.interpolate(part[None], size, mode=interpolation, antialias=True)[0]
+    def enough_of(self, height: int, width: int) -> tuple[int, int]:
+        """Return the least height and width to which an image of this size may be reduced before it is cropped."""
+        if not self.may_be_reduced:
+            return height, width
+        _, _, high, wide = self.box(height, width)
+        share = min(1.0, _MARGIN * max(self.size[0] / high, self.size[1] / wide))
+        return math.ceil(share * height), math.ceil(share * width)
+
+    def of(self, image: "Tensor") -> "Tensor":
+        """Crop an image (uint8 [h, w, c]), and resize it to uint8 [c, *size].
+
+        Interleaved channels, [h, w, c], take two thirds of the time of separate planes.
+        """
+        from torch.nn import functional  # noqa: PLC0415  # packers do without torch
+
+        top, left, height, width = self.box(image.shape[0], image.shape[1])
+        part = image[top : top + height, left : left + width].permute(2, 0, 1)
+        if (height, width) != self.size:
+            part = functional.interpolate(part[None], self.size, mode=self.interpolation, antialias=True)[0]
+        return part.flip(2) if self.mirrored else part
 
 
-def center_crop(image: "Tensor", size: tuple[int, int], crop_pct: float, interpolation: Interpolation) -> "Tensor":
-    """Crop the `center_box` of an image (uint8 [h, w, c]), and resize it to uint8 [c, *size]."""
-    return crop_and_resize(image, center_box(image.shape[0], image.shape[1], crop_pct), size, interpolation)
+def center_crop(size: tuple[int, int], crop_pct: float, interpolation: Interpolation) -> Crop:
+    """Return the crop of an evaluation: the `center_box`, resized."""
+    return Crop(box=partial(center_box, crop_pct=crop_pct), size=size, interpolation=interpolation)

@@ -138,7 +138,7 @@ def as_photo(index: int, image: Image.Image, size: int, **options: Any) -> Tenso
     """What becomes of a photo with this index in epoch 0."""
     config = TrainConfig(data="data", **NOTHING | options)
     augmentation = make_augmentation(config, "image-folder", (3, size, size), (0.5, 0.5, 0.5))
-    cropped = augmentation.crop_one(0, index, torch.from_numpy(np.array(image)), (size, size))
+    cropped = augmentation.crop(0, index, (size, size)).of(torch.from_numpy(np.array(image)))
     return augmentation.batch(0, torch.tensor([index]), cropped[None])[0]
 
 
@@ -262,7 +262,7 @@ def test_a_random_crop_of_images_in_memory_is_that_of_files_of_their_shape(chann
     images = noise(20, channels)
     config = TrainConfig(data="data", **CROPPED)
     photos = make_augmentation(config, "image-folder", (3, 32, 32), (0.5,) * 3)
-    expected = [photos.crop_one(0, index, image.permute(1, 2, 0), (32, 32)) for index, image in enumerate(images)]
+    expected = [photos.crop(0, index, (32, 32)).of(image.permute(1, 2, 0)) for index, image in enumerate(images)]
     assert torch.equal(in_memory(images, **CROPPED), torch.stack(expected))
 
 

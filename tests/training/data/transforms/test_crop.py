@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from training.config.train_config import Interpolation
-from training.data.transforms.crop import RANDOM_NUMBERS, crop_and_resize, random_box
+from training.data.transforms.crop import RANDOM_NUMBERS, Crop, CropBox, random_box
 from training.data.transforms.random_erasing import RandomErasing, fill_all, fill_each
 from training.runtime.counter_rng import Purpose, derive_key, rand_float
 
@@ -28,7 +28,11 @@ def test_a_random_crop_of_an_image_is_a_box_scaled_as_torchvision_does_it(
         )
         planes = image.permute(2, 0, 1)
         expected = v2.functional.resized_crop(planes, *box, [32, 32], mode, antialias=True)
-        found = crop_and_resize(image, box, (32, 32), interpolation)
+
+        def drawn(_height: int, _width: int, box: CropBox = box) -> CropBox:
+            return box
+
+        found = Crop(box=drawn, size=(32, 32), interpolation=interpolation).of(image)
         torch.testing.assert_close(found, expected, rtol=0, atol=pixel_tolerance())
 
 
