@@ -12,7 +12,7 @@ import torch
 
 from hpc.base.kernel import driver_version
 
-_PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow"
+_PACKAGES = "torchrelay", "torch", "torchvision", "numpy", "pillow", "simplejpeg"
 
 
 def versions() -> dict[str, str | None]:

@@ -347,6 +347,7 @@ class Software(Event, frozen=True, kw_only=True):
     torchvision: str | None = None
     numpy: str | None = None
     pillow: str | None = None
+    simplejpeg: str | None = None
     python: str | None = None
     platform: str | None = None
     cuda: str | None = None
