@@ -11,6 +11,8 @@ from typing import Any
 
 from hpc.base.files import json_line
 from hpc.run.rundir import RunDir
+from hpc.run.spec import Resources, RunSpec
+from hpc.run.spec_file import script_program
 
 ATTEMPTS, SAVES, STEPS = 4, 30, 10_000
 NODES = ["gpu01", "gpu02"]
@@ -30,10 +32,11 @@ def attempt_events(number: int, state: str) -> dict[str, list[dict[str, Any]]]:
     for rank, node in enumerate(NODES):
         joined = {"event": "joined", "node": node, "node_rank": rank, "clock_skew_seconds": 0.001}
         free = {"tmp_free_bytes": 10**12, "shm_free_bytes": 10**11}
-        staged = {"event": "staged", "node": node, "seconds": 4.2, "path": "/local/torchrelay-1/x", "reused": True}
+        copy = {"source": "/data/x", "path": "/local/torchrelay-1/x", "reused": True}
+        staged = {"event": "staged", "node": node, "seconds": 4.2, **copy}
         files.setdefault(f"attempt-{number:03d}-node-{rank:02d}", []).extend([{**joined, **free}, staged])
     files[head].append({"event": "rendezvous", "round": 1, "port": 9, "members": [0, 1]})
-    restored = {"restored_from": first, "source": "checkpoint", "connect_seconds": 8.0, "restore_seconds": 1.0}
+    restored = {"restored_from": str(first), "source": "checkpoint", "connect_seconds": 8.0, "restore_seconds": 1.0}
     files[f"attempt-{number:03d}-trainer"] = [
         {"event": "train_started", "step": first, "total_steps": STEPS, "world_size": 8, "seconds": 9.0, **restored},
         {"event": "first_step", "step": first + 1},
@@ -61,7 +64,10 @@ def make_run(run: RunDir, index: int, logs: tuple[Path, Path]) -> None:
     state = STATES[index % len(STATES)]
     run.events.mkdir(parents=True)
     run.train_metrics.parent.mkdir()
-    run.spec.write_text("{}")
+    program = script_program(("train.py",))
+    RunSpec(name=run.name, cluster="slurm", data=None, stage_dir="/local", resources=Resources(), program=program).save(
+        run
+    )
     run.script.write_text("#!/bin/bash\n")
     submitted = {"time": START, "event": "submitted", "job_id": str(index), "cluster": "slurm", "started": None}
     (run.events / "submit.jsonl").write_text(json_line({**submitted, "stop_lead_seconds": 300, "grace_seconds": 60}))
@@ -79,12 +85,12 @@ def make_run(run: RunDir, index: int, logs: tuple[Path, Path]) -> None:
 
 def queue_lines(runs: list[RunDir], jobs: int) -> list[str]:
     """Return what squeue prints: the jobs of the runs that are alive, among others of the user's."""
-    words = {"RUNNING": ("RUNNING", "None", "gpu[01-02]"), "PENDING": ("PENDING", "Priority", "")}
+    words = {"RUNNING": ("RUNNING", "None", "gpu[01-02]", "gpu01"), "PENDING": ("PENDING", "Priority", "", "")}
     alive = [(i, run) for i, run in enumerate(runs) if STATES[i % len(STATES)] in words]
     ours = [(*words[STATES[i % len(STATES)]], str(run.script)) for i, run in alive]
-    other = [("PENDING", "Resources", "", f"/home/me/sweep/{i}/run.sh") for i in range(jobs - len(ours))]
+    other = [("PENDING", "Resources", "", "", f"/home/me/sweep/{i}/run.sh") for i in range(jobs - len(ours))]
     # In the order of the fields that hpc.slurm.squeue asks for.
-    form = f"{{}}|{{}}|{{}}|{{}}|0|{TIME}|{TIME}|{{}}|"
+    form = f"{{}}|{{}}|{{}}|{{}}|{{}}|0|{TIME}|{TIME}|{{}}|"
     return [form.format(i, *job) for i, job in enumerate([*ours, *other])]
 
 

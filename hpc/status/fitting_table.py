@@ -3,8 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from rich.cells import cell_len
-from rich.console import Console, JustifyMethod
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 _ALWAYS_SHOWN = 2
@@ -17,8 +16,10 @@ def fitting_table(
     *,
     numbers: Collection[str],
     cut: tuple[str, int],
-) -> Table:
+) -> Text:
     """Return a table of the first, most important columns: all that fit, but at least two.
+
+    It is a text, since a Table of rich takes four times as long to print: 0.4 s for 200 runs.
 
     Args:
         console: the terminal.
@@ -34,13 +35,18 @@ def fitting_table(
     while len(shown) > _ALWAYS_SHOWN and _total(shown, widths) > console.width:
         shown.pop()
     widths[name] = min(whole, widths[name] + max(0, console.width - _total(shown, widths)))
-    drawn = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1), header_style="bold")
-    for title in shown:
-        justify: JustifyMethod = "right" if title in numbers else "left"
-        drawn.add_column(title, justify=justify, overflow="ellipsis", no_wrap=True, max_width=widths[title])
-    for row in rows:
-        drawn.add_row(*(row[title] for title in shown))
-    return drawn
+
+    def line(row: Mapping[str, Text]) -> Text:
+        cells = [row[title].copy() for title in shown]
+        for title, cell in zip(shown, cells, strict=True):
+            cell.truncate(widths[title], overflow="ellipsis")
+            cell.align("right" if title in numbers else "left", widths[title])
+        drawn = Text(" ").join(cells)
+        drawn.rstrip()
+        return drawn
+
+    header = {title: Text(title, style="bold") for title in shown}
+    return Text("\n", no_wrap=True, overflow="crop").join(map(line, [header, *rows]))
 
 
 def _total(titles: Sequence[str], widths: Mapping[str, int]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 from support.events import (
     attempt_ended,
     claimed,
@@ -128,8 +128,8 @@ def test_run_whose_job_was_replaced_says_why(run: RunDir, capsys: Capture) -> No
 )
 def test_narrow_table_has_the_most_important_columns(run: RunDir, width: int, titles: str) -> None:
     (drawn,) = table.view(Console(width=width), [summarize(run, None)], details=False).renderables
-    assert isinstance(drawn, Table)
-    assert [column.header for column in drawn.columns] == titles.split()
+    assert isinstance(drawn, Text)
+    assert drawn.plain.splitlines()[0].split() == titles.split()
 
 
 @pytest.mark.parametrize("width", [80, 120, 200])
