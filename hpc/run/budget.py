@@ -41,13 +41,14 @@ _RULES = (
     # (training.engine.recomputation).
     _Rule(causes=frozenset({Cause.DIVERGED}), failures=3),
     _Rule(
-        causes=frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.LOST, Cause.TIME_LIMIT}),
+        causes=frozenset({Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HANG, Cause.TIME_LIMIT}),
         failures=5,
         pauses=True,
     ),
     # Each bad node is excluded from the next attempt; after five, the run itself is the likely cause.
     _Rule(causes=frozenset({Cause.BAD_NODE}), failures=5),
-    _Rule(causes=frozenset({Cause.NODE_FAILURE}), failures=5),
+    # The nodes of a rack or a switch may fail one after the other, faster than a training starts.
+    _Rule(causes=frozenset({Cause.NODE_FAILURE, Cause.LOST}), failures=10),
 )
 
 

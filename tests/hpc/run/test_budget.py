@@ -94,9 +94,9 @@ def test_failures_without_progress(history: list[PastInterruption], failures: in
     ("causes", "most"),
     [
         (["preempted", "requeued"], None),
-        (["crashed", "out_of_memory", "hang", "lost"], 5),
+        (["crashed", "out_of_memory", "hang"], 5),
         (["bad_node"], 5),
-        (["node_failure"], 5),
+        (["node_failure", "lost"], 10),
         (["bad_input", "no_space"], 1),
         (["diverged"], 3),
         (["completed", "cancelled"], 0),
@@ -104,8 +104,8 @@ def test_failures_without_progress(history: list[PastInterruption], failures: in
 )
 def test_budget_of_failures_without_progress(causes: list[str], most: int | None) -> None:
     for cause in causes:
-        restarts = [budget_after([ended(cause, 20)] * failures).may_restart for failures in range(1, 9)]
-        assert restarts == [most is None or failures < most for failures in range(1, 9)]
+        restarts = [budget_after([ended(cause, 20)] * failures).may_restart for failures in range(1, 12)]
+        assert restarts == [most is None or failures < most for failures in range(1, 12)]
 
 
 def test_every_cause_has_a_budget_or_is_free() -> None:
@@ -125,7 +125,7 @@ def test_used_budgets() -> None:
     history = [failed(None), ended("hang"), failed(None), ended("node_failure")]
     assert budget_after(history).used == [
         {"causes": ["crashed", "hang"], "failures": 3, "budget": 5},
-        {"causes": ["node_failure"], "failures": 1, "budget": 5},
+        {"causes": ["node_failure"], "failures": 1, "budget": 10},
     ]
 
 

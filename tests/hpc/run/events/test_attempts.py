@@ -176,8 +176,8 @@ def test_attempt_without_a_recorded_end_counts_as_lost() -> None:
     running = replace(attempts_of(HISTORY)[0], cause=None, last_step=None, interruptions=())
     assert may_restart_after([])
     assert may_restart_after([running])
-    assert may_restart_after([running] * 4)
-    lost = [replace(running, cause="lost")] * 4
+    assert may_restart_after([running] * 9)
+    lost = [replace(running, cause="lost")] * 9
     assert not may_restart_after([*lost, running])
     assert may_restart_after([*lost, replace(running, cause="preempted")])
 
