@@ -23,6 +23,7 @@ from hpc.run.rundir import RunDir
 from training.config.command_line import TrainFlags, parse_flags
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import ImageDataset
+from training.data.image_folder import FolderImages
 from training.data.loader import Batch, load_batches, load_device_batches, to_device
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
@@ -41,11 +42,11 @@ _MAX_IMAGES = 64
 # For each possible bottleneck, a description and what to change.
 ADVICE = {
     "decode": (
-        "reading and decoding images",
+        "reading, decoding and cropping images",
         "decode once: hpc pack DATA PACKED, then --data PACKED; or use more cores and a larger --num-workers",
     ),
     "augment": (
-        "augmenting",
+        "cropping and augmenting",
         "more cores and a larger --num-workers, a smaller --image-size, or a cheaper --auto-augment",
     ),
     "loading": ("making batches", "more cores and a larger --num-workers"),
@@ -67,7 +68,7 @@ _ROWS = (
     ("step", "training step, everything"),
     ("loading", "loading a batch, alone"),
     ("decode", "  decoding and cropping"),
-    ("augment", "  augmenting"),
+    ("augment", "  augmenting (of packed images, also cropping)"),
     ("copy", "copying to the GPU"),
     ("compute", "forward, backward, optimizer"),
     ("all_reduce", "waiting for gradients of other ranks"),
@@ -141,7 +142,7 @@ class Costs:
     decode: float | None
     """Reading, decoding and cropping the images of a batch, divided by the workers; a part of `loading`."""
     augment: float | None
-    """Augmenting these, divided by the workers; a part of `loading`."""
+    """Augmenting these, and cropping packed images, divided by the workers; a part of `loading`."""
     copy: float | None
     compute: float
     """Forward and backward passes and the optimizer, on images that are already on the device."""
@@ -175,7 +176,7 @@ class Meter:
         share, indices = len(batch.labels) / max(1, workers), tuple(batch.indices[:_MAX_IMAGES].tolist())
         request = BatchRequest(indices=indices, epoch=0)
         decode, augment = None, self._milliseconds(lambda: source[request]) * share / len(indices)
-        if isinstance(source, ImageDataset):
+        if isinstance(source, ImageDataset) and isinstance(source.store, FolderImages):
             store, crops = source.store, cycle([(index, source.crop(0, index)) for index in indices])
             decode = self._milliseconds(lambda: store.read(*next(crops))) * share
             augment = max(0.0, augment - decode)

@@ -47,7 +47,8 @@ _RULES = (
     ),
     # Each bad node is excluded from the next attempt; after five, the run itself is the likely cause.
     _Rule(causes=frozenset({Cause.BAD_NODE}), failures=5),
-    # The nodes of a rack or a switch may fail one after the other, faster than a training starts.
+    # The nodes of a rack or a switch may fail one after the other, faster than a training starts. If a node dies before
+    # the agents know each other, Slurm ends all of them, and the attempt is lost.
     _Rule(causes=frozenset({Cause.NODE_FAILURE, Cause.LOST}), failures=10),
 )
 

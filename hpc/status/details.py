@@ -125,7 +125,7 @@ def budget_lines(budget: Budgets) -> list[str]:
     return [*lines, "the same failure twice in a row has ended the run"] if budget.same_failure_twice else lines
 
 
-def interruption_table(console: Console, interruptions: Sequence[Interruption]) -> Text:
+def interruption_table(console: Console, interruptions: Sequence[Interruption]) -> Group:
     """Return a table of a run's interruptions and their costs. Messages that are too long are cut."""
     rows = list[dict[str, Text]]()
     for one in interruptions:

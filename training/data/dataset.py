@@ -146,6 +146,12 @@ class ImageDataset:
         """Return a data set of the images with these indices."""
         return replace(self, store=self.store.part(indices), labels=self.labels[indices])
 
+    def crop(self, epoch: int | None, sample: int) -> Crop:
+        """Return what is shown of a sample in an epoch, or in an evaluation, which is None."""
+        if epoch is None or self.augmentation is None:
+            return center_crop((self.size, self.size), self.crop_pct, self.interpolation)
+        return self.augmentation.crop(epoch, sample, (self.size, self.size))
+
     def _next_readable(self, epoch: int | None, sample: int, corrupt: set[int]) -> tuple[int, Tensor]:
         """Return the first readable sample from `sample` on, and its crop. Adds the skipped indices to `corrupt`."""
         most, index = min(len(self), _MAX_CORRUPT_IN_A_ROW), sample % len(self)
@@ -157,12 +163,6 @@ class ImageDataset:
                 return shown, image
             corrupt.add(candidate)
         raise UserError(f"{self.name(index)} and the {most - 1} images after it are corrupt: {self.store.fix()}")
-
-    def crop(self, epoch: int | None, sample: int) -> Crop:
-        """Return what is shown of a sample in an epoch, or in an evaluation, which is None."""
-        if epoch is None or self.augmentation is None:
-            return center_crop((self.size, self.size), self.crop_pct, self.interpolation)
-        return self.augmentation.crop(epoch, sample, (self.size, self.size))
 
 
 @dataclass(frozen=True, kw_only=True)

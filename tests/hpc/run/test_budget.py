@@ -122,10 +122,10 @@ def test_pauses_grow() -> None:
 
 def test_used_budgets() -> None:
     assert (Budget().used, Budget().cause) == ([], None)
-    history = [failed(None), ended("hang"), failed(None), ended("node_failure")]
+    history = [failed(None), ended("hang"), failed(None), ended("node_failure"), ended("lost")]
     assert budget_after(history).used == [
         {"causes": ["crashed", "hang"], "failures": 3, "budget": 5},
-        {"causes": ["node_failure"], "failures": 1, "budget": 10},
+        {"causes": ["node_failure", "lost"], "failures": 2, "budget": 10},
     ]
 
 

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+import simplejpeg
 import torch
 from support.trainings import load, make_folder
 
@@ -27,11 +29,21 @@ def ask(source: ImageSource, *indices: int, epoch: int | None = 1) -> Batch:
     return source[BatchRequest(indices=indices, epoch=epoch)]
 
 
-def test_a_jpeg_that_says_it_is_enormous_is_corrupt_without_being_decoded(data: Path) -> None:
+def test_a_jpeg_that_says_it_is_enormous_is_corrupt_without_being_decoded(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = data / "blue sky" / "8.jpg"
     content = path.read_bytes()
     size = content.index(b"\xff\xc0") + 5
-    path.write_bytes(content[:size] + (30000).to_bytes(2, "big") * 2 + content[size + 4 :] + bytes(500_000))
+    path.write_bytes(content[:size] + (30000).to_bytes(2, "big") * 2 + content[size + 4 :])
+    bomb, decode = path.read_bytes(), simplejpeg.decode_jpeg
+
+    def decoding(content: bytes, **options: int) -> np.ndarray:
+        assert content != bomb
+        array: np.ndarray = decode(content, **options)
+        return array
+
+    monkeypatch.setattr(simplejpeg, "decode_jpeg", decoding)
     assert ask(load(data, val_split=0.0).train, 8).corrupt.tolist() == [8]
 
 

@@ -74,18 +74,27 @@ class Crop:
         share = min(1.0, _MARGIN * max(self.size[0] / high, self.size[1] / wide))
         return math.ceil(share * height), math.ceil(share * width)
 
-    def of(self, image: "Tensor") -> "Tensor":
+    def of(self, image: "Tensor", whole: tuple[int, int] | None = None) -> "Tensor":
         """Crop an image (uint8 [h, w, c]), and resize it to uint8 [c, *size].
 
-        Interleaved channels, [h, w, c], take two thirds of the time of separate planes.
+        `whole` is the size of an image that was reduced. Interleaved channels, [h, w, c], take two thirds of the time
+        of separate planes.
         """
         from torch.nn import functional  # noqa: PLC0415  # packers do without torch
 
-        top, left, height, width = self.box(image.shape[0], image.shape[1])
+        present = image.shape[0], image.shape[1]
+        top, left, height, width = _reduced(self.box(*whole), whole, present) if whole else self.box(*present)
         part = image[top : top + height, left : left + width].permute(2, 0, 1)
         if (height, width) != self.size:
             part = functional.interpolate(part[None], self.size, mode=self.interpolation, antialias=True)[0]
         return part.flip(2) if self.mirrored else part
+
+
+def _reduced(box: CropBox, whole: tuple[int, int], present: tuple[int, int]) -> CropBox:
+    """Return the box of an image on its reduced form."""
+    down, across = (now / before for now, before in zip(present, whole, strict=True))
+    top, left = round(box[0] * down), round(box[1] * across)
+    return top, left, max(1, round((box[0] + box[2]) * down) - top), max(1, round((box[1] + box[3]) * across) - left)
 
 
 def center_crop(size: tuple[int, int], crop_pct: float, interpolation: Interpolation) -> Crop:
