@@ -24,7 +24,7 @@ def fitting_table(
 
     Args:
         console: the terminal.
-        rows: the cells by title.
+        rows: the cells by title. They are changed.
         titles: the columns in their order.
         numbers: the columns to align to the right.
         cut: the column whose text is cut if there is too little room, and its least width.
@@ -40,11 +40,10 @@ def fitting_table(
     widths[name] = max(1, min(whole, widths[name] + console.width - _total(shown, widths)))
 
     def line(row: Mapping[str, Text]) -> Text:
-        cells = [row[title].copy() for title in shown]
-        for title, cell in zip(shown, cells, strict=True):
-            cell.truncate(widths[title], overflow="ellipsis")
-            cell.align("right" if title in numbers else "left", widths[title])
-        drawn = Text(" ").join(cells)
+        for title in shown:
+            row[title].truncate(widths[title], overflow="ellipsis")
+            row[title].align("right" if title in numbers else "left", widths[title])
+        drawn = Text(" ").join(row[title] for title in shown)
         drawn.rstrip()
         return drawn
 
