@@ -5,13 +5,14 @@ candidate reads it and broadcasts it to the others, tensor by tensor from file t
 is discarded, and the next newest is tried. So one rank at a time reads, and no rank needs the storage of another one.
 
 If the state is sharded, all candidates are rank 0's. From a checkpoint, which must be on storage that all ranks see,
-each rank reads the parts that it needs. From a snapshot each rank reads its own shards; only snapshots that every rank
-has are candidates.
+each rank reads the parts that it needs. A snapshot is a candidate if the nodes together hold all of its shards; each
+node is sent the shards that it lacks (`training.checkpoint.shard_copies`).
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,12 +22,13 @@ from torch import Tensor
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.run.events.kinds import CheckpointRejected
 from hpc.run.rundir import STATE_TENSORS, STATE_VALUES
-from training.checkpoint.sharded import read_full, read_own_shards, read_shards
+from training.checkpoint.shard_copies import ShardCopies
+from training.checkpoint.sharded import read_full, read_shards
 from training.checkpoint.snapshot import missing_results, remove_others
 from training.checkpoint.state import TrainState
-from training.checkpoint.writer import shard_directory, snapshot_directory
+from training.checkpoint.writer import snapshot_directory
 from training.monitoring.run_logger import RunLogger
-from training.relay.checkpoint_files import checkpoint_path, discard, file_names, find_damage, list_checkpoints
+from training.relay.checkpoint_files import discard, file_names, find_damage, list_checkpoints
 from training.relay.restoring import Candidate, find_candidates, restore_newest
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -51,40 +53,43 @@ class Restorer:
             SharedError: the newest checkpoint belongs to a run with other data or settings, or to another version.
             TorchrelayError: the storage cannot be read.
         """
-        directory = snapshot_directory(self.context, self.group)
+        directory = None if self.shards else snapshot_directory(self.context, self.group)
         restored = restore_newest(self.candidates(), self.load, self.group.control, directory)
-        node, rank_info = self.context.node_dir, self.group.rank_info
-        if node and rank_info.local_rank == 0:
+        node = self.context.node_dir
+        if node and self.group.rank_info.local_rank == 0:
+            if self.shards:
+                self.shards.remove_newer(restored.step if restored else 0)
             # Remove this node's other snapshots, which ranks of another world size or strategy wrote.
-            ranks = range(self.group.rank, self.group.rank + rank_info.local_world_size)
-            own = {shard_directory(rank, self.group.world_size) for rank in ranks}
             full = {path.name for path in list_checkpoints(node.snapshots)}
-            remove_others(node.snapshots, own if self.state.sharded else full)
+            remove_others(node.snapshots, self.shards.names if self.shards else full)
         return restored
+
+    @cached_property
+    def shards(self) -> ShardCopies | None:
+        """The snapshots of shards in the memory of all nodes; None if the state is not sharded."""
+        return ShardCopies.of(self.context, self.group)
 
     def candidates(self) -> list[Candidate]:
         """Return the states that this rank can offer, the newest last."""
         checkpoints = self.context.run_dir.checkpoints if self.group.is_rank_zero else None
-        found = find_candidates(self.group.rank, checkpoints, snapshot_directory(self.context, self.group))
-        if self.state.sharded:
-            # Combine only shards of one attempt: two attempts may have had different flags, so that their states at the
-            # same step differ.
-            origins = {candidate: _step_and_attempt(candidate) for candidate in found if not candidate.durable}
-            gathered = self.group.all_gather_json(list(origins.values()))
-            common = set.intersection(*({(step, attempt) for step, attempt in each} for each in gathered))
-            usable = [candidate for candidate in found if candidate.durable or origins[candidate] in common]
-            found = usable if self.group.is_rank_zero else []
-        return found
-
-    def is_sharded_snapshot(self, candidate: Candidate) -> bool:
-        """Return whether a state is a sharded snapshot, for which each rank has a directory of its own."""
-        return self.state.sharded and not candidate.durable
+        if not self.shards:
+            return find_candidates(self.group.rank, checkpoints, snapshot_directory(self.context, self.group))
+        snapshots = [
+            Candidate(step=step, durable=False, rank=0, path=self.shards.snapshot(step)) for step in self.shards.find()
+        ]
+        return sorted(find_candidates(0, checkpoints, None) + snapshots) if self.group.is_rank_zero else []
 
     def load(self, candidate: Candidate) -> bool:
         """Load a state on all ranks and return True. If it is not usable, discard it and return False."""
-        path, directory = candidate.path, snapshot_directory(self.context, self.group)
-        if self.is_sharded_snapshot(candidate) and directory:
-            path = checkpoint_path(directory, candidate.step)
+        path = candidate.path
+        if self.shards and not candidate.durable:
+            path = self.shards.snapshot(candidate.step)
+            try:
+                for _ in self.context.beat_with_each("start", self.shards.gather(candidate.step)):
+                    pass
+            except OSError as error:
+                self.discard(candidate, path, str(error))
+                return False
         with self.group.raise_on_all_ranks():
             text, found, problem = self.examine(candidate, path)
         problem = next(filter(None, self.group.all_gather_json(problem)), "")
@@ -97,10 +102,10 @@ class Restorer:
             return False
         if not self.state.sharded:
             tensors = self.broadcast(found, candidate.rank)
-        elif candidate.durable:
-            tensors = read_shards(path, self.state)
+        elif self.shards and not candidate.durable:
+            tensors = self.shards.read(candidate.step, self.state)
         else:
-            tensors = read_own_shards(path, self.state, self.group)
+            tensors = read_shards(path, self.state)
         self.state.load_state_dict(tensors, values)
         return True
 
@@ -140,16 +145,11 @@ class Restorer:
         """Warn, and reject a checkpoint or remove a snapshot, so that no attempt tries it again."""
         self.logger.console.warn(f"{candidate.source} {path} is not used: {reason}")
         self.logger.event(CheckpointRejected(path=str(path), reason=reason))
-        if candidate.rank == self.group.rank or self.is_sharded_snapshot(candidate):
+        if self.shards and not candidate.durable:
+            if self.group.rank_info.local_rank == 0:
+                self.shards.discard(candidate.step)
+        elif candidate.rank == self.group.rank:
             discard(path, durable=candidate.durable)
-
-
-def _step_and_attempt(candidate: Candidate) -> tuple[int, int]:
-    """Return the step and the attempt of a snapshot. The attempt is -1 if the snapshot cannot be read."""
-    try:
-        return candidate.step, json.loads((candidate.path / STATE_VALUES).read_bytes())["attempt"]
-    except (OSError, ValueError, KeyError):
-        return candidate.step, -1
 
 
 def _read(path: Path, *, with_tensors: bool) -> tuple[bytes, dict[str, Tensor]]:

@@ -29,11 +29,19 @@ from training.runtime.process_group import ProcessGroup
 
 # Keys that torch.distributed.checkpoint.HuggingFaceStorageReader expects.
 _SHARDS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+SHARD_SUFFIX = ".safetensors"
 
 
-def shard_file(group: ProcessGroup) -> str:
+def shard_name(group: ProcessGroup) -> str:
     """Return the name of the file for this rank's shards."""
-    return f"state-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
+    return f"state-{group.rank:05d}-of-{group.world_size:05d}{SHARD_SUFFIX}"
+
+
+def shard_file(snapshot: Path) -> Path:
+    """Return the file of the shards in a rank's snapshot. Raises OSError if there is none."""
+    for file in snapshot.glob(f"*{SHARD_SUFFIX}"):
+        return file
+    raise FileNotFoundError(f"{snapshot} has no file of shards")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +79,7 @@ def local_shards(tensors: Mapping[str, Tensor], group: ProcessGroup) -> tuple[di
     # The mesh's last dimension shards. With --fsdp-sharding hybrid, the dimension before it replicates.
     is_copy = any(any(value.device_mesh.get_coordinate()[:-1]) for value in sharded.values())
     shards = {name: _local(value) for name, value in tensors.items()}
-    return shards, ShardLayout(file=shard_file(group), offsets=offsets, is_copy=is_copy)
+    return shards, ShardLayout(file=shard_name(group), offsets=offsets, is_copy=is_copy)
 
 
 def _local(tensor: Any) -> Tensor:
@@ -83,9 +91,9 @@ def _local(tensor: Any) -> Tensor:
 # --- reading ---
 
 
-def read_own_shards(directory: Path, state: TrainState, group: ProcessGroup) -> dict[str, Tensor]:
-    """Read this rank's shards and replicated tensors from the file that a rank of this number and world size wrote."""
-    saved = load_file(directory / shard_file(group))
+def read_own_shards(snapshot: Path, state: TrainState) -> dict[str, Tensor]:
+    """Read this rank's shards and replicated tensors from a snapshot of the same shards."""
+    saved = load_file(shard_file(snapshot))
     allocate = state.allocator(lambda tensor: _local(tensor).shape)
     tensors = {name: allocate(name, value) for name, value in saved.items()}
     for name, value in saved.items():
@@ -166,7 +174,7 @@ def _write_on_all_ranks(group: ProcessGroup, write_files: WriteFiles, temporary:
 
 def _write_own(group: ProcessGroup, write_files: WriteFiles, temporary: Path) -> tuple[dict[str, Any], str]:
     """Write this rank's shards durably, and return their manifest entry and an error message or `""`."""
-    name = shard_file(group)
+    name = shard_name(group)
     try:
         write_files(temporary)
         fsync_file(temporary / name)

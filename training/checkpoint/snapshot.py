@@ -4,9 +4,12 @@ A snapshot is a state in a node's memory, in the format of a checkpoint. Ranks w
 (`training.checkpoint.writer`). When the ranks have ended, the node agent saves the newest snapshot as a checkpoint.
 """
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,36 +28,51 @@ from training.relay.checkpoint_files import (
     step_of,
 )
 
+_SHARD = re.compile(r"shard-(\d+)-of-(\d+)")
+
 
 def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], None] | None = None) -> int | None:
     """Save the newest usable snapshot of a node as a checkpoint of the run, unless a checkpoint is at least as new.
 
     No older checkpoint is deleted. Call this when no rank writes any more. Several nodes' agents may call it at once.
     `check` raises if the checkpoint may not be published. Returns the step of the saved snapshot, or None if no
-    snapshot was saved. A snapshot of shards (FSDP) is never saved, because a node may lack some of the shards.
+    snapshot was saved. Shards (FSDP) are saved only if this node holds all of them.
 
     Raises:
         OSError: the snapshot cannot be read, or the checkpoint cannot be written. No part of it remains.
     """
     saved = list_checkpoints(run.checkpoints)
     newest = step_of(saved[0]) if saved else 0
-    for path in list_checkpoints(node.snapshots):
-        if step_of(path) <= newest:
+    for step, paths in sorted(_whole_states(node.snapshots), reverse=True):
+        if step <= newest:
             return None
-        files = read_checkpoint(path)
-        if isinstance(files, str):
+        parts = [read_checkpoint(path) for path in paths]
+        # Each part of a sharded state has its own file of tensors, and the same values.
+        files = {name: data for part in parts if not isinstance(part, str) for name, data in part.items()}
+        if any(isinstance(part, str) for part in parts):
             continue
         # A user's script (training.relay) saves another file, which depends on no results.
         if STATE_VALUES in files and missing_results(json.loads(files[STATE_VALUES]), run):
             continue
         try:
-            save_checkpoint(run.checkpoints, step_of(path), partial(_write_files, files), keep=None, check=check)
+            save_checkpoint(run.checkpoints, step, partial(_write_files, files), keep=None, check=check)
         except OSError:
-            if checkpoint_path(run.checkpoints, step_of(path)).exists():
+            if checkpoint_path(run.checkpoints, step).exists():
                 return None  # another node's agent has just saved this step
             raise
-        return step_of(path)
+        return step
     return None
+
+
+def _whole_states(directory: Path) -> Iterator[tuple[int, list[Path]]]:
+    """Yield the step and the snapshots of each state of which a node holds all parts."""
+    for path in list_checkpoints(directory):
+        yield step_of(path), [path]
+    shards = list_shards(directory)
+    for (step, _, count), found in itertools.groupby(shards, lambda shard: (shard.step, shard.attempt, shard.count)):
+        paths = [shard.path for shard in found]
+        if len(paths) == count:
+            yield step, paths
 
 
 def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
@@ -62,6 +80,39 @@ def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
         (directory / name).write_bytes(data)
         if (directory / name).read_bytes() != data:
             raise OSError(f"{directory / name} is not as it was written")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Shard:
+    """A snapshot of a shard in a node's memory."""
+
+    step: int
+    attempt: int
+    """Number of the attempt that wrote it; -1 if it cannot be read."""
+    count: int
+    """Number of shards of the state."""
+    index: int
+    path: Path
+
+
+def shard_directory(index: int, count: int) -> str:
+    """Return the name of the directory for the snapshots of a shard, such as `shard-00003-of-00008`."""
+    return f"shard-{index:05d}-of-{count:05d}"
+
+
+def list_shards(directory: Path) -> list[Shard]:
+    """Return the snapshots of shards in a node's memory, the newest last. The directory need not exist."""
+    found = list[Shard]()
+    for parent in directory.iterdir() if directory.is_dir() else ():
+        if name := _SHARD.fullmatch(parent.name):
+            index, count = map(int, name.groups())
+            for path in list_checkpoints(parent):
+                try:
+                    attempt = json.loads((path / STATE_VALUES).read_bytes())["attempt"]
+                except (OSError, ValueError, KeyError):
+                    attempt = -1
+                found.append(Shard(step=step_of(path), attempt=attempt, count=count, index=index, path=path))
+    return sorted(found)
 
 
 def missing_results(values: Mapping[str, Any], run: RunDir) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hpc.run.events.kinds import CheckpointFailed, CheckpointSaved, SnapshotOff
 from hpc.run.rundir import STATE_VALUES
+from training.checkpoint.shard_copies import ShardCopies
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
 from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
@@ -37,6 +38,8 @@ from training.runtime.rank_device import DeviceCopy
 from training.runtime.run_context import RunContext
 
 _BLOCK_BYTES, _ALIGNMENT = 2**26, 64
+# The network, which the training needs too, may be busy with copies for a tenth of the time: they count as a tenth.
+_SENDING_COST = 0.1
 
 
 def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
@@ -152,6 +155,8 @@ class CheckpointDestination:
 
     skips_while_busy = False
     """Whether to skip a state, rather than wait, while the previous one is being written."""
+    sending_seconds = 0.0
+    """Seconds for which the last save used the network."""
 
     def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
         self.interval = parse_interval("checkpoint_every", context.config.checkpoint_every)
@@ -197,8 +202,13 @@ class CheckpointDestination:
 class SnapshotDestination:
     """Writes snapshots to a node's memory. If a write fails, the training continues without the snapshot."""
 
+    sending_seconds = 0.0
+
     def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
-        self.directory = snapshot_directory(context, group)
+        shards = ShardCopies.of(context, group)
+        self.directory = shards.own_directory if shards else snapshot_directory(context, group)
+        self._copies = shards if shards and shards.are_kept else None
+        self._copying, self._copying_group = False, group.new_group() if self._copies else group
         self.interval = Interval()
         if self.directory:
             self.interval = parse_interval("snapshot_every", context.config.snapshot_every)
@@ -208,58 +218,77 @@ class SnapshotDestination:
         self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
         self._group, self._logger = group, logger
         self._writers = group.rank_info.local_world_size if sharded else 1
-        self._warned = False
+        self._warned = set[str]()
 
     def prepare(self, size_bytes: int) -> bool:
         """Return whether this rank writes snapshots and they fit into the node's memory. Warns if they do not fit."""
         if not self.directory:
             return False
-        try:
-            for path in (*self._parents, self.directory):
-                path.mkdir(mode=0o700, exist_ok=True)
-            problem = missing_space(self.directory, size_bytes * self._writers)
-        except OSError as error:
-            problem = str(error)
+        problem = self._missing(self.directory, size_bytes)
+        if self._copies:
+            # Each rank waits for the copy of another one, so all ranks must agree.
+            problems = self._group.all_gather_json(problem or self._missing(self.directory, 2 * size_bytes))
+            reason = next(filter(None, problems), "")
+            self._copying = not reason
+            if reason and not problem:
+                self._warn("snapshots have no copies on another node", reason, "the loss of a node")
         if problem:
-            self._warn(problem)
+            self._warn_off(problem)
         return not problem
+
+    def _missing(self, directory: Path, size_bytes: int) -> str:
+        """Return why the snapshots of this node's ranks do not fit into its memory, or an empty text."""
+        try:
+            for path in (*self._parents, directory):
+                path.mkdir(mode=0o700, exist_ok=True)
+            return missing_space(directory, size_bytes * self._writers)
+        except OSError as error:
+            return str(error)
 
     def write(self, step: int, copy: HostCopy) -> None:
         """Write a snapshot, and keep the newest two. Raises OSError if it cannot be written."""
         self._logger.wait_for_metrics()
-        if self.directory:
-            save_snapshot(self.directory, step, copy.write)
+        problem = None
+        try:
+            if self.directory:
+                save_snapshot(self.directory, step, copy.write)
+        except OSError as error:
+            problem = error
+        if self._copies and self._copying:
+            began = time.monotonic()
+            self._copies.copy_to_next_node(step, str(problem or ""), self._copying_group)
+            self.sending_seconds = time.monotonic() - began
+        elif problem:
+            raise problem
 
     def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
         """Warn of `error`."""
         if error:
-            self._warn(str(error))
+            self._warn_off(str(error))
 
-    def _warn(self, reason: str) -> None:
-        """Warn, only once, that snapshots are off. Each later save still tries to write a snapshot."""
-        if self._warned:
-            return
-        self._warned = True
+    def _warn_off(self, reason: str) -> None:
+        if self._warn("snapshots are off on this node", reason, "a crash"):
+            self._logger.event(SnapshotOff(reason=reason))
+
+    def _warn(self, state: str, reason: str, failure: str) -> bool:
+        """Warn, only once, and return whether this was the first time. Each later save still tries to write."""
+        if state in self._warned:
+            return False
+        self._warned.add(state)
         # The logger's console prints on rank 0 only, but this concerns the node of any rank.
         console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
-        console.warn(f"snapshots are off on this node ({reason}): a crash may cost all steps since the last checkpoint")
-        self._logger.event(SnapshotOff(reason=reason))
+        console.warn(f"{state} ({reason}): {failure} may cost all steps since the last checkpoint")
+        return True
 
     def clear(self) -> None:
-        """Remove this rank's snapshots."""
-        if self.directory:
-            remove_newer(self.directory, 0)
-
-
-def shard_directory(rank: int, world_size: int) -> str:
-    """Return the name of the directory for a rank's sharded snapshots."""
-    return f"rank-{rank:05d}-of-{world_size:05d}"
+        """Remove the snapshots that this rank has written."""
+        for directory in (self.directory, *(self._copies.kept_directories if self._copies else ())):
+            if directory:
+                remove_newer(directory, 0)
 
 
 def snapshot_directory(context: RunContext, group: ProcessGroup) -> Path | None:
-    """Return the directory for the snapshots of this rank (FSDP) or of its node; None if this rank writes none."""
-    if context.node_dir and context.config.strategy == "fsdp":
-        return context.node_dir.snapshots / shard_directory(group.rank, group.world_size)
+    """Return the directory for this node's snapshots of whole states; None if this rank writes none."""
     return context.node_dir.snapshots if context.node_dir and group.rank_info.local_rank == 0 else None
 
 
@@ -292,7 +321,8 @@ class StateWriter:
     def cost_seconds(self) -> float:
         """Seconds that the last save took from the training. The GPU's wait for the copy counts once it is known."""
         waited = self._device_copy.stall_seconds if self._device_copy else 0.0
-        return self._stall_seconds + self._thread_seconds + waited
+        sending = self._destination.sending_seconds * _SENDING_COST
+        return self._stall_seconds + self._thread_seconds + waited + sending
 
     @property
     def is_saved(self) -> bool:

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -253,11 +254,11 @@ def node(start: Starter, killed_once: Training) -> NodeDir:
     return NodeDir(shutil.copytree(killed_once.run_dir.with_name("node"), start.directory / "node"))
 
 
-def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, cut: Training, node: NodeDir) -> None:
+@pytest.mark.usefixtures("cut")
+def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, node: NodeDir) -> None:
     whole = start.complete(*LONGER, run="whole", world_size=2)
     names = {path.name for path in node.snapshots.iterdir()}
-    assert names == {"rank-00000-of-00002", "rank-00001-of-00002"}
-    assert save_newest_as_checkpoint(node, RunDir(cut.run_dir)) is None, "no agent takes a part for the whole"
+    assert names == {"shard-00000-of-00002", "shard-00001-of-00002"}
     again = start.complete(*LONGER, f"--node-dir={node.path}", world_size=2)
     started = events(again.run_dir, "train_started")[1]
     assert started["source"] == "snapshot"
@@ -266,22 +267,44 @@ def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, cut: Tr
     assert not list(node.snapshots.rglob("step-*"))
 
 
-@pytest.mark.slow
-def test_snapshots_of_parts_are_of_no_use_to_other_ranks_nor_if_one_is_lost(
-    start: Starter, cut: Training, node: NodeDir
-) -> None:
-    checkpoint = f"step-{step_of(newest(cut.run_dir)):08d}"
-    stopped = start(*LONGER, f"--node-dir={node.path}", "--fault=stop@6:0", world_size=3)
-    assert stopped.wait() == [0, 0, 0], stopped.output()
+@pytest.mark.usefixtures("cut")
+def test_snapshots_of_parts_serve_another_number_of_ranks(start: Starter, node: NodeDir) -> None:
+    whole = start.complete(*LONGER, run="whole", world_size=2)
+    step = min(step_of(list_checkpoints(path)[0]) for path in node.snapshots.iterdir())
+    again = start.complete(*LONGER, f"--node-dir={node.path}", world_size=3)
+    started = events(again.run_dir, "train_started")[1]
+    assert (started["source"], started["step"]) == ("snapshot", step)
+    assert losses(again.run_dir) == pytest.approx(losses(whole.run_dir), rel=2e-5)
+    assert {path.name for path in node.snapshots.iterdir()} == {f"shard-0000{rank}-of-00003" for rank in range(3)}
+
+
+def test_snapshots_are_of_no_use_if_a_part_is_lost(start: Starter, cut: Training, node: NodeDir) -> None:
+    shutil.rmtree(node.snapshots / "shard-00001-of-00002")
+    assert save_newest_as_checkpoint(node, RunDir(cut.run_dir)) is None, "an agent takes a part for the whole"
+    checkpoint = newest(cut.run_dir).name
+    stopped = start(*LONGER, f"--node-dir={node.path}", "--fault=stop@6:0", world_size=2)
+    assert stopped.wait() == [0, 0], stopped.output()
     assert (newest_before(stopped, 1), checkpoint) == (checkpoint, "step-00000003")
-    assert not {path.name for path in node.snapshots.iterdir()} - {f"rank-0000{rank}-of-00003" for rank in range(3)}
+    assert events(stopped.run_dir, "train_started")[1]["source"] == "checkpoint"
+
+
+def test_an_agent_saves_all_parts_as_a_checkpoint(start: Starter, cut: Training, node: NodeDir) -> None:
+    whole = start.complete(*LONGER, run="whole", world_size=2)
+    step = save_newest_as_checkpoint(node, RunDir(cut.run_dir))
+    assert step is not None
+    assert step > 3
+    assert step_of(newest(cut.run_dir)) == step
+    again = start.complete(*LONGER, world_size=2)
+    started = events(again.run_dir, "train_started")[1]
+    assert (started["source"], started["step"]) == ("checkpoint", step)
+    assert same(final(again.run_dir), final(whole.run_dir))
 
 
 def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(
     start: Starter, cut: Training, node: NodeDir
 ) -> None:
     checkpoint = newest(cut.run_dir).name
-    for path in list_checkpoints(node.snapshots / "rank-00001-of-00002"):
+    for path in list_checkpoints(node.snapshots / "shard-00001-of-00002"):
         manifest, numbers = path / "manifest.json", path / STATE_VALUES
         numbers.write_text(json.dumps(json.loads(numbers.read_text()) | {"attempt": 7}))
         known = json.loads(manifest.read_text())
@@ -291,6 +314,135 @@ def test_parts_of_different_attempts_are_no_state_though_of_the_same_step(
     assert stopped.wait() == [0, 0], stopped.output()
     assert newest_before(stopped, 1) == checkpoint
     assert events(stopped.run_dir, "train_started")[1]["source"] == "checkpoint"
+
+
+# --- copies on another node ---
+
+
+def own_node(nodes: Path, per_node: int = 1) -> None:
+    """In a rank: pretend that each `per_node` ranks are on a node with its own memory."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_RANK": str(rank % per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+    sys.argv.append(f"--node-dir={nodes / str(rank // per_node)}")
+
+
+def held(nodes: Path) -> dict[str, set[int]]:
+    """The numbers of the shards by node."""
+    return {
+        node.name: {int(path.name.split("-")[1]) for path in (node / "snapshots").glob("shard-*")}
+        for node in sorted(nodes.glob("[0-9]"))
+    }
+
+
+@pytest.fixture(scope="module")
+def lost_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training on three nodes that is killed at its 40th step, with snapshots and no newer checkpoint than step 3."""
+    start = Starter(idx_data, tmp_path_factory.mktemp("lost"))
+    (start.directory / "nodes").mkdir()
+    for rank in range(3):
+        (start.directory / "nodes" / str(rank)).mkdir(mode=0o700)
+    flags = (*LONGER, "--checkpoint-every=3", "--keep-checkpoints=99", "--snapshot-every=1", "--fault=step@40:1")
+    cut = start(*flags, world_size=3, prepare=partial(own_node, start.directory / "nodes"))
+    cut.ranks[1].join()
+    cut.kill()
+    for path in list_checkpoints(cut.run_dir / "checkpoints"):
+        if step_of(path) > 3:
+            shutil.rmtree(path)
+    return cut
+
+
+@pytest.fixture
+def nodes(start: Starter, lost_once: Training) -> Path:
+    """A copy of the memory of its nodes."""
+    start.copy(lost_once)
+    return Path(shutil.copytree(lost_once.run_dir.with_name("nodes"), start.directory / "nodes"))
+
+
+def empty(node: Path) -> None:
+    """A new node replaces this one."""
+    shutil.rmtree(node)
+    node.mkdir(mode=0o700)
+
+
+def test_a_lost_node_loses_no_snapshot(start: Starter, nodes: Path) -> None:
+    assert held(nodes) == {"0": {0, 2}, "1": {0, 1}, "2": {1, 2}}
+    whole = start.complete(*LONGER, run="whole", world_size=3)
+    empty(nodes / "1")
+    again = start.complete(*LONGER, "--snapshot-every=1", world_size=3, prepare=partial(own_node, nodes))
+    started = events(again.run_dir, "train_started")[1]
+    assert started["source"] == "snapshot"
+    assert started["step"] > 3
+    assert same(final(again.run_dir), final(whole.run_dir))
+    assert not list(nodes.rglob("step-*"))
+
+
+@pytest.mark.parametrize(("world_size", "per_node"), [(2, 1), slow(4, 2)])
+def test_the_nodes_that_are_left_go_on_with_their_copies(
+    start: Starter, nodes: Path, world_size: int, per_node: int
+) -> None:
+    whole = start.complete(*LONGER, run="whole", world_size=3)
+    shutil.rmtree(nodes / "0")
+    (nodes / "2").rename(nodes / "0")
+    resumed = start.complete(*LONGER, world_size=world_size, prepare=partial(own_node, nodes, per_node))
+    started = events(resumed.run_dir, "train_started")[1]
+    assert started["source"] == "snapshot"
+    assert started["step"] > 3
+    assert losses(resumed.run_dir) == pytest.approx(losses(whole.run_dir), rel=2e-5)
+
+
+def test_two_lost_nodes_cost_the_steps_since_the_checkpoint(start: Starter, nodes: Path) -> None:
+    empty(nodes / "1")
+    empty(nodes / "2")
+    stopped = start(*LONGER, "--fault=stop@6:0", world_size=3, prepare=partial(own_node, nodes))
+    assert stopped.wait() == [0, 0, 0], stopped.output()
+    assert newest_before(stopped, 1) == "step-00000003"
+
+
+def no_room_for_copies_on_node_1(nodes: Path) -> None:
+    """In a rank: node 1 has memory for its own snapshots alone."""
+    from training.checkpoint import writer
+
+    own_node(nodes)
+    missing_space, asked = writer.missing_space, list[int]()
+
+    def missing(directory: Path, size_bytes: int) -> str:
+        asked.append(size_bytes)
+        is_full = size_bytes > asked[0] and os.environ["RANK"] == "1"
+        return "no room" if is_full else missing_space(directory, size_bytes)
+
+    writer.missing_space = missing  # type: ignore[attr-defined]  # imported there
+
+
+def test_without_memory_for_copies_each_node_keeps_its_own_shards(start: Starter, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir(mode=0o700)
+    prepare = partial(no_room_for_copies_on_node_1, tmp_path)
+    cut = start(*LONGER, "--snapshot-every=1", "--fault=step@40:1", world_size=2, prepare=prepare)
+    cut.ranks[1].join()
+    cut.kill()
+    assert held(tmp_path) == {"0": {0}, "1": {1}}
+    warning = "warning: snapshots have no copies on another node (no room): the loss of a node may cost all steps since"
+    assert cut.output().count(warning) == 2, cut.output()
+
+
+@pytest.mark.slow
+def test_nodes_that_hold_a_whole_model_each_need_no_copies(start: Starter, tmp_path: Path) -> None:
+    for node in range(2):
+        (tmp_path / str(node)).mkdir(mode=0o700)
+    flags = (*LONGER, "--fsdp-sharding=hybrid", "--snapshot-every=1")
+    prepare = partial(own_node, tmp_path, 2)
+    whole = start.complete(*LONGER, "--fsdp-sharding=hybrid", run="whole", world_size=4, prepare=two_nodes)
+    cut = start(*flags, "--fault=step@40:1", world_size=4, prepare=prepare)
+    cut.ranks[1].join()
+    cut.kill()
+    assert held(tmp_path) == {"0": {0, 1}, "1": {0, 1}}
+    checkpoint = step_of(newest(cut.run_dir))
+    empty(tmp_path / "0")
+    again = start.complete(*flags, world_size=4, prepare=prepare)
+    started = events(again.run_dir, "train_started")[1]
+    assert started["source"] == "snapshot"
+    assert started["step"] > checkpoint
+    assert same(final(again.run_dir), final(whole.run_dir))
 
 
 # --- several nodes ---

@@ -1,0 +1,266 @@
+"""Keeps each node's shards in the memory of the next node, too, so that a lost node loses none (`--strategy fsdp`).
+
+A node's memory has a directory of snapshots for each shard that it holds, such as `shard-00003-of-00008`. After a lost
+node, the ranks bring each node the shards that it needs, from any node that holds them. Nodes that hold a whole model
+each (`--fsdp-sharding hybrid`) need no copies. Runs on every rank.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed import Work
+
+from hpc.run.rundir import STATE_VALUES
+from training.checkpoint.sharded import SHARD_SUFFIX, read_own_shards, read_shards, shard_file
+from training.checkpoint.snapshot import Shard, list_shards, shard_directory
+from training.checkpoint.state import TrainState
+from training.relay.checkpoint_files import checkpoint_path, remove_published, remove_unpublished, save_snapshot
+from training.relay.restoring import remove_newer
+from training.runtime.process_group import ProcessGroup
+from training.runtime.run_context import RunContext
+
+_GATHERED = "gathered"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedState:
+    """A snapshot whose shards are in the memory of the nodes."""
+
+    step: int
+    attempt: int
+    count: int
+    """Number of shards."""
+    held: list[set[int]]
+    """For each node, the numbers of the shards that it holds."""
+
+
+@dataclass(kw_only=True)
+class ShardCopies:
+    """The shards in the memory of all nodes."""
+
+    directory: Path
+    """The snapshots in this node's memory."""
+    group: ProcessGroup
+    nodes: list[int]
+    """The first rank of each node."""
+    index: int
+    count: int
+    """This rank holds the shard `index` of `count` shards."""
+    states: dict[int, ShardedState] = field(default_factory=dict)
+    """The complete snapshots by step, as `find` has found them."""
+
+    @classmethod
+    def of(cls, context: RunContext, group: ProcessGroup) -> "ShardCopies | None":
+        """Return the shards of a training, or None if it has none. All ranks must call this."""
+        if not context.node_dir or context.config.strategy != "fsdp":
+            return None
+        rank = group.rank_info
+        nodes = sorted(set(group.all_gather_json(rank.rank - rank.local_rank)))
+        index, count = rank.rank, rank.world_size
+        if context.config.fsdp_sharding == "hybrid":
+            index, count = rank.local_rank, rank.local_world_size
+        return cls(directory=context.node_dir.snapshots, group=group, nodes=nodes, index=index, count=count)
+
+    def path(self, index: int, count: int) -> Path:
+        """Return this node's directory for the snapshots of a shard."""
+        return self.directory / shard_directory(index, count)
+
+    def snapshot(self, step: int) -> Path:
+        """Return the path of a snapshot of this rank's shard, or of any shard if their number has changed."""
+        count = self.states[step].count if step in self.states else self.count
+        return checkpoint_path(self.path(self.index % count, count), step)
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the next node keeps copies of a node's shards."""
+        return len(self.nodes) > 1 and self.count == self.group.world_size
+
+    @property
+    def own_directory(self) -> Path:
+        """This rank's directory for the snapshots of its shard."""
+        return self.path(self.index, self.count)
+
+    @property
+    def kept_directories(self) -> list[Path]:
+        """The directories in which this rank keeps copies."""
+        return [self.path(rank, self.count) for rank in self._kept_for(self.group.rank)]
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the directories that this node's ranks write in this attempt."""
+        node = self.nodes.index(self.group.rank - self.group.rank_info.local_rank)
+        shards = self._needed(node) | {shard for rank in self._ranks(node) for shard in self._kept_for(rank)}
+        return {shard_directory(shard, self.count) for shard in shards}
+
+    def _ranks(self, node: int) -> range:
+        return range(self.nodes[node], [*self.nodes, self.group.world_size][node + 1])
+
+    def _needed(self, node: int) -> set[int]:
+        """Return the numbers of the shards that a node's ranks train."""
+        return set(self._ranks(node) if self.count == self.group.world_size else range(self.count))
+
+    def _keeper(self, rank: int) -> int:
+        """Return the rank on the next node that keeps the copies of a rank's shards."""
+        node = bisect_right(self.nodes, rank) - 1
+        keepers = self._ranks((node + 1) % len(self.nodes))
+        return keepers[(rank - self.nodes[node]) % len(keepers)]
+
+    def _kept_for(self, rank: int) -> list[int]:
+        """Return the ranks, and so the shards, of which a rank keeps copies."""
+        return [other for other in range(self.group.world_size) if self.are_kept and self._keeper(other) == rank]
+
+    # --- copies ---
+
+    def copy_to_next_node(self, step: int, problem: str, group: ProcessGroup) -> None:
+        """Send this rank's snapshot to the next node, and keep those of the previous node. All ranks must call this.
+
+        `problem` says why this rank has no snapshot of this step, or is empty. `group` connects the calling threads.
+
+        Raises:
+            OSError: on all ranks, if a rank has no snapshot or cannot keep a copy.
+        """
+        own = self.snapshot(step)
+        sending = _send(own, self._keeper(group.rank), group)
+        for source in self._kept_for(group.rank):
+            try:
+                _receive(source, self.path(source, self.count), step, group)
+            except OSError as error:
+                problem = problem or str(error)
+        for message in sending:
+            message.wait()
+        _raise_first(problem, group)
+
+    # --- restore ---
+
+    def find(self) -> list[int]:
+        """Return the steps for which the nodes together hold all shards of a snapshot. All ranks must call this."""
+        own = list[Shard]()
+        if self.group.rank_info.local_rank == 0:
+            for directory in self.directory.glob("shard-*"):
+                remove_unpublished(directory, "step-*")
+            own = list_shards(self.directory)
+        gathered = self.group.all_gather_json([(each.step, each.attempt, each.count, each.index) for each in own])
+        held = [gathered[first] for first in self.nodes]
+        # Combine only shards of one attempt: two attempts may have had different flags, so that their states at the
+        # same step differ. The newest attempt replaces the older ones.
+        for origin in sorted({tuple(shard[:3]) for shards in held for shard in shards}):
+            step, attempt, count = origin
+            indexes = [{index for *found, index in shards if tuple(found) == origin} for shards in held]
+            if set.union(*indexes) == set(range(count)):
+                self.states[step] = ShardedState(step=step, attempt=attempt, count=count, held=indexes)
+        return sorted(self.states)
+
+    def gather(self, step: int) -> Iterator[int]:
+        """Bring each node the shards of a snapshot that it needs, and yield each. All ranks must iterate to the end.
+
+        Raises:
+            OSError: on all ranks, if a node could not read or keep a shard.
+        """
+        state, problem = self.states[step], ""
+        for index, source, target in self._moves(state):
+            yield index
+            directory = self.path(index, state.count)
+            if self.group.rank == source:
+                for message in _send(checkpoint_path(directory, step), target, self.group):
+                    message.wait()
+            elif self.group.rank == target:
+                try:
+                    _receive(source, directory, step, self.group)
+                except OSError as error:
+                    problem = problem or str(error)
+        _raise_first(problem, self.group)
+
+    def _moves(self, state: ShardedState) -> Iterator[tuple[int, int, int]]:
+        """Yield the shards that nodes need and lack. Each comes with the first ranks of its holder and of the node."""
+        for index in range(state.count):
+            holders = [first for first, held in zip(self.nodes, state.held, strict=True) if index in held]
+            for node, first in enumerate(self.nodes):
+                # If the number of shards has changed, each rank reads parts of several shards.
+                is_needed = state.count != self.count or index in self._needed(node)
+                if is_needed and first not in holders:
+                    yield index, holders[node % len(holders)], first
+
+    def read(self, step: int, state: TrainState) -> dict[str, Tensor]:
+        """Read this rank's part of a gathered snapshot. All ranks must call this.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        count = self.states[step].count
+        if count == self.count:
+            return read_own_shards(self.snapshot(step), state)
+        gathered = self.directory / _GATHERED
+        if self.group.rank_info.local_rank == 0:
+            remove_published(gathered)
+            gathered.mkdir(mode=0o700)
+            for index in range(count):
+                file = shard_file(checkpoint_path(self.path(index, count), step))
+                (gathered / f"{index}{file.suffix}").symlink_to(file)
+        self.group.all_gather_json(None)  # wait for the links
+        tensors = read_shards(gathered, state)
+        self.group.all_gather_json(None)  # `remove_others` removes the files, which no rank may read any more
+        return tensors
+
+    def discard(self, step: int) -> None:
+        """Remove this node's shards of a snapshot. Only one rank of a node may call this."""
+        for directory in self.directory.glob("shard-*"):
+            remove_published(checkpoint_path(directory, step))
+
+    def remove_newer(self, step: int) -> None:
+        """Remove this node's snapshots of shards that are newer than `step`. Only one rank of a node may call this."""
+        for directory in self.directory.glob("shard-*"):
+            remove_newer(directory, step)
+
+
+def _send(path: Path, target: int, group: ProcessGroup) -> list[Work]:
+    """Start to send a snapshot's files to another rank, and return the messages; if they cannot be read, their sizes 0.
+
+    `_receive` receives them.
+    """
+    try:
+        files = [_map(shard_file(path)), _map(path / STATE_VALUES)]
+    except OSError:
+        files = []
+    sizes = torch.tensor([file.numel() for file in files] or [0, 0])
+    messages = (
+        distributed.isend(message, target, group=group.control, tag=tag) for tag, message in enumerate([sizes, *files])
+    )
+    return [message for message in messages if message]
+
+
+def _map(file: Path) -> Tensor:
+    """Return the bytes of a file, which are not read before they are used."""
+    return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+
+
+def _receive(source: int, directory: Path, step: int, group: ProcessGroup) -> None:
+    """Receive a snapshot from another rank, and save it.
+
+    Raises:
+        OSError: the other rank has no such snapshot, or this one cannot be written.
+    """
+    sizes = torch.zeros(2, dtype=torch.int64)
+    distributed.recv(sizes, source, group=group.control, tag=0)
+    files = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+    if not all(file.numel() for file in files):
+        raise OSError(f"rank {source} has no shard of step {step}")
+    for tag, file in enumerate(files, start=1):
+        distributed.recv(file, source, group=group.control, tag=tag)
+
+    def write(temporary: Path) -> None:
+        for name, file in zip((f"{directory.name}{SHARD_SUFFIX}", STATE_VALUES), files, strict=True):
+            (temporary / name).write_bytes(file.numpy().data)
+
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    save_snapshot(directory, step, write)
+
+
+def _raise_first(problem: str, group: ProcessGroup) -> None:
+    """Raise OSError on all ranks if any rank has a problem. All ranks must call this."""
+    for rank, text in enumerate(group.all_gather_json(problem)):
+        if text:
+            raise OSError(f"rank {rank}: {text}")
