@@ -101,6 +101,7 @@ _VALUES: dict[str, tuple[Test, str]] = {
     "warmup_epochs": (lambda v: _is_number(v) and v >= 0, "use 0 or more"),
     "seed": (lambda v: _is_whole(v, 0) and v <= _LARGEST_SEED, f"use a whole number from 0 to {_LARGEST_SEED}"),
     "image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
+    "initial_image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
     "eval_image_size": (lambda v: v is None or _is_whole(v, 8), "use 8 or more pixels, or leave it out"),
     "val_split": (lambda v: _is_number(v) and 0 <= v < 1, "use 0 or more and less than 1"),
     "num_workers": (lambda v: v is None or _is_whole(v, 0), "use 0 or more, or leave it out"),

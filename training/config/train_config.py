@@ -215,6 +215,9 @@ class TrainConfig(Adjustable):
     """Random seed."""
     image_size: int | None = None
     """Side in pixels of the square images that the model is trained on. Default: chosen by the model and the data."""
+    initial_image_size: int | None = None
+    """Side in pixels of the images in the first fifth of the epochs, such as 128. It grows with each fifth, and is
+    --image-size in the last one (progressive resizing), so that the training takes less time. Default: --image-size."""
     eval_image_size: int | None = None
     """Side in pixels of the images in evaluations. A larger one often raises the accuracy. Default: --image-size."""
     eval_crop_pct: str = "0.875"

@@ -24,6 +24,7 @@ from training.data.in_memory import class_names, read_cifar, read_cifar_names, r
 from training.data.loader import ImageSource
 from training.data.packed import open_part
 from training.data.transforms.augment import make_augmentation
+from training.data.transforms.crop import size_in_epoch
 from training.runtime.counter_rng import Purpose, derive_key, permutation
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -117,7 +118,7 @@ def _split(config: TrainConfig, layout: DataLayout, parts: dict[str, ImageDatase
     val, test = (part and replace(part, size=config.eval_image_size or size) for part in (val, test))
     augmentation = make_augmentation(config, layout.kind, (3, size, size), _IMAGENET_MEAN)
     return Data(
-        train=replace(train, augmentation=augmentation),
+        train=replace(train, augmentation=augmentation, size_in_epoch=partial(size_in_epoch, config, size)),
         val=val,
         test=test,
         classes=classes,

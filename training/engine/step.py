@@ -2,6 +2,7 @@
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_
 from training.checkpoint.state import TrainState
 from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
+from training.data.transforms.crop import size_in_epoch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss import Loss
 from training.engine.loss_meter import LossMeter
@@ -37,6 +39,7 @@ class Stepper:
     ) -> None:
         self.config, self.schedule, self.group, self.state = context.config, schedule, group, state
         self.preprocess, self.loss, self.fault = preprocess, loss, context.fault
+        self.size = preprocess.size
         self.wrapped = wrap_for_training(state.model, self.config, group)
         self.unrepeatable: list[str] = []
         """Names of the model's operations that have no deterministic kernel on this device; `warm_up` finds them."""
@@ -96,6 +99,9 @@ class Stepper:
         if not state.model.training:
             set_train_mode(state.model)
         set_learning_rate(optimizer, learning_rate(config, progress, self.schedule.steps_per_epoch))
+        size = size_in_epoch(config, self.size, progress.epoch)
+        if size != self.preprocess.size:
+            self.preprocess = replace(self.preprocess, size=size)
         mix = draw_mix(config, progress.step, self.preprocess.size)
         micro_batches = config.grad_accum_steps
         for index in range(micro_batches):

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.nn import functional
 
 from hpc.base.errors import UserError
+from hpc.base.text import flag
 from training.config.model_names import OWN_MODELS, SMALL_CNN, TIMM
 from training.config.train_config import Interpolation, TrainConfig
 from training.models.small_models import SmallResNet, small_cnn
@@ -70,14 +71,7 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
         raise UserError(
             f"--image-size is {size}, which {config.model} does not take ({first_line(error)}): use another"
         ) from error
-    if config.eval_image_size not in {None, size}:
-        try:
-            _try_forward(model, channels, config.eval_image_size or size)
-        except _SIZE_ERRORS as error:
-            raise UserError(
-                f"--eval-image-size is {config.eval_image_size}, which {config.model} for {size} pixels does not take "
-                f"({first_line(error)}): leave it out"
-            ) from error
+    _check_other_sizes(model, config, channels, size)
     if config.drop_path is not None and not config.model.startswith(TIMM):
         set_drop_path(model, config.drop_path, config.model)
     if config.head_hidden:
@@ -116,6 +110,28 @@ def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> n
 
 
 @torch.no_grad()
+def _check_other_sizes(model: nn.Module, config: TrainConfig, channels: int, size: int) -> None:
+    """Check that a model for images of `size` also takes those of the first epochs and of evaluations.
+
+    Raises:
+        UserError: says what to use instead.
+    """
+    if config.initial_image_size is not None and config.initial_image_size >= size:
+        raise UserError(
+            f"--initial-image-size is {config.initial_image_size}, but --image-size is {size}: use a smaller one, or "
+            "leave it out"
+        )
+    for name in ("initial_image_size", "eval_image_size"):
+        if (other := getattr(config, name)) not in {None, size}:
+            try:
+                _try_forward(model, channels, other)
+            except _SIZE_ERRORS as error:
+                raise UserError(
+                    f"{flag(name)} is {other}, which {config.model} for {size} pixels does not take "
+                    f"({first_line(error)}): leave it out"
+                ) from error
+
+
 def _try_forward(model: nn.Module, channels: int, size: int) -> None:
     """Run the model on one image. Raises one of _SIZE_ERRORS if a layer does not take this size."""
     model.eval()(torch.zeros(1, channels, size, size))

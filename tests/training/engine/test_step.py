@@ -35,7 +35,10 @@ def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 def make_step(trainer: Trainer, group: ProcessGroup) -> tuple[Batch, float, float]:
     """A step: its batch, its loss and its accuracy."""
-    batch, loss_meter = trainer.data.train[next(trainer.schedule.requests(0, 0, 0, 1))], LossMeter(group)
+    batch, loss_meter = (
+        trainer.data.train[next(trainer.schedule.requests(trainer.state.progress.epoch, 0, 0, 1))],
+        LossMeter(group),
+    )
     trainer.stepper.step(batch, loss_meter)
     means = loss_meter.totals(1).means()
     assert means is not None
@@ -97,6 +100,25 @@ def test_the_model_gets_images_of_image_size(
             assert trainer.data.test is not None
             trainer.validator.evaluator.evaluate(trainer.data.test, lambda: None)
         assert {images.shape[1:] for images, _ in seen} == {(channels, size or usual, size or usual)}
+
+
+def test_images_grow_with_the_epochs_and_evaluations_have_the_last_size(
+    group: ProcessGroup, folder_data: Path, idx_data: Path, tmp_path: Path
+) -> None:
+    for data, mixup in ((idx_data, 0.0), (folder_data, 0.3)):
+        settings = {"model": "resnet20", "image_size": 24, "initial_image_size": 12, "epochs": 10, "mixup": mixup}
+        trainer = trainer_with(group, data, tmp_path / data.name, **settings)
+        sides = []
+        for epoch in range(10):
+            trainer.state.progress.epoch = epoch
+            with watched(trainer.state.model) as seen:
+                make_step(trainer, group)
+            sides += [images.shape[-1] for images, _ in seen]
+        assert sides == [12, 12, 16, 16, 20, 20, 20, 20, 24, 24]
+        with watched(trainer.state.model) as seen:
+            assert trainer.data.test is not None
+            trainer.validator.evaluator.evaluate(trainer.data.test, lambda: None)
+        assert {images.shape[-1] for images, _ in seen} == {24}
 
 
 def test_a_step_has_grad_accum_steps_micro_batches(group: ProcessGroup, idx_data: Path, tmp_path: Path) -> None:

@@ -109,6 +109,15 @@ def test_a_model_for_one_size_refuses_another(model: str, size: int, other: int)
         build_model(config, classes=3, channels=3, size=size)
 
 
+def test_first_images_must_suit_the_model_and_be_smaller() -> None:
+    config = TrainConfig(data=".", image_size=28, initial_image_size=16)
+    with pytest.raises(UserError, match=r"--initial-image-size is 16, which small-cnn for 28 pixels does not take \("):
+        build_model(config, classes=3, channels=3, size=28)
+    config = TrainConfig(data=".", model="resnet20", initial_image_size=32)
+    with pytest.raises(UserError, match="--initial-image-size is 32, but --image-size is 32: use a smaller one"):
+        build_model(config, classes=3, channels=3, size=32)
+
+
 def test_the_same_size_is_no_other() -> None:
     config = TrainConfig(data=".", image_size=28, eval_image_size=28)
     assert isinstance(build_model(config, classes=3, channels=3, size=28), nn.Module)
