@@ -103,7 +103,13 @@ class Restorer:
         if not self.state.sharded:
             tensors = self.broadcast(found, candidate.rank)
         elif self.shards and not candidate.durable:
-            tensors = self.shards.read(candidate.step, self.state)
+            try:
+                tensors = self.shards.read(candidate.step, self.state)
+            except (OSError, SafetensorError) as error:
+                problem = str(error) or repr(error)
+            if problem := next(filter(None, self.group.all_gather_json(problem)), ""):
+                self.discard(candidate, path, problem)
+                return False
         else:
             tensors = read_shards(path, self.state)
         self.state.load_state_dict(tensors, values)

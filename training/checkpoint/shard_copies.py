@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, distributed
 from torch.distributed import Work
 
 from hpc.run.rundir import STATE_VALUES
 from training.checkpoint.sharded import SHARD_SUFFIX, read_own_shards, read_shards, shard_file
-from training.checkpoint.snapshot import Shard, list_shards, shard_directory
+from training.checkpoint.snapshot import Shard, lacking_space, list_shards, shard_directory
 from training.checkpoint.state import TrainState
 from training.relay.checkpoint_files import checkpoint_path, remove_published, remove_unpublished, save_snapshot
 from training.relay.restoring import remove_newer
@@ -30,12 +31,10 @@ _GATHERED = "gathered"
 class ShardedState:
     """A snapshot whose shards are in the memory of the nodes."""
 
-    step: int
-    attempt: int
     count: int
     """Number of shards."""
-    held: list[set[int]]
-    """For each node, the numbers of the shards that it holds."""
+    held: list[dict[int, int]]
+    """For each node, the numbers of the shards that it holds, with their bytes."""
 
 
 @dataclass(kw_only=True)
@@ -90,6 +89,11 @@ class ShardCopies:
         return [self.path(rank, self.count) for rank in self._kept_for(self.group.rank)]
 
     @property
+    def held_by_node(self) -> int:
+        """Number of shards, copies included, whose snapshots this node's ranks write."""
+        return len(self.names)
+
+    @property
     def names(self) -> set[str]:
         """The names of the directories that this node's ranks write in this attempt."""
         node = self.nodes.index(self.group.rank - self.group.rank_info.local_rank)
@@ -124,7 +128,7 @@ class ShardCopies:
             OSError: on all ranks, if a rank has no snapshot or cannot keep a copy.
         """
         own = self.snapshot(step)
-        sending = _send(own, self._keeper(group.rank), group)
+        sending = _send(own, self._keeper(group.rank), group)  # before this rank waits for another one
         for source in self._kept_for(group.rank):
             try:
                 _receive(source, self.path(source, self.count), step, group)
@@ -143,25 +147,36 @@ class ShardCopies:
             for directory in self.directory.glob("shard-*"):
                 remove_unpublished(directory, "step-*")
             own = list_shards(self.directory)
-        gathered = self.group.all_gather_json([(each.step, each.attempt, each.count, each.index) for each in own])
-        held = [gathered[first] for first in self.nodes]
+        gathered = self.group.all_gather_json(
+            [((each.step, each.attempt, each.count), each.index, each.size_bytes) for each in own]
+        )
+        nodes = [gathered[first] for first in self.nodes]
         # Combine only shards of one attempt: two attempts may have had different flags, so that their states at the
         # same step differ. The newest attempt replaces the older ones.
-        for origin in sorted({tuple(shard[:3]) for shards in held for shard in shards}):
-            step, attempt, count = origin
-            indexes = [{index for *found, index in shards if tuple(found) == origin} for shards in held]
-            if set.union(*indexes) == set(range(count)):
-                self.states[step] = ShardedState(step=step, attempt=attempt, count=count, held=indexes)
+        for origin in sorted({tuple(origin) for shards in nodes for origin, _, _ in shards}):
+            step, _, count = origin
+            held = [{index: size for found, index, size in shards if tuple(found) == origin} for shards in nodes]
+            if set[int]().union(*held) == set(range(count)):
+                self.states[step] = ShardedState(count=count, held=held)
         return sorted(self.states)
 
     def gather(self, step: int) -> Iterator[int]:
         """Bring each node the shards of a snapshot that it needs, and yield each. All ranks must iterate to the end.
 
         Raises:
-            OSError: on all ranks, if a node could not read or keep a shard.
+            OSError: on all ranks, if a node could not read or keep a shard, or lacks the memory.
         """
         state, problem = self.states[step], ""
-        for index, source, target in self._moves(state):
+        moves = list(self._moves(state))
+        sizes = [state.held[self.nodes.index(source)][index] for index, source, to in moves if to == self.group.rank]
+        if sizes:
+            try:
+                self.directory.mkdir(mode=0o700, exist_ok=True)
+                problem = lacking_space(self.directory, sum(sizes), buffer_bytes=max(sizes))
+            except OSError as error:
+                problem = str(error)
+        _raise_first(problem, self.group)
+        for index, source, target in moves:
             yield index
             directory = self.path(index, state.count)
             if self.group.rank == source:
@@ -172,7 +187,21 @@ class ShardCopies:
                     _receive(source, directory, step, self.group)
                 except OSError as error:
                     problem = problem or str(error)
+        if state.count != self.count and self.group.rank_info.local_rank == 0:
+            try:
+                self._link(step, state.count)
+            except OSError as error:
+                problem = problem or str(error)
         _raise_first(problem, self.group)
+
+    def _link(self, step: int, count: int) -> None:
+        """Make a directory with links to the files of all shards of a snapshot, in which torch can read them."""
+        gathered = self.directory / _GATHERED
+        remove_published(gathered)
+        gathered.mkdir(mode=0o700)
+        for index in range(count):
+            file = shard_file(checkpoint_path(self.path(index, count), step))
+            (gathered / f"{index}{file.suffix}").symlink_to(file)
 
     def _moves(self, state: ShardedState) -> Iterator[tuple[int, int, int]]:
         """Yield the shards that nodes need and lack. Each comes with the first ranks of its holder and of the node."""
@@ -185,25 +214,14 @@ class ShardCopies:
                     yield index, holders[node % len(holders)], first
 
     def read(self, step: int, state: TrainState) -> dict[str, Tensor]:
-        """Read this rank's part of a gathered snapshot. All ranks must call this.
+        """Read this rank's part of a gathered snapshot.
 
         Raises:
-            OSError: a file cannot be read.
+            OSError, SafetensorError: a file cannot be read.
         """
-        count = self.states[step].count
-        if count == self.count:
+        if self.states[step].count == self.count:
             return read_own_shards(self.snapshot(step), state)
-        gathered = self.directory / _GATHERED
-        if self.group.rank_info.local_rank == 0:
-            remove_published(gathered)
-            gathered.mkdir(mode=0o700)
-            for index in range(count):
-                file = shard_file(checkpoint_path(self.path(index, count), step))
-                (gathered / f"{index}{file.suffix}").symlink_to(file)
-        self.group.all_gather_json(None)  # wait for the links
-        tensors = read_shards(gathered, state)
-        self.group.all_gather_json(None)  # `remove_others` removes the files, which no rank may read any more
-        return tensors
+        return read_shards(self.directory / _GATHERED, state)
 
     def discard(self, step: int) -> None:
         """Remove this node's shards of a snapshot. Only one rank of a node may call this."""
@@ -223,7 +241,7 @@ def _send(path: Path, target: int, group: ProcessGroup) -> list[Work]:
     """
     try:
         files = [_map(shard_file(path)), _map(path / STATE_VALUES)]
-    except OSError:
+    except (OSError, ValueError):
         files = []
     sizes = torch.tensor([file.numel() for file in files] or [0, 0])
     messages = (
@@ -233,8 +251,8 @@ def _send(path: Path, target: int, group: ProcessGroup) -> list[Work]:
 
 
 def _map(file: Path) -> Tensor:
-    """Return the bytes of a file, which are not read before they are used."""
-    return torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    """Return the bytes of a file, which are not read before they are used. Raises ValueError if it is empty."""
+    return torch.from_numpy(np.memmap(file, mode="c"))
 
 
 def _receive(source: int, directory: Path, step: int, group: ProcessGroup) -> None:
@@ -255,7 +273,7 @@ def _receive(source: int, directory: Path, step: int, group: ProcessGroup) -> No
         for name, file in zip((f"{directory.name}{SHARD_SUFFIX}", STATE_VALUES), files, strict=True):
             (temporary / name).write_bytes(file.numpy().data)
 
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.mkdir(mode=0o700, exist_ok=True)
     save_snapshot(directory, step, write)
 
 

@@ -8,7 +8,8 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import STATE_VALUES, RunDir
 from training.relay.checkpoint_files import (
     checkpoint_path,
+    find_damage,
     list_checkpoints,
     missing_snapshot_bytes,
     read_checkpoint,
@@ -46,10 +48,8 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
     for step, paths in sorted(_whole_states(node.snapshots), reverse=True):
         if step <= newest:
             return None
-        parts = [read_checkpoint(path) for path in paths]
-        # Each part of a sharded state has its own file of tensors, and the same values.
-        files = {name: data for part in parts if not isinstance(part, str) for name, data in part.items()}
-        if any(isinstance(part, str) for part in parts):
+        files = _read_all(paths)
+        if not files:
             continue
         # A user's script (training.relay) saves another file, which depends on no results.
         if STATE_VALUES in files and missing_results(json.loads(files[STATE_VALUES]), run):
@@ -62,6 +62,17 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
             raise
         return step
     return None
+
+
+def _read_all(paths: Iterable[Path]) -> dict[str, bytes]:
+    """Return the files of snapshots by name, or {} if one is damaged. Values that ranks do not share are rank 0's."""
+    files = dict[str, bytes]()
+    for path in paths:
+        part = read_checkpoint(path)
+        if isinstance(part, str):
+            return {}
+        files = part | files
+    return files
 
 
 def _whole_states(directory: Path) -> Iterator[tuple[int, list[Path]]]:
@@ -82,17 +93,18 @@ def _write_files(files: Mapping[str, bytes], directory: Path) -> None:
             raise OSError(f"{directory / name} is not as it was written")
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
+@dataclass(frozen=True, order=True)
 class Shard:
     """A snapshot of a shard in a node's memory."""
 
     step: int
     attempt: int
-    """Number of the attempt that wrote it; -1 if it cannot be read."""
+    """Number of the attempt that wrote it."""
     count: int
     """Number of shards of the state."""
     index: int
     path: Path
+    size_bytes: int
 
 
 def shard_directory(index: int, count: int) -> str:
@@ -101,17 +113,17 @@ def shard_directory(index: int, count: int) -> str:
 
 
 def list_shards(directory: Path) -> list[Shard]:
-    """Return the snapshots of shards in a node's memory, the newest last. The directory need not exist."""
+    """Return the intact snapshots of shards in a node's memory, the newest last. The directory need not exist."""
     found = list[Shard]()
     for parent in directory.iterdir() if directory.is_dir() else ():
         if name := _SHARD.fullmatch(parent.name):
             index, count = map(int, name.groups())
             for path in list_checkpoints(parent):
-                try:
+                with suppress(OSError, ValueError, KeyError):
                     attempt = json.loads((path / STATE_VALUES).read_bytes())["attempt"]
-                except (OSError, ValueError, KeyError):
-                    attempt = -1
-                found.append(Shard(step=step_of(path), attempt=attempt, count=count, index=index, path=path))
+                    size_bytes = sum(file.stat().st_size for file in path.iterdir())
+                    shard = Shard(step_of(path), attempt, count, index, path, size_bytes)
+                    found += [] if find_damage(path) else [shard]
     return sorted(found)
 
 
@@ -140,21 +152,30 @@ def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
     return ""
 
 
-def missing_space(directory: Path, size_bytes: int) -> str:
+def missing_space(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
     """Return why snapshots of this size do not fit into a node's memory, or an empty text if they do.
+
+    `buffer_bytes` is the memory from which they are written and in which they are received.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    missing = missing_snapshot_bytes(directory, size_bytes)
+    return lacking_space(directory, missing_snapshot_bytes(directory, size_bytes), buffer_bytes=buffer_bytes)
+
+
+def lacking_space(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
+    """Return why a node's memory cannot take this much more in a directory, and buffers; an empty text if it can.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
     disk = os.statvfs(directory)
     free = disk.f_bavail * disk.f_frsize
-    if free < missing:
-        return f"{directory} has {_in_megabytes(free)} free, and snapshots need {_in_megabytes(missing)} more"
-    # Snapshots are written from a copy in host memory, which is as large as one snapshot.
-    available, missing = available_memory_bytes(), missing + size_bytes
-    if available < missing:
-        return f"{_in_megabytes(available)} of memory are available, and snapshots need {_in_megabytes(missing)}"
+    if free < size_bytes:
+        return f"{directory} has {_in_megabytes(free)} free, and snapshots need {_in_megabytes(size_bytes)} more"
+    available, needed = available_memory_bytes(), size_bytes + buffer_bytes
+    if available < needed:
+        return f"{_in_megabytes(available)} of memory are available, and snapshots need {_in_megabytes(needed)}"
     return ""
 
 

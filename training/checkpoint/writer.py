@@ -26,7 +26,7 @@ from training.checkpoint.shard_copies import ShardCopies
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
 from training.checkpoint.snapshot import missing_space
 from training.checkpoint.state import LOSS, TrainState
-from training.config.save_interval import Interval, parse_interval
+from training.config.save_interval import AUTO_OVERHEAD, Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.relay.background_writer import BackgroundWriter
 from training.relay.checkpoint_files import save_checkpoint, save_snapshot
@@ -38,8 +38,8 @@ from training.runtime.rank_device import DeviceCopy
 from training.runtime.run_context import RunContext
 
 _BLOCK_BYTES, _ALIGNMENT = 2**26, 64
-# The network, which the training needs too, may be busy with copies for a tenth of the time: they count as a tenth.
-_SENDING_COST = 0.1
+# With --snapshot-every auto, copies may use the network, which the training needs, too, for 10 % of the time.
+_SENDING_COST = AUTO_OVERHEAD / 0.1
 
 
 def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Any], ShardLayout]:
@@ -207,48 +207,51 @@ class SnapshotDestination:
     def __init__(self, context: RunContext, group: ProcessGroup, logger: RunLogger) -> None:
         shards = ShardCopies.of(context, group)
         self.directory = shards.own_directory if shards else snapshot_directory(context, group)
-        self._copies = shards if shards and shards.are_kept else None
-        self._copying, self._copying_group = False, group.new_group() if self._copies else group
         self.interval = Interval()
         if self.directory:
             self.interval = parse_interval("snapshot_every", context.config.snapshot_every)
+        self._copies = shards if shards and shards.are_kept and self.interval != Interval() else None
+        self._copying, self._copying_group = False, group.new_group() if self._copies else group
         sharded = context.config.strategy == "fsdp"
         # No rank may skip a step alone: shards are usable only if all ranks have shards of the same step.
         self.skips_while_busy = not sharded
         self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
         self._group, self._logger = group, logger
         self._writers = group.rank_info.local_world_size if sharded else 1
-        self._warned = set[str]()
+        self._warned = self._warned_of_copies = False
 
     def prepare(self, size_bytes: int) -> bool:
         """Return whether this rank writes snapshots and they fit into the node's memory. Warns if they do not fit."""
         if not self.directory:
             return False
-        problem = self._missing(self.directory, size_bytes)
+        problem = ""
+        self._copying = False
         if self._copies:
             # Each rank waits for the copy of another one, so all ranks must agree.
-            problems = self._group.all_gather_json(problem or self._missing(self.directory, 2 * size_bytes))
-            reason = next(filter(None, problems), "")
-            self._copying = not reason
-            if reason and not problem:
-                self._warn("snapshots have no copies on another node", reason, "the loss of a node")
-        if problem:
+            reasons = self._group.all_gather_json(self._missing(size_bytes, self._copies.held_by_node))
+            self._copying = not any(reasons)
+            if not self._copying:
+                self._warn_no_copies(next(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text))
+        if not self._copying and (problem := self._missing(size_bytes, self._writers)):
             self._warn_off(problem)
         return not problem
 
-    def _missing(self, directory: Path, size_bytes: int) -> str:
-        """Return why the snapshots of this node's ranks do not fit into its memory, or an empty text."""
+    def _missing(self, size_bytes: int, shards: int) -> str:
+        """Return why `shards` snapshots of this size do not fit into this node's memory, or an empty text."""
+        if not self.directory:
+            return ""
         try:
-            for path in (*self._parents, directory):
+            for path in (*self._parents, self.directory):
                 path.mkdir(mode=0o700, exist_ok=True)
-            return missing_space(directory, size_bytes * self._writers)
+            # Each writer has a copy of its state in host memory. Copies of other nodes' shards are received there, too.
+            return missing_space(self.directory, size_bytes * shards, buffer_bytes=size_bytes * shards)
         except OSError as error:
             return str(error)
 
     def write(self, step: int, copy: HostCopy) -> None:
         """Write a snapshot, and keep the newest two. Raises OSError if it cannot be written."""
         self._logger.wait_for_metrics()
-        problem = None
+        problem, self.sending_seconds = None, 0.0
         try:
             if self.directory:
                 save_snapshot(self.directory, step, copy.write)
@@ -256,9 +259,12 @@ class SnapshotDestination:
             problem = error
         if self._copies and self._copying:
             began = time.monotonic()
-            self._copies.copy_to_next_node(step, str(problem or ""), self._copying_group)
+            try:
+                self._copies.copy_to_next_node(step, str(problem or ""), self._copying_group)
+            except OSError as error:
+                self._warn_no_copies(str(error))
             self.sending_seconds = time.monotonic() - began
-        elif problem:
+        if problem:
             raise problem
 
     def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
@@ -267,18 +273,23 @@ class SnapshotDestination:
             self._warn_off(str(error))
 
     def _warn_off(self, reason: str) -> None:
-        if self._warn("snapshots are off on this node", reason, "a crash"):
-            self._logger.event(SnapshotOff(reason=reason))
-
-    def _warn(self, state: str, reason: str, failure: str) -> bool:
-        """Warn, only once, and return whether this was the first time. Each later save still tries to write."""
-        if state in self._warned:
-            return False
-        self._warned.add(state)
+        """Warn, only once, that snapshots are off. Each later save still tries to write a snapshot."""
+        if self._warned:
+            return
+        self._warned = True
         # The logger's console prints on rank 0 only, but this concerns the node of any rank.
         console = self._logger.console if self._group.is_rank_zero else Console(enabled=True)
-        console.warn(f"{state} ({reason}): {failure} may cost all steps since the last checkpoint")
-        return True
+        console.warn(f"snapshots are off on this node ({reason}): a crash may cost all steps since the last checkpoint")
+        self._logger.event(SnapshotOff(reason=reason))
+
+    def _warn_no_copies(self, reason: str) -> None:
+        """Warn, only once and on rank 0, that nodes keep no copies of other nodes' shards."""
+        if not self._warned_of_copies:
+            self._warned_of_copies = True
+            self._logger.console.warn(
+                f"snapshots have no copies on other nodes ({reason}): a lost node may cost all steps since the last "
+                "checkpoint"
+            )
 
     def clear(self) -> None:
         """Remove the snapshots that this rank has written."""

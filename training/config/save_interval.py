@@ -19,11 +19,11 @@ class Interval:
 
 _SECONDS_OF_UNIT = {"s": 1, "m": 60, "h": 3600}
 # Half of the 1 % that the help promises, because some costs of a snapshot cannot be measured while it is taken.
-_AUTO = Interval(seconds=0.5, max_overhead=0.005)
+AUTO_OVERHEAD = 0.005
 # For each field: the words that it accepts besides steps and durations.
 INTERVAL_WORDS: dict[str, dict[str, Interval]] = {
     "checkpoint_every": {},
-    "snapshot_every": {"auto": _AUTO, "off": Interval()},
+    "snapshot_every": {"auto": Interval(seconds=0.5, max_overhead=AUTO_OVERHEAD), "off": Interval()},
 }
 
 

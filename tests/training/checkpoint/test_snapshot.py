@@ -312,7 +312,7 @@ def pass_the_space_check() -> None:
     """In a rank: let the memory run full after the check."""
     from training.checkpoint import writer
 
-    writer.missing_space = lambda _directory, _size: ""  # type: ignore[assignment]
+    writer.missing_space = lambda *_, **__: ""  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("prepare", [None, pass_the_space_check])
@@ -329,10 +329,10 @@ def test_without_memory_for_snapshots_the_training_goes_on_with_a_warning(
 
 
 def test_missing_space_is_found_before_writing(tmp_path: Path) -> None:
-    assert missing_space(tmp_path, 1000) == ""
+    assert missing_space(tmp_path, 1000, buffer_bytes=1000) == ""
     free = shutil.disk_usage(tmp_path).free
-    assert missing_space(tmp_path, free).startswith(f"{tmp_path} has ")
-    assert "free, and snapshots need" in missing_space(tmp_path, free)
+    assert missing_space(tmp_path, free, buffer_bytes=free).startswith(f"{tmp_path} has ")
+    assert "free, and snapshots need" in missing_space(tmp_path, free, buffer_bytes=free)
 
 
 def make_group(path: Path, **values: object) -> None:

@@ -390,6 +390,33 @@ def test_the_nodes_that_are_left_go_on_with_their_copies(
     assert losses(resumed.run_dir) == pytest.approx(losses(whole.run_dir), rel=2e-5)
 
 
+def test_a_copy_replaces_a_damaged_shard(start: Starter, nodes: Path) -> None:
+    whole = start.complete(*LONGER, run="whole", world_size=3)
+    for path in list_checkpoints(nodes / "1" / "snapshots" / "shard-00001-of-00003"):
+        next(path.glob("*.safetensors")).unlink()
+    again = start.complete(*LONGER, world_size=3, prepare=partial(own_node, nodes))
+    started = events(again.run_dir, "train_started")[1]
+    assert started["source"] == "snapshot"
+    assert started["step"] > 3
+    assert same(final(again.run_dir), final(whole.run_dir))
+
+
+def full_memory(nodes: Path) -> None:
+    """In a rank: no node can take the shards of others."""
+    from training.checkpoint import shard_copies
+
+    own_node(nodes)
+    shard_copies.lacking_space = lambda *_, **__: "no room"  # type: ignore[attr-defined]  # imported there
+
+
+def test_without_memory_for_the_shards_of_others_the_checkpoint_is_taken(start: Starter, nodes: Path) -> None:
+    empty(nodes / "1")
+    stopped = start(*LONGER, "--fault=stop@6:0", world_size=3, prepare=partial(full_memory, nodes))
+    assert stopped.wait() == [0, 0, 0], stopped.output()
+    assert newest_before(stopped, 1) == "step-00000003"
+    assert "is not used: rank 1: no room" in stopped.output()
+
+
 def test_two_lost_nodes_cost_the_steps_since_the_checkpoint(start: Starter, nodes: Path) -> None:
     empty(nodes / "1")
     empty(nodes / "2")
@@ -405,10 +432,10 @@ def no_room_for_copies_on_node_1(nodes: Path) -> None:
     own_node(nodes)
     missing_space, asked = writer.missing_space, list[int]()
 
-    def missing(directory: Path, size_bytes: int) -> str:
+    def missing(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
         asked.append(size_bytes)
-        is_full = size_bytes > asked[0] and os.environ["RANK"] == "1"
-        return "no room" if is_full else missing_space(directory, size_bytes)
+        is_full = size_bytes == max(asked) and os.environ["RANK"] == "1"
+        return "no room" if is_full else missing_space(directory, size_bytes, buffer_bytes=buffer_bytes)
 
     writer.missing_space = missing  # type: ignore[attr-defined]  # imported there
 
@@ -421,8 +448,8 @@ def test_without_memory_for_copies_each_node_keeps_its_own_shards(start: Starter
     cut.ranks[1].join()
     cut.kill()
     assert held(tmp_path) == {"0": {0}, "1": {1}}
-    warning = "warning: snapshots have no copies on another node (no room): the loss of a node may cost all steps since"
-    assert cut.output().count(warning) == 2, cut.output()
+    warning = "warning: snapshots have no copies on other nodes (rank 1: no room): a lost node may cost all steps since"
+    assert cut.output().count(warning) == 1, cut.output()
 
 
 @pytest.mark.slow
