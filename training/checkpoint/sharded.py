@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, TensorSpec, serialize_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from hpc.base.errors import TorchrelayError
@@ -54,7 +54,7 @@ class ShardLayout:
     is_copy: bool = False
     """Whether a rank of another node holds the same shards, and writes them (--fsdp-sharding hybrid)."""
 
-    def write(self, tensors: Mapping[str, Tensor], directory: Path, *, replicated: bool) -> None:
+    def write(self, tensors: Mapping[str, TensorSpec], directory: Path, *, replicated: bool) -> None:
         """Write the rank's shards to a file in `directory`, with the replicated tensors if `replicated`.
 
         Raises:
@@ -62,10 +62,10 @@ class ShardLayout:
         """
         own = () if self.is_copy else self.offsets
         wanted = {name: value for name, value in tensors.items() if replicated or name in own}
-        offsets = {name: {_OFFSETS: self.offsets.get(name, [0] * value.dim())} for name, value in wanted.items()}
+        offsets = {name: {_OFFSETS: self.offsets.get(name, [0] * len(value.shape))} for name, value in wanted.items()}
         header = None if self.file == STATE_TENSORS else {_SHARDS: json.dumps(offsets)}
         try:
-            save_file(wanted, directory / self.file, header)
+            serialize_file(wanted, directory / self.file, header)
         except SafetensorError as error:
             raise OSError(str(error)) from error
 
