@@ -37,7 +37,7 @@ drill: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m benchmarks.drill
 
-# Makes the tables of docs/explanation/performance.md. It takes about 105 minutes on two idle cores (QUICK=1: a small form, 15
+# Makes the tables of docs/explanation/performance.md. It takes about 106 minutes on two idle cores (QUICK=1: a small form, 15
 # minutes), and takes down the running testbed.
 BENCHMARKS := commands start speed recovery storm snapshots shared_cores restart scaling
 QUICK :=

@@ -64,7 +64,6 @@ def row_of(case: Case, count: int) -> Row:
             written.append(time.monotonic() - began)
             costs.append(writer.cost_seconds)
         size_bytes, copy = copy_of(trainer.state)
-        steps.close()
         trainer.logger.close()
         disconnect()
     auto = parse_interval("snapshot_every", "auto").seconds or 0.0

@@ -115,6 +115,7 @@ def read_full(directory: Path) -> dict[str, Tensor]:
 
 def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
     """Load tensors into memory from `allocate`, which gets a name and a meta tensor of the saved shape and dtype."""
+    from torch.distributed.checkpoint.api import CheckpointException  # noqa: PLC0415  # takes a second
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader  # noqa: PLC0415  # takes a second
     from torch.distributed.checkpoint.state_dict_loader import load  # noqa: PLC0415
 
@@ -126,7 +127,10 @@ def _load(directory: Path, allocate: Callable[[str, Tensor], Tensor]) -> dict[st
     with warnings.catch_warnings():
         # DCP would warn that a rank loads its shards without the other ranks (`no_dist`).
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+        try:
+            load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)), no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            raise OSError(f"{directory} cannot be read: {error}") from error
     return tensors
 
 

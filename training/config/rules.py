@@ -173,6 +173,10 @@ _CONFLICTS: tuple[tuple[Test, str], ...] = (
         lambda c: c.head_hidden > 0 and c.model.startswith("squeezenet"),
         "--head-hidden cannot be combined with SqueezeNets, which end with a convolution: use 0, or another --model",
     ),
+    (
+        lambda c: c.initial_image_size is not None and c.initial_image_size >= (c.image_size or math.inf),
+        "--initial-image-size must be smaller than --image-size: give a smaller one, or leave it out",
+    ),
     (lambda c: c.freeze_backbone and c.weights is None, "--freeze-backbone needs pretrained weights: give --weights"),
     (
         lambda c: c.loss == "bce" and c.class_weights != "none",
@@ -238,6 +242,7 @@ _EFFECTS: tuple[tuple[str, Test, str], ...] = (
     ("repeated_augmentation", lambda c: not c.synthetic, "generated images are not augmented"),
     ("eval_crop_pct", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("fsdp_sharding", lambda c: c.strategy == "fsdp", "it applies to --strategy fsdp"),
+    ("initial_image_size", lambda c: c.epochs > 1, "the only epoch has images of --image-size"),
     ("eval_image_size", lambda c: not c.synthetic, "generated images are not evaluated"),
     ("sync_bn", lambda c: c.model != SMALL_CNN, f"{SMALL_CNN} has no batch normalization"),
 )

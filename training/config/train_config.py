@@ -33,7 +33,7 @@ class Adjustable:
     """Image-classifier training (not with -- script.py): the flags that hpc resume may set.
 
     They change when the training ends and how it runs, but no step. hpc resume refuses --epochs with --lr-scheduler
-    cosine or one-cycle, whose learning rates depend on the number of epochs.
+    cosine or one-cycle, whose learning rates depend on the number of epochs, and with --initial-image-size.
     """
 
     epochs: int = 8

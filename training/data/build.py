@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hpc.base.errors import UserError
 from training.config.dataset_layout import DataLayout
+from training.config.image_sizes import size_in_epoch
 from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
 from training.config.rules import parse_crop_pct
@@ -24,7 +25,6 @@ from training.data.in_memory import class_names, read_cifar, read_cifar_names, r
 from training.data.loader import ImageSource
 from training.data.packed import open_part
 from training.data.transforms.augment import make_augmentation
-from training.data.transforms.crop import size_in_epoch
 from training.runtime.counter_rng import Purpose, derive_key, permutation
 
 _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from training.checkpoint.state import TrainState
+from training.config.image_sizes import size_in_epoch, training_sizes
 from training.data.batch_schedule import BatchSchedule, split_range
 from training.data.loader import Batch
-from training.data.transforms.crop import size_in_epoch
 from training.data.transforms.mixup import Mixup, draw_mix, mix_images, mix_labels
 from training.engine.loss import Loss
 from training.engine.loss_meter import LossMeter
@@ -38,17 +38,17 @@ class Stepper:
         loss: Loss,
     ) -> None:
         self.config, self.schedule, self.group, self.state = context.config, schedule, group, state
-        self.preprocess, self.loss, self.fault = preprocess, loss, context.fault
+        self.preprocess, self.loss, self.fault, self.heartbeat = preprocess, loss, context.fault, context.heartbeat
         self.size = preprocess.size
         self.wrapped = wrap_for_training(state.model, self.config, group)
         self.unrepeatable: list[str] = []
         """Names of the model's operations that have no deterministic kernel on this device; `warm_up` finds them."""
 
     def warm_up(self, channels: int, size: int) -> None:
-        """Make a backward pass on blank images (`channels` channels, `size` x `size` pixels). It changes no state.
+        """Make backward passes on blank images (`channels` channels, `size` x `size` pixels). They change no state.
 
         After its first backward pass, DDP rebuilds its buckets, and then sums in another order if there are three or
-        more ranks. This pass is no step, so all steps of a resumed run sum in the order of an uninterrupted one.
+        more ranks. These passes are no steps, so all steps of a resumed run sum in the order of an uninterrupted one.
 
         Raises:
             SharedError: the model needs more images per rank, cannot be compiled, or lacks a deterministic kernel.
@@ -57,16 +57,21 @@ class Stepper:
         set_train_mode(model)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
         images = min(2, self.schedule.batch_size // (self.group.world_size * self.config.grad_accum_steps))
-        if self.config.compile:
-            # Use the size of this rank's first micro-batch: torch would compile again for another size.
+        if self.config.compile or self.config.initial_image_size is not None:
+            # Use the size of this rank's first micro-batch. torch would compile again for another one, and with
+            # --initial-image-size, a lack of memory for the largest images would show only in the last epochs.
             schedule, per_group = self.schedule, self.schedule.samples_per_group
             start, end = split_range(schedule.batch_size, self.group.rank, self.group.world_size, per_group)
             images = split_range(end - start, 0, self.config.grad_accum_steps, per_group)[1]
         blank = torch.zeros((images, channels, size, size), dtype=torch.uint8)
+        sides = training_sizes(self.config, self.size) if self.config.compile else [self.size]
         try:
-            with watch_operations() as self.unrepeatable, autocast(self.config, self.group.device):
-                logits = self.wrapped(self.preprocess(blank))
-                logits.float().sum().backward()
+            for side in sorted(set(sides), reverse=True):
+                self.heartbeat.beat("start")
+                self.preprocess = replace(self.preprocess, size=side)
+                with watch_operations() as self.unrepeatable, autocast(self.config, self.group.device):
+                    logits = self.wrapped(self.preprocess(blank))
+                    logits.float().sum().backward()
         except ValueError as error:
             # Batch normalization needs more than one value.
             raise SharedError(f"{self.config.model} cannot train on {images} images a rank ({error})") from error

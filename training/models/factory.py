@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from hpc.base.errors import UserError
 from hpc.base.text import flag
+from training.config.image_sizes import training_sizes
 from training.config.model_names import OWN_MODELS, SMALL_CNN, TIMM
 from training.config.train_config import Interpolation, TrainConfig
 from training.models.small_models import SmallResNet, small_cnn
@@ -109,9 +110,8 @@ def _construct(config: TrainConfig, classes: int, channels: int, size: int) -> n
     return make(name, weights=None, num_classes=classes, **arguments)
 
 
-@torch.no_grad()
 def _check_other_sizes(model: nn.Module, config: TrainConfig, channels: int, size: int) -> None:
-    """Check that a model for images of `size` also takes those of the first epochs and of evaluations.
+    """Check that a model for images of `size` also takes those of earlier epochs and of evaluations.
 
     Raises:
         UserError: says what to use instead.
@@ -121,17 +121,23 @@ def _check_other_sizes(model: nn.Module, config: TrainConfig, channels: int, siz
             f"--initial-image-size is {config.initial_image_size}, but --image-size is {size}: use a smaller one, or "
             "leave it out"
         )
-    for name in ("initial_image_size", "eval_image_size"):
-        if (other := getattr(config, name)) not in {None, size}:
+    others = {
+        "initial_image_size": training_sizes(config, size),
+        "eval_image_size": [config.eval_image_size or size],
+    }
+    for name, sides in others.items():
+        for side in sorted({*sides} - {size}):
             try:
-                _try_forward(model, channels, other)
+                _try_forward(model, channels, side)
             except _SIZE_ERRORS as error:
+                images = "" if side == getattr(config, name) else f" and gives images of {side} pixels"
                 raise UserError(
-                    f"{flag(name)} is {other}, which {config.model} for {size} pixels does not take "
-                    f"({first_line(error)}): leave it out"
+                    f"{flag(name)} is {getattr(config, name)}{images}, which {config.model} for {size} pixels does not "
+                    f"take ({first_line(error)}): leave it out"
                 ) from error
 
 
+@torch.no_grad()
 def _try_forward(model: nn.Module, channels: int, size: int) -> None:
     """Run the model on one image. Raises one of _SIZE_ERRORS if a layer does not take this size."""
     model.eval()(torch.zeros(1, channels, size, size))

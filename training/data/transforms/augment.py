@@ -66,8 +66,8 @@ class Augmentation:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
     """Least and greatest aspect ratio (width / height) of a random box."""
     interpolation: Interpolation = "bilinear"
-    padding: int = 0
-    """Largest shift of an image, in pixels. Zeros fill the gap. 0 means no shift."""
+    padding: float = 0.0
+    """Largest shift of an image, as a share of its shorter side. Zeros fill the gap. 0 means no shift."""
     flip: bool = False
     """Whether to mirror a random half of the images."""
     policy: Callable[[Any], Tensor] | None = None
@@ -97,7 +97,8 @@ class Augmentation:
         """
         key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)
         if self.padding:
-            images = _shift(images, self.padding, key, indices)
+            pixels = max(1, round(min(images.shape[2:]) * self.padding))
+            images = _shift(images, pixels, key, indices)
         if self.flip and not self.resizes:
             # Here the upper half of the draws mirrors an image, in `crop` the lower half. Do not make them equal,
             # because a seed must keep its images.
@@ -167,7 +168,7 @@ def make_augmentation(
         area=parse_range("crop_scale", config.crop_scale) if crop == "resized" else None,
         ratio=parse_range("crop_ratio", config.crop_ratio),
         interpolation=config.interpolation,
-        padding=max(1, round(min(shape[1:]) * defaults.padding)) if crop == "padded" else 0,
+        padding=defaults.padding if crop == "padded" else 0.0,
         flip=defaults.flip if config.flip == "auto" else config.flip == "on",
         policy=_make_policy(config, defaults.autoaugment, through_pillow=not in_memory),
         erasing=erasing if config.random_erasing else None,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from training.config.train_config import Interpolation, TrainConfig
+from training.config.train_config import Interpolation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +23,6 @@ RANDOM_NUMBERS = 2 + 2 * _TRIES
 # Each side of a crop keeps at least twice the pixels to which it is resized, as with Pillow's `thumbnail`. The result
 # then differs from that of the whole image about as much as bilinear interpolation does from bicubic.
 _MARGIN = 2
-# The number of parts of a training in which images have one size.
-_PARTS = 5
 
 
 def center_box(height: int, width: int, crop_pct: float = 1.0) -> CropBox:
@@ -97,18 +95,6 @@ def _reduced(box: CropBox, whole: tuple[int, int], present: tuple[int, int]) -> 
     down, across = (now / before for now, before in zip(present, whole, strict=True))
     top, left = round(box[0] * down), round(box[1] * across)
     return top, left, max(1, round((box[0] + box[2]) * down) - top), max(1, round((box[1] + box[3]) * across) - left)
-
-
-def size_in_epoch(config: TrainConfig, size: int, epoch: int) -> int:
-    """Return the side of the training images in an epoch, counted from 0. In the last epoch it is `size`.
-
-    With --initial-image-size it grows from one fifth of the epochs to the next, in multiples of 4 pixels: progressive
-    resizing, as by Howard for DAWNBench (2018).
-    """
-    initial, part = config.initial_image_size, epoch * _PARTS // config.epochs
-    if initial is None or part >= _PARTS - 1 or epoch >= config.epochs - 1:
-        return size
-    return initial + round((size - initial) * part / (_PARTS - 1) / 4) * 4
 
 
 def center_crop(size: tuple[int, int], crop_pct: float, interpolation: Interpolation) -> Crop:
