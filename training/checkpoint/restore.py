@@ -79,13 +79,17 @@ class Restorer:
         ]
         return sorted(find_candidates(0, checkpoints, None) + snapshots) if self.group.is_rank_zero else []
 
+    def shards_of(self, candidate: Candidate) -> ShardCopies | None:
+        """Return the shards of a sharded snapshot; None for any other state."""
+        return None if candidate.durable else self.shards
+
     def load(self, candidate: Candidate) -> bool:
         """Load a state on all ranks and return True. If it is not usable, discard it and return False."""
-        path = candidate.path
-        if self.shards and not candidate.durable:
-            path = self.shards.snapshot(candidate.step)
+        path, shards = candidate.path, self.shards_of(candidate)
+        if shards:
+            path = shards.snapshot(candidate.step)
             try:
-                for _ in self.context.beat_with_each("start", self.shards.gather(candidate.step)):
+                for _ in self.context.beat_with_each("start", shards.gather(candidate.step)):
                     pass
             except OSError as error:
                 self.discard(candidate, path, str(error))
@@ -102,9 +106,9 @@ class Restorer:
             return False
         if not self.state.sharded:
             tensors = self.broadcast(found, candidate.rank)
-        elif self.shards and not candidate.durable:
+        elif shards:
             try:
-                tensors = self.shards.read(candidate.step, self.state)
+                tensors = shards.read(candidate.step, self.state)
             except (OSError, SafetensorError) as error:
                 problem = str(error) or repr(error)
             if problem := next(filter(None, self.group.all_gather_json(problem)), ""):
@@ -151,9 +155,9 @@ class Restorer:
         """Warn, and reject a checkpoint or remove a snapshot, so that no attempt tries it again."""
         self.logger.console.warn(f"{candidate.source} {path} is not used: {reason}")
         self.logger.event(CheckpointRejected(path=str(path), reason=reason))
-        if self.shards and not candidate.durable:
+        if shards := self.shards_of(candidate):
             if self.group.rank_info.local_rank == 0:
-                self.shards.discard(candidate.step)
+                shards.discard(candidate.step)
         elif candidate.rank == self.group.rank:
             discard(path, durable=candidate.durable)
 

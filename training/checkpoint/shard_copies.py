@@ -96,9 +96,12 @@ class ShardCopies:
     @property
     def names(self) -> set[str]:
         """The names of the directories that this node's ranks write in this attempt."""
-        node = self.nodes.index(self.group.rank - self.group.rank_info.local_rank)
+        node = self._node_of(self.group.rank)
         shards = self._needed(node) | {shard for rank in self._ranks(node) for shard in self._kept_for(rank)}
         return {shard_directory(shard, self.count) for shard in shards}
+
+    def _node_of(self, rank: int) -> int:
+        return bisect_right(self.nodes, rank) - 1
 
     def _ranks(self, node: int) -> range:
         return range(self.nodes[node], [*self.nodes, self.group.world_size][node + 1])
@@ -109,13 +112,14 @@ class ShardCopies:
 
     def _keeper(self, rank: int) -> int:
         """Return the rank on the next node that keeps the copies of a rank's shards."""
-        node = bisect_right(self.nodes, rank) - 1
+        node = self._node_of(rank)
         keepers = self._ranks((node + 1) % len(self.nodes))
         return keepers[(rank - self.nodes[node]) % len(keepers)]
 
     def _kept_for(self, rank: int) -> list[int]:
-        """Return the ranks, and so the shards, of which a rank keeps copies."""
-        return [other for other in range(self.group.world_size) if self.are_kept and self._keeper(other) == rank]
+        """Return the ranks, and so the shards, of which a rank keeps copies: ranks of the previous node."""
+        previous = self._ranks((self._node_of(rank) - 1) % len(self.nodes))
+        return [other for other in previous if self.are_kept and self._keeper(other) == rank]
 
     # --- copies ---
 

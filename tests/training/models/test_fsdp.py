@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -227,19 +228,26 @@ def test_the_best_model_is_tested_and_kept_as_with_ddp(start: Starter) -> None:
 # --- snapshots ---
 
 
-@pytest.fixture(scope="module")
-def killed_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
-    """A training of two ranks that is killed at its 40th step, with snapshots and no newer checkpoint than step 3."""
-    start = Starter(idx_data, tmp_path_factory.mktemp("killed"))
-    (start.directory / "node").mkdir(mode=0o700)
-    flags = ("--checkpoint-every=3", "--keep-checkpoints=99", "--snapshot-every=1")
-    cut = start(*LONGER, *flags, f"--node-dir={start.directory / 'node'}", "--fault=step@40:1", world_size=2)
+def killed_at_step_40(
+    start: Starter, *flags: str, world_size: int, prepare: Callable[[], None] | None = None
+) -> Training:
+    """A training that is killed at its 40th step, with snapshots and no newer checkpoint than step 3."""
+    flags = (*LONGER, "--checkpoint-every=3", "--keep-checkpoints=99", "--snapshot-every=1", *flags)
+    cut = start(*flags, "--fault=step@40:1", world_size=world_size, prepare=prepare)
     cut.ranks[1].join()
     cut.kill()
     for path in list_checkpoints(cut.run_dir / "checkpoints"):
         if step_of(path) > 3:
             shutil.rmtree(path)
     return cut
+
+
+@pytest.fixture(scope="module")
+def killed_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """A training of two ranks that is killed at its 40th step, with snapshots and no newer checkpoint than step 3."""
+    start = Starter(idx_data, tmp_path_factory.mktemp("killed"))
+    (start.directory / "node").mkdir(mode=0o700)
+    return killed_at_step_40(start, f"--node-dir={start.directory / 'node'}", world_size=2)
 
 
 @pytest.fixture
@@ -341,14 +349,7 @@ def lost_once(idx_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Train
     (start.directory / "nodes").mkdir()
     for rank in range(3):
         (start.directory / "nodes" / str(rank)).mkdir(mode=0o700)
-    flags = (*LONGER, "--checkpoint-every=3", "--keep-checkpoints=99", "--snapshot-every=1", "--fault=step@40:1")
-    cut = start(*flags, world_size=3, prepare=partial(own_node, start.directory / "nodes"))
-    cut.ranks[1].join()
-    cut.kill()
-    for path in list_checkpoints(cut.run_dir / "checkpoints"):
-        if step_of(path) > 3:
-            shutil.rmtree(path)
-    return cut
+    return killed_at_step_40(start, world_size=3, prepare=partial(own_node, start.directory / "nodes"))
 
 
 @pytest.fixture
