@@ -447,7 +447,8 @@ def _unflattened(fields: Mapping[str, Any]) -> dict[str, Any]:
     others = {name: value for name, value in fields.items() if name not in {*_FLAT, "script"}}
     if training["train"] is None:
         return {**others, "program": asdict(script_program(tuple(fields["script"]))), "training": None}
-    return {**others, "program": asdict(trainer_program(has_data=fields["data"] is not None)), "training": training}
+    program = trainer_program(TrainConfig(**training["train"]), has_data=fields["data"] is not None)
+    return {**others, "program": asdict(program), "training": training}
 
 
 def _flattened(fields: Mapping[str, Any]) -> dict[str, Any]:

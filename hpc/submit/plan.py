@@ -43,7 +43,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     train = training = pack = None
     if isinstance(options, SubmitTraining):
         training, data = _training_of(options)
-        train, program = training.train, trainer_program(has_data=data is not None)
+        train, program = training.train, trainer_program(training.train, has_data=data is not None)
         pack = checks.pack_size(options.pack, options.pack_size, train)
         checks.check_data_on_device(train)
     else:

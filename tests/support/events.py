@@ -192,7 +192,7 @@ def script_spec(*script: str, **settings: Any) -> RunSpec:
 
 def of_training(train: TrainConfig, **more: Any) -> dict[str, Any]:
     """Return the settings of a spec that make it a training's."""
-    return {"program": trainer_program(has_data=not train.synthetic), "training": Training(train=train, **more)}
+    return {"program": trainer_program(train, has_data=not train.synthetic), "training": Training(train=train, **more)}
 
 
 def recorded_run(path: Path, *events: Event, **settings: Any) -> RunDir:

@@ -12,16 +12,12 @@ from hpc.run.causes import EXIT_CODES
 from hpc.run.spec_file import LIBRARIES, Program, read_spec
 from training.config.dataset_layout import find_data
 from training.config.evaluation_task import EvaluationTask
+from training.config.model_names import OWN_MODELS, TIMM
 from training.config.train_config import RankOptions, TrainConfig
 
-MODULES = (
-    "training.engine.launch",
-    *LIBRARIES,
-    "torch.utils.tensorboard",
-    "torchvision.models",
-    "torchvision.transforms.v2",
-)
-"""Modules that every rank of the trainer needs. The process that forks the ranks imports them once per node."""
+_WITHOUT_COMPILER = "training.runtime.without_compiler:leave_out_compiler"
+_TRAINER = ("training.engine.launch", "torch.utils.tensorboard", "training.data.in_memory:keep_data")
+TORCHVISION = ("torchvision.models", "torchvision.transforms.v2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +40,33 @@ class Training:
         )
 
 
-def trainer_program(*, has_data: bool) -> Program:
+def trainer_program(train: TrainConfig, *, has_data: bool) -> Program:
     """Return the program of a training or an evaluation. Without data (`has_data`), images are generated."""
     arguments = spec_argv(
         "{torchrelay_spec}", "{run_dir}", "{attempt}", "{torchrelay_node_dir}", data="{data}" if has_data else None
     )
     return Program(
         argv=("-m", "training", *arguments),
-        preload=(*MODULES, "training.data.in_memory:keep_data"),
+        preload=_preload(train),
         exit_codes=EXIT_CODES,
         reports_steps=True,
         writes_result=True,
     )
+
+
+def _preload(train: TrainConfig) -> tuple[str, ...]:
+    """Return the modules that all ranks need. The process that forks the ranks imports them once per node."""
+    library: tuple[str, ...] = TORCHVISION
+    if train.model.startswith(TIMM):
+        library = ("timm", *TORCHVISION)
+    elif train.model in OWN_MODELS and train.auto_augment == "none" and not train.color_jitter:
+        library = ()
+    return (*(LIBRARIES if needs_compiler(train) else (_WITHOUT_COMPILER,)), *_TRAINER, *library)
+
+
+def needs_compiler(train: TrainConfig) -> bool:
+    """Return whether the trainer uses torch's compiler, or a part of torch that cannot do without it."""
+    return train.compile or train.strategy == "fsdp" or train.checkpoint_activations
 
 
 def spec_argv(

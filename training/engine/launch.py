@@ -10,6 +10,7 @@ from hpc.run.events.kinds import Preflight, Software
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation
 from training.config.train_config import check_world
+from training.config.training_spec import needs_compiler
 from training.data.build import load_data, move_to_device, synthetic_data
 from training.engine.evaluation_run import EvaluationRun
 from training.engine.freed_memory import keep_freed_memory
@@ -22,6 +23,7 @@ from training.runtime.determinism import configure, configure_attention
 from training.runtime.process_group import ProcessGroup, connect, disconnect
 from training.runtime.run_context import RankInfo, RunContext
 from training.runtime.software import versions
+from training.runtime.without_compiler import leave_out_compiler
 
 # Keeps the objects that use DDP alive until the process ends, so that DDP's destructor never runs. The destructor holds
 # Python's lock while it joins a gloo thread, which may wait for the lock: one in ten stopped ranks hung (torch 2.11).
@@ -37,6 +39,8 @@ def launch(context: RunContext, rank_info: RankInfo) -> None:
         TorchrelayError: the training failed.
     """
     keep_freed_memory()
+    if not needs_compiler(context.config):
+        leave_out_compiler()
     configure(context.config)
     group = connect(rank_info, watched=context.node_dir is not None)
     context.heartbeat.beat("start")

@@ -61,6 +61,14 @@ def measured_allreduce(ddp: DistributedDataParallel) -> dict[str, Any]:
     return measured
 
 
+def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None:
+    """Do what torch's function of this name does, but do not import the compiler. Read in torch 2.15.
+
+    `compile_training` gives the compiler its own flag.
+    """
+    torch._C._set_deterministic_algorithms(mode, warn_only=warn_only)
+
+
 def configure_compiler(cores: int, max_shapes: int) -> None:
     """Let torch compile for up to `max_shapes` shapes, in at most `cores` processes. Read in torch 2.11 and 2.15."""
     from torch._dynamo import config as dynamo

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from training.config.train_config import TrainConfig
+from training.runtime.compat import use_deterministic_algorithms
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import device_name, processor_name
 
@@ -41,7 +42,7 @@ def configure(config: TrainConfig) -> None:
     torch.backends.cudnn.benchmark = not repeatable
     torch.backends.cudnn.deterministic = repeatable
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
-    torch.use_deterministic_algorithms(repeatable, warn_only=config.deterministic == "warn")
+    use_deterministic_algorithms(repeatable, warn_only=config.deterministic == "warn")
     # Nothing here reads uninitialized memory, so filling it would waste time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # made when asked for
 
@@ -53,7 +54,7 @@ def configure_attention(model: nn.Module) -> None:
     (torch.nn.attention.SDPBackend).
     """
     if torch.are_deterministic_algorithms_enabled() and uses_fused_attention(model):
-        torch.use_deterministic_algorithms(True)
+        use_deterministic_algorithms(True)
 
 
 def uses_fused_attention(model: nn.Module) -> bool:

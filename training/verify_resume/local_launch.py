@@ -14,15 +14,20 @@ from pathlib import Path
 from signal import SIGKILL
 
 from hpc.base.transport import pick_port
-from training.config.training_spec import MODULES
+from hpc.run.spec_file import LIBRARIES
+from training.config.training_spec import TORCHVISION
 
 _FORKSERVER = multiprocessing.get_context("forkserver")
+_MODULES = (
+    "training.__main__", "training.config.command_line", "training.engine.launch", "torch.utils.tensorboard",
+    *LIBRARIES, *TORCHVISION,
+)  # fmt: skip
 
 
 def prepare_server() -> None:
     """Have the server import the ranks' modules before it starts a rank, and give ranks one thread, like torchrun."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _FORKSERVER.set_forkserver_preload(["training.__main__", "training.config.command_line", *MODULES])
+    _FORKSERVER.set_forkserver_preload(list(_MODULES))
 
 
 def start_ranks(

@@ -50,7 +50,7 @@ def test_flat_spec_of_an_earlier_version_is_read_and_written(name: str, tmp_path
         assert spec.program == script_program(("train.py", "--data", "{data}", "--lr", "0.1"))
         assert spec.training is None
     else:
-        assert spec.program == trainer_program(has_data=flat["data"] is not None)
+        assert spec.program == trainer_program(spec.training.train, has_data=flat["data"] is not None)
         assert spec.training == Training.from_json({each: flat[each] for each in TRAINER_PART})
         flat["train"]["initial_image_size"] = None
     spec.save(run, 1, flat=True)

@@ -18,10 +18,12 @@ looked = []
 for name in ("_cuda_init", "_cuda_getDeviceCount"):
     setattr(torch._C, name, lambda *_: looked.append(1) or 0)
 from training.data import in_memory
-from training.config.training_spec import MODULES, trainer_program
+from training.config.train_config import TrainConfig
+from training.config.training_spec import trainer_program
 from training.runtime.torchrun_main import preload
-preload([*trainer_program(has_data=True).preload, 'timm'])
-record = {"missing": [name for name in MODULES if name not in sys.modules], "looked": len(looked)}
+names = trainer_program(TrainConfig(synthetic=True, **json.loads(sys.argv[1])), has_data=True).preload
+preload(names)
+record = {"missing": [name for name in names if name.partition(":")[0] not in sys.modules], "looked": len(looked)}
 record["read"] = sorted(path.name for path in in_memory._kept)
 record["threads"] = len(os.listdir("/proc/self/task"))
 torch.cuda.is_available()
@@ -30,12 +32,15 @@ print(json.dumps([record, len(looked)]))
 
 
 @pytest.mark.slow
-def test_torchrun_prepares_all_without_threads_and_without_a_look_at_the_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [{}, {"model": "resnet18", "compile": True}, {"model": "timm:resnet10t"}])
+def test_torchrun_prepares_all_without_threads_and_without_a_look_at_the_gpus(
+    flags: dict[str, object], tmp_path: Path
+) -> None:
     """CUDA cannot be used in a fork of a process that has; and threads do not survive a fork."""
     # numpy starts threads when it is imported; torch would at the first operation on many elements.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "4"}
     environment.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-    command = [sys.executable, "-c", IMPORTS, f"--data={tiny_data(tmp_path / 'data')}"]
+    command = [sys.executable, "-c", IMPORTS, json.dumps(flags), f"--data={tiny_data(tmp_path / 'data')}"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=True)
     record, looks = json.loads(done.stdout)
     read = sorted(path.name for path in (tmp_path / "data").iterdir())

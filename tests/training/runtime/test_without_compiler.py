@@ -1,0 +1,65 @@
+"""A training that compiles nothing imports no compiler, and a stand-in never hides the compiler."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.cluster import ROOT, tiny_data
+
+TRAIN = """
+import json, sys
+from training.__main__ import main
+code = main()
+print(json.dumps([code, [name for name in ("torch._dynamo.utils", "torch._inductor") if
+    getattr(sys.modules.get(name), "__file__", None)]]))
+"""
+FALL_BACK = """
+import sys, torch
+from training.runtime.without_compiler import leave_out_compiler
+leave_out_compiler()
+weight = torch.nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([weight], lr=0.5)
+optimizer.zero_grad()
+weight.sum().backward()
+optimizer.step()
+assert torch.compiler.disable(len)("ab") == torch.compiler.disable()(len)("ab") == 2
+assert "torch._inductor" not in sys.modules
+%s
+assert torch.compile(lambda x: 2 * x + 1, backend="eager")(weight).tolist() == [2.0, 2.0]
+assert sys.modules["torch._dynamo"].__file__ and sys.modules["torch._dynamo.utils"].__file__
+optimizer.step()
+assert weight.tolist() == [0.0, 0.0]
+"""
+
+
+def python(code: str, *arguments: str) -> str:
+    """Run this code in a new process, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model=small-cnn", "--optimizer=adamw", "--ema-decay=0.9", "--clip-grad-norm=1", "--amp=bf16"],
+        pytest.param(
+            ["--model=resnet18", "--image-size=32", "--deterministic=error", "--auto-augment=randaugment"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(["--model=timm:resnet10t", "--image-size=32", "--mixup=0.2"], marks=pytest.mark.slow),
+    ],
+)
+def test_training_imports_no_compiler(flags: list[str], tmp_path: Path) -> None:
+    data = tiny_data(tmp_path / "data", train=200, test=20)
+    printed = python(TRAIN, f"--data={data}", f"--run-dir={tmp_path / 'run'}", "--epochs=1", "--batch-size=8", *flags)
+    assert json.loads(printed.splitlines()[-1]) == [0, []]
+
+
+@pytest.mark.parametrize("use", ["", "import torch._dynamo.config", "from torch._dynamo.utils import counters"])
+def test_compiler_replaces_its_stand_in(use: str) -> None:
+    python(FALL_BACK % use)
