@@ -17,6 +17,7 @@ from pathlib import Path
 from hpc.base import container
 from hpc.base.environment import ATTEMPT, DATA, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
 from hpc.base.errors import TorchrelayError
+from hpc.base.kernel import available_memory_bytes
 from hpc.run.events import ledger
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Checked
@@ -40,6 +41,10 @@ from training.config.device_choice import RANK_VARIABLES
 _POLL_SECONDS = 0.1
 # Variables that name directories of the host, which a container does not have.
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
+# Ranks have started by then, so that the imports of the next torchrun do not delay them.
+_SETTLED_SECONDS = 10.0
+# Several times the memory of a torchrun that waits.
+_STANDBY_BYTES = 2 * 2**30
 # A torchrun that has had no ranks for this long after a stop request only waits for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
 # How long to wait for killed ranks at the end of the attempt, when no other ranks will need their GPUs.
@@ -85,10 +90,24 @@ def _must_check(node: NodeAttempt) -> bool:
     return not {name for event in checked for name in event.nodes}.issuperset(node.allocation.hostnames)
 
 
-def _prepare_next(node: NodeAttempt, monitor: NodeMonitor, setup: RankSetup, directive: Directive) -> None:
-    """While this node is checked, start the torchrun of the program."""
-    if directive.preflight:
-        prepare_round(node, monitor, setup, is_checked=True)
+class _NextTorchrun:
+    """Starts the torchrun of the next round during a round, so that the next round does not wait for its imports.
+
+    After a preflight, the next round is certain. Otherwise, it is possible if the job can go on without a node.
+    """
+
+    def __init__(self, node: NodeAttempt, monitor: NodeMonitor, setup: RankSetup, directive: Directive) -> None:
+        self._node, self._monitor, self._setup, self._is_certain = node, monitor, setup, directive.preflight
+        self._is_due = self._is_certain or node.allocation.num_nodes > node.spec.min_nodes
+        self._began = time.monotonic()
+
+    def poll(self) -> None:
+        """Start the torchrun when it is due, unless the node lacks the memory."""
+        if not self._is_due or (not self._is_certain and time.monotonic() < self._began + _SETTLED_SECONDS):
+            return
+        self._is_due = False
+        if self._is_certain or available_memory_bytes() > _STANDBY_BYTES:
+            prepare_round(self._node, self._monitor, self._setup, is_checked=True)
 
 
 def run_round(
@@ -105,9 +124,9 @@ def run_round(
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
         torchrun = stack.enter_context(started)
-        _prepare_next(node, monitor, setup, directive)
-        ranks_seen = time.monotonic()
+        next_torchrun, ranks_seen = _NextTorchrun(node, monitor, setup, directive), time.monotonic()
         while torchrun.exit_code is None:
+            next_torchrun.poll()
             monitor.poll()
             torchrun.kill_stuck_forks()
             now = channel.directive
