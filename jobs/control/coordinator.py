@@ -48,6 +48,8 @@ _ROOT_SECONDS = 10.0
 _RECENT_SECONDS = LINK_SECONDS + 60.0
 # Only rounds in which torchrun fails sooner than this count as failed rounds.
 _SHORT_SECONDS = 120.0
+# The nodes of a job are usually ready within this time of each other.
+_SPARES_SECONDS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,7 @@ class Coordinator:
         self._interruptions = list[PastInterruption]()
         self._paused_until = 0.0
         self._stopped_since: float | None = None
+        self._enough_since: float | None = None
         self._preflight_passed = {name for event in node.history().of(Checked) for name in event.nodes}
 
     @property
@@ -253,11 +256,21 @@ class Coordinator:
 
     def _evict(self, node_rank: int) -> None:
         """Continue without a slow node, if a spare node is ready. The next jobs avoid the slow one."""
-        directive, statuses = self._server.directive, self._server.statuses()
-        spares = {rank for rank, status in statuses.items() if status.phase is Phase.READY}
-        if spares - {*directive.members, *self.lost, *self.bad_nodes}:
+        if self._spares(self._server.directive.members):
             self.bad_nodes.add(node_rank)
             log(f"a spare node takes the place of {self._name(node_rank)}")
+
+    def _spares(self, members: tuple[int, ...]) -> list[int]:
+        """Return the node ranks of the nodes that are ready, but not members."""
+        ready = {rank for rank, status in self._server.statuses().items() if status.phase is Phase.READY}
+        return sorted(ready - {*members, *self.lost, *self.bad_nodes})
+
+    def _awaits_spares(self, view: MembershipView) -> bool:
+        """Return whether the first round waits a moment for spares, because it is the preflight."""
+        if self._server.directive.round > 0 or self._node.spec.program.preflight is None or not view.num_pending:
+            return False
+        self._enough_since = self._enough_since or time.monotonic()
+        return time.monotonic() - self._enough_since < _SPARES_SECONDS
 
     def _report_silence(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         """Report that the ranks of a script without heartbeats do nothing, and that they do something again."""
@@ -309,10 +322,10 @@ class Coordinator:
             names = [self._name(node_rank) for node_rank in directive.members]
             self._preflight_passed.update(names)
             self._node.record(Checked(nodes=tuple(names)))
-            self._announce_round(directive.members, statuses)
+            self._announce_round(directive.members[: view.max_nodes], statuses)
         elif decision.done:
             self._end(done=True)
-        elif decision.members and time.monotonic() >= self._paused_until:
+        elif decision.members and time.monotonic() >= self._paused_until and not self._awaits_spares(view):
             self._announce_round(decision.members, statuses)
         elif decision.wait:
             self._direct(paused=True)
@@ -362,6 +375,9 @@ class Coordinator:
         self._announced = time.monotonic()
         checked = self._preflight_passed.issuperset(map(self._name, members))
         preflight = self._node.spec.program.preflight is not None and not checked
+        if preflight:
+            # A spare that is checked now can replace a lost node without another preflight.
+            members = (*members, *self._spares(members))
         number, port = before.round + 1, statuses[members[0]].port
         self._node.record(RoundStarted(round=number, port=port, members=members))
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.

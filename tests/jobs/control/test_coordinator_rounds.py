@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 
-from hpc.run.spec import Resources
+from hpc.run.spec import Recovery, Resources
 from hpc.run.spec_file import script_program
 from jobs.control.coordinator import Coordinator, Failure
 from jobs.control.messages import Phase
@@ -59,6 +59,35 @@ def test_script_starts_after_a_round_that_checks_the_nodes(attempt: AttemptMaker
     ready(script)
     again.poll()
     assert not script.nodes.directive.preflight, "they were checked in this run before"
+
+
+def test_spare_takes_part_in_the_preflight_and_then_replaces_a_lost_node_at_once(attempt: AttemptMaker) -> None:
+    script = attempt(program=script_program(("a.py",)), resources=Resources(nodes="2"), recovery=Recovery(spares=1))
+    ready(script)
+    script.nodes.report(2, phase=Phase.STARTING)
+    script.poll()
+    script.nodes.report(2, phase=Phase.READY, round=0)
+    script.poll(1.0)
+    assert (script.members, script.nodes.directive.preflight) == ((0, 1, 2), True)
+    for rank in range(3):
+        script.nodes.report(rank, phase=Phase.ENDED, round=1)
+    script.poll()
+    assert (script.members, script.nodes.directive.preflight) == ((0, 1), False)
+    for rank, phase in enumerate((Phase.RUNNING, Phase.RUNNING, Phase.ENDED)):
+        script.nodes.report(rank, phase=phase, round=2 if phase is Phase.RUNNING else 1)
+    script.nodes.silent[1] = 30.0
+    script.poll()
+    assert (script.members, script.nodes.directive.preflight) == ((0, 2), False)
+
+
+def test_script_does_not_wait_long_for_a_spare(attempt: AttemptMaker) -> None:
+    script = attempt(program=script_program(("a.py",)), resources=Resources(nodes="2"), recovery=Recovery(spares=1))
+    ready(script)
+    script.nodes.report(2, phase=Phase.STARTING)
+    script.poll()
+    assert script.members == ()
+    script.poll(3.0)
+    assert (script.members, script.nodes.directive.preflight) == ((0, 1), True)
 
 
 def test_attempt_is_done_when_all_members_are(attempt: AttemptMaker) -> None:

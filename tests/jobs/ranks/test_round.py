@@ -1,16 +1,19 @@
 """The start of a round, on a node with a passing problem, or one that its site's own check finds bad."""
 
+import os
 import signal
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hpc.base.errors import BadNodeError
+from hpc.base.kernel import children
 from hpc.run.nodedir import HeldNodeDir
-from hpc.run.spec import Recovery
+from hpc.run.spec import Recovery, Resources
 from jobs.control.channel import ControlServer
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAttempt
@@ -57,6 +60,28 @@ def test_storage_that_is_away_for_a_moment_costs_no_node(
     assert run_round(node, channel, monitor, StopRequest(), channel.directive, SETUP) is None
     assert "round 1 cannot start on gpu01 yet, trying again" in capsys.readouterr().out
     assert node.run.attempt_logs(1).is_dir()
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_torchrun_of_the_next_round_waits_if_the_job_can_lose_a_node(
+    node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch, spares: int
+) -> None:
+    monkeypatch.setattr("jobs.ranks.round._SETTLED_SECONDS", 0.0)
+    spec = replace(node.spec, resources=Resources(nodes="1"), recovery=Recovery(spares=spares))
+    hostnames = ("gpu01", "gpu02")[: 1 + spares]
+    node = replace(node, spec=spec, allocation=replace(node.allocation, hostnames=hostnames))
+    polls = []
+
+    def end_round() -> None:
+        polls.append(len(children(os.getpid())))
+        if len(polls) == 3:
+            channel.directive = replace(channel.directive, over=True)
+
+    monitor.callbacks.append(end_round)
+    with closing(Standby()) as standby:
+        run_round(node, channel, monitor, StopRequest(), channel.directive, replace(SETUP, standby=standby))
+        assert polls == [1 + spares] * 3
+        assert len(children(os.getpid())) == spares, "it survives the round"
 
 
 def test_round_that_is_over_is_not_started(node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor) -> None:
