@@ -106,7 +106,8 @@ class Case:
         wrapped = [str(PROCESS_WRAPPER), "rank", str(directory / "logs"), str(memory)]
         program = [sys.executable, "-S", *wrapped, sys.executable, *rank]
         if self.kind == "forked":
-            environment[PRELOAD] = ",".join(trainer_program(has_data=True).preload)
+            config = TrainConfig(synthetic=True, model=self.model)
+            environment[PRELOAD] = ",".join(trainer_program(config, has_data=True).preload)
             program = [*wrapped, *rank]
         argv = torchrun_argv(replace(meeting, node=node), 1, "127.0.0.1", sys.executable, program)
         argv = [sys.executable, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]

@@ -18,7 +18,7 @@ from hpc.run.stop_times import REQUEUE_SECONDS, stop_lead_seconds
 from training.config.device_choice import DeviceChoice
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
-from training.config.training_spec import Training, trainer_program
+from training.config.training_spec import Training, needs_compiler, trainer_program
 
 Cluster = Literal["slurm", "local"]
 Service = Literal["wandb", "mlflow"]
@@ -341,7 +341,12 @@ class RunSpec:
 
     def with_training(self, **changes: Any) -> "RunSpec":
         """Return the spec with these changes in the trainer's part; a script's spec stays as it is."""
-        return replace(self, training=replace(self.training, **changes)) if self.training else self
+        if self.training is None:
+            return self
+        training, program = replace(self.training, **changes), self.program
+        if needs_compiler(training.train) != needs_compiler(self.training.train):
+            program = trainer_program(training.train, has_data=self.data is not None)
+        return replace(self, training=training, program=program)
 
     @property
     def min_nodes(self) -> int:

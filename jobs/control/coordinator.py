@@ -31,7 +31,7 @@ from jobs.control.channel import LOST_SECONDS, ControlServer
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase, RankHeartbeat
 from jobs.control.rank_health import StragglerDetector, describe_silence, find_hang, is_silent
 from jobs.control.root_failure import RootFailure
-from jobs.control.round_members import MembershipView, decide_round
+from jobs.control.round_members import ABLE, MembershipView, decide_round
 from jobs.control.silent_nodes import LINK_SECONDS, Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.senders import start_notifying
@@ -139,7 +139,10 @@ class Coordinator:
             self.lost[node_rank] = last_heard
             name = self._name(node_rank)
             self._node.record(NodeLost(node=name, last_heard=last_heard, detail=f"lost contact with {name}"))
-            if node_rank in self._server.directive.members and not self._server.directive.paused:
+            if self._is_spare(node_rank):
+                # Ranks that have failed because of it are no failures: the next round starts without it.
+                self._root_failure.explained_until = steady_time()
+            elif node_rank in self._server.directive.members and not self._server.directive.paused:
                 lost_members.append(name)
         # Agents that are asked to stop leave before this one ends the attempt, so they must know the saver by then.
         saver = next((rank for rank in self._server.directive.members if rank not in self.lost), None)
@@ -160,9 +163,13 @@ class Coordinator:
         root = self._root_failure.find(reported, all_heard=self._all_heard())
         if root is None:
             return
+        nodes = {node_rank for node_rank, name in enumerate(self._node.allocation.hostnames) if name == root.node}
+        if any(map(self._is_spare, nodes)):
+            self.bad_nodes |= nodes
+            log(f"{root.node} cannot be a spare: {root.detail}")
+            return
         if root.cause == Cause.BAD_NODE:
-            hostnames = self._node.allocation.hostnames
-            self.bad_nodes |= {node_rank for node_rank, name in enumerate(hostnames) if name == root.node}
+            self.bad_nodes |= nodes
         code = f"signal {root.signal}" if root.signal else f"exit code {root.exit_code}"
         detail = f"rank {root.rank} on {root.node}: {code}" + (f": {root.detail}" if root.detail else "")
         signature = rank_signature(root.cause, root.signal, root.exit_code, root.detail, root.step)
@@ -261,13 +268,23 @@ class Coordinator:
             log(f"a spare node takes the place of {self._name(node_rank)}")
 
     def _spares(self, members: tuple[int, ...]) -> list[int]:
-        """Return the node ranks of the nodes that are ready, but not members."""
-        ready = {rank for rank, status in self._server.statuses().items() if status.phase is Phase.READY}
-        return sorted(ready - {*members, *self.lost, *self.bad_nodes})
+        """Return the node ranks of the nodes that could train, but are not members."""
+        able = {rank for rank, status in self._server.statuses().items() if status.phase in ABLE}
+        return sorted(able - {*members, *self.lost, *self.bad_nodes})
 
-    def _awaits_spares(self, view: MembershipView) -> bool:
-        """Return whether the first round waits a moment for spares, because it is the preflight."""
-        if self._server.directive.round > 0 or self._node.spec.program.preflight is None or not view.num_pending:
+    def _is_spare(self, node_rank: int) -> bool:
+        """Return whether a member of the round is a spare, which only takes part in a preflight."""
+        directive, max_nodes = self._server.directive, self._node.spec.resources.max_nodes
+        return directive.preflight and node_rank in directive.members[max_nodes:]
+
+    def _must_check(self, members: tuple[int, ...]) -> bool:
+        """Return whether the next round of these members is a preflight."""
+        checked = self._preflight_passed.issuperset(map(self._name, members))
+        return self._node.spec.program.preflight is not None and not checked
+
+    def _awaits_spares(self, members: tuple[int, ...], view: MembershipView) -> bool:
+        """Return whether the first round waits a moment for spares, because it is a preflight."""
+        if self._server.directive.round > 0 or not view.num_pending or not self._must_check(members):
             return False
         self._enough_since = self._enough_since or time.monotonic()
         return time.monotonic() - self._enough_since < _SPARES_SECONDS
@@ -325,7 +342,11 @@ class Coordinator:
             self._announce_round(directive.members[: view.max_nodes], statuses)
         elif decision.done:
             self._end(done=True)
-        elif decision.members and time.monotonic() >= self._paused_until and not self._awaits_spares(view):
+        elif (
+            decision.members
+            and time.monotonic() >= self._paused_until
+            and not self._awaits_spares(decision.members, view)
+        ):
             self._announce_round(decision.members, statuses)
         elif decision.wait:
             self._direct(paused=True)
@@ -373,13 +394,11 @@ class Coordinator:
         short = time.monotonic() - self._announced < _SHORT_SECONDS
         self._failed_rounds = self._failed_rounds + 1 if failed and short else 0
         self._announced = time.monotonic()
-        checked = self._preflight_passed.issuperset(map(self._name, members))
-        preflight = self._node.spec.program.preflight is not None and not checked
+        number, port, preflight = before.round + 1, statuses[members[0]].port, self._must_check(members)
+        self._node.record(RoundStarted(round=number, port=port, members=members))
         if preflight:
             # A spare that is checked now can replace a lost node without another preflight.
             members = (*members, *self._spares(members))
-        number, port = before.round + 1, statuses[members[0]].port
-        self._node.record(RoundStarted(round=number, port=port, members=members))
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.
         self._root_failure.explained_until = steady_time()
         host = self._server.address(members[0])

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from jobs.control.messages import Directive, NodeStatus, Phase
 
-_ABLE = frozenset({Phase.READY, Phase.RUNNING, Phase.ENDED})
+ABLE = frozenset({Phase.READY, Phase.RUNNING, Phase.ENDED})
+"""Phases of nodes that can take part in a round."""
 # Ready nodes wait this long for one that may still be staging, although they could start without it.
 _WAIT_SECONDS = 60.0
 # A node that has not reported within this time never will: its file systems are not mounted, or its network is closed.
@@ -37,7 +38,7 @@ class MembershipView:
     @property
     def able(self) -> list[int]:
         """Node ranks that could take part now, the lowest first."""
-        found = {node_rank for node_rank, status in self.statuses.items() if status.phase in _ABLE}
+        found = {node_rank for node_rank, status in self.statuses.items() if status.phase in ABLE}
         return sorted(found - self.excluded)
 
     @property

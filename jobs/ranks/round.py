@@ -41,7 +41,7 @@ from training.config.device_choice import RANK_VARIABLES
 _POLL_SECONDS = 0.1
 # Variables that name directories of the host, which a container does not have.
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
-# Ranks have started by then, so that the imports of the next torchrun do not delay them.
+# By then, the imports of the next torchrun do not delay most starts of ranks.
 _SETTLED_SECONDS = 10.0
 # Several times the memory of a torchrun that waits.
 _STANDBY_BYTES = 2 * 2**30
@@ -93,21 +93,28 @@ def _must_check(node: NodeAttempt) -> bool:
 class _NextTorchrun:
     """Starts the torchrun of the next round during a round, so that the next round does not wait for its imports.
 
-    After a preflight, the next round is certain. Otherwise, it is possible if the job can go on without a node.
+    After a preflight, the next round is certain. Otherwise, it is possible if the job can go on without a node. That
+    torchrun then waits as long as this round lasts. If memory becomes short, the kernel ends it before all ranks.
     """
 
-    def __init__(self, node: NodeAttempt, monitor: NodeMonitor, setup: RankSetup, directive: Directive) -> None:
-        self._node, self._monitor, self._setup, self._is_certain = node, monitor, setup, directive.preflight
-        self._is_due = self._is_certain or node.allocation.num_nodes > node.spec.min_nodes
+    def __init__(
+        self, node: NodeAttempt, monitor: NodeMonitor, stop: StopRequest, directive: Directive, setup: RankSetup
+    ) -> None:
+        self._node, self._monitor, self._stop, self._setup = node, monitor, stop, setup
+        self._is_certain = directive.preflight
+        may_lose_nodes = node.allocation.num_nodes > node.spec.min_nodes and not node.attempt.start_once
+        self._is_due = self._is_certain or may_lose_nodes
         self._began = time.monotonic()
 
     def poll(self) -> None:
         """Start the torchrun when it is due, unless the node lacks the memory."""
-        if not self._is_due or (not self._is_certain and time.monotonic() < self._began + _SETTLED_SECONDS):
+        is_early = not self._is_certain and time.monotonic() < self._began + _SETTLED_SECONDS
+        if not self._is_due or is_early or self._stop:
             return
         self._is_due = False
-        if self._is_certain or available_memory_bytes() > _STANDBY_BYTES:
-            prepare_round(self._node, self._monitor, self._setup, is_checked=True)
+        with contextlib.suppress(OSError):
+            if self._is_certain or available_memory_bytes() > _STANDBY_BYTES:
+                prepare_round(self._node, self._monitor, self._setup, is_checked=True)
 
 
 def run_round(
@@ -124,7 +131,7 @@ def run_round(
     with ExitStack() as stack:
         stack.callback(monitor.ranks.end)
         torchrun = stack.enter_context(started)
-        next_torchrun, ranks_seen = _NextTorchrun(node, monitor, setup, directive), time.monotonic()
+        next_torchrun, ranks_seen = _NextTorchrun(node, monitor, stop, directive, setup), time.monotonic()
         while torchrun.exit_code is None:
             next_torchrun.poll()
             monitor.poll()

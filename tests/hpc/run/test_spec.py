@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
     del fields["recovery"]
     run.spec.write_text(json.dumps(fields))
     assert RunSpec.load(run) == script, "what is not there has its defaults"
+
+
+def test_changed_flags_change_what_ranks_import() -> None:
+    train = TrainConfig(data="x")
+    spec = script_spec(data="x", **of_training(train))
+    changed = spec.with_training(train=replace(train, checkpoint_activations=True))
+    assert "torch._dynamo" not in spec.program.preload
+    assert "torch._dynamo" in changed.program.preload
+    assert changed.with_training(train=train) == spec
+    assert script_spec().with_training(train=train) == script_spec()
 
 
 @pytest.mark.parametrize("name", ["training", "evaluation", "script"])

@@ -80,6 +80,20 @@ def test_spare_takes_part_in_the_preflight_and_then_replaces_a_lost_node_at_once
     assert (script.members, script.nodes.directive.preflight) == ((0, 2), False)
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_spare_that_fails_the_preflight_costs_the_run_nothing(attempt: AttemptMaker, *, is_lost: bool) -> None:
+    script = attempt(program=script_program(("a.py",)), resources=Resources(nodes="2"), recovery=Recovery(spares=1))
+    ready(script)
+    script.poll()
+    assert script.members == (0, 1, 2)
+    script.clock.advance(5.0)
+    if is_lost:
+        script.nodes.silent[2] = 30.0
+    script.fail(0 if is_lost else 2, started_at=script.clock.now - 1.0)
+    assert (script.nodes.directive.round, script.members, script.nodes.directive.preflight) == (2, (0, 1), True)
+    assert script.events("interruption") == []
+
+
 def test_script_does_not_wait_long_for_a_spare(attempt: AttemptMaker) -> None:
     script = attempt(program=script_program(("a.py",)), resources=Resources(nodes="2"), recovery=Recovery(spares=1))
     ready(script)

@@ -29,6 +29,8 @@ assert "torch._inductor" not in sys.modules
 %s
 assert torch.compile(lambda x: 2 * x + 1, backend="eager")(weight).tolist() == [2.0, 2.0]
 assert sys.modules["torch._dynamo"].__file__ and sys.modules["torch._dynamo.utils"].__file__
+assert torch._dynamo.config is sys.modules["torch._dynamo.convert_frame"].config
+assert torch._dynamo.config.__spec__.loader.path == torch._dynamo.config.__file__
 optimizer.step()
 assert weight.tolist() == [0.0, 0.0]
 """
