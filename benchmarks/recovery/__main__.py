@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import drill
-from benchmarks.harness import RESULTS, Findings, RivalFlags, Row, benchmark
+from benchmarks.harness import RESULTS, Findings, RivalFlags, Row, benchmark, machine
 from benchmarks.hpc_commands import hpc
 from benchmarks.recovery import failures
 from benchmarks.recovery.comparison import Lane, Outcome, Setting, play
@@ -111,13 +111,14 @@ def drill_trainer(options: Options, directory: Path) -> list[Outcome]:
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     """Return a row for each failure and contender, with medians."""
-    found = list[Row]()
+    found, processor = list[Row](), machine(())["processor"]
     for kind in failures.KINDS:
         for title in dict.fromkeys(outcome.title for outcome in outcomes if outcome.kind == kind):
             same = [outcome for outcome in outcomes if (outcome.kind, outcome.title) == (kind, title)]
             back = [(outcome.recovery, outcome.work_lost) for outcome in same if outcome.recovery]
             date = datetime.now(UTC).date().isoformat()
-            row: dict[str, object] = {"failure": kind, "contender": title, "date": date, "times": len(same)}
+            row: dict[str, object] = {"failure": kind, "contender": title, "date": date, "processor": processor}
+            row["times"] = len(same)
             row |= dict.fromkeys(("seconds", "from", "to", "steps_lost", "work_lost_s", "cost_s"))
             if back:
                 seconds = [recovery.seconds for recovery, _ in back]
@@ -154,7 +155,10 @@ def measure(options: Options) -> Findings:
 def _kept(options: Options) -> list[Row]:
     """Return the recorded rows of the failures and contenders that `--kinds` and `--contenders` leave out."""
     record = RESULTS / "recovery.json"
-    rows = json.loads(record.read_text(encoding="utf-8"))["rows"] if record.exists() else []
+    if not record.exists():
+        return []
+    earlier = json.loads(record.read_text(encoding="utf-8"))
+    rows = [{"processor": earlier["machine"]["processor"], **row} for row in earlier["rows"]]
     titles = {TRAINER_TITLE if key == TRAINER else CONTENDERS[key].title for key in options.contenders}
     return [row for row in rows if row["failure"] not in options.kinds or row["contender"] not in titles]
 
