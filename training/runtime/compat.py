@@ -62,7 +62,7 @@ def measured_allreduce(ddp: DistributedDataParallel) -> dict[str, Any]:
 
 
 def use_deterministic_algorithms(mode: bool, *, warn_only: bool = False) -> None:
-    """Do what torch's function of this name does, but do not import the compiler. Read in torch 2.15.
+    """Do what torch's function of this name does, but do not import the compiler. Read in torch 2.11 and 2.15.
 
     `compile_training` gives the compiler its own flag.
     """

@@ -2,7 +2,7 @@
 
 Optimizers and DDP import `torch._dynamo`, which imports `torch._inductor` and sympy, only to exclude their own code
 from compilation. These are 900 modules, which take almost as long as all other modules of torch (torch 2.15, CPU).
-Read in torch 2.15.
+Read in torch 2.11 and 2.15.
 """
 
 import importlib
