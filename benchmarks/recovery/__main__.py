@@ -77,7 +77,8 @@ def lanes(options: Options, *, worker_killed: bool) -> list[Lane]:
 
 def _lanes(contender: Contender, repeats: int) -> Iterator[Lane]:
     if contender.spares:
-        yield Lane(contender=contender, plan={"node killed": repeats})
+        # A spare for each repeat: without one, a new job would continue.
+        yield Lane(contender=replace(contender, spares=repeats), plan={"node killed": repeats})
         return
     if contender.restarts_in_place:
         yield Lane(contender=contender, plan={WORKER_KILLED: repeats}, in_turns=True)

@@ -219,8 +219,7 @@ CONTENDERS = {
         Contender(
             key="unchanged", title="ours, unchanged script", submit=_submit_ours, script="torchrun_ddp.py", is_ours=True
         ),
-        # A spare for each repeat: without one, a new job would continue.
-        Contender(key="spare", title="ours, with a spare node", submit=_submit_ours, is_ours=True, spares=3),
+        Contender(key="spare", title="ours, with a spare node", submit=_submit_ours, is_ours=True, spares=1),
         Contender(key="submitit", title="submitit, torchrun", package="submitit", submit=_submit_submitit),
         Contender(
             key="ft_launcher", title="ft_launcher", package="nvidia-resiliency-ext", submit=_submit_ft_launcher

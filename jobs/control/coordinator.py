@@ -50,6 +50,8 @@ _RECENT_SECONDS = LINK_SECONDS + 60.0
 _SHORT_SECONDS = 120.0
 # The nodes of a job are usually ready within this time of each other.
 _SPARES_SECONDS = 2.0
+# A check of the nodes takes seconds; the import of torch from slow storage may take a minute.
+_SPARES_CHECK_SECONDS = 180.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +109,7 @@ class Coordinator:
         """Check all statuses once: handle failures, then choose the members of the round or end the attempt."""
         if self._server.directive.over:
             return
+        self._leave_out_failed_spares()
         self._find_lost_nodes()
         directive, statuses = self._server.directive, self._server.statuses()
         self.bad_nodes |= {node_rank for node_rank, status in statuses.items() if status.phase is Phase.BAD_NODE}
@@ -124,6 +127,27 @@ class Coordinator:
 
     # --- what failed ---
 
+    def _leave_out_failed_spares(self) -> None:
+        """If a preflight with spares fails or lasts too long, check the other nodes alone.
+
+        No run may fail, and no other node may be blamed, because of a spare. A spare that has not passed is checked
+        when it is needed.
+        """
+        directive, statuses = self._server.directive, self._server.statuses()
+        needed = directive.members[: self._node.spec.resources.max_nodes]
+        if not directive.preflight or needed == directive.members or self._stop:
+            return
+        members = [statuses[node_rank] for node_rank in directive.members]
+        current = [status for status in members if status.round == directive.round]
+        if (
+            any(self._server.is_silent(node_rank) for node_rank in directive.members)
+            or any(status.phase not in ABLE for status in members)
+            or any(status.phase is Phase.READY or status.exit_code or status.failures for status in current)
+            or time.monotonic() - self._announced > _SPARES_CHECK_SECONDS
+        ):
+            log("the check of the nodes with the spares failed: the nodes are checked again without the spares")
+            self._announce_round(needed, statuses)
+
     def _find_lost_nodes(self) -> None:
         """Record nodes that have fallen silent or are back. Members that fall silent together count as one failure."""
         for node_rank in [node_rank for node_rank in self.lost if not self._server.is_silent(node_rank)]:
@@ -139,10 +163,7 @@ class Coordinator:
             self.lost[node_rank] = last_heard
             name = self._name(node_rank)
             self._node.record(NodeLost(node=name, last_heard=last_heard, detail=f"lost contact with {name}"))
-            if self._is_spare(node_rank):
-                # Ranks that have failed because of it are no failures: the next round starts without it.
-                self._root_failure.explained_until = steady_time()
-            elif node_rank in self._server.directive.members and not self._server.directive.paused:
+            if node_rank in self._server.directive.members and not self._server.directive.paused:
                 lost_members.append(name)
         # Agents that are asked to stop leave before this one ends the attempt, so they must know the saver by then.
         saver = next((rank for rank in self._server.directive.members if rank not in self.lost), None)
@@ -163,13 +184,9 @@ class Coordinator:
         root = self._root_failure.find(reported, all_heard=self._all_heard())
         if root is None:
             return
-        nodes = {node_rank for node_rank, name in enumerate(self._node.allocation.hostnames) if name == root.node}
-        if any(map(self._is_spare, nodes)):
-            self.bad_nodes |= nodes
-            log(f"{root.node} cannot be a spare: {root.detail}")
-            return
         if root.cause == Cause.BAD_NODE:
-            self.bad_nodes |= nodes
+            hostnames = self._node.allocation.hostnames
+            self.bad_nodes |= {node_rank for node_rank, name in enumerate(hostnames) if name == root.node}
         code = f"signal {root.signal}" if root.signal else f"exit code {root.exit_code}"
         detail = f"rank {root.rank} on {root.node}: {code}" + (f": {root.detail}" if root.detail else "")
         signature = rank_signature(root.cause, root.signal, root.exit_code, root.detail, root.step)
@@ -271,11 +288,6 @@ class Coordinator:
         """Return the node ranks of the nodes that could train, but are not members."""
         able = {rank for rank, status in self._server.statuses().items() if status.phase in ABLE}
         return sorted(able - {*members, *self.lost, *self.bad_nodes})
-
-    def _is_spare(self, node_rank: int) -> bool:
-        """Return whether a member of the round is a spare, which only takes part in a preflight."""
-        directive, max_nodes = self._server.directive, self._node.spec.resources.max_nodes
-        return directive.preflight and node_rank in directive.members[max_nodes:]
 
     def _must_check(self, members: tuple[int, ...]) -> bool:
         """Return whether the next round of these members is a preflight."""
@@ -396,7 +408,7 @@ class Coordinator:
         self._announced = time.monotonic()
         number, port, preflight = before.round + 1, statuses[members[0]].port, self._must_check(members)
         self._node.record(RoundStarted(round=number, port=port, members=members))
-        if preflight:
+        if preflight and before.round == 0:
             # A spare that is checked now can replace a lost node without another preflight.
             members = (*members, *self._spares(members))
         # The agents have killed the ranks of the last round, or kill them now, so their ends are not failures.

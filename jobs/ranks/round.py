@@ -43,8 +43,8 @@ _POLL_SECONDS = 0.1
 _OF_AN_ENVIRONMENT = frozenset({"VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"})
 # By then, the imports of the next torchrun do not delay most starts of ranks.
 _SETTLED_SECONDS = 10.0
-# Several times the memory of a torchrun that waits.
-_STANDBY_BYTES = 2 * 2**30
+# Several times the memory of a torchrun that waits, and how often the available memory is compared with it.
+_STANDBY_BYTES, _MEMORY_SECONDS = 2 * 2**30, 1.0
 # A torchrun that has had no ranks for this long after a stop request only waits for nodes that will not come.
 _WITHOUT_RANKS_SECONDS = 5.0
 # How long to wait for killed ranks at the end of the attempt, when no other ranks will need their GPUs.
@@ -93,8 +93,8 @@ def _must_check(node: NodeAttempt) -> bool:
 class _NextTorchrun:
     """Starts the torchrun of the next round during a round, so that the next round does not wait for its imports.
 
-    After a preflight, the next round is certain. Otherwise, it is possible if the job can go on without a node. That
-    torchrun then waits as long as this round lasts. If memory becomes short, the kernel ends it before all ranks.
+    After a preflight, the next round is certain. Otherwise, it is possible if the job can go on without a node: that
+    torchrun waits as long as this round lasts, unless memory becomes short.
     """
 
     def __init__(
@@ -103,18 +103,23 @@ class _NextTorchrun:
         self._node, self._monitor, self._stop, self._setup = node, monitor, stop, setup
         self._is_certain = directive.preflight
         may_lose_nodes = node.allocation.num_nodes > node.spec.min_nodes and not node.attempt.start_once
-        self._is_due = self._is_certain or may_lose_nodes
-        self._began = time.monotonic()
+        self._is_due, self._waits = self._is_certain or may_lose_nodes, False
+        self._next = time.monotonic() + (0.0 if self._is_certain else _SETTLED_SECONDS)
 
     def poll(self) -> None:
-        """Start the torchrun when it is due, unless the node lacks the memory."""
-        is_early = not self._is_certain and time.monotonic() < self._began + _SETTLED_SECONDS
-        if not self._is_due or is_early or self._stop:
+        """Start the torchrun when it is due and the node has the memory. End it for good if memory becomes short."""
+        if self._stop or time.monotonic() < self._next or not (self._is_due or self._waits):
             return
-        self._is_due = False
+        self._next = time.monotonic() + _MEMORY_SECONDS
         with contextlib.suppress(OSError):
-            if self._is_certain or available_memory_bytes() > _STANDBY_BYTES:
+            available = available_memory_bytes()
+            if self._is_due and (self._is_certain or available > _STANDBY_BYTES):
+                self._is_due, self._waits = False, not self._is_certain
                 prepare_round(self._node, self._monitor, self._setup, is_checked=True)
+            elif self._waits and available < _STANDBY_BYTES // 2:
+                self._waits = False
+                self._setup.standby.close()
+                log(f"memory is short on {self._node.host}: no torchrun waits for the loss of a node")
 
 
 def run_round(

@@ -72,17 +72,8 @@ def preload(names: Iterable[str]) -> None:
 
 
 def await_arguments() -> None:
-    """Take the arguments and the environment from stdin. Exit if the parent has ended, or needs no ranks.
-
-    If memory becomes short meanwhile, the kernel kills this process first: training goes on without it.
-    """
-    score = Path("/proc/self/oom_score_adj")
-    before = score.read_text()
-    with contextlib.suppress(OSError):
-        score.write_text("1000")
+    """Take the arguments and the environment from stdin. Exit if the parent has ended, or needs no ranks."""
     order = sys.stdin.buffer.read()
-    with contextlib.suppress(OSError):
-        score.write_text(before)
     if not order:
         os._exit(0)
     fields = json.loads(order)

@@ -80,18 +80,31 @@ def test_spare_takes_part_in_the_preflight_and_then_replaces_a_lost_node_at_once
     assert (script.members, script.nodes.directive.preflight) == ((0, 2), False)
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-def test_spare_that_fails_the_preflight_costs_the_run_nothing(attempt: AttemptMaker, *, is_lost: bool) -> None:
+@pytest.mark.parametrize("what", ["lost", "bad", "torchrun", "hangs", "crash"])
+def test_spare_that_fails_the_preflight_costs_the_run_nothing(attempt: AttemptMaker, what: str) -> None:
     script = attempt(program=script_program(("a.py",)), resources=Resources(nodes="2"), recovery=Recovery(spares=1))
     ready(script)
     script.poll()
     assert script.members == (0, 1, 2)
+    for rank in range(3):
+        script.nodes.report(rank, phase=Phase.RUNNING, round=1)
     script.clock.advance(5.0)
-    if is_lost:
+    now = script.clock.now
+    if what == "lost":
         script.nodes.silent[2] = 30.0
-    script.fail(0 if is_lost else 2, started_at=script.clock.now - 1.0)
+    elif what == "bad":
+        script.nodes.report(2, phase=Phase.BAD_NODE)
+    elif what == "torchrun":
+        script.nodes.report(2, phase=Phase.ENDED, round=1, exit_code=1)
+    elif what == "hangs":
+        script.clock.advance(200.0)
+    # With the spare, the ranks of the other nodes fail.
+    script.fail(2 if what == "crash" else 0, started_at=now - 1.0)
     assert (script.nodes.directive.round, script.members, script.nodes.directive.preflight) == (2, (0, 1), True)
     assert script.events("interruption") == []
+    script.clock.advance(5.0)
+    script.fail(0, round=2, started_at=script.clock.now - 1.0)
+    assert len(script.events("interruption")) == 1, "this failure has nothing to do with the spare"
 
 
 def test_script_does_not_wait_long_for_a_spare(attempt: AttemptMaker) -> None:

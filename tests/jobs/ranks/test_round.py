@@ -62,12 +62,18 @@ def test_storage_that_is_away_for_a_moment_costs_no_node(
     assert node.run.attempt_logs(1).is_dir()
 
 
-@pytest.mark.parametrize("spares", [0, 1])
-def test_torchrun_of_the_next_round_waits_if_the_job_can_lose_a_node(
-    node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch, spares: int
-) -> None:
+@pytest.mark.parametrize(
+    ("spares", "gigabytes", "waiting"),
+    [(0, [9, 9, 9], [0, 0, 0]), (1, [9, 9, 9], [1, 1, 1]), (1, [9, 0, 9], [1, 0, 0]), (1, [1, 1, 9], [0, 0, 1])],
+)
+def test_torchrun_of_the_next_round_waits_if_the_job_can_lose_a_node_and_has_the_memory(
+    node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor, monkeypatch: pytest.MonkeyPatch,
+    *, spares: int, gigabytes: list[int], waiting: list[int],
+) -> None:  # fmt: skip
     monkeypatch.setattr("jobs.ranks.round._SETTLED_SECONDS", 0.0)
-    monkeypatch.setattr("jobs.ranks.round._STANDBY_BYTES", 0)
+    monkeypatch.setattr("jobs.ranks.round._MEMORY_SECONDS", 0.0)
+    available = iter(gigabytes)
+    monkeypatch.setattr("jobs.ranks.round.available_memory_bytes", lambda: next(available) * 2**30)
     earlier = set(children(os.getpid()))
     spec = replace(node.spec, resources=Resources(nodes="1"), recovery=Recovery(spares=spares))
     hostnames = ("gpu01", "gpu02")[: 1 + spares]
@@ -85,8 +91,8 @@ def test_torchrun_of_the_next_round_waits_if_the_job_can_lose_a_node(
     monitor.callbacks.append(end_round)
     with closing(Standby()) as standby:
         run_round(node, channel, monitor, StopRequest(), channel.directive, replace(SETUP, standby=standby))
-        assert polls == [1 + spares] * 3
-        assert torchruns() == spares, "it survives the round"
+        assert polls == [1 + each for each in waiting]
+        assert torchruns() == waiting[-1], "it survives the round"
 
 
 def test_round_that_is_over_is_not_started(node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor) -> None:
