@@ -141,14 +141,19 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(f"|{line}|" if set(line) <= set("-:|") else f"| {line} |" for line in lines)
 
 
-def machine(packages: Iterable[str]) -> dict[str, Any]:
-    """Return where and with which versions is measured; None: there is none."""
+def processor() -> str:
+    """Return the name of the processor, or of its architecture if it has none."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.machine())
+
+
+def machine(packages: Iterable[str]) -> dict[str, Any]:
+    """Return where and with which versions is measured; None: there is none."""
     return {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "processor": next(models, platform.machine()),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30),
         "load_average": round(os.getloadavg()[0], 1),

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import drill
-from benchmarks.harness import RESULTS, Findings, RivalFlags, Row, benchmark, machine
+from benchmarks.harness import RESULTS, Findings, RivalFlags, Row, benchmark, processor
 from benchmarks.hpc_commands import hpc
 from benchmarks.recovery import failures
 from benchmarks.recovery.comparison import Lane, Outcome, Setting, play
@@ -112,14 +112,15 @@ def drill_trainer(options: Options, directory: Path) -> list[Outcome]:
 
 def rows_of(outcomes: Sequence[Outcome]) -> list[Row]:
     """Return a row for each failure and contender, with medians."""
-    found, processor = list[Row](), machine(())["processor"]
+    found = list[Row]()
     for kind in failures.KINDS:
         for title in dict.fromkeys(outcome.title for outcome in outcomes if outcome.kind == kind):
             same = [outcome for outcome in outcomes if (outcome.kind, outcome.title) == (kind, title)]
             back = [(outcome.recovery, outcome.work_lost) for outcome in same if outcome.recovery]
             date = datetime.now(UTC).date().isoformat()
-            row: dict[str, object] = {"failure": kind, "contender": title, "date": date, "processor": processor}
-            row["times"] = len(same)
+            row: dict[str, object] = {
+                "failure": kind, "contender": title, "date": date, "processor": processor(), "times": len(same)
+            }  # fmt: skip
             row |= dict.fromkeys(("seconds", "from", "to", "steps_lost", "work_lost_s", "cost_s"))
             if back:
                 seconds = [recovery.seconds for recovery, _ in back]

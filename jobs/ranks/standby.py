@@ -1,4 +1,4 @@
-"""Starts torchrun before its round is known: it imports torch while the nodes meet and the data are staged.
+"""Starts torchrun before its round is known: it imports torch while the nodes meet, or while other ranks train.
 
 Runs on compute nodes. The waiting torchrun has imported what its ranks need. It gets its arguments and environment from
 the agent, and is of no use if its round needs another interpreter or another environment.

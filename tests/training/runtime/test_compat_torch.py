@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 import torch
-from torch import nn
+from torch import _C, nn
 from torch._dynamo import config as dynamo
 from torch._dynamo import exc
 from torch._inductor import config as inductor
@@ -28,6 +28,7 @@ from training.runtime import compat
         (DTensor, "__create_chunk_list__", "the shards of FSDP could not be saved"),
         (DistributedDataParallel, "_set_ddp_runtime_logging_sample_rate", "the all-reduce could not be measured"),
         (DistributedDataParallel, "_get_ddp_logging_data", "the all-reduce could not be measured"),
+        (_C, "_set_deterministic_algorithms", "--deterministic would not work"),
         (dynamo, "recompile_limit", "--compile would stop compiling after a few shapes"),
         (inductor, "compile_threads", "--compile would start a process per core in each rank"),
         (exc, "ShortenTraceback", "a missing compiler would not be told from a defect"),
