@@ -27,7 +27,7 @@ MOMENTS = {
     "loading a batch": "training.data.dataset:MemoryImages.__getitem__",
     "the first step": "training.engine.step:Stepper.step",
     "logging the loss": "training.engine.trainer:Trainer.log_if_due",
-    "copying the state": "training.checkpoint.writer:HostCopy.start",
+    "copying the state": "training.checkpoint.host_copy:HostCopy.start",
     "writing a checkpoint": "training.checkpoint.writer:save_checkpoint",
     "taking a snapshot": "training.checkpoint.writer:SnapshotDestination.prepare",
     "an evaluation": "training.evaluation.evaluator:Evaluator._evaluate_batch",

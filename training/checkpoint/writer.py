@@ -8,39 +8,33 @@ A copy from a GPU runs on its own CUDA stream. Before the state changes again, t
 (`TrainState.wait_for_copies`); the thread that trains does not.
 """
 
-import json
 import math
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import TensorSpec
 from torch import Tensor
 
 from hpc.run.events.kinds import CheckpointFailed, CheckpointSaved, SnapshotOff
-from hpc.run.rundir import STATE_VALUES
+from training.checkpoint.host_copy import HostCopy, HostMemory
 from training.checkpoint.shard_copies import ShardCopies
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
 from training.checkpoint.snapshot import missing_space
-from training.checkpoint.state import LOSS, TrainState
+from training.checkpoint.snapshot_files import SnapshotFiles
+from training.checkpoint.state import TrainState
 from training.config.save_interval import AUTO_OVERHEAD, Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.relay.background_writer import BackgroundWriter
-from training.relay.checkpoint_files import save_checkpoint, save_snapshot
+from training.relay.checkpoint_files import save_checkpoint
 from training.relay.restoring import remove_newer
-from training.runtime.compat import copy_each
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.run_context import RunContext
 
-_BLOCK_BYTES, _ALIGNMENT = 2**26, 64
-# Seconds between two checks whether snapshots fit into a node's memory.
-_FITS_SECONDS = 5.0
 # With --snapshot-every auto, copies may use the network, which the training needs, too, for 10 % of the time.
 _SENDING_COST = AUTO_OVERHEAD / 0.1
 
@@ -68,99 +62,6 @@ def capture(state: TrainState, group: ProcessGroup) -> tuple[dict[str, Tensor], 
     return tensors, values, ShardLayout()
 
 
-def host_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return host memory for tensors of these shapes and dtypes, by name. It is pinned if they are on a GPU.
-
-    The memory is allocated in few blocks, since torch rounds each piece of pinned memory up to a power of two.
-    """
-    blocks: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in tensors.items():
-        if size + _aligned(tensor) > _BLOCK_BYTES:
-            blocks.append([])
-            size = 0
-        blocks[-1].append(name)
-        size += _aligned(tensor)
-    memory: dict[str, Tensor] = {}
-    for names in filter(None, blocks):
-        sizes = [_aligned(tensors[name]) for name in names]
-        block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=any(tensors[name].is_cuda for name in names))
-        for name, part in zip(names, torch.split(block, sizes), strict=True):
-            like = tensors[name]
-            memory[name] = part[: like.nbytes].view(like.dtype).view(like.shape)
-    return memory
-
-
-def _aligned(tensor: Tensor) -> int:
-    """Return the bytes that a tensor takes in a block, rounded up so that the next one may have any dtype."""
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _describe(tensor: Tensor) -> TensorSpec:
-    """Return what safetensors needs to write a tensor of `host_memory`."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorSpec(dtype=dtype, shape=tensor.shape, data_ptr=tensor.data_ptr(), data_len=tensor.nbytes)
-
-
-class HostCopy:
-    """Holds a copy of a state in host memory, which the training does not change. Each copy reuses the memory."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        # safetensors' save_file makes these again for each file, which takes longer than writing a small model.
-        self._specs: dict[str, TensorSpec] = {}
-        self._captured: list[Tensor] = []
-        self._layout, self._values = ShardLayout(), dict[str, Any]()
-        self._stream: torch.cuda.Stream | None = None
-        self._device_copy: DeviceCopy | None = None
-
-    @property
-    def is_allocated(self) -> bool:
-        """Whether an earlier copy has allocated the memory."""
-        return bool(self._tensors)
-
-    def start(self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout) -> DeviceCopy | None:
-        """Start to copy a captured state. The previous copy must have been written.
-
-        Returns the copy for which a GPU must wait before it changes the state; None on a CPU, where the copy is done.
-        """
-        new = host_memory({name: tensors[name] for name in tensors if name not in self._tensors})
-        self._tensors |= new
-        self._specs |= {name: _describe(tensor) for name, tensor in new.items()}
-        # Keep references until the copy is complete, so that the memory of the captured tensors is not reused before.
-        self._captured, self._layout, self._values = list(tensors.values()), layout, values
-        if tensors[LOSS].is_cuda:
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
-            self._stream.wait_stream(torch.cuda.current_stream())
-        hosts = [self._tensors[name] for name in tensors]
-        with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            copy_each(hosts, self._captured, non_blocking=True)
-        self._device_copy = DeviceCopy(self._stream) if self._stream else None
-        return self._device_copy
-
-    def wait(self) -> None:
-        """Wait until the copy is complete. Runs in the writer's thread."""
-        if self._device_copy:
-            self._device_copy.wait()
-        self._captured = []
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether the loss in the copy is finite. The copy must be complete."""
-        return math.isfinite(float(self._tensors[LOSS]))
-
-    def write(self, directory: Path, *, replicated: bool = True) -> None:
-        """Write the files of the complete copy: this rank's shards, and if `replicated` all other tensors and values.
-
-        Raises:
-            OSError: a file cannot be written, such as on a full disk.
-        """
-        self._layout.write(self._specs, directory, replicated=replicated)
-        if replicated:
-            # Without an indent, which json.dumps makes in Python, this takes a fifth of the time.
-            (directory / STATE_VALUES).write_text(json.dumps(self._values))
-
-
 # --- destinations ---
 
 
@@ -177,13 +78,16 @@ class CheckpointDestination:
         self._directory, self._keep = context.run_dir.checkpoints, context.config.keep_checkpoints
         self._fault, self._group, self._logger = context.fault, group, logger
         sharded = context.config.strategy == "fsdp"
-        self._writes = group.is_rank_zero or sharded
+        self._memory = HostMemory() if group.is_rank_zero or sharded else None
         self._save = partial(save_sharded, group.new_group()) if sharded else save_checkpoint
 
-    def prepare(self, _size_bytes: int) -> bool:
-        """Wait until the best model, to which the state refers, is written. Returns whether this rank writes."""
+    def prepare(self, tensors: Mapping[str, Tensor], _layout: ShardLayout) -> HostMemory | None:
+        """Wait until the best model, to which the state refers, is written.
+
+        Returns the memory for the copy of the state, or None if this rank does not write.
+        """
         self._logger.wait()
-        return self._writes
+        return self._memory and self._memory.extended(tensors)
 
     def write(self, step: int, copy: HostCopy) -> None:
         """Write a checkpoint, then delete all but the newest --keep-checkpoints. Runs in the writer's thread.
@@ -233,13 +137,18 @@ class SnapshotDestination:
         self._group, self._logger = group, logger
         self._writers = group.rank_info.local_world_size if sharded else 1
         self._warned = self._warned_of_copies = False
-        self._fits_until = 0.0
+        self._files = SnapshotFiles(self.directory) if self.directory else None
+        # A GPU copies to pinned memory, from which the writer's thread copies to the file.
+        self._pinned = HostMemory() if group.device.type == "cuda" else None
 
-    def prepare(self, size_bytes: int) -> bool:
-        """Return whether this rank writes snapshots and they fit into the node's memory. Warns if they do not fit."""
-        if not self.directory:
-            return False
-        problem = ""
+    def prepare(self, tensors: Mapping[str, Tensor], layout: ShardLayout) -> HostMemory | None:
+        """Return the memory for the copy of the state, or None if this rank writes no snapshots or lacks the memory.
+
+        Warns if it lacks the memory.
+        """
+        if not self._files:
+            return None
+        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self._copying = False
         if self._copies:
             # Each rank waits for the copy of another one, so all ranks must agree.
@@ -247,13 +156,17 @@ class SnapshotDestination:
             self._copying = not any(reasons)
             if not self._copying:
                 self._warn_no_copies(next(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text))
-        # The check takes as long as writing a small snapshot.
-        if not self._copying and time.monotonic() >= self._fits_until:
-            problem = self._missing(size_bytes, self._writers)
-            self._fits_until = 0.0 if problem else time.monotonic() + _FITS_SECONDS
-        if problem:
-            self._warn_off(problem)
-        return not problem
+        is_checked = self._copying or self._files.are_allocated
+        problem = "" if is_checked else self._missing(size_bytes, self._writers)
+        try:
+            if not problem:
+                return self._pinned.extended(tensors) if self._pinned else self._files.next(tensors, layout).memory
+        except OSError as error:
+            if self._copying:  # `write` will fail, too, and tell the other ranks
+                return HostMemory().extended(tensors)
+            problem = str(error)
+        self._warn_off(problem)
+        return None
 
     def _missing(self, size_bytes: int, shards: int) -> str:
         """Return why `shards` snapshots of this size do not fit into this node's memory, or an empty text."""
@@ -262,8 +175,9 @@ class SnapshotDestination:
         try:
             for path in (*self._parents, self.directory):
                 path.mkdir(mode=0o700, exist_ok=True)
-            # Each writer has a copy of its state in host memory. Copies of other nodes' shards are received there, too.
-            return missing_space(self.directory, size_bytes * shards, buffer_bytes=size_bytes * shards)
+            # Copies of other nodes' shards are received in host memory.
+            in_host_memory = size_bytes * (shards if self._pinned else shards - self._writers)
+            return missing_space(self.directory, size_bytes * shards, buffer_bytes=in_host_memory)
         except OSError as error:
             return str(error)
 
@@ -272,8 +186,8 @@ class SnapshotDestination:
         self._logger.wait_for_metrics()
         problem, self.sending_seconds = None, 0.0
         try:
-            if self.directory:
-                save_snapshot(self.directory, step, copy.write)
+            if self._files:
+                self._files.save(step, copy)
         except OSError as error:
             problem = error
         if self._copies and self._copying:
@@ -401,17 +315,16 @@ class StateWriter:
         if self._destination.skips_while_busy and self._background.busy:
             return copy_seconds
         self.wait()
-        was_allocated = self._copy.is_allocated
-        if self._destination.prepare(sum(tensor.nbytes for tensor in tensors.values())):
+        is_first = not self._copy.is_used
+        if memory := self._destination.prepare(tensors, layout):
             copying_since = time.monotonic()
-            self._device_copy = self._copy.start(tensors, values, layout)
+            self._device_copy = self._copy.start(tensors, values, layout, memory)
             if self._device_copy:
                 self._state.copies.append(self._device_copy)
             copy_seconds = time.monotonic() - copying_since
             self._background.submit(partial(self._write, step, copy_seconds))
-        # Do not count the first copy: it allocates memory, which takes longer than any later copy.
-        allocates = self._copy.is_allocated and not was_allocated
-        self._stall_seconds = 0.0 if allocates else self._clock() - stall_began
+        # Do not count the first copy: it allocates memory, which takes longer than most later copies.
+        self._stall_seconds = 0.0 if memory and is_first else self._clock() - stall_began
         return copy_seconds
 
     def _write(self, step: int, copy_seconds: float) -> None:

@@ -28,21 +28,24 @@ WriteFiles = Callable[[Path], dict[str, Any] | None]
 
 
 def publish_directory(
-    path: Path, write_files: WriteFiles, mode: int | None = None, *, check: Callable[[], None] | None = None
-) -> None:
+    path: Path, write_files: WriteFiles, mode: int | None = None,
+    *, check: Callable[[], None] | None = None, reused: Path | None = None,
+) -> None:  # fmt: skip
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
     `write_files` receives the empty directory, and need not flush its files. The directory gets the permissions `mode`,
     and its files get them without the execute bits. If `mode` is None, the umask decides. `check` is called after the
-    write, which may take minutes. If `check` raises, nothing is published.
+    write, which may take minutes. If `check` raises, nothing is published. `reused` is a directory that has a name from
+    `unpublish` or `new_unpublished`. It is published instead of a new one.
 
     Raises:
         OSError: a write failed, such as on a full disk. The old directory is unchanged, and no temporary one remains.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = _temporary_name(path, _UNFINISHED)
+    temporary = reused or _temporary_name(path, _UNFINISHED)
     try:
-        temporary.mkdir(mode=0o777 if mode is None else mode)
+        if not reused:
+            temporary.mkdir(mode=0o777 if mode is None else mode)
         write_files(temporary)
         for file in temporary.iterdir():
             if mode is not None:
@@ -81,13 +84,23 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def new_unpublished(directory: Path) -> Path:
+    """Return a new name, in a directory of saved states, for one that is not published yet."""
+    return _temporary_name(checkpoint_path(directory, 0), _UNFINISHED)
+
+
+def unpublish(path: Path) -> Path:
+    """Give a published directory a temporary name, and return it. Raises OSError if the directory has gone."""
+    return path.rename(_temporary_name(path, _UNFINISHED))
+
+
 def remove_published(path: Path) -> None:
     """Remove a published directory, ignoring errors.
 
     The directory is renamed first, so a kill leaves no incomplete one. `remove_unpublished` removes what a kill left.
     """
     with suppress(OSError):
-        path = path.rename(_temporary_name(path, _UNFINISHED))
+        path = unpublish(path)
     shutil.rmtree(path, ignore_errors=True)
 
 
@@ -139,13 +152,13 @@ def save_checkpoint(
         OSError: the checkpoint could not be written. All older ones are kept.
     """
 
-    def complete(temporary: Path) -> None:
+    def write(temporary: Path) -> None:
         files = write_files(temporary) or {}
         files |= {file.name: describe_file(file) for file in sorted(temporary.iterdir()) if file.name not in files}
-        (temporary / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
+        _write_manifest(temporary, step, files)
 
     path = checkpoint_path(directory, step)
-    publish_directory(path, complete, mode, check=check)
+    publish_directory(path, write, mode, check=check)
     if keep is not None:
         for outdated in list_checkpoints(directory)[keep:]:
             remove_published(outdated)
@@ -154,15 +167,31 @@ def save_checkpoint(
     return path
 
 
-def save_snapshot(directory: Path, step: int, write_files: WriteFiles) -> None:
-    """Write a snapshot that only its owner may read, and keep the newest two. Raises OSError if the write fails."""
+def _write_manifest(directory: Path, step: int, files: dict[str, Any]) -> None:
+    (directory / _MANIFEST).write_text(json.dumps({"step": step, "files": files}, indent=2))
 
-    def write(temporary: Path) -> dict[str, Any]:
+
+def save_snapshot(
+    directory: Path, step: int, write_files: WriteFiles,
+    *, reused: Path | None = None, remove: Callable[[Path], None] = remove_published,
+) -> None:  # fmt: skip
+    """Write a snapshot that only its owner may read, and keep the newest two.
+
+    `reused` is as for `publish_directory`. `remove` is called with each outdated snapshot.
+
+    Raises:
+        OSError: the snapshot could not be written. All older ones are kept.
+    """
+
+    def write(temporary: Path) -> None:
         write_files(temporary)
         # Hashing would take longer than writing, and no crash tears a file that the memory of a live node holds.
-        return {file.name: describe_file(file, hashed=False) for file in temporary.iterdir()}
+        names = {file.name for file in temporary.iterdir()} - {_MANIFEST}
+        _write_manifest(temporary, step, {name: describe_file(temporary / name, hashed=False) for name in names})
 
-    save_checkpoint(directory, step, write, _KEPT_SNAPSHOTS, 0o700)
+    publish_directory(checkpoint_path(directory, step), write, 0o700, reused=reused)
+    for outdated in list_checkpoints(directory)[_KEPT_SNAPSHOTS:]:
+        remove(outdated)
 
 
 def missing_snapshot_bytes(directory: Path, size_bytes: int) -> int:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import RunDir
-from training.checkpoint import writer
+from training.checkpoint import host_copy, writer
 from training.checkpoint.restore import Restorer
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
@@ -57,6 +57,7 @@ NOT_STATE = {
     "checkpoint_writer._stall_seconds",
     "checkpoint_writer._thread_seconds",
     "checkpoint_writer._copy",  # what was saved last, overwritten by the next
+    "checkpoint_writer._destination._memory",  # its memory
     "checkpoint_writer._background",  # a thread, idle
     "snapshot_writer",  # snapshots change nothing
 }
@@ -219,7 +220,7 @@ def test_a_tensor_of_another_shape_is_refused(group: ProcessGroup, start: Starte
 
 
 def test_memory_of_the_host_is_in_blocks_that_fit_all_types(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_BLOCK_BYTES", 1024)
+    monkeypatch.setattr(host_copy, "_BLOCK_BYTES", 1024)
     tensors = {
         "bytes": torch.arange(3, dtype=torch.uint8),
         "number": torch.tensor(7.0, dtype=torch.float64),
@@ -228,14 +229,14 @@ def test_memory_of_the_host_is_in_blocks_that_fit_all_types(monkeypatch: pytest.
         "half": torch.full((5,), 0.5, dtype=torch.bfloat16),
         "image": torch.rand(1, 3, 4, 4).to(memory_format=torch.channels_last),
     }
-    memory = writer.host_memory(tensors)
+    memory = host_copy.host_memory(tensors)
     for name, value in tensors.items():
         memory[name].copy_(value)
     assert list(memory) == list(tensors)
     assert all(torch.equal(memory[name], value) for name, value in tensors.items())
     assert all(memory[name].is_contiguous() for name in tensors)
     assert len({value.untyped_storage().data_ptr() for value in memory.values()}) == 3
-    assert writer.host_memory({}) == {}
+    assert host_copy.host_memory({}) == {}
 
 
 def test_the_thread_that_writes_uses_the_gpu_of_its_rank(

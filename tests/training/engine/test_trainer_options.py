@@ -205,7 +205,7 @@ def test_each_step_mixes_differently_and_the_same_step_identically() -> None:
 
 def write_late(run_dir: Path) -> None:
     """In a rank: delay the write of a checkpoint until five more steps are done."""
-    from training.checkpoint.writer import HostCopy
+    from training.checkpoint.host_copy import HostCopy
 
     write = HostCopy.write
 

@@ -174,7 +174,7 @@ def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(s
 
 def no_room_on_rank_1() -> None:
     """In a rank: another one's disk is full, until it is told to stop."""
-    from training.checkpoint.writer import HostCopy
+    from training.checkpoint.host_copy import HostCopy
     from training.relay.stop_signals import signals
 
     write = HostCopy.write

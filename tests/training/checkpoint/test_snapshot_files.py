@@ -1,0 +1,127 @@
+"""A rank writes the files of its snapshots again: what is kept must not change, and what is removed must not matter."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from training.checkpoint.host_copy import HostCopy, HostMemory
+from training.checkpoint.sharded import ShardLayout
+from training.checkpoint.snapshot_files import SnapshotFiles
+from training.checkpoint.state import LOSS
+from training.relay.checkpoint_files import checkpoint_path, find_damage, list_checkpoints, save_snapshot, step_of
+
+LAYOUT = ShardLayout()
+
+
+def state(step: int, size: int = 5) -> dict[str, Tensor]:
+    return {
+        LOSS: torch.tensor(float(step)),
+        "model/image": torch.rand(1, 3, 4, 4).to(memory_format=torch.channels_last),
+        "model/half": torch.full((size,), step, dtype=torch.bfloat16),
+        "model/count": torch.tensor(step),
+        "model/empty": torch.zeros(0, 3),
+    }
+
+
+def save(files: SnapshotFiles, step: int, tensors: dict[str, Tensor], memory: HostMemory | None = None) -> None:
+    copy = HostCopy()
+    copy.start(tensors, {"step": step}, LAYOUT, memory or files.next(tensors, LAYOUT).memory)
+    files.save(step, copy)
+
+
+def inodes(directory: Path) -> list[int]:
+    return [(path / LAYOUT.file).stat().st_ino for path in list_checkpoints(directory)]
+
+
+def assert_saved(directory: Path, step: int, tensors: dict[str, Tensor]) -> None:
+    path = checkpoint_path(directory, step)
+    assert find_damage(path) == ""
+    found = load_file(path / LAYOUT.file)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in tensors.items())
+
+
+@pytest.mark.parametrize("is_direct", [True, False], ids=["copied to the file", "copied to other memory first"])
+def test_three_files_are_written_in_turn_and_the_newest_two_snapshots_stay_as_they_were(
+    tmp_path: Path, *, is_direct: bool
+) -> None:
+    files, states, seen = SnapshotFiles(tmp_path), [state(step) for step in range(8)], list[int]()
+    for step, tensors in enumerate(states):
+        save(files, step, tensors, None if is_direct else HostMemory().extended(tensors))
+        seen.append(inodes(tmp_path)[0])
+        # The next state is on its way into its file.
+        following = files.next(tensors, LAYOUT).memory.tensors["model/half"]
+        following.fill_(-1)
+        for kept in {max(step - 1, 0), step}:
+            assert_saved(tmp_path, kept, states[kept])
+        assert [step_of(path) for path in list_checkpoints(tmp_path)] == [step, step - 1][: step + 1]
+    assert len(set(seen)) == 3
+    assert seen[3:] == seen[:-3]
+    assert files.are_allocated
+
+
+def test_the_snapshots_of_an_earlier_attempt_are_removed_and_not_written_again(tmp_path: Path) -> None:
+    def write(directory: Path) -> None:
+        (directory / LAYOUT.file).write_bytes(b"of another process, which may still map it")
+
+    for step in (1, 2):
+        save_snapshot(tmp_path, step, write)
+    old = [(path / LAYOUT.file).open("rb") for path in list_checkpoints(tmp_path)]
+    files = SnapshotFiles(tmp_path)
+    for step in range(3, 8):
+        save(files, step, state(step))
+    assert {file.read() for file in old} == {b"of another process, which may still map it"}
+    for file in old:
+        file.close()
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [7, 6]
+
+
+@pytest.mark.parametrize("what", ["all", "files", "published", "unpublished"])
+def test_snapshots_go_on_after_somebody_has_removed_them(tmp_path: Path, what: str) -> None:
+    directory = tmp_path / "memory" / "snapshots"
+    files = SnapshotFiles(directory)
+    for step in range(4):
+        save(files, step, state(step))
+    if what == "all":
+        shutil.rmtree(tmp_path / "memory")
+    elif what == "files":
+        for path in directory.rglob("*.safetensors"):
+            path.unlink()
+    else:
+        for path in directory.glob("step-*" if what == "published" else ".step-*"):
+            shutil.rmtree(path)
+    for step in range(4, 9):
+        tensors = state(step)
+        save(files, step, tensors)
+        assert_saved(directory, step, tensors)
+    assert [step_of(path) for path in list_checkpoints(directory)] == [8, 7]
+    assert len(list(directory.iterdir())) == 3, "something is left"
+    assert files.are_allocated
+
+
+def test_other_tensors_get_another_file(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path)
+    for step in range(4):
+        save(files, step, state(step))
+    more = state(4) | {"optimizer/0/exp_avg": torch.ones(3)}
+    for step in range(4, 8):
+        save(files, step, more)
+        assert_saved(tmp_path, step, more)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_snapshot_that_cannot_be_saved_leaves_the_others_and_can_be_saved_again(tmp_path: Path) -> None:
+    files, copy, tensors = SnapshotFiles(tmp_path), HostCopy(), state(4)
+    for step in range(4):
+        save(files, step, state(step))
+    copy.start(tensors, {"not": object()}, LAYOUT, files.next(tensors, LAYOUT).memory)
+    with pytest.raises(TypeError):
+        files.save(4, copy)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000003"]
+    copy.values = {"step": 4}
+    files.save(4, copy)
+    assert_saved(tmp_path, 4, tensors)
