@@ -6,6 +6,7 @@ rank has three files, and maps each of them into its memory: two hold the kept s
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,10 +87,11 @@ class SnapshotFiles:
     def _reuse(self, path: Path) -> None:
         """Make the file of an outdated snapshot the next one, or remove the snapshot if it is an earlier attempt's."""
         file = self._kept.pop(step_of(path), None)
-        if file and not self._next:
-            file.directory, self._next = unpublish(path), file
-        else:
+        if not file or self._next:
             remove_published(path)
+            return
+        with suppress(OSError):  # somebody has removed it
+            file.directory, self._next = unpublish(path), file
 
 
 def _make(directory: Path, tensors: Mapping[str, Tensor], layout: ShardLayout) -> SnapshotFile:

@@ -7,20 +7,32 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .background_writer import BackgroundWriter
-from .checkpoint_files import describe_bytes, missing_snapshot_bytes, save_checkpoint, save_snapshot
+from .checkpoint_files import (
+    describe_bytes,
+    missing_snapshot_bytes,
+    new_unpublished,
+    remove_published,
+    save_checkpoint,
+    save_snapshot,
+    unpublish,
+)
 from .loop_position import Batch, LoopPosition
-from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialized, uses_gpu
+from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialize, serialized, uses_gpu
 from .progress_files import progress_files
 from .rank_exchange import all_gather_bytes, ranks
 from .restoring import restore_objects
 from .stop_consensus import StepFlags, StopRequested
 from .stop_signals import signals
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Snapshots may take 1 % of the time.
 _SECONDS_PER_COST = 100.0
@@ -47,7 +59,8 @@ class SavedState:
         self._saved: list[tuple[int, int] | None] = [None, None]
         self._cost_seconds = 0.0
         self._background = BackgroundWriter()
-        self._snapshots = THIS_RANK.snapshots if snapshot_seconds else None
+        self._snapshots = Snapshots(THIS_RANK.snapshots) if THIS_RANK.snapshots and snapshot_seconds else None
+        self._memory: dict[str, Tensor] = {}
         self._first_step: int | None = None
         self._unwritten: OSError | None = None
 
@@ -159,37 +172,84 @@ class SavedState:
             return
         self._saved[kind] = self._done
         thread_began = time.thread_time()
-        content = capture_states(self._objects, self.step)
+        # While the last copy is being written, it must not change.
+        content = capture_states(self._objects, self.step, {} if self._background.busy else self._memory)
         copy_seconds = time.monotonic() - began
         # Ranks that compute on CPUs share them. So count CPU time, not waits for a CPU or another rank.
         cost = copy_seconds if uses_gpu() else time.thread_time() - thread_began
         self._cost_seconds = max(0.9 * self._cost_seconds, cost)
-        directory = THIS_RANK.checkpoints if durable else self._snapshots
-        if directory and (durable or not self._background.busy):
-            write = partial(self._write, directory, self.step, content, copy_seconds, durable=durable)
+        if durable and THIS_RANK.checkpoints:
+            write = partial(self._write_checkpoint, THIS_RANK.checkpoints, self.step, content, copy_seconds)
             self._background.submit(write)
+        elif not durable and self._snapshots and not self._background.busy:
+            self._background.submit(partial(self._write_snapshot, self._snapshots, self.step, content))
 
-    def _write(
-        self, directory: Path, step: int, content: Mapping[str, Any], copy_seconds: float, *, durable: bool
-    ) -> None:
-        began, thread_began = time.monotonic(), time.thread_time()
+    def _write_checkpoint(self, directory: Path, step: int, content: Mapping[str, Any], copy_seconds: float) -> None:
+        began = time.monotonic()
         try:
-            _write_state(directory, step, serialized(content), keep=self._keep if durable else None)
+            data = serialized(content)
+
+            def write_file(temporary: Path) -> dict[str, Any]:
+                (temporary / STATE_FILE).write_bytes(data)
+                return {STATE_FILE: describe_bytes(data)}
+
+            save_checkpoint(directory, step, write_file, self._keep, 0o700, check=check_no_later_attempt)
         except OSError as error:
-            if durable:
-                self._unwritten = error
-                progress_files.event("checkpoint_failed", step=step, reason=str(error))
-                warn(f"the checkpoint of step {step} could not be written, and is tried again later: {error}")
-            else:
-                self._snapshots = None
-                warn(f"no more snapshots: {error}; an interruption now costs the steps since the last checkpoint")
+            self._unwritten = error
+            progress_files.event("checkpoint_failed", step=step, reason=str(error))
+            warn(f"the checkpoint of step {step} could not be written, and is tried again later: {error}")
             return
-        if durable:
-            self._unwritten, seconds = None, round(time.monotonic() - began, 3)
-            progress_files.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
-        else:
-            # If ranks compute on CPUs, they share them with this thread, too.
-            self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
+        self._unwritten, seconds = None, round(time.monotonic() - began, 3)
+        progress_files.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
+
+    def _write_snapshot(self, snapshots: "Snapshots", step: int, content: Mapping[str, Any]) -> None:
+        thread_began = time.thread_time()
+        try:
+            snapshots.save(step, content, sum(each.nbytes for each in self._memory.values()))
+        except OSError as error:
+            self._snapshots = None
+            warn(f"no more snapshots: {error}; an interruption now costs the steps since the last checkpoint")
+            return
+        # If ranks compute on CPUs, they share them with this thread, too.
+        self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
+
+
+class Snapshots:
+    """Writes a script's snapshots to the memory of a node, over outdated ones: new memory would take twice as long."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._outdated: Path | None = None
+
+    def save(self, step: int, content: Mapping[str, Any], size_bytes: int) -> None:
+        """Write a snapshot, and keep the newest two. Raises OSError if it cannot be written.
+
+        `size_bytes` is the approximate size of the content.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True)
+        outdated, self._outdated = self._outdated, None
+        if outdated is None or not outdated.exists():
+            if shutil.disk_usage(self._directory).free < missing_snapshot_bytes(self._directory, size_bytes):
+                raise OSError(f"{self._directory} has no space for 3 snapshots of {size_bytes / 1e6:,.1f} MB")
+            outdated = new_unpublished(self._directory)
+            outdated.mkdir(mode=0o700)
+
+        def write_file(temporary: Path) -> None:
+            path = temporary / STATE_FILE
+            path.touch()
+            with path.open("r+b") as file:
+                serialize(content, file)
+                file.truncate()
+
+        save_snapshot(self._directory, step, write_file, reused=outdated, remove=self._keep_one)
+
+    def _keep_one(self, outdated: Path) -> None:
+        """Keep an outdated snapshot for the next one, and remove any others."""
+        if self._outdated:
+            remove_published(outdated)
+            return
+        with suppress(OSError):  # somebody has removed it
+            self._outdated = unpublish(outdated)
 
 
 def should_stop() -> bool:
@@ -219,19 +279,3 @@ def should_stop() -> bool:
 def _exit_if_asked() -> None:
     if should_stop():
         sys.exit(0)
-
-
-def _write_state(directory: Path, step: int, data: bytes, *, keep: int | None) -> None:
-    """Write a checkpoint or, if `keep` is None, a snapshot. Raises OSError."""
-
-    def write_file(temporary: Path) -> dict[str, Any] | None:
-        (temporary / STATE_FILE).write_bytes(data)
-        return None if keep is None else {STATE_FILE: describe_bytes(data)}
-
-    if keep is not None:
-        save_checkpoint(directory, step, write_file, keep, 0o700, check=check_no_later_attempt)
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    if shutil.disk_usage(directory).free < missing_snapshot_bytes(directory, len(data)):
-        raise OSError(f"{directory} has no space for 3 snapshots of {len(data) / 1e6:,.1f} MB")
-    save_snapshot(directory, step, write_file)

@@ -1,0 +1,151 @@
+"""A script's snapshots are written over outdated ones, from memory that is used again."""
+
+import errno
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.relay_script import run_relay
+from torch import nn
+
+from training.relay.checkpoint_files import list_checkpoints, read_checkpoint, step_of
+from training.relay.object_states import STATE_FILE, capture_states
+from training.relay.saved_state import Snapshots
+
+
+def content(step: int, size: int = 1000) -> dict[str, Any]:
+    return {"step": step, "shared": {"values": torch.full((size,), float(step))}, "own": []}
+
+
+def read(path: Path) -> dict[str, Any]:
+    assert not isinstance(read_checkpoint(path), str)
+    saved: dict[str, Any] = torch.load(path / STATE_FILE, weights_only=True)
+    return saved
+
+
+def test_three_files_are_written_in_turn_and_the_newest_two_stay(tmp_path: Path) -> None:
+    snapshots, inodes = Snapshots(tmp_path), list[int]()
+    for step, size in enumerate((1000, 2000, 3000, 50, 70_000, 1000, 3)):
+        snapshots.save(step, content(step, size), 100)
+        newest, *older = list_checkpoints(tmp_path)
+        inodes.append((newest / STATE_FILE).stat().st_ino)
+        assert torch.equal(read(newest)["shared"]["values"], content(step, size)["shared"]["values"])
+        assert [step_of(path) for path in older] == [step - 1][:step]
+        assert [read(path)["step"] for path in older] == [step - 1][:step]
+    assert len(set(inodes)) == 3
+    assert inodes[3:] == inodes[:-3]
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("pattern", ["*", ".step-*", "step-*", "**/state.pt"])
+def test_snapshots_go_on_after_somebody_has_removed_them(tmp_path: Path, pattern: str) -> None:
+    directory = tmp_path / "snapshots"
+    snapshots = Snapshots(directory)
+    for step in range(4):
+        snapshots.save(step, content(step), 100)
+    for path in list(directory.glob(pattern)):
+        path.rename(tmp_path / f"removed-{path.parent.name}-{path.name}")
+    for step in range(4, 8):
+        snapshots.save(step, content(step), 100)
+    assert [read(path)["step"] for path in list_checkpoints(directory)] == [7, 6]
+    assert len(list(directory.iterdir())) == 3
+
+
+@pytest.fixture
+def file_limit() -> Iterator[int]:
+    """The most bytes of a file of this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield 100_000
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_cannot_be_written_is_an_error_of_the_system_and_leaves_the_others(
+    tmp_path: Path, file_limit: int
+) -> None:
+    snapshots = Snapshots(tmp_path)
+    for step in range(4):
+        snapshots.save(step, content(step), 100)
+    with pytest.raises(OSError, match="File too large") as error:
+        snapshots.save(4, content(4, file_limit), 100)
+    assert error.value.errno == errno.EFBIG
+    assert [read(path)["step"] for path in list_checkpoints(tmp_path)] == [3, 2]
+    assert len(list(tmp_path.iterdir())) == 2, "half a snapshot is left"
+
+
+def test_without_space_for_three_none_is_written(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"has no space for 3 snapshots of 1,000,000,000,000\.0 MB"):
+        Snapshots(tmp_path).save(1, content(1), 10**18)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_copy_is_made_in_the_memory_of_the_one_before_unless_that_does_not_fit() -> None:
+    model, memory = nn.Linear(3, 2), dict[str, torch.Tensor]()
+    first = capture_states({"model": model}, 1, memory)["shared"]["model"]
+    assert first["weight"] is memory["model/weight"]
+    with torch.no_grad():
+        model.weight.fill_(7)
+    assert not bool((first["weight"] == 7).any()), "the copy changes with the model"
+    second = capture_states({"model": model}, 2, memory)["shared"]["model"]
+    assert second["weight"] is first["weight"]
+    assert torch.equal(second["weight"], model.weight)
+    model.weight = nn.Parameter(torch.rand(4, 3))
+    third = capture_states({"model": model}, 3, memory)["shared"]["model"]
+    assert torch.equal(third["weight"], model.weight)
+    # A sparse tensor has no such memory.
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    fourth = capture_states({"model": model}, 4, memory)["shared"]["model"]
+    assert torch.equal(fourth["sparse"].to_dense(), torch.eye(2))
+    assert "model/sparse" not in memory
+
+
+SCRIPT = """
+import threading
+import torch
+import relay
+from relay import saved_state
+from relay.object_states import serialized
+
+model = torch.nn.Linear(2, 2)
+may_write, writes = threading.Event(), threading.Event()
+
+def late(content):
+    writes.set()
+    assert may_write.wait(60)
+    return serialized(content)
+
+saved_state.serialized = late
+with relay.state(model=model, checkpoint_seconds=0, snapshot_seconds=0.001) as saved:
+    torch.nn.init.constant_(model.weight, 1)
+    saved.step = 1
+    saved.save(durable=True)
+    assert writes.wait(60)
+    torch.nn.init.constant_(model.weight, 2)
+    saved.step = 2
+    saved.save(durable=False)
+    may_write.set()
+    saved._background.wait()
+    torch.nn.init.constant_(model.weight, 3)
+    saved.step = 3
+    saved.save(durable=False)
+"""
+
+
+def test_a_save_does_not_change_the_copy_that_is_still_being_written(tmp_path: Path) -> None:
+    for directory in ("run/events", "snapshots", "heartbeats"):
+        (tmp_path / directory).mkdir(parents=True)
+    ran = run_relay(
+        SCRIPT, directory=tmp_path, TORCHRELAY_RUN_DIR=str(tmp_path / "run"), TORCHRELAY_ATTEMPT="1",
+        TORCHRELAY_SNAPSHOTS=str(tmp_path / "snapshots"),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    checkpoints = {step_of(path): read(path) for path in list_checkpoints(tmp_path / "run/checkpoints")}
+    assert {step: float(saved["shared"]["model"]["weight"][0, 0]) for step, saved in checkpoints.items()} == {
+        1: 1,
+        3: 3,
+    }
+    [snapshot] = list_checkpoints(tmp_path / "snapshots")
+    assert (step_of(snapshot), float(read(snapshot)["shared"]["model"]["weight"][0, 0])) == (3, 3)
