@@ -8,7 +8,8 @@ One rank trains on small generated images, and takes a snapshot after every step
 - cost: milliseconds of CPU time, of which `--snapshot-every auto` spends at most 0.5 %;
 - written: milliseconds until the snapshot is in the node's memory;
 - copy: milliseconds in which this machine copies as many bytes in memory, for comparison;
-- every: seconds between two snapshots with `--snapshot-every auto`.
+- every: seconds between two snapshots with `--snapshot-every auto`;
+- script: milliseconds of CPU time that `state(model=..., optimizer=...)` takes for a snapshot of the same model.
 
 Takes a minute on two cores that nobody else uses.
 """
@@ -27,6 +28,8 @@ from benchmarks.speed.our_loop import our_trainer
 from hpc.run.nodedir import NodeDir
 from training.checkpoint.state import TrainState
 from training.config.save_interval import AUTO_OVERHEAD, parse_interval
+from training.relay.object_states import Saveable, capture_states
+from training.relay.saved_state import Snapshots
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from
 
@@ -64,6 +67,7 @@ def row_of(case: Case, count: int) -> Row:
             written.append(time.monotonic() - began)
             costs.append(writer.cost_seconds)
         size_bytes, copy = copy_of(trainer.state)
+        script = script_cost(trainer.state, Path(memory) / "script", count)
         trainer.logger.close()
         disconnect()
     auto = parse_interval("snapshot_every", "auto").seconds or 0.0
@@ -72,7 +76,20 @@ def row_of(case: Case, count: int) -> Row:
         "model": case.model, "state_mb": round(size_bytes / 1e6, 1), "stall_ms": round(median(stalls[1:]) * 1e3, 1),
         "cost_ms": round(cost * 1e3, 1), "written_ms": round(median(written[1:]) * 1e3, 1),
         "copy_ms": round(copy * 1e3, 1), "every_s": round(max(auto, cost / AUTO_OVERHEAD), 1),
+        "script_ms": round(script * 1e3, 1),
     }  # fmt: skip
+
+
+def script_cost(state: TrainState, directory: Path, count: int) -> float:
+    """Return the median seconds of CPU time of a script's snapshot."""
+    objects: dict[str, Saveable] = {"model": state.model, "optimizer": state.optimizer}
+    snapshots, memory, seconds = Snapshots(directory), dict[str, torch.Tensor](), []
+    for step in range(count + 1):
+        began = time.thread_time()
+        content = capture_states(objects, step, memory)
+        snapshots.save(step, content, sum(tensor.nbytes for tensor in memory.values()))
+        seconds.append(time.thread_time() - began)
+    return median(seconds[1:])
 
 
 def copy_of(state: TrainState) -> tuple[int, float]:
