@@ -102,14 +102,15 @@ def test_training_knows_nothing_of_slurm() -> None:
 
 
 def test_no_verb_imports_torch_or_pandas_when_it_starts() -> None:
-    verbs = [module_of(verb) for verb in VERBS if verb != "report"]
+    verbs = [module_of(verb) for verb in VERBS if verb not in {"report", "completion"}]
     code = (
         "import importlib, sys\n"
         "for module in sys.argv[1:]:\n"
         "    importlib.import_module(module)\n"
-        f"    assert not set(sys.modules) & {HEAVY!r}, module"
+        f"    assert not set(sys.modules) & {HEAVY!r}, module\n"
+        "    assert 'tyro' not in sys.modules or module == sys.argv[-1], f'{module} imports tyro, which is for --help'"
     )
-    modules = [*verbs, "hpc.__main__", "hpc.report", "jobs.agent"]
+    modules = [*verbs, "hpc.__main__", "hpc.report", "jobs.agent", module_of("completion")]
     done = subprocess.run([sys.executable, "-c", code, *modules], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

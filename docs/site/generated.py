@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
-import tyro
 
 from docs.site import json_schema
 from hpc.__main__ import PROGRAMS, VERBS
@@ -83,8 +82,7 @@ def _table(options: type[Any]) -> str:
 
 def _typed(field: Field[Any]) -> str:
     """How a flag, or a positional argument, is typed."""
-    is_positional = tyro.conf.Positional in getattr(field.type, "__metadata__", ())
-    return field.name.upper() if is_positional else f"--{field.name.replace('_', '-')}"
+    return field.name.upper() if program.mark_of(field).is_positional else f"--{field.name.replace('_', '-')}"
 
 
 def json_page(schema: dict[str, Any]) -> str:

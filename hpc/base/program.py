@@ -1,7 +1,7 @@
 """Runs a program from its command line to its exit code: reads flags, calls the work, prints an error in one line.
 
 `read` returns the text of each flag on a command line. `build` makes a dataclass from these texts, or from values that
-come from a file or a program. argparse parses the command line; tyro makes the help and the shell completion.
+come from a file or a program. argparse parses the command line; `help_text` makes the help.
 Exit codes: 0 done, 1 the work failed, 2 the user's mistake, 130 Ctrl-C. Runs everywhere.
 """
 
@@ -9,15 +9,10 @@ import argparse
 import ast
 import contextlib
 import dataclasses
-import functools
 import inspect
-import io
 import itertools
 import json
-import operator
 import os
-import re
-import shutil
 import sys
 import textwrap
 import traceback
@@ -26,24 +21,17 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-import tyro
-
 from hpc.base.environment import CALLED
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.flags import Flag
 from hpc.base.text import did_you_mean, visible
 
 INTERRUPTED = 130
-_WIDEST = 100  # columns of a description: longer lines are hard to read
 SCHEMA = 1
 """Version of docs/json.schema.json; a change that breaks readers raises it."""
 Options = TypeVar("Options")
 Explanation = Callable[[Sequence[str], int], str | None]
 """A function that returns what to type instead of the word at an index of a command line; None without advice."""
-TYRO = (
-    tyro.conf.FlagCreatePairsOff,
-    tyro.conf.DisallowNone,  # the help shows STR, not {None}|STR
-    tyro.conf.PositionalMetavarFromFieldName,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +55,7 @@ def called(module: str) -> str:
 def flags(options: type[Any]) -> Iterator[dataclasses.Field[Any]]:
     """Yield the fields of a dataclass that are flags, including those of its groups."""
     for field in dataclasses.fields(options):
-        group = _group(field)
+        group = group_of(field)
         yield from flags(group) if group else [field]
 
 
@@ -120,17 +108,16 @@ def _parser(known: Mapping[str, dataclasses.Field[Any]]) -> argparse.ArgumentPar
         usage="", add_help=False, allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS
     )
     for name, field in known.items():
-        marks = _marks(field)
-        letters = (letter for mark in marks for letter in getattr(mark, "aliases", None) or ())
-        words, is_repeatable = (f"--{name}", f"--{field.name}", *letters), tyro.conf.UseAppendAction in marks
+        mark = mark_of(field)
+        words = [f"--{name}", f"--{field.name}", *filter(None, [mark.letter])]
         # A missing value becomes None. argparse's error would hide the error of an unknown flag, which explains more.
-        nargs = "*" if _is_tuple(field) and not is_repeatable else "?"
-        if _is_positional(field):
+        nargs = "*" if _is_tuple(field) and not mark.is_repeatable else "?"
+        if mark.is_positional:
             parser.add_argument(name, nargs=nargs, default=[] if nargs == "*" else argparse.SUPPRESS)
         elif field.type is bool:
             parser.add_argument(*words, dest=name, action=argparse.BooleanOptionalAction)
         else:
-            parser.add_argument(*words, dest=name, nargs=nargs, action="append" if is_repeatable else "store")
+            parser.add_argument(*words, dest=name, nargs=nargs, action="append" if mark.is_repeatable else "store")
     return parser
 
 
@@ -153,10 +140,11 @@ def build(options: type[Options], values: Mapping[str, Any]) -> Options:
 def _built(options: type[Options], values: Mapping[str, Any]) -> Options:
     found = dict[str, Any]()
     for field in dataclasses.fields(options):  # type: ignore[arg-type]
-        if group := _group(field):
+        if group := group_of(field):
             found[field.name] = _built(group, values)
         elif (name := flag_name(field)) in values:
-            found[field.name] = taken(field.name if _is_positional(field) else f"--{name}", field.type, values[name])
+            label = field.name if mark_of(field).is_positional else f"--{name}"
+            found[field.name] = taken(label, field.type, values[name])
     return options(**found)
 
 
@@ -166,7 +154,7 @@ def values_of(*settings: Any) -> dict[str, Any]:
     for one in settings:
         for field in dataclasses.fields(one):
             value = getattr(one, field.name)
-            found |= values_of(value) if _group(field) else {flag_name(field): value}
+            found |= values_of(value) if group_of(field) else {flag_name(field): value}
     return found
 
 
@@ -216,26 +204,28 @@ def _not_known(word: str, known: Mapping[str, dataclasses.Field[Any]], prog: str
     flag, otherwise = word.partition("=")[0], f"{prog} --help lists the flags"
     if not flag.startswith("-"):
         return f"unexpected argument: {word} (see {prog} --help)"
-    names = [f"--{name}" for name, field in known.items() if not _is_positional(field)]
+    names = [f"--{name}" for name, field in known.items() if not mark_of(field).is_positional]
     return f"there is no flag {flag}: {did_you_mean(flag.replace('_', '-'), names, otherwise, 1)}"
 
 
-def _marks(field: dataclasses.Field[Any]) -> tuple[Any, ...]:
-    return getattr(field.type, "__metadata__", ())
+def mark_of(field: dataclasses.Field[Any]) -> Flag:
+    """Return what the command line knows of a field."""
+    return next((mark for mark in getattr(field.type, "__metadata__", ()) if isinstance(mark, Flag)), Flag())
 
 
-def _is_positional(field: dataclasses.Field[Any]) -> bool:
-    return tyro.conf.Positional in _marks(field)
+def type_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the type of a field's values."""
+    return get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
 
 
 def _is_tuple(field: dataclasses.Field[Any]) -> bool:
-    kind = get_args(field.type)[0] if _marks(field) else field.type
+    kind = type_of(field)
     return get_origin(kind) is tuple or any(get_origin(each) is tuple for each in get_args(kind))
 
 
-def _group(field: dataclasses.Field[Any]) -> type[Any] | None:
+def group_of(field: dataclasses.Field[Any]) -> type[Any] | None:
     """Return the dataclass of a field that is a group of flags; None if the field is a single flag."""
-    kind = get_args(field.type)[0] if get_origin(field.type) is Annotated else field.type
+    kind = type_of(field)
     return kind if dataclasses.is_dataclass(kind) and isinstance(kind, type) else None
 
 
@@ -246,59 +236,16 @@ def print_help(
     options: type[Any], argv: Sequence[str], prog: str, shown: Help = ALL_FLAGS, *, prints: bool = True
 ) -> None:
     """Print the help and exit if the command line asks for it. `options` may be a union of subcommands."""
-    if {"-h", "--help"}.isdisjoint(argv):
-        return
-    views, text = (_for_help(each, shown) for each in get_args(options) or (options,)), _HelpText()
-    try:
-        with contextlib.redirect_stdout(text):
-            view = functools.reduce(operator.or_, views)
-            tyro.cli(view, args=["--help"], prog=prog, config=TYRO, console_outputs=prints)
-    finally:
-        text.seek(0)
-        print(_wrapped(text.read()), end="")
+    if not {"-h", "--help"}.isdisjoint(argv):
+        from hpc.base import help_text  # noqa: PLC0415  # it imports tyro, which takes as long as many a command
 
-
-class _HelpText(io.TextIOWrapper):
-    """Collects the output of tyro, in the colors and characters that stdout can show."""
-
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), encoding=sys.stdout.encoding, errors=sys.stdout.errors, newline="\n")
-        self._is_terminal = sys.stdout.isatty()
-
-    def isatty(self) -> bool:
-        return self._is_terminal
-
-
-def _wrapped(text: str) -> str:
-    """Wrap the description above the first box of a help text, because tyro does not."""
-    description, box, flags_of_command = text.partition("╭")
-    width = min(_WIDEST, shutil.get_terminal_size().columns)
-    usage, *lines = description.split("\n")
-    for at, line in enumerate(lines):
-        if line[:1].strip():  # not an indented example
-            lines[at] = textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False)
-    return "\n".join([usage, *lines]) + box + flags_of_command
-
-
-def _for_help(options: type[Any], shown: Help) -> type[Any]:
-    """Return a dataclass for the help, without hidden flags and without defaults that say nothing (None, False, '')."""
-    texts = flag_texts(options) if shown.inherited else {}
-
-    def mark(name: str) -> Any:
-        if name in shown.hidden:
-            return tyro.conf.Suppress
-        if name in shown.inherited:
-            text = re.sub(r"\s*\bDefault: .*?\.(?=\s|$)", "", texts[name], flags=re.DOTALL)
-            return tyro.conf.arg(help=text, help_behavior_hint="")
-        return tyro.conf.arg(help_behavior_hint=_default_hint)
-
-    return annotated(options, mark)
+        help_text.show(options, prog, shown, prints=prints)
 
 
 def flag_texts(options: type[Any]) -> dict[str, str]:
     """Return the docstrings of the fields of a dataclass and of its groups, by field name."""
     found = field_texts(options)
-    for group in filter(None, map(_group, dataclasses.fields(options))):
+    for group in filter(None, map(group_of, dataclasses.fields(options))):
         found |= flag_texts(group)
     return found
 
@@ -314,26 +261,6 @@ def field_texts(kind: type[Any]) -> dict[str, str]:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = inspect.cleandoc(text)
     return found
-
-
-def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
-    """Return a subclass that annotates each flag, also in groups, with the tyro marker `mark(field name)`."""
-    types, values = dict[str, Any](), dict[str, Any]()
-    for field in dataclasses.fields(options):
-        kind: Any = field.type
-        if group := _group(field):
-            view = annotated(group, mark)
-            types[field.name] = Annotated[(view, *kind.__metadata__)]
-            if field.default_factory is not dataclasses.MISSING:
-                values[field.name] = dataclasses.field(default_factory=view)
-        else:
-            types[field.name] = Annotated[kind, mark(field.name)]
-    members = {"__annotations__": types, "__doc__": options.__doc__, **values}
-    return dataclasses.dataclass(frozen=True, kw_only=True)(type(options.__name__, (options,), members))
-
-
-def _default_hint(default: str) -> str:
-    return "" if default in {"None", "False", "", "''", "()"} else f"(default: {default})"
 
 
 def print_json(document: Any) -> None:

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
-
-import tyro
+from typing import Annotated, Any, get_args
 
 from hpc.base import program
 from hpc.base.errors import UserError
+from hpc.base.flags import POSITIONAL
 from hpc.base.text import similar
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
@@ -64,7 +63,7 @@ class RunsOptions(Common):
 class RunOptions(RunsOptions):
     """The flags of a verb about one run."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, POSITIONAL]
     """Run directory or name."""
 
 

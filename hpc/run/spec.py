@@ -6,10 +6,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from hpc.base.errors import UserError
 from hpc.base.files import write_json
+from hpc.base.flags import Flag
 from hpc.base.units import duration_seconds, port_range, walltime_minutes
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
@@ -67,32 +66,32 @@ _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
 class Resources:
     """Resources of the Slurm job."""
 
-    nodes: Annotated[str, tyro.conf.arg(aliases=("-N",), metavar="N")] = "1"
+    nodes: Annotated[str, Flag(metavar="N", letter="-N")] = "1"
     """Number of nodes. MIN:MAX: as many as are free in this range."""
-    gpus_per_node: Annotated[str, tyro.conf.arg(metavar="N")] = "1"
+    gpus_per_node: Annotated[str, Flag(metavar="N")] = "1"
     """GPUs per node, with one rank each, or TYPE:N such as a100:2. 0: one rank per node on its CPUs (gloo)."""
-    cpus_per_gpu: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    cpus_per_gpu: Annotated[int | None, Flag(metavar="N")] = None
     """CPUs per rank. Default: a node's share per GPU."""
-    mem: Annotated[str | None, tyro.conf.arg(metavar="SIZE")] = None
+    mem: Annotated[str | None, Flag(metavar="SIZE")] = None
     """Memory per node: 64G. Default: the partition's."""
-    time: Annotated[str | None, tyro.conf.arg(aliases=("-t",), metavar="TIME")] = None
+    time: Annotated[str | None, Flag(metavar="TIME", letter="-t")] = None
     """Time limit of one attempt: 12h, 90m, 1-12:00:00. Default: the partition's, or at most a day if it has none."""
-    time_min: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    time_min: Annotated[str | None, Flag(metavar="TIME")] = None
     """Let Slurm shorten --time to this if an attempt can then start sooner, in a gap between other jobs.
     auto: time to start and to save three times, at least 10m."""
-    partition: Annotated[str | None, tyro.conf.arg(aliases=("-p",))] = None
+    partition: Annotated[str | None, Flag(letter="-p")] = None
     """Partition. Default: the cluster's."""
-    account: Annotated[str | None, tyro.conf.arg(aliases=("-A",), metavar="NAME")] = None
+    account: Annotated[str | None, Flag(metavar="NAME", letter="-A")] = None
     """Account to charge."""
-    qos: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    qos: Annotated[str | None, Flag(metavar="NAME")] = None
     """Quality of service."""
-    constraint: Annotated[str | None, tyro.conf.arg(metavar="FEATURES")] = None
+    constraint: Annotated[str | None, Flag(metavar="FEATURES")] = None
     """Required node features."""
-    exclude: Annotated[str | None, tyro.conf.arg(metavar="NODES")] = None
+    exclude: Annotated[str | None, Flag(metavar="NODES")] = None
     """Nodes to exclude: gpu01,gpu[07-09]."""
-    sbatch: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY[=VALUE]")]] = ()
+    sbatch: Annotated[tuple[str, ...], Flag(metavar="KEY[=VALUE]", is_repeatable=True)] = ()
     """Another option of sbatch: mail-type=END. Repeatable."""
-    setup: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="LINE")]] = ()
+    setup: Annotated[tuple[str, ...], Flag(metavar="LINE", is_repeatable=True)] = ()
     """Bash command to run first on the head node: 'module load cuda/12.4'. All ranks get its exports. Repeatable."""
 
     def __post_init__(self) -> None:
@@ -167,25 +166,25 @@ class Recovery:
 
     elastic: bool = False
     """When nodes are lost, continue on the remaining nodes: at least one, or MIN of --nodes MIN:MAX."""
-    spares: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    spares: Annotated[int, Flag(metavar="N")] = 0
     """Number of idle nodes to replace lost ones."""
-    hang_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "auto"
+    hang_timeout: Annotated[str, Flag(metavar="TIME")] = "auto"
     """Restart all ranks after this time without progress: 90s, 5m. auto: chosen from the measured time of a step;
     no limit for a script without report() (docs/explanation/recovery.md)."""
-    signal_before: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    signal_before: Annotated[str | None, Flag(metavar="TIME")] = None
     """Save and stop this long before the time limit: 2m. Default: a tenth of it, 30 s to 5 minutes."""
     continue_with: Literal["auto", "requeue", "job"] = "auto"
     """How the run continues after a preemption or its time limit: requeue the same job, or submit a new job.
     auto: submit a new job if Slurm holds requeued jobs for more than 15 s (its default is 120 s)."""
-    health_check: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
+    health_check: Annotated[str | None, Flag(metavar="COMMAND")] = None
     """Run this shell command on each node before its first ranks start. The run avoids a node on which it fails."""
     evict_slow: bool = False
     """Replace a node by a spare if its rank slows down all others. Only for the image classifier."""
     start_once: bool = False
     """Never start the ranks again, whatever has ended them: for a script that must not start twice."""
-    grace_period: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    grace_period: Annotated[str | None, Flag(metavar="TIME")] = None
     """Kill ranks that have not ended this long after the signal to stop: 90s. Default: as long as Slurm allows."""
-    stop_signal: Annotated[str, tyro.conf.arg(metavar="NAME")] = "auto"
+    stop_signal: Annotated[str, Flag(metavar="NAME")] = "auto"
     """Signal on which your own script saves and exits: USR1, INT, HUP, TERM, USR2.
     auto: USR2 at the time limit and TERM at a preemption; if your script handles only one of them, always that one."""
 
@@ -256,10 +255,10 @@ class Network:
 class Notification:
     """Messages about the run."""
 
-    notify: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]] = ()
+    notify: Annotated[tuple[str, ...], Flag(metavar="NAME", is_repeatable=True)] = ()
     """Send a message to this name in ~/.config/torchrelay-notify.yaml when the run completes or fails.
     all: to every name in the file. Repeatable (docs/how-to/notifications.md)."""
-    notify_interruptions: Annotated[int, tyro.conf.arg(metavar="N")] = 3
+    notify_interruptions: Annotated[int, Flag(metavar="N")] = 3
     """Also send a message when the run is interrupted more than N times within an hour."""
 
     def __post_init__(self) -> None:

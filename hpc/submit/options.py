@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import tyro
-
 from hpc.base import program
 from hpc.base.errors import UserError
+from hpc.base.flags import REPEATABLE, Flag
 from hpc.commands import cli
 from hpc.run.spec import Network, Notification, Recovery, Resources, Service
 from hpc.submit import sbatch_advice, sbatch_variables
@@ -36,36 +35,36 @@ _RARE = {
 class RunFlags:
     """Flags of every run, except its resources and recovery."""
 
-    tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
+    tracker: Annotated[tuple[Service, ...], REPEATABLE] = ()
     """Send the metrics to Weights & Biases or MLflow (docs/how-to/tracking.md). Repeatable."""
-    after: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
+    after: Annotated[tuple[str, ...], Flag(metavar="RUN", is_repeatable=True)] = ()
     """Start after this run has ended. Repeatable."""
-    after_ok: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN")]] = ()
+    after_ok: Annotated[tuple[str, ...], Flag(metavar="RUN", is_repeatable=True)] = ()
     """Start after this run has completed; if it fails, wait until hpc resume has completed it. Repeatable."""
-    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    name: Annotated[str | None, Flag(metavar="NAME", letter="-J")] = None
     """Name of the run. Default: the model or script, and the time."""
     runs_dir: Path = Path("runs")
     """Directory of the runs, on shared storage."""
-    cluster: Annotated[ClusterFlag, tyro.conf.arg(metavar="WHERE")] = "auto"
+    cluster: Annotated[ClusterFlag, Flag(metavar="WHERE")] = "auto"
     """slurm, local (this machine, one process per node) or auto (slurm if available, or local in a terminal)."""
-    config: Annotated[Path | None, tyro.conf.arg(metavar="YAML")] = None
+    config: Annotated[Path | None, Flag(metavar="YAML")] = None
     """YAML file of flags; the command line overrides it."""
-    device: Annotated[DeviceChoice, tyro.conf.arg(metavar="DEVICE")] = "auto"
+    device: Annotated[DeviceChoice, Flag(metavar="DEVICE")] = "auto"
     """cuda, cpu, or auto: cuda if the run asks for GPUs and this machine has a driver or Slurm.
     With cuda, nodes on which torch cannot use the GPUs are avoided."""
     stage_dir: Path = Path("/tmp")  # noqa: S108 - node-local is what it is for; the directory below it is private
     """Directory on each node's own disk for the copy of the data. '$SLURM_TMPDIR' in quotes is expanded on the node."""
-    stage_keep: Annotated[str, tyro.conf.arg(metavar="TIME")] = "7d"
+    stage_keep: Annotated[str, Flag(metavar="TIME")] = "7d"
     """Time to keep unused copies of data in --stage-dir: 0s, 12h, 30d.
     If the disk is full, the least recently used copies are removed earlier."""
-    stage_timeout: Annotated[str, tyro.conf.arg(metavar="TIME")] = "5m"
+    stage_timeout: Annotated[str, Flag(metavar="TIME")] = "5m"
     """Drop a node whose copy of the data makes no progress for this time, because its mount may hang: 90s, 10m."""
     stage_env: bool = False
     """Copy this Python environment to each node's own disk and start the ranks from there."""
     python: Path | None = None
     """Python of another environment for your own script, such as ENV/bin/python. It needs only torch.
     Default: python3 of --container, the active venv or conda environment, or this Python."""
-    container: Annotated[str | None, tyro.conf.arg(metavar="SIF")] = None
+    container: Annotated[str | None, Flag(metavar="SIF")] = None
     """Apptainer image in which your own script runs."""
 
 
@@ -88,7 +87,7 @@ class _OwnScript:
     Further flags for scripts are --python, --container, --stop-signal and --grace-period (see hpc submit --help-all).
     """
 
-    include: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    include: Annotated[tuple[str, ...], REPEATABLE] = ()
     """Files to copy with the code although git does not track them: 'configs/*.yaml', or a directory. Repeatable."""
     in_place: bool = False
     """Run the script where it is instead of from a copy of the code."""
@@ -106,10 +105,10 @@ class ScriptFlags(_OwnScript):
 class SubmitOptions(RunFlags, cli.Common):
     """The flags of every submission."""
 
-    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
-    recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
-    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
-    notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
+    resources: Resources = field(default_factory=Resources)
+    recovery: Recovery = field(default_factory=Recovery)
+    network: Network = field(default_factory=Network)
+    notification: Notification = field(default_factory=Notification)
     dry_run: bool = False
     """Check all flags, ask Slurm with sbatch --test-only, and print the script without submitting it."""
     wait: bool = False
@@ -128,7 +127,7 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
       hpc submit -N 2 --gpus-per-node 4 -t 12h -- train.py --lr 0.1
     """
 
-    train: tyro.conf.OmitArgPrefixes[TrainConfig]
+    train: TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,9 +135,9 @@ class _SubmitHelp(SubmitTraining):
     __doc__ = SubmitTraining.__doc__
 
     # This field is only for the usage line: tyro never sees the words after `--`, because `split_script` takes them.
-    script: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="[-- script.py ARGS]")]] = ()
+    script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
-    own_script: tyro.conf.OmitArgPrefixes[_OwnScript] = field(default_factory=_OwnScript)
+    own_script: _OwnScript = field(default_factory=_OwnScript)
 
 
 @dataclass(frozen=True, kw_only=True)

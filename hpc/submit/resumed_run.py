@@ -18,8 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import tyro
-
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import last_json_line, write_atomic
@@ -63,11 +61,11 @@ class ResumeOptions(cli.RunOptions):
     Flags that would change the steps of the training, such as --lr, need hpc fork.
     """
 
-    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
-    recovery: tyro.conf.OmitArgPrefixes[Recovery] = field(default_factory=Recovery)
-    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
-    notification: tyro.conf.OmitArgPrefixes[Notification] = field(default_factory=Notification)
-    train: tyro.conf.OmitArgPrefixes[Adjustable] = field(default_factory=Adjustable)
+    resources: Resources = field(default_factory=Resources)
+    recovery: Recovery = field(default_factory=Recovery)
+    network: Network = field(default_factory=Network)
+    notification: Notification = field(default_factory=Notification)
+    train: Adjustable = field(default_factory=Adjustable)
     new_code: bool = False
     """Run the present code of the repository in the current directory instead of the copy from the submission."""
     wait: bool = False

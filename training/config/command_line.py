@@ -1,8 +1,7 @@
 """Parses the command line of `python -m training` and of programs with the same flags, wherever they run.
 
 Flags also come from YAML files: `--config FILE.yaml`, and recipes (`--recipe NAME`). Ranks that a node agent starts
-read `spec.json` instead (`training.config.training_spec`), because this module imports tyro and YAML, which takes a
-quarter of a second.
+read `spec.json` instead (`training.config.training_spec`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,11 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import tyro
-import yaml
-
 from hpc.base import program
 from hpc.base.errors import UserError
+from hpc.base.flags import Flag
 from hpc.base.text import did_you_mean, similar
 from training.config.dataset_layout import DIGITS, FASHION_MNIST, FASHION_MNIST_DIRECTORY
 from training.config.model_names import check_model
@@ -99,6 +96,8 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
     Raises:
         UserError: the file cannot be read, or has a flag that is not in `known`. If `known` is None, any may be set.
     """
+    import yaml  # noqa: PLC0415  # most command lines need no file
+
     where = f"{flag} {path}"
     try:
         # Read all values as text, like a command line: YAML would turn the time 12:00:00 into 43200.
@@ -128,7 +127,7 @@ def read_settings(flag: str, path: Path, known: Mapping[str, bool] | None) -> di
 # The type of `--recipe` in all programs.
 RecipeName = Annotated[
     str | None,
-    tyro.conf.arg(
+    Flag(
         help=f"Flags of a training that is known to work: {', '.join(recipes())} (docs/how-to/image-classifier.md).",
         metavar="NAME",
     ),
@@ -139,7 +138,7 @@ RecipeName = Annotated[
 class TrainFlags:
     """The training flags, from the command line and files."""
 
-    train: tyro.conf.OmitArgPrefixes[TrainConfig]
+    train: TrainConfig
     recipe: RecipeName = None
     config: Path | None = None
     """YAML file of flags. It overrides --recipe; the command line overrides both."""

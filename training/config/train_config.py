@@ -1,9 +1,8 @@
 """TrainConfig: every training flag, its default and its help. RankOptions: the options of one rank.
 
 Runs on the login node (before anything is queued) and on every rank. Imports neither torch nor torchvision, which take
-seconds and may not be installed on a login node; nor tyro, so that ranks start quickly. Ranks that a node agent starts
-read the run's spec (`training.config.training_spec`); ranks started by hand parse their command line
-(`training.config.command_line`).
+seconds and may not be installed on a login node. Ranks that a node agent starts read the run's spec
+(`training.config.training_spec`); ranks started by hand parse their command line (`training.config.command_line`).
 """
 
 import math

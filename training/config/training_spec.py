@@ -1,6 +1,6 @@
 """Owns the part of a run's spec that its trainer reads, and the program that node agents run for a training.
 
-Runs on the login node and on every rank. Imports neither torch nor tyro.
+Runs on the login node and on every rank. Does not import torch.
 """
 
 from collections.abc import Mapping, Sequence

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import tyro
 from torch import Tensor
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import write_atomic
+from hpc.base.flags import Flag
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig
 from training.data.batch_schedule import BatchRequest
@@ -40,11 +40,11 @@ class ExportOptions:
     the test set. Exit codes: 0 done, 1 failed, 2 your mistake (one line says what to type).
     """
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, Flag(metavar="MODEL", is_positional=True)]
     """A run, or its final/ or best/ directory."""
     output: Path
     """The file to write."""
-    format: Annotated[str, tyro.conf.arg(help=_FORMATS, metavar="|".join(FORMATS))] = "torch"
+    format: Annotated[str, Flag(metavar="|".join(FORMATS), help=_FORMATS)] = "torch"
     """A key of `training.inference.exported_model.FORMATS`."""
     data: str | None = None
     """Data set for the comparison; by default the one that the model was trained on."""

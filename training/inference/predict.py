@@ -15,7 +15,6 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from hpc.base import program
 from hpc.base.errors import UserError
+from hpc.base.flags import Flag
 from hpc.base.text import csv_cell, visible
 from training.config.dataset_layout import is_image
 from training.data.image_folder import as_rgb, decode_image, with_image
@@ -42,9 +42,9 @@ class PredictOptions:
     images could not be read, 2 your mistake (one line says what to type).
     """
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, Flag(metavar="MODEL", is_positional=True)]
     """A run, its final/ or best/ directory, or a file that `hpc export` wrote."""
-    images: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="IMAGES...")]
+    images: Annotated[tuple[Path, ...], Flag(metavar="IMAGES...", is_positional=True)]
     """Image files, or directories: all images in and below them."""
     top: int = 1
     """Number of classes to print for each image, the most likely first."""

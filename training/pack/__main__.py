@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import tyro
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import fsync_directory, sha256_of, write_atomic, write_json
+from hpc.base.flags import Flag
 from hpc.run.nodedir import open_lock, try_lock
 from training.config.dataset_layout import check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
@@ -52,9 +52,9 @@ class PackOptions:
     failed; 2: your mistake (one line says what to type); 143: ended by SIGTERM.
     """
 
-    src: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SRC")]
+    src: Annotated[Path, Flag(metavar="SRC", is_positional=True)]
     """The image folder: class directories, or train/ (and val/, test/) with class directories."""
-    dst: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DST")]
+    dst: Annotated[Path, Flag(metavar="DST", is_positional=True)]
     """A new directory for the packed data."""
     size: int = 256
     """Side of the packed squares in pixels: 256 suits a training with 224. An image takes 3 x size x size bytes."""

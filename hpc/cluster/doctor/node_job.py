@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from hpc.base.files import nearest_existing
 from hpc.base.node_info import NodeInfo, node_from_json
 from hpc.base.units import walltime_minutes
@@ -32,8 +30,8 @@ class NodeOptions(cli.RunsOptions):
 
     node: tuple[str, ...] | None = None
     """Nodes to measure. Default: any nodes (--nodes of them)."""
-    resources: tyro.conf.OmitArgPrefixes[Resources] = field(default_factory=Resources)
-    network: tyro.conf.OmitArgPrefixes[Network] = field(default_factory=Network)
+    resources: Resources = field(default_factory=Resources)
+    network: Network = field(default_factory=Network)
 
 
 def node_verb(verb: Callable[[Any], int], options: type[NodeOptions], name: str) -> Callable[..., int]:

@@ -3,13 +3,15 @@
 import importlib
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Annotated, Any, Literal, Union, get_args
 
 import tyro
 
 from hpc.__main__ import module_of
-from hpc.base import program
+from hpc.base import help_text
+from hpc.base.flags import POSITIONAL
 from hpc.commands import cli
 
 # For each command, the class of its flags, preceded by the class's module if that is not the command's own module.
@@ -36,7 +38,7 @@ class CompletionOptions(cli.Common):
       hpc completion fish > ~/.config/fish/completions/hpc.fish
     """
 
-    shell: tyro.conf.Positional[Literal["bash", "zsh", "fish"]]
+    shell: Annotated[Literal["bash", "zsh", "fish"], POSITIONAL]
     """Your shell: bash, zsh or fish."""
 
 
@@ -48,7 +50,7 @@ def completion(options: CompletionOptions) -> int:
     )
     union: Any = Union[verbs]  # noqa: UP007 - the union of a tuple
     with suppress(SystemExit):  # tyro exits with 0
-        tyro.cli(union, args=["--tyro-write-completion", options.shell, "-"], prog="hpc", config=program.TYRO)
+        tyro.cli(union, args=["--tyro-write-completion", options.shell, "-"], prog="hpc", config=help_text.TYRO)
     return 0
 
 
@@ -58,7 +60,8 @@ def _without_texts(options: Any) -> Any:
     The defaults are left out, too: fish passes all flags of all verbs in one argument, which Linux limits to 128 KiB.
     """
     nothing = tyro.conf.arg(help="", help_behavior_hint="")
-    return options if get_args(options) else program.annotated(options, lambda _: nothing)
+    kinds = [help_text.annotated(each, lambda _: nothing) for each in get_args(options) or (options,)]
+    return reduce(or_, kinds)
 
 
 def options_of(command: str) -> Any:

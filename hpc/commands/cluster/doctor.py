@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from hpc.base import node_info
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.flags import POSITIONAL
 from hpc.base.kernel import automounted_at, file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
@@ -50,7 +51,7 @@ _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
 class DoctorOptions(NodeOptions):
     """Find settings of this cluster that cost runs work or time, and print how to change them."""
 
-    run: tyro.conf.Positional[str | None] = None
+    run: Annotated[str | None, POSITIONAL] = None
     """Run whose measured save times are used. Default: the newest run that has saved a checkpoint."""
     node: tuple[str, ...] | None = None
     """Also inspect compute nodes in a short job: the named nodes, or without names any nodes (--nodes of them)."""

@@ -10,11 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Literal
-
-import tyro
+from typing import Annotated, Literal
 
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.flags import POSITIONAL
 from hpc.commands import cli
 from hpc.run.events.downtime import Interruption, interruptions_of
 from hpc.run.events.history import History
@@ -37,7 +36,7 @@ _TIMEOUT_SECONDS = 900.0
 class DrillOptions(cli.RunOptions):
     """Cause a failure in a run, wait until the run trains again, and print the lost steps and the lost time."""
 
-    kind: tyro.conf.Positional[Kind]
+    kind: Annotated[Kind, POSITIONAL]
     """Failure to cause: worker-kill, hang or disk-full of a rank; node-kill of a node; preempt or term of the job."""
     rank: int | None = None
     """Rank for worker-kill and hang (default: the last rank), or for disk-full (default: 0)."""

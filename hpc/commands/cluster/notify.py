@@ -3,9 +3,9 @@
 import functools
 import socket
 from dataclasses import dataclass
+from typing import Annotated
 
-import tyro
-
+from hpc.base.flags import POSITIONAL
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.services.notification.delivery import try_to_send
@@ -27,7 +27,7 @@ class NotifyOptions(cli.Common):
     The page https://appriseit.com/services/ lists the addresses of all services.
     """
 
-    names: tyro.conf.Positional[tuple[str, ...]] = ()
+    names: Annotated[tuple[str, ...], POSITIONAL] = ()
     """Names of recipients; all: every recipient."""
 
 

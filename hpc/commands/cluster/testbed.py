@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, cast
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
+from hpc.base.flags import Flag
 from hpc.cluster.testbed import lifecycle
 from hpc.cluster.testbed.layout import TestbedShape
 from hpc.cluster.testbed.system import require_root
@@ -15,14 +15,14 @@ from hpc.commands import cli
 from hpc.commands.cli import Common
 from hpc.slurm.client import TESTBED_DIRECTORY
 
-NodeName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
+NodeName = Annotated[str, Flag(metavar="NAME", is_positional=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Up(Common):
     """Start Slurm with simulated nodes on this machine, or repair it."""
 
-    shape: Annotated[TestbedShape, tyro.conf.OmitArgPrefixes] = field(default_factory=TestbedShape)
+    shape: TestbedShape = field(default_factory=TestbedShape)
 
 
 @dataclass(frozen=True, kw_only=True)

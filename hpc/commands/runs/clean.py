@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Column, Table
@@ -23,6 +23,7 @@ from rich.text import Text
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import is_temporary, remove_abandoned
+from hpc.base.flags import POSITIONAL
 from hpc.base.text import visible
 from hpc.base.units import duration_seconds
 from hpc.commands import cli
@@ -50,7 +51,7 @@ class CleanOptions(cli.RunsOptions):
     kept beside the runs are also listed and removed; no run needs them.
     """
 
-    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    run: Annotated[tuple[str, ...], POSITIONAL] = ()
     """Run directories or names. Default: all runs in --runs-dir."""
     older_than: str = _ANY_AGE
     """Only runs whose files have not changed for this long: 12h, 30d."""

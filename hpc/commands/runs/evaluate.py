@@ -15,11 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.files import link_files
+from hpc.base.flags import POSITIONAL, Flag
 from hpc.base.text import few
 from hpc.commands import cli
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, STATE_VALUES, RunDir
@@ -72,11 +71,11 @@ class EvaluateOptions(SubmitOptions):
     you do not give, such as --partition and --gpus-per-node, are those of the evaluated run.
     """
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, POSITIONAL]
     """Directory or name of a run, which may still be running, or a file of hpc export."""
-    checkpoint: Annotated[str, tyro.conf.arg(metavar="WHICH")] = "best"
+    checkpoint: Annotated[str, Flag(metavar="WHICH")] = "best"
     """Model to evaluate: best (by validation), last (the final model or newest checkpoint), or a checkpoint's step."""
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Annotated[str | None, Flag(metavar="PATH")] = None
     """Images to evaluate on, of classes that the model knows. Default: the data of the evaluated run."""
     split: SplitChoice = "auto"
     """Part of the data. auto: test, or val if there is no test part, or all images if --data has neither."""

@@ -12,11 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
-
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
+from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
 from hpc.run.rundir import STATE_VALUES, RunDir
 from hpc.run.spec import RunSpec, program_of
@@ -42,9 +41,9 @@ class ForkOptions(SubmitTraining):
     copied into the new run as attempt 0.
     """
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[str, POSITIONAL]
     """Directory or name of the other run, which may still be running."""
-    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    name: Annotated[str | None, Flag(metavar="NAME", letter="-J")] = None
     """Name of the new run, which you must give."""
 
 

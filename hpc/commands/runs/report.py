@@ -4,10 +4,10 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import tyro
+from typing import Annotated
 
 from hpc.base.errors import UserError
+from hpc.base.flags import POSITIONAL
 from hpc.commands import cli
 from hpc.report.page import RELOAD_SECONDS
 from hpc.report.writing import page_path, write_report
@@ -17,7 +17,7 @@ from hpc.report.writing import page_path, write_report
 class ReportOptions(cli.RunsOptions):
     """Write a self-contained HTML page about a run, or a comparison of several runs, with its tables as CSV files."""
 
-    run: tyro.conf.Positional[tuple[str, ...]]
+    run: Annotated[tuple[str, ...], POSITIONAL]
     """Run directories or names."""
     output: Path | None = None
     """Directory for the page and the tables. Default: report/ in the run, or next to the runs that are compared."""

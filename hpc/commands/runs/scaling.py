@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
-import tyro
-
 from hpc.base.errors import UserError
+from hpc.base.flags import Flag
 from hpc.commands import cli
 from hpc.run.spec import Resources
 from hpc.studies.members import common, user_code
@@ -22,9 +21,9 @@ from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_scr
 class StudyResources(Resources):
     """Resources of the Slurm jobs."""
 
-    nodes: Annotated[str, tyro.conf.arg(aliases=("-N",), metavar="N...")] = "1"
+    nodes: Annotated[str, Flag(metavar="N...", letter="-N")] = "1"
     """Numbers of nodes, with a run for each number: 1 2 4 8."""
-    gpus_per_node: Annotated[str, tyro.conf.arg(metavar="N...")] = "1"
+    gpus_per_node: Annotated[str, Flag(metavar="N...")] = "1"
     """Numbers of GPUs per node: 1 4, or a100:1 a100:4. Each is combined with each number of nodes."""
 
 
@@ -40,9 +39,9 @@ class ScalingFlags:
     """Number of runs at the same time. Runs that share storage or a network slow each other down."""
     once: bool = False
     """Check and start runs once, then exit: for cron."""
-    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    name: Annotated[str | None, Flag(metavar="NAME", letter="-J")] = None
     """Name of the scaling study, which you must give."""
-    resources: tyro.conf.OmitArgPrefixes[StudyResources] = field(default_factory=StudyResources)
+    resources: StudyResources = field(default_factory=StudyResources)
 
 
 @dataclass(frozen=True, kw_only=True)

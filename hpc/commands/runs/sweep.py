@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
-import tyro
-
 from hpc.base.errors import UserError, need_package
+from hpc.base.flags import Flag
 from hpc.commands import cli
 from hpc.studies.members import check_placeholders, common, user_code
 from hpc.studies.sweep.space import grid_of, read_space
@@ -25,10 +24,10 @@ _TRIALS, _PARALLEL = 20, 4
 class SweepFlags:
     """The flags of a sweep."""
 
-    param: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUES")]] = ()
+    param: Annotated[tuple[str, ...], Flag(metavar="NAME=VALUES", is_repeatable=True)] = ()
     """Flag that differs between the trials, with a range or a list of values. Repeatable.
     Ranges: lr=log:1e-4,1e-1, momentum=float:0.8,0.99, epochs=int:5,20. List: batch-size=64,128,256."""
-    name: Annotated[str | None, tyro.conf.arg(aliases=("-J",), metavar="NAME")] = None
+    name: Annotated[str | None, Flag(metavar="NAME", letter="-J")] = None
     """Name of the sweep, which you must give."""
     trials: int | None = None
     """Number of trials. Default: 20, or with --sampler grid one for each combination."""

@@ -8,11 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
-
-import tyro
+from typing import Annotated, Any, cast
 
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.flags import POSITIONAL, REPEATABLE
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.events.history import History, Outcome
@@ -36,9 +35,9 @@ class SyncOptions(cli.RunsOptions):
       hpc sync RUN --watch
     """
 
-    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    run: Annotated[tuple[str, ...], POSITIONAL] = ()
     """Run directories or names."""
-    tracker: tyro.conf.UseAppendAction[tuple[Service, ...]] = ()
+    tracker: Annotated[tuple[Service, ...], REPEATABLE] = ()
     """Tracker to send to. Default: the trackers that the run was submitted with."""
     watch: bool = False
     """Continue sending until the runs have ended."""

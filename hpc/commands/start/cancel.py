@@ -3,10 +3,10 @@
 import sys
 from dataclasses import dataclass
 from functools import partial
-
-import tyro
+from typing import Annotated
 
 from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.flags import POSITIONAL
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.ownership import check_is_own
@@ -19,7 +19,7 @@ from hpc.status.run_view import StatusCache
 class CancelOptions(cli.RunsOptions):
     """Stop runs and keep them from being requeued. hpc resume continues them from the last saved step."""
 
-    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    run: Annotated[tuple[str, ...], POSITIONAL] = ()
     """Run directories or names; also those of sweeps and scaling studies."""
     final: bool = False
     """Stop the runs for good: hpc resume refuses to continue them."""

@@ -3,13 +3,13 @@
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
-import tyro
 from rich.console import Console
 from rich.live import Live
 
 from hpc.base.errors import UserError
+from hpc.base.flags import POSITIONAL, REPEATABLE
 from hpc.commands import cli
 from hpc.run.ownership import other_owner
 from hpc.run.rundir import RunDir
@@ -28,9 +28,9 @@ _WATCH_SHARE = 0.1
 class StatusOptions(cli.RunsOptions):
     """Show the state of runs."""
 
-    run: tyro.conf.Positional[tuple[str, ...]] = ()
+    run: Annotated[tuple[str, ...], POSITIONAL] = ()
     """Run directories or names. Default: all runs in --runs-dir."""
-    state: tyro.conf.UseAppendAction[tuple[State, ...]] = ()
+    state: Annotated[tuple[State, ...], REPEATABLE] = ()
     """Show only runs in this state. Repeatable."""
     mine: bool = False
     """Show only your own runs, if several users share --runs-dir."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import platformdirs
-import yaml
 
 from hpc.base.errors import UserError
 from hpc.run.ownership import user_name
@@ -40,6 +39,8 @@ def read_recipients() -> dict[str, str]:
     Raises:
         UserError: the file is missing, others can read it, or its content is wrong.
     """
+    import yaml  # noqa: PLC0415  # most runs have no recipients
+
     path = recipients_file()
     try:
         with path.open(encoding="utf-8") as file:
