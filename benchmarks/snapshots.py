@@ -28,7 +28,7 @@ from benchmarks.speed.our_loop import our_trainer
 from hpc.run.nodedir import NodeDir
 from training.checkpoint.state import TrainState
 from training.config.save_interval import AUTO_OVERHEAD, parse_interval
-from training.relay.object_states import Saveable, capture_states
+from training.relay.object_states import CopyMemory, Saveable, capture_states
 from training.relay.saved_state import Snapshots
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from
@@ -83,11 +83,11 @@ def row_of(case: Case, count: int) -> Row:
 def script_cost(state: TrainState, directory: Path, count: int) -> float:
     """Return the median seconds of CPU time of a script's snapshot."""
     objects: dict[str, Saveable] = {"model": state.model, "optimizer": state.optimizer}
-    snapshots, memory, seconds = Snapshots(directory), dict[str, torch.Tensor](), []
+    snapshots, memory, seconds = Snapshots(directory), CopyMemory(), []
     for step in range(count + 1):
         began = time.thread_time()
         content = capture_states(objects, step, memory)
-        snapshots.save(step, content, sum(tensor.nbytes for tensor in memory.values()))
+        snapshots.save(step, content, memory.size_bytes)
         seconds.append(time.thread_time() - began)
     return median(seconds[1:])
 

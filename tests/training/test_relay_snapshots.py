@@ -2,7 +2,7 @@
 
 import errno
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from support.relay_script import run_relay
 from torch import nn
 
 from training.relay.checkpoint_files import list_checkpoints, read_checkpoint, step_of
-from training.relay.object_states import STATE_FILE, capture_states
+from training.relay.object_states import STATE_FILE, CopyMemory, capture_states
 from training.relay.saved_state import Snapshots
 
 
@@ -83,9 +83,8 @@ def test_without_space_for_three_none_is_written(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_made_in_the_memory_of_the_one_before_unless_that_does_not_fit() -> None:
-    model, memory = nn.Linear(3, 2), dict[str, torch.Tensor]()
+    model, memory = nn.Linear(3, 2), CopyMemory()
     first = capture_states({"model": model}, 1, memory)["shared"]["model"]
-    assert first["weight"] is memory["model/weight"]
     with torch.no_grad():
         model.weight.fill_(7)
     assert not bool((first["weight"] == 7).any()), "the copy changes with the model"
@@ -95,11 +94,58 @@ def test_a_copy_is_made_in_the_memory_of_the_one_before_unless_that_does_not_fit
     model.weight = nn.Parameter(torch.rand(4, 3))
     third = capture_states({"model": model}, 3, memory)["shared"]["model"]
     assert torch.equal(third["weight"], model.weight)
-    # A sparse tensor has no such memory.
-    model.register_buffer("sparse", torch.eye(2).to_sparse())
-    fourth = capture_states({"model": model}, 4, memory)["shared"]["model"]
-    assert torch.equal(fourth["sparse"].to_dense(), torch.eye(2))
-    assert "model/sparse" not in memory
+    assert memory.size_bytes == 4 * (4 * 3 + 2)
+    model.bias = None
+    capture_states({"model": model}, 4, memory)
+    assert memory.size_bytes == 4 * 4 * 3, "memory that is not needed is kept"
+
+
+def with_a_sparse_tensor(model: nn.Module) -> None:
+    model.register_buffer("other", torch.eye(2).to_sparse())
+
+
+def with_a_quantized_tensor(model: nn.Module) -> None:
+    model.register_buffer("other", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+
+def with_a_nested_tensor(model: nn.Module) -> None:
+    model.register_buffer("other", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+
+
+@pytest.mark.parametrize("prepare", [with_a_sparse_tensor, with_a_quantized_tensor, with_a_nested_tensor])
+@pytest.mark.filterwarnings("ignore")  # torch's, about such tensors
+def test_unusual_tensors_are_copied_as_they_are(prepare: Callable[[nn.Module], None]) -> None:
+    model, memory = nn.Linear(3, 2), CopyMemory()
+    prepare(model)
+    for step in range(3):
+        copy = capture_states({"model": model}, step, memory)["shared"]["model"]["other"]
+        assert str(copy) == str(model.other)
+        assert copy is not model.other
+
+
+def test_a_copy_in_inference_mode_does_not_hinder_the_next() -> None:
+    model, memory = nn.Linear(3, 2), CopyMemory()
+    with torch.inference_mode():
+        capture_states({"model": model}, 1, memory)
+    nn.init.constant_(model.weight, 7)
+    for mode in (False, True):
+        with torch.inference_mode(mode=mode):
+            copy = capture_states({"model": model}, 2, memory)["shared"]["model"]
+        assert torch.equal(copy["weight"], model.weight)
+
+
+def test_names_that_look_alike_are_different_places() -> None:
+    class Odd(nn.Module):
+        def state_dict(self, *_: Any, **__: Any) -> dict[Any, Any]:
+            return {
+                "a/b": torch.zeros(2),
+                "a": {"b": torch.ones(2)},
+                0: torch.full((2,), 2.0),
+                "0": torch.full((2,), 3.0),
+            }
+
+    copy = capture_states({"model": Odd()}, 1, CopyMemory())["shared"]["model"]
+    assert [float(each[0]) for each in (copy["a/b"], copy["a"]["b"], copy[0], copy["0"])] == [0, 1, 2, 3]
 
 
 SCRIPT = """

@@ -26,14 +26,20 @@ class HostMemory:
     """Memory for a copy of a state. Each copy reuses it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    specs: dict[str, TensorSpec] = field(default_factory=dict)
+    specs: dict[str, TensorSpec] = field(init=False)
     """What safetensors needs to write the tensors. To make it for each file takes longer than to write a small one."""
+    is_new: bool = field(default=True, init=False)
+    """Whether it was never used. The first copy takes longer, because the kernel has to provide the memory."""
+
+    def __post_init__(self) -> None:
+        """Describe the tensors."""
+        self.specs = {name: spec_of(tensor, tensor) for name, tensor in self.tensors.items()}
 
     def extended(self, like: Mapping[str, Tensor]) -> "HostMemory":
         """Allocate memory for those of the given tensors that it lacks, and return itself."""
-        new = host_memory({name: tensor for name, tensor in like.items() if name not in self.tensors})
-        self.tensors |= new
-        self.specs |= {name: spec_of(tensor, tensor) for name, tensor in new.items()}
+        new = HostMemory(host_memory({name: tensor for name, tensor in like.items() if name not in self.tensors}))
+        self.tensors |= new.tensors
+        self.specs |= new.specs
         return self
 
 
@@ -84,11 +90,6 @@ class HostCopy:
         self._stream: torch.cuda.Stream | None = None
         self._device_copy: DeviceCopy | None = None
 
-    @property
-    def is_used(self) -> bool:
-        """Whether a state was copied before."""
-        return bool(self.memory.tensors)
-
     def start(
         self, tensors: Mapping[str, Tensor], values: dict[str, Any], layout: ShardLayout, memory: HostMemory
     ) -> DeviceCopy | None:
@@ -104,6 +105,7 @@ class HostCopy:
         hosts = [memory.tensors[name] for name in tensors]
         with torch.no_grad(), torch.cuda.stream(self._stream) if self._stream else nullcontext():
             copy_each(hosts, self._captured, non_blocking=True)
+        memory.is_new = False
         self._device_copy = DeviceCopy(self._stream) if self._stream else None
         return self._device_copy
 

@@ -23,7 +23,6 @@ from training.relay.checkpoint_files import (
     checkpoint_path,
     find_damage,
     list_checkpoints,
-    missing_snapshot_bytes,
     read_checkpoint,
     remove_published,
     save_checkpoint,
@@ -150,17 +149,6 @@ def missing_results(values: Mapping[str, Any], run: RunDir) -> str:
     if accuracy is not None and best < accuracy:
         return f"{run.best} lacks the best model, of validation accuracy {accuracy:.2%}"
     return ""
-
-
-def missing_space(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
-    """Return why snapshots of this size do not fit into a node's memory, or an empty text if they do.
-
-    `buffer_bytes` is the memory from which they are written and in which they are received.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    return lacking_space(directory, missing_snapshot_bytes(directory, size_bytes), buffer_bytes=buffer_bytes)
 
 
 def lacking_space(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:

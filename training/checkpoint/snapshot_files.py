@@ -5,6 +5,7 @@ rank has three files, and maps each of them into its memory: two hold the kept s
 """
 
 import json
+import mmap
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from torch import Tensor
 from training.checkpoint.host_copy import HostCopy, HostMemory, shaped, spec_of
 from training.checkpoint.sharded import ShardLayout
 from training.relay.checkpoint_files import (
+    KEPT_SNAPSHOTS,
     list_checkpoints,
+    make_private,
     new_unpublished,
     remove_published,
     save_snapshot,
@@ -24,8 +27,6 @@ from training.relay.checkpoint_files import (
     unpublish,
 )
 from training.runtime.compat import copy_each
-
-_FILES = 3
 
 
 @dataclass(kw_only=True)
@@ -54,10 +55,10 @@ class SnapshotFiles:
     @property
     def are_allocated(self) -> bool:
         """Whether the next snapshot needs no more memory."""
-        return len(self._kept) + (self._next is not None) == _FILES
+        return len(self._kept) + (self._next is not None) > KEPT_SNAPSHOTS
 
     def next(self, tensors: Mapping[str, Tensor], layout: ShardLayout) -> SnapshotFile:
-        """Return the file for a snapshot of tensors of these shapes, which may be on a device.
+        """Return the file for the next snapshot. The tensors, which may be on a device, always have the same shapes.
 
         Raises:
             OSError: the file cannot be made, for example because the node's memory is full.
@@ -81,8 +82,9 @@ class SnapshotFiles:
         self._next = None
         save_snapshot(self._directory, step, copy.write_values, reused=file.directory, remove=self._reuse)
         # Forget what other processes have removed: the map would keep its memory.
-        steps = {step_of(path) for path in list_checkpoints(self._directory)}
-        self._kept = {step: file for step, file in (self._kept | {step: file}).items() if step in steps}
+        left = {step_of(path) for path in list_checkpoints(self._directory)}
+        self._kept[step] = file
+        self._kept = {kept: self._kept[kept] for kept in self._kept.keys() & left}
 
     def _reuse(self, path: Path) -> None:
         """Make the file of an outdated snapshot the next one, or remove the snapshot if it is an earlier attempt's."""
@@ -97,21 +99,19 @@ class SnapshotFiles:
 def _make(directory: Path, tensors: Mapping[str, Tensor], layout: ShardLayout) -> SnapshotFile:
     """Make a file for tensors of these shapes, with any content, and map it into memory.
 
-    All of it is written: if a node's memory were full, a write to a hole in a mapped file would kill the process.
+    All of it is written: if a node's memory were full, a write to a hole in a mapped file would kill the process. (So
+    would any write if the directory were on a full disk of Btrfs or ZFS, which copy on write.)
     """
-    content = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
+    anything = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     try:
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        directory.mkdir(mode=0o700)
-        layout.write({name: spec_of(each, content) for name, each in tensors.items()}, directory, replicated=True)
-        path = directory / layout.file
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(header_bytes))
-        mapped = torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
+        make_private(directory)
+        layout.write({name: spec_of(each, anything) for name, each in tensors.items()}, directory, replicated=True)
+        with (directory / layout.file).open("r+b") as file:
+            content = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+            first = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(first - 8))
     except BaseException:
         remove_published(directory)
         raise
-    first = 8 + header_bytes
-    memory = {name: shaped(mapped[first + header[name]["data_offsets"][0] :], each) for name, each in tensors.items()}
+    memory = {name: shaped(content[first + header[name]["data_offsets"][0] :], each) for name, each in tensors.items()}
     return SnapshotFile(directory=directory, layout=layout, memory=HostMemory(memory))

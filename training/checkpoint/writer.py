@@ -22,13 +22,13 @@ from hpc.run.events.kinds import CheckpointFailed, CheckpointSaved, SnapshotOff
 from training.checkpoint.host_copy import HostCopy, HostMemory
 from training.checkpoint.shard_copies import ShardCopies
 from training.checkpoint.sharded import ShardLayout, local_shards, save_sharded
-from training.checkpoint.snapshot import missing_space
+from training.checkpoint.snapshot import lacking_space
 from training.checkpoint.snapshot_files import SnapshotFiles
 from training.checkpoint.state import TrainState
 from training.config.save_interval import AUTO_OVERHEAD, Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
 from training.relay.background_writer import BackgroundWriter
-from training.relay.checkpoint_files import save_checkpoint
+from training.relay.checkpoint_files import make_private, missing_snapshot_bytes, save_checkpoint
 from training.relay.restoring import remove_newer
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
@@ -133,7 +133,6 @@ class SnapshotDestination:
         sharded = context.config.strategy == "fsdp"
         # No rank may skip a step alone: shards are usable only if all ranks have shards of the same step.
         self.skips_while_busy = not sharded
-        self._parents = (context.node_dir.path, context.node_dir.snapshots) if context.node_dir else ()
         self._group, self._logger = group, logger
         self._writers = group.rank_info.local_world_size if sharded else 1
         self._warned = self._warned_of_copies = False
@@ -173,11 +172,14 @@ class SnapshotDestination:
         if not self.directory:
             return ""
         try:
-            for path in (*self._parents, self.directory):
-                path.mkdir(mode=0o700, exist_ok=True)
-            # Copies of other nodes' shards are received in host memory.
-            in_host_memory = size_bytes * (shards if self._pinned else shards - self._writers)
-            return missing_space(self.directory, size_bytes * shards, buffer_bytes=in_host_memory)
+            make_private(self.directory)
+            # Copies of other nodes' shards are received in host memory, and written from there.
+            own, others = size_bytes * self._writers, size_bytes * (shards - self._writers)
+            new = 0 if self._files and self._files.are_allocated else own
+            buffer_bytes = others + (own if self._pinned and self._pinned.is_new else 0)
+            return lacking_space(
+                self.directory, missing_snapshot_bytes(self.directory, new + others), buffer_bytes=buffer_bytes
+            )
         except OSError as error:
             return str(error)
 
@@ -315,16 +317,17 @@ class StateWriter:
         if self._destination.skips_while_busy and self._background.busy:
             return copy_seconds
         self.wait()
-        is_first = not self._copy.is_used
+        allocates = False
         if memory := self._destination.prepare(tensors, layout):
+            allocates = memory.is_new
             copying_since = time.monotonic()
             self._device_copy = self._copy.start(tensors, values, layout, memory)
             if self._device_copy:
                 self._state.copies.append(self._device_copy)
             copy_seconds = time.monotonic() - copying_since
             self._background.submit(partial(self._write, step, copy_seconds))
-        # Do not count the first copy: it allocates memory, which takes longer than most later copies.
-        self._stall_seconds = 0.0 if memory and is_first else self._clock() - stall_began
+        # Do not count a copy that allocates memory, which takes several times as long: most do not.
+        self._stall_seconds = 0.0 if allocates else self._clock() - stall_began
         return copy_seconds
 
     def _write(self, step: int, copy_seconds: float) -> None:

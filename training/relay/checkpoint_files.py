@@ -22,7 +22,7 @@ _NAME, _REJECTED = re.compile(r"step-(\d{8,})"), "rejected-"
 _UNFINISHED, _REPLACED = "tmp", "old"
 # Errors of an fsync of a directory on file systems that do not support it.
 _UNSUPPORTED = {errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK}
-_KEPT_SNAPSHOTS = 2
+KEPT_SNAPSHOTS = 2
 
 WriteFiles = Callable[[Path], dict[str, Any] | None]
 
@@ -33,18 +33,18 @@ def publish_directory(
 ) -> None:  # fmt: skip
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
-    `write_files` receives the empty directory, and need not flush its files. The directory gets the permissions `mode`,
-    and its files get them without the execute bits. If `mode` is None, the umask decides. `check` is called after the
-    write, which may take minutes. If `check` raises, nothing is published. `reused` is a directory that has a name from
-    `unpublish` or `new_unpublished`. It is published instead of a new one.
+    `write_files` receives a new, empty directory, and need not flush its files. The directory gets the permissions
+    `mode`, and its files get them without the execute bits. If `mode` is None, the umask decides. `check` is called
+    after the write, which may take minutes. If `check` raises, nothing is published. `reused` is a directory with a
+    name from `unpublish` or `new_unpublished`, which is written and published instead of a new one.
 
     Raises:
         OSError: a write failed, such as on a full disk. The old directory is unchanged, and no temporary one remains.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = reused or _temporary_name(path, _UNFINISHED)
     try:
         if not reused:
+            path.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir(mode=0o777 if mode is None else mode)
         write_files(temporary)
         for file in temporary.iterdir():
@@ -190,13 +190,20 @@ def save_snapshot(
         _write_manifest(temporary, step, {name: describe_file(temporary / name, hashed=False) for name in names})
 
     publish_directory(checkpoint_path(directory, step), write, 0o700, reused=reused)
-    for outdated in list_checkpoints(directory)[_KEPT_SNAPSHOTS:]:
+    for outdated in list_checkpoints(directory)[KEPT_SNAPSHOTS:]:
         remove(outdated)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory and its missing parents, which only their owner may read. Raises OSError."""
+    for path in (*reversed(directory.parents), directory):
+        if not path.exists():
+            path.mkdir(mode=0o700, exist_ok=True)
 
 
 def missing_snapshot_bytes(directory: Path, size_bytes: int) -> int:
     """Return the bytes that must still be free for three snapshots of this size: two kept, and one being written."""
-    return size_bytes * (_KEPT_SNAPSHOTS + 1 - min(_KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
+    return size_bytes * (KEPT_SNAPSHOTS + 1 - min(KEPT_SNAPSHOTS, len(list_checkpoints(directory))))
 
 
 def reject(path: Path) -> None:
@@ -263,4 +270,8 @@ def read_checkpoint(path: Path) -> dict[str, bytes] | str:
         files[file.name] = data = file.read_bytes()
         return describe_bytes(data, hashed=hashed)
 
-    return _damage(path, read) or files
+    damage = _damage(path, read)
+    if not damage and not path.exists():
+        # A rank that renamed the directory meanwhile may already write the next snapshot into its files.
+        damage = "it was removed while it was read"
+    return damage or files

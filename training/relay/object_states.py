@@ -30,15 +30,44 @@ class Saveable(Protocol):
         """Restore what `state_dict` returned."""
 
 
-def capture_states(objects: Mapping[str, Saveable], step: int, memory: "dict[str, Tensor]") -> dict[str, Any]:
-    """Copy the objects' states to host memory. Only local rank 0 keeps shared tensors. All ranks must call this.
+class CopyMemory:
+    """Memory for the tensors of a copy, which the next copy overwrites: new memory would take four times as long."""
 
-    `memory` has the shared tensors of an earlier copy, by name, which are overwritten: to copy to new memory would take
-    four times as long. Missing ones are added.
-    """
+    def __init__(self) -> None:
+        self._before: dict[tuple[Any, ...], Tensor] = {}
+        self._tensors: dict[tuple[Any, ...], Tensor] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the last copy."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def begin(self) -> None:
+        """Begin a copy. Memory that it does not use is freed by the next one."""
+        self._before, self._tensors = self._tensors, {}
+
+    def copy(self, place: tuple[Any, ...], tensor: "Tensor") -> "Tensor":
+        """Return a copy of a tensor. `place` is where it is in the state."""
+        import torch
+
+        is_plain = type(tensor) in {torch.Tensor, torch.nn.Parameter} and tensor.layout == torch.strided
+        if not is_plain or tensor.is_quantized or tensor.is_nested:
+            return tensor.detach().to("cpu", copy=True)
+        memory = self._before.get(place)
+        if memory is None or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+            # A tensor that is made in inference mode cannot be changed outside of it.
+            with torch.inference_mode(mode=False):
+                memory = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        self._tensors[place] = memory
+        return memory.copy_(tensor.detach())
+
+
+def capture_states(objects: Mapping[str, Saveable], step: int, memory: CopyMemory) -> dict[str, Any]:
+    """Copy the objects' states to `memory`. Only local rank 0 keeps shared tensors. All ranks must call this."""
     writes = THIS_RANK.local_rank == 0
+    memory.begin()
     shared = {
-        name: _copied(each.state_dict(), memory, name, keep=writes)
+        name: _copied(each.state_dict(), memory, (name,), keep=writes)
         for name, each in objects.items()
         if _is_shared(each)
     }
@@ -61,25 +90,18 @@ def _is_shared(one: Saveable) -> bool:
     return isinstance(one, nn.Module | optim.Optimizer | optim.lr_scheduler.LRScheduler)
 
 
-def _copied(value: Any, memory: "dict[str, Tensor]", name: str, *, keep: bool) -> Any:
+def _copied(value: Any, memory: CopyMemory, place: tuple[Any, ...], *, keep: bool) -> Any:
     """Copy a state to `memory`; without `keep`, its tensors become None. All ranks must call this: it joins shards."""
     import torch
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, torch.Tensor):
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if not keep:
-            return None
-        if type(whole) not in {torch.Tensor, torch.nn.Parameter} or whole.layout != torch.strided:
-            return whole.detach().to("cpu", copy=True)
-        copy = memory.get(name)
-        if copy is None or copy.shape != whole.shape or copy.dtype != whole.dtype:
-            copy = memory[name] = torch.empty_like(whole, device="cpu", requires_grad=False)
-        return copy.copy_(whole.detach())
+        return memory.copy(place, whole) if keep else None
     if isinstance(value, dict):
-        return {key: _copied(each, memory, f"{name}/{key}", keep=keep) for key, each in value.items()}
+        return {key: _copied(each, memory, (*place, key), keep=keep) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(each, memory, f"{name}/{index}", keep=keep) for index, each in enumerate(value))
+        return type(value)(_copied(each, memory, (*place, at), keep=keep) for at, each in enumerate(value))
     return value
 
 
@@ -143,7 +165,7 @@ def check_restorable(objects: Mapping[str, Saveable]) -> None:
 
     for name, each in objects.items():
         if not isinstance(each, nn.Module):
-            _check_content(name, _copied(each.state_dict(), {}, name, keep=True))
+            _check_content(name, _copied(each.state_dict(), CopyMemory(), (), keep=True))
 
 
 def _check_content(name: str, content: Any) -> None:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from .background_writer import BackgroundWriter
 from .checkpoint_files import (
     describe_bytes,
+    make_private,
     missing_snapshot_bytes,
     new_unpublished,
     remove_published,
@@ -23,16 +24,22 @@ from .checkpoint_files import (
     unpublish,
 )
 from .loop_position import Batch, LoopPosition
-from .object_states import STATE_FILE, Saveable, capture_states, check_restorable, serialize, serialized, uses_gpu
+from .object_states import (
+    STATE_FILE,
+    CopyMemory,
+    Saveable,
+    capture_states,
+    check_restorable,
+    serialize,
+    serialized,
+    uses_gpu,
+)
 from .progress_files import progress_files
 from .rank_exchange import all_gather_bytes, ranks
 from .restoring import restore_objects
 from .stop_consensus import StepFlags, StopRequested
 from .stop_signals import signals
 from .this_rank import THIS_RANK, check_no_later_attempt, warn
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # Snapshots may take 1 % of the time.
 _SECONDS_PER_COST = 100.0
@@ -60,7 +67,7 @@ class SavedState:
         self._cost_seconds = 0.0
         self._background = BackgroundWriter()
         self._snapshots = Snapshots(THIS_RANK.snapshots) if THIS_RANK.snapshots and snapshot_seconds else None
-        self._memory: dict[str, Tensor] = {}
+        self._memory = CopyMemory()
         self._first_step: int | None = None
         self._unwritten: OSError | None = None
 
@@ -104,6 +111,7 @@ class SavedState:
                 self._saved[0] = None
             self.save(durable=True)
             self._background.wait()
+            self._memory = CopyMemory()
             if self._unwritten:
                 raise self._unwritten
             if ranks.stopping:
@@ -172,8 +180,10 @@ class SavedState:
             return
         self._saved[kind] = self._done
         thread_began = time.thread_time()
-        # While the last copy is being written, it must not change.
-        content = capture_states(self._objects, self.step, {} if self._background.busy else self._memory)
+        # While the last copy is being written, it must not change. Without snapshots, there are few copies.
+        is_kept = self._snapshots and not self._background.busy
+        memory = self._memory if is_kept else CopyMemory()
+        content = capture_states(self._objects, self.step, memory)
         copy_seconds = time.monotonic() - began
         # Ranks that compute on CPUs share them. So count CPU time, not waits for a CPU or another rank.
         cost = copy_seconds if uses_gpu() else time.thread_time() - thread_began
@@ -182,7 +192,8 @@ class SavedState:
             write = partial(self._write_checkpoint, THIS_RANK.checkpoints, self.step, content, copy_seconds)
             self._background.submit(write)
         elif not durable and self._snapshots and not self._background.busy:
-            self._background.submit(partial(self._write_snapshot, self._snapshots, self.step, content))
+            size_bytes = memory.size_bytes + sum(map(len, content["own"]))
+            self._background.submit(partial(self._write_snapshot, self._snapshots, self.step, content, size_bytes))
 
     def _write_checkpoint(self, directory: Path, step: int, content: Mapping[str, Any], copy_seconds: float) -> None:
         began = time.monotonic()
@@ -202,12 +213,12 @@ class SavedState:
         self._unwritten, seconds = None, round(time.monotonic() - began, 3)
         progress_files.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
 
-    def _write_snapshot(self, snapshots: "Snapshots", step: int, content: Mapping[str, Any]) -> None:
+    def _write_snapshot(self, snapshots: "Snapshots", step: int, content: Mapping[str, Any], size_bytes: int) -> None:
         thread_began = time.thread_time()
         try:
-            snapshots.save(step, content, sum(each.nbytes for each in self._memory.values()))
+            snapshots.save(step, content, size_bytes)
         except OSError as error:
-            self._snapshots = None
+            self._snapshots, self._memory = None, CopyMemory()
             warn(f"no more snapshots: {error}; an interruption now costs the steps since the last checkpoint")
             return
         # If ranks compute on CPUs, they share them with this thread, too.
@@ -226,9 +237,12 @@ class Snapshots:
 
         `size_bytes` is the approximate size of the content.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
+        make_private(self._directory)
         outdated, self._outdated = self._outdated, None
-        if outdated is None or not outdated.exists():
+        if outdated and not (outdated / STATE_FILE).exists():  # somebody has removed it
+            remove_published(outdated)
+            outdated = None
+        if outdated is None:
             if shutil.disk_usage(self._directory).free < missing_snapshot_bytes(self._directory, size_bytes):
                 raise OSError(f"{self._directory} has no space for 3 snapshots of {size_bytes / 1e6:,.1f} MB")
             outdated = new_unpublished(self._directory)

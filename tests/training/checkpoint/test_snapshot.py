@@ -19,7 +19,7 @@ from support.trainings import Starter, Training, events, lines, slow
 from hpc.base.kernel import available_memory_bytes, cgroup_available_bytes
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
-from training.checkpoint.snapshot import missing_space, save_newest_as_checkpoint
+from training.checkpoint.snapshot import lacking_space, save_newest_as_checkpoint
 from training.relay.checkpoint_files import list_checkpoints, step_of
 from training.verify_resume.compare import compare_runs
 
@@ -303,7 +303,8 @@ def small_memory(tmp_path: Path) -> Iterator[Path]:
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)]
     mounted = os.getuid() == 0 and not subprocess.run(mount, check=False).returncode
-    yield place if mounted else place / "missing" / "node"
+    (place / "file").touch()
+    yield place if mounted else place / "file" / "node"
     if mounted:
         subprocess.run(["umount", str(place)], check=True)
 
@@ -312,7 +313,7 @@ def pass_the_space_check() -> None:
     """In a rank: let the memory run full after the check."""
     from training.checkpoint import writer
 
-    writer.missing_space = lambda *_, **__: ""  # type: ignore[assignment]
+    writer.lacking_space = lambda *_, **__: ""
 
 
 @pytest.mark.parametrize("prepare", [None, pass_the_space_check])
@@ -324,15 +325,16 @@ def test_without_memory_for_snapshots_the_training_goes_on_with_a_warning(
     assert training.output().count("warning: snapshots are off on this node (") == 1
     assert len(events(training.run_dir, "snapshot_off")) == 1
     assert events(training.run_dir, "snapshot_off")[0]["reason"]
-    left = list(small_memory.rglob("*")) if small_memory.exists() else []
-    assert left in ([], [small_memory / "snapshots"]), "half a snapshot is left"
+    left = list((small_memory / "snapshots").rglob("*")) if small_memory.exists() else []
+    assert left == [], "half a snapshot is left"
 
 
-def test_missing_space_is_found_before_writing(tmp_path: Path) -> None:
-    assert missing_space(tmp_path, 1000, buffer_bytes=1000) == ""
+def test_lacking_space_is_found_before_writing(tmp_path: Path) -> None:
+    assert lacking_space(tmp_path, 1000, buffer_bytes=1000) == ""
     free = shutil.disk_usage(tmp_path).free
-    assert missing_space(tmp_path, free, buffer_bytes=free).startswith(f"{tmp_path} has ")
-    assert "free, and snapshots need" in missing_space(tmp_path, free, buffer_bytes=free)
+    assert lacking_space(tmp_path, 2 * free, buffer_bytes=0).startswith(f"{tmp_path} has ")
+    assert "free, and snapshots need" in lacking_space(tmp_path, 2 * free, buffer_bytes=0)
+    assert "of memory are available" in lacking_space(tmp_path, 1000, buffer_bytes=10**15)
 
 
 def make_group(path: Path, **values: object) -> None:

@@ -1,6 +1,7 @@
 """A rank writes the files of its snapshots again: what is kept must not change, and what is removed must not matter."""
 
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,11 @@ from training.relay.checkpoint_files import checkpoint_path, find_damage, list_c
 LAYOUT = ShardLayout()
 
 
-def state(step: int, size: int = 5) -> dict[str, Tensor]:
+def state(step: int) -> dict[str, Tensor]:
     return {
         LOSS: torch.tensor(float(step)),
         "model/image": torch.rand(1, 3, 4, 4).to(memory_format=torch.channels_last),
-        "model/half": torch.full((size,), step, dtype=torch.bfloat16),
+        "model/half": torch.full((5,), step, dtype=torch.bfloat16),
         "model/count": torch.tensor(step),
         "model/empty": torch.zeros(0, 3),
     }
@@ -101,6 +102,17 @@ def test_snapshots_go_on_after_somebody_has_removed_them(tmp_path: Path, what: s
     assert [step_of(path) for path in list_checkpoints(directory)] == [8, 7]
     assert len(list(directory.iterdir())) == 3, "something is left"
     assert files.are_allocated
+
+
+def test_what_is_removed_while_a_state_is_copied_is_written_to_a_new_file(tmp_path: Path) -> None:
+    directory = tmp_path / "memory" / "snapshots"
+    files, copy, tensors = SnapshotFiles(directory), HostCopy(), state(1)
+    copy.start(tensors, {"step": 1}, LAYOUT, files.next(tensors, LAYOUT).memory)
+    shutil.rmtree(directory.parent)
+    files.save(1, copy)
+    assert_saved(directory, 1, tensors)
+    made = (directory.parent, directory, checkpoint_path(directory, 1))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}, "others may read them"
 
 
 def test_other_tensors_get_another_file(tmp_path: Path) -> None:

@@ -431,14 +431,41 @@ def no_room_for_copies_on_node_1(nodes: Path) -> None:
     from training.checkpoint import writer
 
     own_node(nodes)
-    missing_space, asked = writer.missing_space, list[int]()
+    lacking_space = writer.lacking_space
 
-    def missing(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
-        asked.append(size_bytes)
-        is_full = size_bytes == max(asked) and os.environ["RANK"] == "1"
-        return "no room" if is_full else missing_space(directory, size_bytes, buffer_bytes=buffer_bytes)
+    def lacking(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
+        is_full = buffer_bytes > 0 and os.environ["RANK"] == "1"  # copies of others are received in a buffer
+        return "no room" if is_full else lacking_space(directory, size_bytes, buffer_bytes=buffer_bytes)
 
-    writer.missing_space = missing  # type: ignore[attr-defined]  # imported there
+    writer.lacking_space = lacking
+
+
+def ask_for_memory(nodes: Path) -> None:
+    """In a rank: write down for how much memory it asks."""
+    from training.checkpoint import writer
+
+    own_node(nodes)
+    lacking_space = writer.lacking_space
+
+    def lacking(directory: Path, size_bytes: int, *, buffer_bytes: int) -> str:
+        with (nodes / f"asked-{os.environ['RANK']}.jsonl").open("a") as file:
+            file.write(json.dumps([size_bytes, buffer_bytes]) + "\n")
+        return lacking_space(directory, size_bytes, buffer_bytes=buffer_bytes)
+
+    writer.lacking_space = lacking
+
+
+def test_memory_that_a_rank_has_is_not_asked_for_again(start: Starter, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir(mode=0o700)
+    prepare = partial(ask_for_memory, tmp_path)
+    cut = start(*LONGER, "--snapshot-every=1", "--fault=step@20:1", world_size=2, prepare=prepare)
+    cut.ranks[1].join()
+    cut.kill()
+    asked = lines(tmp_path / "asked-0.jsonl")
+    shard = asked[0][1]
+    # Each rank has two shards, its own and a copy: three files of both, then one of both, until its own are there.
+    assert [(size / shard, buffer / shard) for size, buffer in asked[:5]] == [(6, 1), (4, 1), (2, 1), (1, 1), (1, 1)]
 
 
 def test_without_memory_for_copies_each_node_keeps_its_own_shards(start: Starter, tmp_path: Path) -> None:
