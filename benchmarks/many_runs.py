@@ -104,7 +104,7 @@ def make(root: Path, runs: int, jobs: int) -> dict[str, str]:
         make_run(run, i, logs)
     (root / "queue").write_text("\n".join(queue_lines(made, jobs)) + "\n")
     (root / "slurm.conf").touch()
-    for name in ("squeue", "sbatch"):
+    for name in ("squeue", "sbatch", "scontrol"):
         program = root / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/sh\nexec cat {root}/queue\n")

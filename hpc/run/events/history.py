@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, cast
 
 from hpc.run.budget import FINAL_CAUSES, Budget
 from hpc.run.causes import Cause
@@ -53,11 +53,21 @@ class History:
 
     def of(self, kind: type[_Kind]) -> list[_Kind]:
         """Return the events of one kind."""
-        return [event for event in self.events if isinstance(event, kind)]
+        found = sorted(at for each, places in self._places.items() if issubclass(each, kind) for at in places)
+        return [cast("_Kind", self.events[at]) for at in found]
 
     def last(self, kind: type[_Kind]) -> _Kind | None:
         """Return the newest event of one kind; None if there is none."""
-        return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
+        found = self.of(kind)
+        return found[-1] if found else None
+
+    @cached_property
+    def _places(self) -> dict[type[Event], list[int]]:
+        """For each kind, the indexes of its events. Most events of a long run are of few kinds."""
+        found: dict[type[Event], list[int]] = {}
+        for at, event in enumerate(self.events):
+            found.setdefault(type(event), []).append(at)
+        return found
 
     def during(self, attempt: int | None) -> "History":
         """Return the events of one attempt; for None, the events that belong to no attempt."""
