@@ -101,7 +101,7 @@ def test_training_knows_nothing_of_slurm() -> None:
     assert not [path for path in (ROOT / "training").rglob("*.py") if "SLURM_" in path.read_text()]
 
 
-def test_no_verb_imports_torch_or_pandas_when_it_starts() -> None:
+def test_no_verb_imports_torch_pandas_or_tyro_when_it_starts() -> None:
     verbs = [module_of(verb) for verb in VERBS if verb not in {"report", "completion"}]
     code = (
         "import importlib, sys\n"

@@ -50,7 +50,7 @@ def main() -> int:
         if is_from_spec(sys.argv[1:]):
             options, evaluation = rank_options(sys.argv[1:])
             return _train(options, rank, evaluation)
-        # Import these only here: ranks under a node agent do not need them.
+        # Import these only here: ranks under a node agent start sooner without the parser.
         from hpc.base import program  # noqa: PLC0415
         from training.config.command_line import TrainOptions, parse_flags  # noqa: PLC0415
 
@@ -62,7 +62,7 @@ def main() -> int:
             _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
-        return 130  # the value of hpc.base.program.INTERRUPTED
+        return 130  # the value of hpc.base.program.INTERRUPTED, without an import of the parser
     except Exception as error:  # noqa: BLE001  # a defect, here or in a library
         traceback.print_exc()
         first, *more = str(error).strip().splitlines() or [""]

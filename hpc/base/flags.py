@@ -11,7 +11,7 @@ class Flag:
     """What a command line knows of a field besides its type: `Annotated[str, Flag(metavar="NAME")]`."""
 
     metavar: str = ""
-    """What the help calls the value. If it is empty, the type decides."""
+    """What the help calls the value. If it is empty, the type decides, or the field's name if it is positional."""
     letter: str = ""
     """The short form of the flag, such as `-N`."""
     help: str = ""

@@ -2,6 +2,7 @@
 
 import errno
 import resource
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,47 @@ def test_names_that_look_alike_are_different_places() -> None:
     assert [float(each[0]) for each in (copy["a/b"], copy["a"]["b"], copy[0], copy["0"])] == [0, 1, 2, 3]
 
 
+def run_in(directory: Path, program: str) -> "subprocess.CompletedProcess[str]":
+    for name in ("run/events", "snapshots", "heartbeats"):
+        (directory / name).mkdir(parents=True)
+    return run_relay(
+        program, directory=directory, TORCHRELAY_RUN_DIR=str(directory / "run"), TORCHRELAY_ATTEMPT="1",
+        TORCHRELAY_SNAPSHOTS=str(directory / "snapshots"),
+    )  # fmt: skip
+
+
+COST = """
+import time
+import torch
+import relay
+from relay import saved_state
+
+def burn(seconds):
+    began = time.thread_time()
+    while time.thread_time() - began < seconds:
+        pass
+
+def capture(*arguments):
+    burn(0.2)
+    return capture_states(*arguments)
+
+def save(*arguments):
+    burn(0.3)
+
+capture_states, saved_state.capture_states, saved_state.Snapshots.save = saved_state.capture_states, capture, save
+with relay.state(model=torch.nn.Linear(2, 2), checkpoint_seconds=1000, snapshot_seconds=0.001) as saved:
+    saved.step = 1
+    saved.save(durable=False)
+    saved._background.wait()
+    assert saved._cost_seconds >= 0.5, saved._cost_seconds
+"""
+
+
+def test_the_cost_of_a_snapshot_is_that_of_its_copy_and_of_its_write(tmp_path: Path) -> None:
+    ran = run_in(tmp_path, COST)
+    assert ran.returncode == 0, ran.stderr
+
+
 SCRIPT = """
 import threading
 import torch
@@ -181,12 +223,7 @@ with relay.state(model=model, checkpoint_seconds=0, snapshot_seconds=0.001) as s
 
 
 def test_a_save_does_not_change_the_copy_that_is_still_being_written(tmp_path: Path) -> None:
-    for directory in ("run/events", "snapshots", "heartbeats"):
-        (tmp_path / directory).mkdir(parents=True)
-    ran = run_relay(
-        SCRIPT, directory=tmp_path, TORCHRELAY_RUN_DIR=str(tmp_path / "run"), TORCHRELAY_ATTEMPT="1",
-        TORCHRELAY_SNAPSHOTS=str(tmp_path / "snapshots"),
-    )  # fmt: skip
+    ran = run_in(tmp_path, SCRIPT)
     assert ran.returncode == 0, ran.stderr
     checkpoints = {step_of(path): read(path) for path in list_checkpoints(tmp_path / "run/checkpoints")}
     assert {step: float(saved["shared"]["model"]["weight"][0, 0]) for step, saved in checkpoints.items()} == {

@@ -18,8 +18,9 @@ from torch.distributed import Work
 from hpc.run.rundir import STATE_VALUES
 from training.checkpoint.sharded import SHARD_SUFFIX, read_own_shards, read_shards, shard_file
 from training.checkpoint.snapshot import Shard, lacking_space, list_shards, shard_directory
+from training.checkpoint.snapshot_files import SnapshotFiles
 from training.checkpoint.state import TrainState
-from training.relay.checkpoint_files import checkpoint_path, remove_published, remove_unpublished, save_snapshot
+from training.relay.checkpoint_files import checkpoint_path, remove_published, remove_unpublished
 from training.relay.restoring import remove_newer
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
@@ -51,6 +52,8 @@ class ShardCopies:
     """This rank holds the shard `index` of `count` shards."""
     states: dict[int, ShardedState] = field(default_factory=dict)
     """The complete snapshots by step, as `find` has found them."""
+    received: dict[int, SnapshotFiles] = field(default_factory=dict)
+    """By shard, the files for the copies that this rank keeps."""
 
     @classmethod
     def of(cls, context: RunContext, group: ProcessGroup) -> "ShardCopies | None":
@@ -87,6 +90,12 @@ class ShardCopies:
     def kept_directories(self) -> list[Path]:
         """The directories in which this rank keeps copies."""
         return [self.path(rank, self.count) for rank in self._kept_for(self.group.rank)]
+
+    @property
+    def are_allocated(self) -> bool:
+        """Whether the next copies that this rank keeps need no more memory."""
+        sources = self._kept_for(self.group.rank)
+        return all(source in self.received and self.received[source].are_allocated for source in sources)
 
     @property
     def held_by_node(self) -> int:
@@ -134,8 +143,9 @@ class ShardCopies:
         own = self.snapshot(step)
         sending = _send(own, self._keeper(group.rank), group)  # before this rank waits for another one
         for source in self._kept_for(group.rank):
+            files = self.received.setdefault(source, SnapshotFiles(self.path(source, self.count)))
             try:
-                _receive(source, self.path(source, self.count), step, group)
+                _receive(source, files, step, group)
             except OSError as error:
                 problem = problem or str(error)
         for message in sending:
@@ -188,7 +198,7 @@ class ShardCopies:
                     message.wait()
             elif self.group.rank == target:
                 try:
-                    _receive(source, directory, step, self.group)
+                    _receive(source, SnapshotFiles(directory), step, self.group)
                 except OSError as error:
                     problem = problem or str(error)
         if state.count != self.count and self.group.rank_info.local_rank == 0:
@@ -259,26 +269,31 @@ def _map(file: Path) -> Tensor:
     return torch.from_numpy(np.memmap(file, mode="c"))
 
 
-def _receive(source: int, directory: Path, step: int, group: ProcessGroup) -> None:
+def _receive(source: int, files: SnapshotFiles, step: int, group: ProcessGroup) -> None:
     """Receive a snapshot from another rank, and save it.
 
     Raises:
-        OSError: the other rank has no such snapshot, or this one cannot be written.
+        OSError: the other rank has no such snapshot, or this one cannot be saved. All messages have been received.
     """
-    sizes = torch.zeros(2, dtype=torch.int64)
+    sizes, problem = torch.zeros(2, dtype=torch.int64), None
     distributed.recv(sizes, source, group=group.control, tag=0)
-    files = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
-    if not all(file.numel() for file in files):
+    size_bytes, values_bytes = sizes.tolist()
+    if not size_bytes:
         raise OSError(f"rank {source} has no shard of step {step}")
-    for tag, file in enumerate(files, start=1):
-        distributed.recv(file, source, group=group.control, tag=tag)
+    values = torch.empty(values_bytes, dtype=torch.uint8)
+    try:
+        shard = files.for_bytes(f"{files.directory.name}{SHARD_SUFFIX}", size_bytes)
+    except OSError as error:
+        shard, problem = torch.empty(size_bytes, dtype=torch.uint8), error
+    for tag, message in enumerate((shard, values), start=1):
+        distributed.recv(message, source, group=group.control, tag=tag)
+    if problem:
+        raise problem
 
-    def write(temporary: Path) -> None:
-        for name, file in zip((f"{directory.name}{SHARD_SUFFIX}", STATE_VALUES), files, strict=True):
-            (temporary / name).write_bytes(file.numpy().data)
+    def write_values(directory: Path) -> None:
+        (directory / STATE_VALUES).write_bytes(values.numpy().data)
 
-    directory.mkdir(mode=0o700, exist_ok=True)
-    save_snapshot(directory, step, write)
+    files.save(step, write_values)
 
 
 def _raise_first(problem: str, group: ProcessGroup) -> None:

@@ -1,15 +1,19 @@
-"""Owns the files of a rank's snapshots in a node's memory, and writes them again for later snapshots.
+"""Owns the files of snapshots in a node's memory, and writes them again for later snapshots. Runs on every rank.
 
 The kernel takes seven times as long to provide memory for a new file as to copy a state into a file that exists. So a
-rank has three files, and maps each of them into its memory: two hold the kept snapshots, the third receives the next.
+rank has three files for its state, and maps each of them into its memory: two hold the kept snapshots, the third
+receives the next. With FSDP, it has three more for the shards of each rank whose copies it keeps.
 """
 
 import json
 import mmap
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,59 +34,81 @@ from training.runtime.compat import copy_each
 
 
 @dataclass(kw_only=True)
-class SnapshotFile:
-    """A directory for a snapshot, with the file of the tensors."""
+class _File:
+    """A directory for a snapshot, with a file that is mapped into memory."""
 
     directory: Path
-    layout: ShardLayout
+    name: str
+    content: Any
+    """Describes what the file can hold."""
     memory: HostMemory
-    """The tensors. They are the file's content: a change of one changes the other."""
-
-    def fits(self, tensors: Mapping[str, Tensor], layout: ShardLayout) -> bool:
-        """Return whether the file still exists, and holds tensors of these names."""
-        is_same = self.layout == layout and self.memory.tensors.keys() == tensors.keys()
-        return is_same and (self.directory / layout.file).exists()
+    """Tensors that are parts of the file: a change of one changes the other."""
 
 
 class SnapshotFiles:
-    """The files of a rank's snapshots, all below one directory."""
+    """The files of the snapshots in one directory."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._kept: dict[int, SnapshotFile] = {}
-        self._next: SnapshotFile | None = None
+        self.directory = directory
+        self._kept: dict[int, _File] = {}
+        self._next: _File | None = None
 
     @property
     def are_allocated(self) -> bool:
         """Whether the next snapshot needs no more memory."""
         return len(self._kept) + (self._next is not None) > KEPT_SNAPSHOTS
 
-    def next(self, tensors: Mapping[str, Tensor], layout: ShardLayout) -> SnapshotFile:
-        """Return the file for the next snapshot. The tensors, which may be on a device, always have the same shapes.
+    def for_state(self, tensors: Mapping[str, Tensor], layout: ShardLayout) -> HostMemory:
+        """Return the next file's memory for tensors that may be on a device. Their shapes are always the same.
 
         Raises:
             OSError: the file cannot be made, for example because the node's memory is full.
         """
-        if self._next and not self._next.fits(tensors, layout):
-            remove_published(self._next.directory)
-            self._next = None
-        if not self._next:
-            self._next = _make(new_unpublished(self._directory), tensors, layout)
-        return self._next
+        return self._next_file(layout.file, (layout, frozenset(tensors)), partial(_make_for_state, tensors, layout))
 
-    def save(self, step: int, copy: HostCopy) -> None:
+    def for_bytes(self, name: str, size_bytes: int) -> Tensor:
+        """Return the next file's memory for the bytes of another rank's file. Raises OSError as `for_state` does."""
+        return self._next_file(name, size_bytes, partial(_make_for_bytes, name, size_bytes)).tensors[name]
+
+    def _next_file(self, name: str, content: Any, make: Callable[[Path], dict[str, Tensor]]) -> HostMemory:
+        file = self._next
+        if file and not ((file.name, file.content) == (name, content) and (file.directory / name).exists()):
+            remove_published(file.directory)
+            file = None
+        if not file:
+            self._next, directory = None, new_unpublished(self.directory)
+            try:
+                make_private(directory)
+                memory = HostMemory(make(directory))
+            except BaseException:
+                remove_published(directory)
+                raise
+            self._next = file = _File(directory=directory, name=name, content=content, memory=memory)
+        return file.memory
+
+    def save_state(self, step: int, copy: HostCopy) -> None:
         """Save a complete copy as a snapshot, and keep the newest two.
 
         Raises:
             OSError: the snapshot could not be saved. All older ones are kept.
         """
-        file, tensors = self.next(copy.memory.tensors, copy.layout), copy.memory.tensors
-        if file.memory is not copy.memory:
-            copy_each([file.memory.tensors[name] for name in tensors], list(tensors.values()))
-        self._next = None
-        save_snapshot(self._directory, step, copy.write_values, reused=file.directory, remove=self._reuse)
+        memory, tensors = self.for_state(copy.memory.tensors, copy.layout), copy.memory.tensors
+        if memory is not copy.memory:
+            copy_each([memory.tensors[name] for name in tensors], list(tensors.values()))
+        self.save(step, copy.write_values)
+
+    def save(self, step: int, write_values: Callable[[Path], None]) -> None:
+        """Save the next file, whose memory has been written, as a snapshot. `write_values` writes the other files.
+
+        Raises:
+            OSError: the snapshot could not be saved. All older ones are kept.
+        """
+        file, self._next = self._next, None
+        if not file:
+            raise ValueError("there is no file to save")
+        save_snapshot(self.directory, step, write_values, reused=file.directory, remove=self._reuse)
         # Forget what other processes have removed: the map would keep its memory.
-        left = {step_of(path) for path in list_checkpoints(self._directory)}
+        left = {step_of(path) for path in list_checkpoints(self.directory)}
         self._kept[step] = file
         self._kept = {kept: self._kept[kept] for kept in self._kept.keys() & left}
 
@@ -96,22 +122,26 @@ class SnapshotFiles:
             file.directory, self._next = unpublish(path), file
 
 
-def _make(directory: Path, tensors: Mapping[str, Tensor], layout: ShardLayout) -> SnapshotFile:
-    """Make a file for tensors of these shapes, with any content, and map it into memory.
+# The files are made with their full size: if a node's memory were full, a write to a hole in a mapped file would kill
+# the process. (So would any write if the directory were on a full disk of Btrfs or ZFS, which copy on write.)
 
-    All of it is written: if a node's memory were full, a write to a hole in a mapped file would kill the process. (So
-    would any write if the directory were on a full disk of Btrfs or ZFS, which copy on write.)
-    """
+
+def _make_for_state(tensors: Mapping[str, Tensor], layout: ShardLayout, directory: Path) -> dict[str, Tensor]:
+    """Make a file for tensors of these shapes, and return them with any content."""
     anything = torch.empty(max(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
-    try:
-        make_private(directory)
-        layout.write({name: spec_of(each, anything) for name, each in tensors.items()}, directory, replicated=True)
-        with (directory / layout.file).open("r+b") as file:
-            content = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-            first = 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(first - 8))
-    except BaseException:
-        remove_published(directory)
-        raise
-    memory = {name: shaped(content[first + header[name]["data_offsets"][0] :], each) for name, each in tensors.items()}
-    return SnapshotFile(directory=directory, layout=layout, memory=HostMemory(memory))
+    layout.write({name: spec_of(each, anything) for name, each in tensors.items()}, directory, replicated=True)
+    content = _mapped(directory / layout.file)
+    first = 8 + int.from_bytes(content[:8].numpy(), "little")
+    header = json.loads(content[8:first].numpy().tobytes())
+    return {name: shaped(content[first + header[name]["data_offsets"][0] :], each) for name, each in tensors.items()}
+
+
+def _make_for_bytes(name: str, size_bytes: int, directory: Path) -> dict[str, Tensor]:
+    with (directory / name).open("xb") as file:
+        os.posix_fallocate(file.fileno(), 0, size_bytes)
+    return {name: _mapped(directory / name)}
+
+
+def _mapped(path: Path) -> Tensor:
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)

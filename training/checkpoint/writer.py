@@ -159,7 +159,7 @@ class SnapshotDestination:
         problem = "" if is_checked else self._missing(size_bytes, self._writers)
         try:
             if not problem:
-                return self._pinned.extended(tensors) if self._pinned else self._files.next(tensors, layout).memory
+                return self._pinned.extended(tensors) if self._pinned else self._files.for_state(tensors, layout)
         except OSError as error:
             if self._copying:  # `write` will fail, too, and tell the other ranks
                 return HostMemory().extended(tensors)
@@ -173,13 +173,11 @@ class SnapshotDestination:
             return ""
         try:
             make_private(self.directory)
-            # Copies of other nodes' shards are received in host memory, and written from there.
             own, others = size_bytes * self._writers, size_bytes * (shards - self._writers)
             new = 0 if self._files and self._files.are_allocated else own
-            buffer_bytes = others + (own if self._pinned and self._pinned.is_new else 0)
-            return lacking_space(
-                self.directory, missing_snapshot_bytes(self.directory, new + others), buffer_bytes=buffer_bytes
-            )
+            new += 0 if self._copies and self._copies.are_allocated else others
+            pinned = own if self._pinned and self._pinned.is_new else 0
+            return lacking_space(self.directory, missing_snapshot_bytes(self.directory, new), buffer_bytes=pinned)
         except OSError as error:
             return str(error)
 
@@ -189,7 +187,7 @@ class SnapshotDestination:
         problem, self.sending_seconds = None, 0.0
         try:
             if self._files:
-                self._files.save(step, copy)
+                self._files.save_state(step, copy)
         except OSError as error:
             problem = error
         if self._copies and self._copying:
@@ -326,7 +324,7 @@ class StateWriter:
                 self._state.copies.append(self._device_copy)
             copy_seconds = time.monotonic() - copying_since
             self._background.submit(partial(self._write, step, copy_seconds))
-        # Do not count a copy that allocates memory, which takes several times as long: most do not.
+        # Do not count a copy that allocates memory: it takes several times as long as most copies.
         self._stall_seconds = 0.0 if allocates else self._clock() - stall_began
         return copy_seconds
 

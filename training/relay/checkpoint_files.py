@@ -33,10 +33,10 @@ def publish_directory(
 ) -> None:  # fmt: skip
     """Create or replace a directory of files. The old directory is deleted only after the new one has its name.
 
-    `write_files` receives a new, empty directory, and need not flush its files. The directory gets the permissions
-    `mode`, and its files get them without the execute bits. If `mode` is None, the umask decides. `check` is called
-    after the write, which may take minutes. If `check` raises, nothing is published. `reused` is a directory with a
-    name from `unpublish` or `new_unpublished`, which is written and published instead of a new one.
+    `write_files` receives the directory, and need not flush its files. The directory is new and empty, or `reused`: one
+    with a name from `unpublish` or `new_unpublished`, with its files. It gets the permissions `mode`, and its files get
+    them without the execute bits. If `mode` is None, the umask decides. `check` is called after the write, which may
+    take minutes. If `check` raises, nothing is published.
 
     Raises:
         OSError: a write failed, such as on a full disk. The old directory is unchanged, and no temporary one remains.

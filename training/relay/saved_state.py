@@ -6,7 +6,7 @@ The thread that trains copies the state to host memory; a background thread writ
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -180,7 +180,8 @@ class SavedState:
             return
         self._saved[kind] = self._done
         thread_began = time.thread_time()
-        # While the last copy is being written, it must not change. Without snapshots, there are few copies.
+        # While the last copy is being written, it must not change. Without snapshots, copies are too rare for memory of
+        # their own.
         is_kept = self._snapshots and not self._background.busy
         memory = self._memory if is_kept else CopyMemory()
         content = capture_states(self._objects, self.step, memory)
@@ -193,7 +194,8 @@ class SavedState:
             self._background.submit(write)
         elif not durable and self._snapshots and not self._background.busy:
             size_bytes = memory.size_bytes + sum(map(len, content["own"]))
-            self._background.submit(partial(self._write_snapshot, self._snapshots, self.step, content, size_bytes))
+            write = partial(self._snapshots.save, self.step, content, size_bytes)
+            self._background.submit(partial(self._write_snapshot, write, cost))
 
     def _write_checkpoint(self, directory: Path, step: int, content: Mapping[str, Any], copy_seconds: float) -> None:
         began = time.monotonic()
@@ -213,20 +215,21 @@ class SavedState:
         self._unwritten, seconds = None, round(time.monotonic() - began, 3)
         progress_files.event("checkpoint_saved", step=step, seconds=seconds, copy_seconds=round(copy_seconds, 4))
 
-    def _write_snapshot(self, snapshots: "Snapshots", step: int, content: Mapping[str, Any], size_bytes: int) -> None:
+    def _write_snapshot(self, write: Callable[[], None], copy_cost: float) -> None:
         thread_began = time.thread_time()
         try:
-            snapshots.save(step, content, size_bytes)
+            write()
         except OSError as error:
             self._snapshots, self._memory = None, CopyMemory()
             warn(f"no more snapshots: {error}; an interruption now costs the steps since the last checkpoint")
             return
-        # If ranks compute on CPUs, they share them with this thread, too.
-        self._cost_seconds = max(self._cost_seconds, time.thread_time() - thread_began)
+        # Ranks that compute on CPUs share them with this thread, too.
+        cost = time.thread_time() - thread_began + (0.0 if uses_gpu() else copy_cost)
+        self._cost_seconds = max(self._cost_seconds, cost)
 
 
 class Snapshots:
-    """Writes a script's snapshots to the memory of a node, over outdated ones: new memory would take twice as long."""
+    """Writes a script's snapshots to a node's memory, over outdated ones: new memory would take twice as long."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

@@ -58,12 +58,12 @@ class History:
 
     def last(self, kind: type[_Kind]) -> _Kind | None:
         """Return the newest event of one kind; None if there is none."""
-        found = self.of(kind)
-        return found[-1] if found else None
+        found = [places[-1] for each, places in self._places.items() if issubclass(each, kind)]
+        return cast("_Kind", self.events[max(found)]) if found else None
 
     @cached_property
     def _places(self) -> dict[type[Event], list[int]]:
-        """For each kind, the indexes of its events. Most events of a long run are of few kinds."""
+        """For each kind, the indexes of its events. Commands ask long histories for many kinds, most of them rare."""
         found: dict[type[Event], list[int]] = {}
         for at, event in enumerate(self.events):
             found.setdefault(type(event), []).append(at)

@@ -30,8 +30,8 @@ def state(step: int) -> dict[str, Tensor]:
 
 def save(files: SnapshotFiles, step: int, tensors: dict[str, Tensor], memory: HostMemory | None = None) -> None:
     copy = HostCopy()
-    copy.start(tensors, {"step": step}, LAYOUT, memory or files.next(tensors, LAYOUT).memory)
-    files.save(step, copy)
+    copy.start(tensors, {"step": step}, LAYOUT, memory or files.for_state(tensors, LAYOUT))
+    files.save_state(step, copy)
 
 
 def inodes(directory: Path) -> list[int]:
@@ -55,7 +55,7 @@ def test_three_files_are_written_in_turn_and_the_newest_two_snapshots_stay_as_th
         save(files, step, tensors, None if is_direct else HostMemory().extended(tensors))
         seen.append(inodes(tmp_path)[0])
         # The next state is on its way into its file.
-        following = files.next(tensors, LAYOUT).memory.tensors["model/half"]
+        following = files.for_state(tensors, LAYOUT).tensors["model/half"]
         following.fill_(-1)
         for kept in {max(step - 1, 0), step}:
             assert_saved(tmp_path, kept, states[kept])
@@ -107,9 +107,9 @@ def test_snapshots_go_on_after_somebody_has_removed_them(tmp_path: Path, what: s
 def test_what_is_removed_while_a_state_is_copied_is_written_to_a_new_file(tmp_path: Path) -> None:
     directory = tmp_path / "memory" / "snapshots"
     files, copy, tensors = SnapshotFiles(directory), HostCopy(), state(1)
-    copy.start(tensors, {"step": 1}, LAYOUT, files.next(tensors, LAYOUT).memory)
+    copy.start(tensors, {"step": 1}, LAYOUT, files.for_state(tensors, LAYOUT))
     shutil.rmtree(directory.parent)
-    files.save(1, copy)
+    files.save_state(1, copy)
     assert_saved(directory, 1, tensors)
     made = (directory.parent, directory, checkpoint_path(directory, 1))
     assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o700}, "others may read them"
@@ -130,10 +130,10 @@ def test_a_snapshot_that_cannot_be_saved_leaves_the_others_and_can_be_saved_agai
     files, copy, tensors = SnapshotFiles(tmp_path), HostCopy(), state(4)
     for step in range(4):
         save(files, step, state(step))
-    copy.start(tensors, {"not": object()}, LAYOUT, files.next(tensors, LAYOUT).memory)
+    copy.start(tensors, {"not": object()}, LAYOUT, files.for_state(tensors, LAYOUT))
     with pytest.raises(TypeError):
-        files.save(4, copy)
+        files.save_state(4, copy)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000003"]
     copy.values = {"step": 4}
-    files.save(4, copy)
+    files.save_state(4, copy)
     assert_saved(tmp_path, 4, tensors)
