@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from hpc.base.kernel import open_files
 from training.data.batch_schedule import BatchRequest
-from training.data.worker_process import die_with_parent
+from training.data.worker_process import die_with_parent, release_freed_memory
 from training.runtime.compat import stop_workers
 
 
@@ -113,6 +113,7 @@ class _Requests:
 
 def _fork_workers(loader: "DataLoader[Any]", started: Semaphore) -> Iterator[Any]:
     """Start the loader's workers, and return its batches once all of them run."""
+    release_freed_memory()
     while True:
         # Block the signals during the fork, because a worker could die of one before it ignores them.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED_BY_WORKERS)
