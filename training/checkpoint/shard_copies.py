@@ -186,7 +186,7 @@ class ShardCopies:
         if sizes:
             try:
                 self.directory.mkdir(mode=0o700, exist_ok=True)
-                problem = lacking_space(self.directory, sum(sizes), buffer_bytes=max(sizes))
+                problem = lacking_space(self.directory, sum(sizes), buffer_bytes=0)
             except OSError as error:
                 problem = str(error)
         _raise_first(problem, self.group)
@@ -197,6 +197,8 @@ class ShardCopies:
                 for message in _send(checkpoint_path(directory, step), target, self.group):
                     message.wait()
             elif self.group.rank == target:
+                # Newer snapshots are incomplete or were not usable. Two of them would make this one outdated at once.
+                remove_newer(directory, step)
                 try:
                     _receive(source, SnapshotFiles(directory), step, self.group)
                 except OSError as error:
@@ -275,7 +277,7 @@ def _receive(source: int, files: SnapshotFiles, step: int, group: ProcessGroup) 
     Raises:
         OSError: the other rank has no such snapshot, or this one cannot be saved. All messages have been received.
     """
-    sizes, problem = torch.zeros(2, dtype=torch.int64), None
+    sizes, problem = torch.zeros(2, dtype=torch.int64), ""
     distributed.recv(sizes, source, group=group.control, tag=0)
     size_bytes, values_bytes = sizes.tolist()
     if not size_bytes:
@@ -284,11 +286,11 @@ def _receive(source: int, files: SnapshotFiles, step: int, group: ProcessGroup) 
     try:
         shard = files.for_bytes(f"{files.directory.name}{SHARD_SUFFIX}", size_bytes)
     except OSError as error:
-        shard, problem = torch.empty(size_bytes, dtype=torch.uint8), error
+        shard, problem = torch.empty(size_bytes, dtype=torch.uint8), str(error)
     for tag, message in enumerate((shard, values), start=1):
         distributed.recv(message, source, group=group.control, tag=tag)
     if problem:
-        raise problem
+        raise OSError(problem)
 
     def write_values(directory: Path) -> None:
         (directory / STATE_VALUES).write_bytes(values.numpy().data)

@@ -8,9 +8,10 @@ receives the next. With FSDP, it has three more for the shards of each rank whos
 import json
 import mmap
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from training.checkpoint.host_copy import HostCopy, HostMemory, shaped, spec_of
 from training.checkpoint.sharded import ShardLayout
 from training.relay.checkpoint_files import (
     KEPT_SNAPSHOTS,
-    list_checkpoints,
+    checkpoint_path,
     make_private,
     new_unpublished,
     remove_published,
@@ -43,6 +44,19 @@ class _File:
     """Describes what the file can hold."""
     memory: HostMemory
     """Tensors that are parts of the file: a change of one changes the other."""
+    inode: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Remember which file is mapped."""
+        self.inode = (self.directory / self.name).stat().st_ino
+
+    @property
+    def exists(self) -> bool:
+        """Whether nobody has removed the file."""
+        try:
+            return (self.directory / self.name).stat().st_ino == self.inode
+        except OSError:
+            return False
 
 
 class SnapshotFiles:
@@ -55,7 +69,7 @@ class SnapshotFiles:
 
     @property
     def are_allocated(self) -> bool:
-        """Whether the next snapshot needs no more memory."""
+        """Whether the next snapshot needs no more memory, unless somebody removes the files."""
         return len(self._kept) + (self._next is not None) > KEPT_SNAPSHOTS
 
     def for_state(self, tensors: Mapping[str, Tensor], layout: ShardLayout) -> HostMemory:
@@ -72,19 +86,21 @@ class SnapshotFiles:
 
     def _next_file(self, name: str, content: Any, make: Callable[[Path], dict[str, Tensor]]) -> HostMemory:
         file = self._next
-        if file and not ((file.name, file.content) == (name, content) and (file.directory / name).exists()):
-            remove_published(file.directory)
-            file = None
-        if not file:
-            self._next, directory = None, new_unpublished(self.directory)
-            try:
-                make_private(directory)
-                memory = HostMemory(make(directory))
-            except BaseException:
-                remove_published(directory)
-                raise
-            self._next = file = _File(directory=directory, name=name, content=content, memory=memory)
-        return file.memory
+        if file and file.exists and (file.name, file.content) == (name, content):
+            return file.memory
+        if file:
+            shutil.rmtree(file.directory, ignore_errors=True)
+        # Forget what somebody has removed: the maps would keep its memory.
+        self._next, self._kept = None, {step: kept for step, kept in self._kept.items() if kept.exists}
+        directory = new_unpublished(self.directory)
+        try:
+            make_private(directory)
+            memory = HostMemory(make(directory))
+            self._next = _File(directory=directory, name=name, content=content, memory=memory)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return memory
 
     def save_state(self, step: int, copy: HostCopy) -> None:
         """Save a complete copy as a snapshot, and keep the newest two.
@@ -92,9 +108,11 @@ class SnapshotFiles:
         Raises:
             OSError: the snapshot could not be saved. All older ones are kept.
         """
-        memory, tensors = self.for_state(copy.memory.tensors, copy.layout), copy.memory.tensors
+        tensors = copy.memory.tensors
+        memory = self.for_state(tensors, copy.layout)
         if memory is not copy.memory:
             copy_each([memory.tensors[name] for name in tensors], list(tensors.values()))
+            copy.memory = memory  # the other memory may be that of a file that somebody has removed
         self.save(step, copy.write_values)
 
     def save(self, step: int, write_values: Callable[[Path], None]) -> None:
@@ -103,14 +121,19 @@ class SnapshotFiles:
         Raises:
             OSError: the snapshot could not be saved. All older ones are kept.
         """
-        file, self._next = self._next, None
+        file, outdated = self._next, list[Path]()
         if not file:
             raise ValueError("there is no file to save")
-        save_snapshot(self.directory, step, write_values, reused=file.directory, remove=self._reuse)
-        # Forget what other processes have removed: the map would keep its memory.
-        left = {step_of(path) for path in list_checkpoints(self.directory)}
-        self._kept[step] = file
-        self._kept = {kept: self._kept[kept] for kept in self._kept.keys() & left}
+
+        def write(directory: Path) -> None:
+            write_values(directory)
+            if not file.exists:
+                raise FileNotFoundError(f"{directory / file.name} was removed")
+
+        save_snapshot(self.directory, step, write, reused=file.directory, remove=outdated.append)
+        self._next, file.directory, self._kept[step] = None, checkpoint_path(self.directory, step), file
+        for path in outdated:
+            self._reuse(path)
 
     def _reuse(self, path: Path) -> None:
         """Make the file of an outdated snapshot the next one, or remove the snapshot if it is an earlier attempt's."""

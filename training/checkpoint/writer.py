@@ -104,17 +104,17 @@ class CheckpointDestination:
 
         self._save(self._directory, step, write_files, self._keep, check=self._logger.check_is_newest)
 
-    def report(self, step: int, seconds: dict[str, float], error: OSError | None) -> None:
-        """Record the saved checkpoint with its durations (`seconds`, by name), or record and warn of `error`."""
-        if error is None:
+    def report(self, step: int, seconds: dict[str, float], problem: str) -> None:
+        """Record the saved checkpoint with its durations (`seconds`, by name), or record and warn of the problem."""
+        if not problem:
             self._logger.event(
                 CheckpointSaved(step=step, seconds=seconds["seconds"], copy_seconds=seconds["copy_seconds"])
             )
             return
         self._logger.console.warn(
-            f"the checkpoint of step {step} was not saved ({error}): free some space below {self._directory}"
+            f"the checkpoint of step {step} was not saved ({problem}): free some space below {self._directory}"
         )
-        self._logger.event(CheckpointFailed(step=step, reason=str(error)))
+        self._logger.event(CheckpointFailed(step=step, reason=problem))
 
 
 class SnapshotDestination:
@@ -151,59 +151,57 @@ class SnapshotDestination:
         self._copying = False
         if self._copies:
             # Each rank waits for the copy of another one, so all ranks must agree.
-            reasons = self._group.all_gather_json(self._missing(size_bytes, self._copies.held_by_node))
+            reasons = self._group.all_gather_json(self._missing(self._files, size_bytes, self._copies.held_by_node))
             self._copying = not any(reasons)
             if not self._copying:
                 self._warn_no_copies(next(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text))
         is_checked = self._copying or self._files.are_allocated
-        problem = "" if is_checked else self._missing(size_bytes, self._writers)
+        problem = "" if is_checked else self._missing(self._files, size_bytes, self._writers)
         try:
             if not problem:
                 return self._pinned.extended(tensors) if self._pinned else self._files.for_state(tensors, layout)
         except OSError as error:
-            if self._copying:  # `write` will fail, too, and tell the other ranks
+            if self._copying:  # `write` tries again, and tells the other ranks if it fails, too
                 return HostMemory().extended(tensors)
             problem = str(error)
         self._warn_off(problem)
         return None
 
-    def _missing(self, size_bytes: int, shards: int) -> str:
+    def _missing(self, files: SnapshotFiles, size_bytes: int, shards: int) -> str:
         """Return why `shards` snapshots of this size do not fit into this node's memory, or an empty text."""
-        if not self.directory:
-            return ""
         try:
-            make_private(self.directory)
+            make_private(files.directory)
             own, others = size_bytes * self._writers, size_bytes * (shards - self._writers)
-            new = 0 if self._files and self._files.are_allocated else own
+            new = 0 if files.are_allocated else own
             new += 0 if self._copies and self._copies.are_allocated else others
             pinned = own if self._pinned and self._pinned.is_new else 0
-            return lacking_space(self.directory, missing_snapshot_bytes(self.directory, new), buffer_bytes=pinned)
+            return lacking_space(files.directory, missing_snapshot_bytes(files.directory, new), buffer_bytes=pinned)
         except OSError as error:
             return str(error)
 
     def write(self, step: int, copy: HostCopy) -> None:
         """Write a snapshot, and keep the newest two. Raises OSError if it cannot be written."""
         self._logger.wait_for_metrics()
-        problem, self.sending_seconds = None, 0.0
+        problem, self.sending_seconds = "", 0.0
         try:
             if self._files:
                 self._files.save_state(step, copy)
         except OSError as error:
-            problem = error
+            problem = str(error)
         if self._copies and self._copying:
             began = time.monotonic()
             try:
-                self._copies.copy_to_next_node(step, str(problem or ""), self._copying_group)
+                self._copies.copy_to_next_node(step, problem, self._copying_group)
             except OSError as error:
                 self._warn_no_copies(str(error))
             self.sending_seconds = time.monotonic() - began
         if problem:
-            raise problem
+            raise OSError(problem)
 
-    def report(self, _step: int, _seconds: dict[str, float], error: OSError | None) -> None:
-        """Warn of `error`."""
-        if error:
-            self._warn_off(str(error))
+    def report(self, _step: int, _seconds: dict[str, float], problem: str) -> None:
+        """Warn of the problem."""
+        if problem:
+            self._warn_off(problem)
 
     def _warn_off(self, reason: str) -> None:
         """Warn, only once, that snapshots are off. Each later save still tries to write a snapshot."""
@@ -324,6 +322,8 @@ class StateWriter:
                 self._state.copies.append(self._device_copy)
             copy_seconds = time.monotonic() - copying_since
             self._background.submit(partial(self._write, step, copy_seconds))
+        else:
+            self._copy.memory = HostMemory()  # it may be that of a file that somebody has removed
         # Do not count a copy that allocates memory: it takes several times as long as most copies.
         self._stall_seconds = 0.0 if allocates else self._clock() - stall_began
         return copy_seconds
@@ -334,11 +334,12 @@ class StateWriter:
         if not self._copy.is_finite:
             # The training has diverged and will end when it notices. Keep the older states, which are good.
             return
-        problem = None
+        problem = ""
         try:
             self._destination.write(step, self._copy)
         except OSError as error:
-            problem = error
+            # Not the error itself: it would keep the frames of its traceback, and so memory, until the next collection.
+            problem = str(error) or repr(error)
         self._unwritten_step = step if problem else None
         seconds = {"seconds": round(time.monotonic() - began, 3), "copy_seconds": round(copy_seconds, 4)}
         self._destination.report(step, seconds, problem)

@@ -13,7 +13,8 @@ from hpc.base import kernel
 def release_freed_memory() -> None:
     """Return freed memory to the kernel before a fork. Do nothing if the C library is not glibc.
 
-    When the rank uses the memory again after the fork, the kernel copies it, and the worker keeps the old pages.
+    Otherwise, when the rank uses this memory again after the fork, the kernel copies it, and the worker keeps the old
+    pages.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -36,7 +36,7 @@ def publish_directory(
     `write_files` receives the directory, and need not flush its files. The directory is new and empty, or `reused`: one
     with a name from `unpublish` or `new_unpublished`, with its files. It gets the permissions `mode`, and its files get
     them without the execute bits. If `mode` is None, the umask decides. `check` is called after the write, which may
-    take minutes. If `check` raises, nothing is published.
+    take minutes. If `check` raises, nothing is published. After an error, `reused` stays.
 
     Raises:
         OSError: a write failed, such as on a full disk. The old directory is unchanged, and no temporary one remains.
@@ -63,7 +63,8 @@ def publish_directory(
         if old:
             shutil.rmtree(old, ignore_errors=True)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if not reused:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

@@ -192,7 +192,7 @@ class SavedState:
         if durable and THIS_RANK.checkpoints:
             write = partial(self._write_checkpoint, THIS_RANK.checkpoints, self.step, content, copy_seconds)
             self._background.submit(write)
-        elif not durable and self._snapshots and not self._background.busy:
+        elif not durable and not self._background.busy and self._snapshots:  # while it is busy, a failure ends them
             size_bytes = memory.size_bytes + sum(map(len, content["own"]))
             write = partial(self._snapshots.save, self.step, content, size_bytes)
             self._background.submit(partial(self._write_snapshot, write, cost))
@@ -243,7 +243,7 @@ class Snapshots:
         make_private(self._directory)
         outdated, self._outdated = self._outdated, None
         if outdated and not (outdated / STATE_FILE).exists():  # somebody has removed it
-            remove_published(outdated)
+            shutil.rmtree(outdated, ignore_errors=True)
             outdated = None
         if outdated is None:
             if shutil.disk_usage(self._directory).free < missing_snapshot_bytes(self._directory, size_bytes):
@@ -258,7 +258,11 @@ class Snapshots:
                 serialize(content, file)
                 file.truncate()
 
-        save_snapshot(self._directory, step, write_file, reused=outdated, remove=self._keep_one)
+        try:
+            save_snapshot(self._directory, step, write_file, reused=outdated, remove=self._keep_one)
+        except BaseException:
+            shutil.rmtree(outdated, ignore_errors=True)
+            raise
 
     def _keep_one(self, outdated: Path) -> None:
         """Keep an outdated snapshot for the next one, and remove any others."""

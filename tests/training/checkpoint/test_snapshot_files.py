@@ -133,7 +133,43 @@ def test_a_snapshot_that_cannot_be_saved_leaves_the_others_and_can_be_saved_agai
     copy.start(tensors, {"not": object()}, LAYOUT, files.for_state(tensors, LAYOUT))
     with pytest.raises(TypeError):
         files.save_state(4, copy)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step-00000002", "step-00000003"]
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3, 2]
+    assert files.are_allocated, "its file is lost"
     copy.values = {"step": 4}
     files.save_state(4, copy)
     assert_saved(tmp_path, 4, tensors)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_file_that_is_removed_while_it_is_saved_is_no_snapshot(tmp_path: Path) -> None:
+    files = SnapshotFiles(tmp_path)
+    for step in range(4):
+        save(files, step, state(step))
+    files.for_state(state(4), LAYOUT)
+
+    def remove(directory: Path) -> None:
+        (directory / LAYOUT.file).unlink()
+
+    with pytest.raises(FileNotFoundError, match="was removed"):
+        files.save(4, remove)
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [3, 2]
+    save(files, 5, state(5))
+    assert [step_of(path) for path in list_checkpoints(tmp_path)] == [5, 3]
+
+
+def maps() -> int:
+    """How many files of snapshots this process has mapped."""
+    return Path("/proc/self/maps").read_text().count(LAYOUT.file)
+
+
+def test_the_memory_of_removed_files_is_freed(tmp_path: Path) -> None:
+    directory = tmp_path / "snapshots"
+    files, before = SnapshotFiles(directory), maps()
+    for step in range(4):
+        save(files, step, state(step))
+    assert maps() == before + 3
+    shutil.rmtree(directory)
+    directory.touch()
+    with pytest.raises(OSError, match="directory"):
+        files.for_state(state(4), LAYOUT)
+    assert maps() == before

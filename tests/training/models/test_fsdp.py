@@ -435,6 +435,30 @@ def no_room_for_copies_on_node_1(nodes: Path) -> None:
         ShardCopies.held_by_node = property(lambda _: 10**12)  # type: ignore[assignment,method-assign]
 
 
+def no_files_for_copies_on_node_1(nodes: Path) -> None:
+    """In a rank: node 1 cannot make the files into which it receives copies."""
+    from training.checkpoint.snapshot_files import SnapshotFiles
+
+    def fail(*_: object) -> Tensor:
+        raise OSError(28, "No space left on device")
+
+    own_node(nodes)
+    if os.environ["RANK"] == "1":
+        SnapshotFiles.for_bytes = fail  # type: ignore[method-assign]
+
+
+def test_a_node_that_cannot_receive_copies_does_not_hinder_the_others(start: Starter, tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir(mode=0o700)
+    prepare = partial(no_files_for_copies_on_node_1, tmp_path)
+    cut = start(*LONGER, "--snapshot-every=1", "--fault=step@40:1", world_size=2, prepare=prepare)
+    cut.ranks[1].join()
+    cut.kill()
+    assert held(tmp_path) == {"0": {0, 1}, "1": {1}}
+    warning = "warning: snapshots have no copies on other nodes (rank 1: [Errno 28] No space left on device)"
+    assert cut.output().count(warning) == 1, cut.output()
+
+
 def ask_for_memory(nodes: Path) -> None:
     """In a rank: write down for how much memory it asks."""
     from training.checkpoint import writer
