@@ -192,7 +192,7 @@ class SavedState:
         if durable and THIS_RANK.checkpoints:
             write = partial(self._write_checkpoint, THIS_RANK.checkpoints, self.step, content, copy_seconds)
             self._background.submit(write)
-        elif not durable and not self._background.busy and self._snapshots:  # while it is busy, a failure ends them
+        elif not durable and not self._background.busy and self._snapshots:  # in this order: a failed write ends them
             size_bytes = memory.size_bytes + sum(map(len, content["own"]))
             write = partial(self._snapshots.save, self.step, content, size_bytes)
             self._background.submit(partial(self._write_snapshot, write, cost))
