@@ -27,11 +27,10 @@ TYRO = (
 
 def show(options: type[Any], prog: str, shown: Help, *, prints: bool) -> None:
     """Print the help and exit. `options` may be a union of subcommands."""
-    views, text = (_for_help(each, shown) for each in get_args(options) or (options,)), _HelpText()
+    text = _HelpText()
     try:
         with redirect_stdout(text):
-            view = functools.reduce(operator.or_, views)
-            tyro.cli(view, args=["--help"], prog=prog, config=TYRO, console_outputs=prints)
+            tyro.cli(_for_help(options, shown), args=["--help"], prog=prog, config=TYRO, console_outputs=prints)
     finally:
         text.seek(0)
         print(_wrapped(text.read()), end="")
@@ -75,7 +74,12 @@ def _for_help(options: type[Any], shown: Help) -> type[Any]:
 
 
 def annotated(options: type[Any], mark: Callable[[str], Any]) -> type[Any]:
-    """Return a subclass that annotates each flag, also in groups, with the tyro marker `mark(field name)`."""
+    """Return a subclass that annotates each flag, also in groups, with the tyro marker `mark(field name)`.
+
+    `options` may be a union of subcommands.
+    """
+    if kinds := get_args(options):
+        return functools.reduce(operator.or_, (annotated(each, mark) for each in kinds))
     types, values = dict[str, Any](), dict[str, Any]()
     for field in dataclasses.fields(options):
         if group := program.group_of(field):

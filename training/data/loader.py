@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 
 from hpc.base.kernel import open_files
 from training.data.batch_schedule import BatchRequest
-from training.data.worker_process import die_with_parent, release_freed_memory
+from training.data.freed_memory import release_freed_memory
+from training.data.worker_process import die_with_parent
 from training.runtime.compat import stop_workers
 
 

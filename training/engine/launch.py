@@ -12,8 +12,8 @@ from training.config.rules import check_validation
 from training.config.train_config import check_world
 from training.config.training_spec import needs_compiler
 from training.data.build import load_data, move_to_device, synthetic_data
+from training.data.freed_memory import keep_freed_memory
 from training.engine.evaluation_run import EvaluationRun
-from training.engine.freed_memory import keep_freed_memory
 from training.engine.preflight import run_preflight
 from training.engine.shared_data import check_same, loader_workers, shared_file_index
 from training.engine.trainer import Trainer

@@ -3,9 +3,8 @@
 import importlib
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial, reduce
-from operator import or_
-from typing import Annotated, Any, Literal, Union, get_args
+from functools import partial
+from typing import Annotated, Any, Literal, Union
 
 import tyro
 
@@ -60,8 +59,7 @@ def _without_texts(options: Any) -> Any:
     The defaults are left out, too: fish passes all flags of all verbs in one argument, which Linux limits to 128 KiB.
     """
     nothing = tyro.conf.arg(help="", help_behavior_hint="")
-    kinds = [help_text.annotated(each, lambda _: nothing) for each in get_args(options) or (options,)]
-    return reduce(or_, kinds)
+    return help_text.annotated(options, lambda _: nothing)
 
 
 def options_of(command: str) -> Any:

@@ -426,6 +426,18 @@ def test_two_lost_nodes_cost_the_steps_since_the_checkpoint(start: Starter, node
     assert newest_before(stopped, 1) == "step-00000003"
 
 
+def killed_on_two_nodes(start: Starter, nodes: Path, prepare: Callable[[Path], None]) -> Training:
+    """A training on two nodes that is killed at its 40th step. Each rank first calls `prepare` with the nodes."""
+    for node in range(2):
+        (nodes / str(node)).mkdir(mode=0o700)
+    cut = start(
+        *LONGER, "--snapshot-every=1", "--fault=step@40:1", world_size=2, prepare=partial(prepare, nodes)
+    )  # fmt: skip
+    cut.ranks[1].join()
+    cut.kill()
+    return cut
+
+
 def no_room_for_copies_on_node_1(nodes: Path) -> None:
     """In a rank: node 1 would keep more copies than its memory can hold."""
     from training.checkpoint.shard_copies import ShardCopies
@@ -448,12 +460,7 @@ def no_files_for_copies_on_node_1(nodes: Path) -> None:
 
 
 def test_a_node_that_cannot_receive_copies_does_not_hinder_the_others(start: Starter, tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir(mode=0o700)
-    prepare = partial(no_files_for_copies_on_node_1, tmp_path)
-    cut = start(*LONGER, "--snapshot-every=1", "--fault=step@40:1", world_size=2, prepare=prepare)
-    cut.ranks[1].join()
-    cut.kill()
+    cut = killed_on_two_nodes(start, tmp_path, no_files_for_copies_on_node_1)
     assert held(tmp_path) == {"0": {0, 1}, "1": {1}}
     warning = "warning: snapshots have no copies on other nodes (rank 1: [Errno 28] No space left on device)"
     assert cut.output().count(warning) == 1, cut.output()
@@ -475,12 +482,7 @@ def ask_for_memory(nodes: Path) -> None:
 
 
 def test_memory_that_a_rank_has_is_not_asked_for_again(start: Starter, tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir(mode=0o700)
-    prepare = partial(ask_for_memory, tmp_path)
-    cut = start(*LONGER, "--snapshot-every=1", "--fault=step@20:1", world_size=2, prepare=prepare)
-    cut.ranks[1].join()
-    cut.kill()
+    killed_on_two_nodes(start, tmp_path, ask_for_memory)
     asked = lines(tmp_path / "asked-0.jsonl")
     shard = asked[0][0] / 6
     # Each rank has two shards, its own and a copy, with three files for each. They are made one after the other.
@@ -489,12 +491,7 @@ def test_memory_that_a_rank_has_is_not_asked_for_again(start: Starter, tmp_path:
 
 
 def test_without_memory_for_copies_each_node_keeps_its_own_shards(start: Starter, tmp_path: Path) -> None:
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir(mode=0o700)
-    prepare = partial(no_room_for_copies_on_node_1, tmp_path)
-    cut = start(*LONGER, "--snapshot-every=1", "--fault=step@40:1", world_size=2, prepare=prepare)
-    cut.ranks[1].join()
-    cut.kill()
+    cut = killed_on_two_nodes(start, tmp_path, no_room_for_copies_on_node_1)
     assert held(tmp_path) == {"0": {0}, "1": {1}}
     assert cut.output().count("warning: snapshots have no copies on other nodes (rank 1: ") == 1, cut.output()
     assert "and snapshots need" in cut.output()

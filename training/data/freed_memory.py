@@ -1,4 +1,4 @@
-"""Keeps freed memory in the process for the next step. Runs on every rank, before its loader workers fork.
+"""Keeps freed memory in the process for the next step, and returns it before loader workers fork. Runs on every rank.
 
 Each step on a CPU allocates and frees the same tensors. By default glibc returns much of the freed memory to the
 kernel, which must clear its pages before the next use. How much glibc returns depends on the order of the first
@@ -20,3 +20,13 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _NEVER)
+
+
+def release_freed_memory() -> None:
+    """Return freed memory to the kernel before a fork. Do nothing if the C library is not glibc.
+
+    Otherwise, when the rank uses this memory again after the fork, the kernel copies it, and the worker keeps the old
+    pages.
+    """
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
