@@ -215,8 +215,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         cancelled=is_cancelled_now(node.run),
         signal=signal,
         job_state=state,
-        preempted=job_fields.is_preempted(fields)
-        or handover.was_preempted(node.run, node.allocation.job_id, node.attempt.started),
+        preempted=job_fields.is_preempted(fields) or handover.was_preempted(node.run, node.attempt),
         failure=failure,
     )
 

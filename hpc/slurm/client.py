@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
@@ -24,11 +25,16 @@ _KEPT_IN_A_JOB = frozenset({"SLURM_CONF", "SLURM_JWT"})
 # the variables of the user's shell.
 _LEAKING = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 _KEPT = _KEPT_IN_A_JOB | {"SLURM_CLUSTERS"}
+# The commands print and read times in the zone of TZ. In UTC no hour comes twice; the name with a number needs no
+# table of zones. sbatch keeps the user's zone, for options such as --sbatch deadline= and for the job's environment.
+_ZONE = {"TZ": "UTC0"}
 _CLUSTER_CONFIGURATIONS = (Path("/etc/slurm/slurm.conf"), Path("/run/slurm/conf/slurm.conf"))
 _CRED_EXPIRE_SECONDS = 120
 LONG_REQUEUE_DELAY_SECONDS = 15
 """If Slurm holds requeued jobs for more seconds than this, a run continues in a new job."""
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
+# The path of another job's script may have any bytes, whatever the locale.
+_AS_PATHS = {"encoding": sys.getfilesystemencoding(), "errors": sys.getfilesystemencodeerrors()}
 Fields = Mapping[str, str]
 
 
@@ -92,15 +98,19 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
 def complete(
     *command: str, environment: Mapping[str, str] | None = None, text: str | None = None
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a command, which may fail, with `text` as input. Raises TorchrelayError if it is missing or times out."""
+    """Run a command, which may fail, with `text` as input. Raises TorchrelayError if it is missing or times out.
+
+    All commands but sbatch print times in UTC.
+    """
     own = dict(os.environ if environment is None else environment)
     adopt_environment(own)
+    own |= {} if Path(command[0]).name == "sbatch" else _ZONE
     # A requeue sends SIGTERM to all processes of the job. It must not kill the scontrol with which an agent excludes
     # nodes, so the command inherits a blocked SIGTERM. This process gets the signal in another thread, or afterwards.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.run(
-            command, env=own, input=text, capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS
+            command, env=own, input=text, capture_output=True, check=False, timeout=_TIMEOUT_SECONDS, **_AS_PATHS
         )
     except FileNotFoundError as error:
         raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error

@@ -86,7 +86,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
     eval keeps a user's line from continuing in ours. The trap reports the line if it fails, or if an `exit` or `set -e`
     in it ends the script.
     """
-    first = [*_one_job(run), _unset(resources), _OUTLIVE]
+    first = [handover.start_line(), *_one_job(run), _unset(resources), _OUTLIVE]
     if not resources.setup:
         return first
     failed = (

@@ -11,7 +11,6 @@ import shlex
 import socket
 import time
 from collections.abc import Collection, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +50,10 @@ from hpc.slurm.squeue import jobs_by_script
 _EXCLUDE_SECONDS = 6 * 3600.0
 # sbatch errors that mean --exclude left too few nodes; 24.11 prints the second if --nodelist names an excluded node.
 _TOO_FEW_NODES = ("not available", "Invalid node name specified")
-# slurmstepd prints this line to the job's log, with the local time to the second.
-_PREEMPTED = re.compile(rb"CANCELLED AT ([-:T\d]+) DUE TO PREEMPTION")
+# slurmstepd prints this line to the job's log. Its time says nothing here: it is in the node's time zone.
+_PREEMPTED = re.compile(rb"CANCELLED AT .* DUE TO PREEMPTION")
+# The batch script prints this line first (`start_line`), because a requeued job appends to the log of its earlier starts.
+_JOB_START = re.compile(rb"^torchrelay: start (\d+) of job ", re.MULTILINE)
 # Bytes to search at the end of the log: the agents print little after slurmstepd's line.
 _LOG_BYTES = 2**17
 HANDOVER_SECONDS = 100.0
@@ -78,7 +79,7 @@ def record_missing_end(
     A preemption of the job, or a node that Slurm has marked down, may replace `cause` and the node `suspect`.
     """
     spec = RunSpec.load(run)
-    if cause is Cause.LOST and was_preempted(run, last.job_id, last.started):
+    if cause is Cause.LOST and was_preempted(run, last):
         cause, suspect = Cause.PREEMPTED, None
     if spec.cluster == "slurm" and cause in {Cause.LOST, Cause.NODE_FAILURE}:
         try:
@@ -101,18 +102,26 @@ def record_missing_end(
     return True
 
 
-def was_preempted(run: RunDir, job_id: str, since: float) -> bool:
-    """Return whether Slurm has preempted a job since the time `since`, according to the job's log.
+def start_line() -> str:
+    """Return the shell command with which a job's script marks its start in the log, for `was_preempted`."""
+    return 'echo "torchrelay: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID"'
+
+
+def was_preempted(run: RunDir, attempt: Attempt) -> bool:
+    """Return whether Slurm has preempted the job since the start that made an attempt, according to the job's log.
 
     With GraceTime=0 only the log says so: in `scontrol show job` such a preemption looks like a requeue.
     """
     try:
-        with (run.logs / f"{job_id}_0_log.out").open("rb") as log:
+        with (run.logs / f"{attempt.job_id}_0_log.out").open("rb") as log:
             log.seek(-min(_LOG_BYTES, log.seek(0, os.SEEK_END)), os.SEEK_END)
-            times = _PREEMPTED.findall(log.read())
-        return any(datetime.fromisoformat(at.decode()).timestamp() >= int(since) for at in times)
-    except (OSError, ValueError):
+            text = log.read()
+    except OSError:
         return False
+    starts = [(int(line[1]), line) for line in _JOB_START.finditer(text)]
+    begin = max((line.end() for number, line in starts if number <= attempt.restart), default=0)
+    end = min((line.start() for number, line in starts if number > attempt.restart), default=len(text))
+    return _PREEMPTED.search(text, begin, end) is not None
 
 
 def has_ended(run: RunDir, attempt: int) -> bool:

@@ -9,12 +9,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 
 from hpc.base.errors import TorchrelayError
 from hpc.base.units import format_minutes
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
+from hpc.slurm.squeue import slurm_time
 
 # A shortened job that starts within these minutes ends in time. Later, --time-min lets Slurm shorten it further.
 _SPARE_MINUTES = 1
@@ -25,14 +27,9 @@ class Reservation:
     """A reservation that has not ended."""
 
     name: str
-    begins: str
-    """Time at which it begins, ISO 8601 in local time."""
+    start: float
+    """Time at which it begins, in seconds since the epoch."""
     nodes: frozenset[str]
-
-    @property
-    def start(self) -> float:
-        """Time at which the reservation begins, in seconds since the epoch."""
-        return datetime.fromisoformat(self.begins).timestamp()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +49,9 @@ class ShorterLimit:
         return [f"--time={self.minutes}", f"--time-min={self.least_minutes}"]
 
     def __str__(self) -> str:
+        begins = datetime.fromtimestamp(self.reservation.start).astimezone().isoformat(timespec="seconds")
         return (
-            f"reservation {self.reservation.name} begins at {self.reservation.begins}: the time limit of this job is "
+            f"reservation {self.reservation.name} begins at {begins}: the time limit of this job is "
             f"{format_minutes(self.minutes)} instead of {self.usual}"
         )
 
@@ -87,7 +85,8 @@ def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
 def _read(fields: slurm.Fields) -> Reservation:
     nodes = fields.get("Nodes", "(null)")
     names = [] if nodes == "(null)" else slurm.hostnames(nodes)
-    return Reservation(name=fields["ReservationName"], begins=fields["StartTime"], nodes=frozenset(names))
+    start = slurm_time(fields["StartTime"])
+    return Reservation(name=fields["ReservationName"], start=inf if start is None else start, nodes=frozenset(names))
 
 
 def first_obstacle(reservations: Sequence[Reservation], free: set[str], needed: int) -> Reservation | None:

@@ -17,7 +17,7 @@ class StartEstimate:
     """The time and the nodes with which Slurm expects to start a job."""
 
     time: str
-    """ISO 8601, in the cluster's local time."""
+    """ISO 8601, in the user's time zone."""
     nodes: str
 
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 from hpc.run.causes import JobState
@@ -66,15 +66,15 @@ def parse_jobs(text: str) -> dict[str, SlurmJob]:
             job_id=job_id, state=job_state(state), reason=reason, nodes=nodes, batch_host=batch_host,
             command=command.rstrip().removesuffix(_SEPARATOR),
             restarts=int(restarts) if restarts.isdigit() else 0,
-            eligible=_seconds(eligible), started=_seconds(started),
+            eligible=slurm_time(eligible), started=slurm_time(started),
         )  # fmt: skip
     return found
 
 
-def _seconds(time: str) -> float | None:
-    """Convert Slurm's time, ISO 8601 in local time, to seconds since the epoch; None for other words."""
+def slurm_time(text: str) -> float | None:
+    """Convert a time that Slurm's commands print for us, in UTC, to seconds since the epoch; None for other words."""
     try:
-        return datetime.fromisoformat(time).timestamp()
+        return datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp()
     except ValueError:
         return None  # N/A, Unknown
 

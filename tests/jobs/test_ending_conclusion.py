@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from datetime import datetime
 from errno import ENOSPC
 from pathlib import Path
 from typing import Any, Literal
@@ -229,9 +228,8 @@ def test_preemption_that_slurm_has_written_into_the_log_alone(ended: EndedAttemp
     preempted = ended()
     preempted.fails()
     preempted.run.logs.mkdir()
-    at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
-    log = preempted.run.logs / "7_0_log.out"
-    log.write_text(f"slurmstepd-gpu01: error: *** STEP 7.0 ON gpu01 CANCELLED AT {at} DUE TO PREEMPTION ***\n")
+    ended = "slurmstepd-gpu01: error: *** STEP 7.0 ON gpu01 CANCELLED AT 2001-01-01T00:00:00 DUE TO PREEMPTION ***\n"
+    (preempted.run.logs / "7_0_log.out").write_text(f"torchrelay: start 0 of job 7\n{ended}")
     assert preempted.conclude() == 0
     assert preempted.end["cause"] == "preempted"
 

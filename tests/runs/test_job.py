@@ -78,7 +78,10 @@ def assert_refused(run: Run, words: str) -> None:
 
 
 def test_run_goes_on_after_every_end_of_its_job_but_a_cancellation(site: Site) -> None:
-    run = site.submit("--data=data", *ENDLESS, "--gpus-per-node=2", "--time=20m", **SLOW_STEPS)
+    # The user is in another time zone than the nodes.
+    zone = {"TZ": "America/Los_Angeles"}
+    more = ("--gpus-per-node=2", "--time=20m", "--continue-with=requeue")
+    run = site.submit("--data=data", *ENDLESS, *more, **SLOW_STEPS, **zone)
     run.wait_for_more_steps()
     assert_refused(run, "is running in job")
     assert run.status()["attempt"] == 1

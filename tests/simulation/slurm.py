@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from enum import StrEnum
 
 from hpc.base.errors import TorchrelayError
@@ -510,4 +510,4 @@ class Slurm:
 def _at(seconds: float | None) -> str:
     if seconds is None:
         return "N/A"
-    return datetime.fromtimestamp(int(EPOCH + seconds)).isoformat()  # noqa: DTZ006 - Slurm prints local times
+    return f"{datetime.fromtimestamp(int(EPOCH + seconds), UTC):%Y-%m-%dT%H:%M:%S}"

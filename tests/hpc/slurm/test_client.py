@@ -1,7 +1,9 @@
 import os
 import signal
 import sys
-from datetime import datetime
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -45,9 +47,43 @@ def test_jobs_of_squeue() -> None:
     assert jobs["12"].command == "/s/a b/submit.sbatch"
     assert jobs["13"].nodes == "gpu[01-02]"
     assert jobs["13"].command == "/s/x|y/submit.sbatch"
-    assert jobs["13"].started == datetime(2026, 11, 21, 18, 40, 31).timestamp()  # noqa: DTZ001 - as Slurm means it
+    assert jobs["13"].started == datetime(2026, 11, 21, 18, 40, 31, tzinfo=UTC).timestamp()
     assert (jobs["13"].started or 0) - (jobs["13"].eligible or 0) == 2
     assert jobs["14"].state is JobState.UNKNOWN
+
+
+@pytest.mark.usefixtures("user_in_new_york")
+def test_times_do_not_depend_on_the_users_settings(slurm_command: Command) -> None:
+    """In New York, the hour of this job's start came twice on that day. The `date` of the fake uses TZ, as squeue does."""
+    second_half_past_one = int(datetime(2026, 11, 1, 6, 30, tzinfo=UTC).timestamp())
+    at = f'date -d @{second_half_past_one} "+${{SLURM_TIME_FORMAT:-%Y-%m-%dT%H:%M:%S}}"'
+    slurm_command("squeue", f'echo "12|RUNNING|None|gpu01|gpu01|0|N/A|$({at})|/s/submit.sbatch|"')
+    assert slurm.jobs()["12"].started == second_half_past_one
+
+
+def test_sbatch_reads_times_in_the_users_zone(
+    slurm_command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example those of --sbatch deadline=16:00; and the job gets this environment."""
+    monkeypatch.setenv("TZ", "America/New_York")
+    slurm_command("sbatch", "echo $TZ")
+    assert slurm.complete("sbatch").stdout == "America/New_York\n"
+
+
+def test_other_jobs_scripts_may_have_any_name(slurm_command: Command) -> None:
+    slurm_command("squeue", "printf '12|RUNNING|None|gpu01|gpu01|0|N/A|N/A|/s/caf\\351/submit.sbatch|\\n'")
+    assert slurm.jobs()["12"].command == os.fsdecode(b"/s/caf\xe9/submit.sbatch")
+
+
+@pytest.fixture
+def user_in_new_york(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "America/New_York")
+        patch.setenv("SLURM_TIME_FORMAT", "%H:%M")
+        patch.setenv("LC_ALL", "tr_TR.UTF-8")
+        time.tzset()
+        yield
+    time.tzset()
 
 
 @pytest.mark.parametrize(

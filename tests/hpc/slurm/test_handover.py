@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,33 +104,42 @@ def test_expired_claim_has_one_successor(run: RunDir) -> None:
     assert sum(found) == 1
 
 
-LOG = """srun: Job step aborted: Waiting up to 17 seconds for job step to finish.
-slurmstepd-gpu01: error: *** STEP 7.0 ON gpu01 CANCELLED AT {at} DUE TO {words} ***
-torchrelay: attempt 1 ended
-"""
+def log_of(run: RunDir, *endings: str) -> None:
+    """Write the log of job 7, whose first starts have ended as slurmstepd says, with a time of another zone."""
+    run.logs.mkdir()
+    ended = "slurmstepd-gpu01: error: *** STEP 7.0 ON gpu01 CANCELLED AT 2031-01-01T00:00:00 DUE TO {} ***\n"
+    starts = [
+        f"torchrelay: start {number} of job 7\n" + "x" * 90_000 + "\n" + (ended.format(words) if words else "")
+        for number, words in enumerate(endings)
+    ]
+    (run.logs / "7_0_log.out").write_text("".join(starts))
+
+
+PREEMPTION, REQUEUE = "PREEMPTION", "JOB REQUEUE"
 
 
 @pytest.mark.parametrize(
-    ("words", "seconds", "preempted"),
-    [("PREEMPTION", 60, True), ("PREEMPTION", -60, False), ("JOB REQUEUE", 60, False), ("TIME LIMIT", 60, False)],
-    ids=["preempted", "an earlier start of the job was", "requeued", "out of time"],
+    ("endings", "restart", "preempted"),
+    [
+        ([PREEMPTION], 0, True),
+        ([PREEMPTION, ""], 1, False),
+        ([PREEMPTION, PREEMPTION], 1, True),
+        ([REQUEUE, PREEMPTION], 0, False),
+        ([PREEMPTION, REQUEUE, "TIME LIMIT"], 2, False),
+        ([PREEMPTION] * 2 + [""] * 2, 3, False),
+    ],
+    ids=["preempted", "an earlier start was", "both starts were", "the next start was", "out of time", "long ago"],
 )
-def test_preemption_in_the_log_of_the_job(run: RunDir, words: str, seconds: int, preempted: bool) -> None:
-    began = time.time() - 300
-    run.logs.mkdir()
-    at = datetime.fromtimestamp(began + seconds).isoformat(timespec="seconds")  # noqa: DTZ006 - as Slurm prints it
-    (run.logs / "7_0_log.out").write_text("x" * 500_000 + LOG.format(at=at, words=words))
-    assert handover.was_preempted(run, "7", began) is preempted
-    assert not handover.was_preempted(run, "8", began), "there is no log"
+def test_preemption_in_the_log_of_the_job(run: RunDir, endings: list[str], restart: int, preempted: bool) -> None:
+    log_of(run, *endings)
+    assert handover.was_preempted(run, attempt(restart=restart)) is preempted
+    assert not handover.was_preempted(run, attempt(job_id="8")), "there is no log"
 
 
 def test_agents_that_were_killed_by_a_preemption_are_not_lost(run: RunDir) -> None:
     """With GraceTime=0 they have no time to record the end."""
-    last = attempt(nodes=("gpu01",))
-    run.logs.mkdir()
-    at = datetime.now().isoformat(timespec="seconds")  # noqa: DTZ005 - as Slurm prints it
-    (run.logs / "7_0_log.out").write_text(LOG.format(at=at, words="PREEMPTION"))
-    assert handover.record_missing_end(run, last, "its job is gone", suspect="gpu01")
+    log_of(run, PREEMPTION)
+    assert handover.record_missing_end(run, attempt(nodes=("gpu01",)), "its job is gone", suspect="gpu01")
     [ended] = records_in(run.events)
     assert (ended["cause"], ended.get("node")) == ("preempted", None)
 

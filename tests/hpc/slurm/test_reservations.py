@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 
 import pytest
 from support.cluster import Command
@@ -16,7 +16,7 @@ NODES = {"gpu01", "gpu02", "gpu03", "gpu04"}
 
 
 def reservation(name: str, *nodes: str) -> Reservation:
-    return Reservation(name=name, begins=f"2026-11-27T0{name}:00:00", nodes=frozenset(nodes))
+    return Reservation(name=name, start=float(name), nodes=frozenset(nodes))
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_first_reservation_that_leaves_too_few_nodes(
 @pytest.fixture
 def spec(slurm_command: Command) -> RunSpec:
     """A run of one node that may take a day; all nodes are reserved in five hours and a half."""
-    at = datetime.fromtimestamp(time.time() + 5.5 * 3600).isoformat(timespec="seconds")  # noqa: DTZ006 - as Slurm prints it
+    at = f"{datetime.fromtimestamp(time.time() + 5.5 * 3600, UTC):%Y-%m-%dT%H:%M:%S}"
     shown = f"ReservationName=works StartTime={at} Nodes=gpu[01-02] Flags=MAINT"
     names = '*hostnames*gpu01) echo gpu01;; *hostnames*) printf "gpu01\\ngpu02\\n";;'
     slurm_command("scontrol", f"case \"$*\" in *reservation*) echo '{shown}';; {names} esac")

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -153,9 +153,9 @@ def test_reason_why_a_run_has_no_job_is_printed(tmp_path: Path, squeue: Squeue, 
 
 
 def test_pending_run_has_its_reason_and_start(tmp_path: Path, squeue: Squeue, capsys: Capture) -> None:
-    soon = datetime.fromtimestamp(time.time() + 1800)  # noqa: DTZ006 - Slurm prints local times
+    soon = datetime.fromtimestamp(time.time() + 1800).astimezone()
     run = make_run(tmp_path)
-    squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=f"{soon:%Y-%m-%dT%H:%M:%S}")))
+    squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=f"{soon.astimezone(UTC):%Y-%m-%dT%H:%M:%S}")))
     row = StatusCache().summary(run)
     assert (row.reason, row.starts_at) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
     assert status.main([str(run.path)]) == 0
@@ -165,9 +165,9 @@ def test_pending_run_has_its_reason_and_start(tmp_path: Path, squeue: Squeue, ca
 
 
 def test_requeued_run_shows_until_when_slurm_holds_it(tmp_path: Path, squeue: Squeue) -> None:
-    soon = datetime.fromtimestamp(time.time() + 100)  # noqa: DTZ006 - Slurm prints local times
+    soon = datetime.fromtimestamp(time.time() + 100).astimezone()
     run = make_run(tmp_path)
-    squeue(printing(tmp_path, f"7|PENDING|BeginTime||n/a|1|{soon:%Y-%m-%dT%H:%M:%S}|N/A|{run.script}|"))
+    squeue(printing(tmp_path, f"7|PENDING|BeginTime||n/a|1|{soon.astimezone(UTC):%Y-%m-%dT%H:%M:%S}|N/A|{run.script}|"))
     found = wait_reason(StatusCache().summary(run))
     assert found == f"held by Slurm until {soon:%H:%M} (--begin, or a requeue delay, which hpc supervise ends)"
 
