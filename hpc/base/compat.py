@@ -3,7 +3,6 @@
 tests/hpc/base/test_compat_libraries.py fails if a new version lacks one of them. Runs on the login node.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,29 +14,22 @@ if TYPE_CHECKING:
 
 
 class SubmititSlurm(submitit.SlurmExecutor):
-    """submitit's Slurm executor, with our own task command and sbatch command instead of a pickled function.
+    """submitit's writer of sbatch scripts, with our own task command instead of a pickled function.
 
-    The public `submit` takes only functions. Checked in submitit 1.5.4.
+    Checked in submitit 1.5.4.
     """
 
-    def __init__(self, folder: Path, command: str, sbatch: Callable[[Path], list[str]]) -> None:
+    def __init__(self, folder: Path, command: str) -> None:
         super().__init__(folder)
-        self._task_command, self._sbatch = command, sbatch
+        self._task_command = command
 
     @property
     def _submitit_command_str(self) -> str:
         return self._task_command
 
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return self._sbatch(submission_file_path)
-
     def script(self) -> str:
         """Return the text of the sbatch script."""
         return self._make_submission_file_text(self._task_command, "")
-
-    def submit_script(self) -> str:
-        """Submit the sbatch script and return the job's id. Raises submitit's FailedJobError if sbatch fails."""
-        return str(self._submit_command(self._task_command).job_id)
 
 
 class SubmititLocal(submitit.LocalExecutor):

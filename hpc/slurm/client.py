@@ -3,6 +3,7 @@
 Works without Slurm's accounting, which only `final_states` needs.
 """
 
+import contextlib
 import functools
 import os
 import re
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.causes import JobState
-from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, parse_jobs
+from hpc.slurm.sbatch_reply import replied_id
+from hpc.slurm.squeue import QUEUE_FORMAT, SlurmJob, job_state, jobs_by_script, parse_jobs
 
 # Without an answer from slurmctld, each of Slurm's commands retries for tens of seconds.
 _TIMEOUT_SECONDS = 30
@@ -47,6 +49,17 @@ _REFUSALS = (
 
 class SlurmRefusalError(TorchrelayError):
     """Slurm refuses a request for good, so a retry is useless."""
+
+
+class NotQueuedError(TorchrelayError):
+    """sbatch has queued no job."""
+
+    def __init__(self, done: "subprocess.CompletedProcess[str]") -> None:
+        self.printed = done.stderr
+        if done.returncode == 0:
+            printed = " ".join((done.stdout + done.stderr).split())
+            self.printed = f"error: sbatch ended with exit code 0, but has queued no job. It printed {printed!r}"
+        super().__init__(first_error(self.printed) or f"sbatch failed with exit code {done.returncode}")
 
 
 def adopt_environment(environment: MutableMapping[str, str]) -> None:
@@ -90,9 +103,12 @@ def run(*command: str, environment: Mapping[str, str] | None = None) -> str:
     """
     done = complete(*command, environment=environment)
     if done.returncode != 0:
-        problem = first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}"
-        raise (SlurmRefusalError if any(words in problem for words in _REFUSALS) else TorchrelayError)(problem)
+        raise _failure(first_error(done.stderr) or f"{command[0]} failed with exit code {done.returncode}")
     return done.stdout
+
+
+def _failure(problem: str) -> TorchrelayError:
+    return (SlurmRefusalError if any(words in problem for words in _REFUSALS) else TorchrelayError)(problem)
 
 
 def complete(
@@ -259,9 +275,53 @@ def submit(
         *more,
         *([f"--exclude={','.join(exclude)}"] if exclude else []),
     ]
+    try:
+        return queue(script, options, given)
+    except NotQueuedError as error:
+        raise _failure(str(error)) from error
+
+
+def queue(script: Path, options: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """Call sbatch with a script, and return the id of the job that it queues.
+
+    A site's sbatch may print anything beside the id, or no id, and may fail although it has queued the job. So the job
+    is the one that squeue lists for this script now, and did not list before. The reply counts only if squeue lists no
+    such job, for example because its answers are old.
+
+    Raises:
+        NotQueuedError: sbatch queued no job.
+        TorchrelayError: sbatch or squeue does not answer, so the job may be queued.
+    """
+    before, unlisted = _ids_of(script)
     # The PATH of the given environment, which subprocess would search, may lack sbatch.
     command = [shutil.which("sbatch") or "sbatch", *options, str(script)]
-    return run(*command, environment=given).strip().partition(";")[0]
+    try:
+        done = complete(*command, environment=environment)
+        problem = first_error(done.stderr)
+    except TorchrelayError as error:
+        done, problem = None, str(error)
+    after, still_unlisted = _ids_of(script)
+    unlisted = unlisted or still_unlisted
+    new = [] if unlisted else [job_id for job_id in after if job_id not in before]
+    if job_id := new[-1] if new else replied_id(done.stdout) if done else None:
+        return job_id
+    if done is None or unlisted:
+        reasons = "; ".join(filter(None, [problem, unlisted]))
+        raise TorchrelayError(
+            f"sbatch failed ({reasons}), and squeue does not say whether the job is queued: when Slurm answers, type "
+            f"hpc cancel {script.parent}, or sbatch {script} if there is no such job"
+        )
+    raise NotQueuedError(done)
+
+
+def _ids_of(script: Path) -> tuple[list[str], str]:
+    """Return the ids of a script's jobs, oldest first, and why squeue does not answer; empty if it does."""
+    try:
+        listed = jobs_by_script(jobs().values()).get(os.path.realpath(script), [])
+    except TorchrelayError as error:
+        return [], str(error)
+    # Slurm keeps records of some refused jobs.
+    return [job.job_id for job in listed if (job.state, job.reason) != (JobState.FAILED, "BadConstraints")], ""
 
 
 def hostnames(nodes: str) -> list[str]:

@@ -4,8 +4,6 @@ submitit pickles a function, and finds the pickle by the job's id. But a script 
 new id, so our command names the run directory instead, and nothing is pickled.
 """
 
-import contextlib
-import io
 import json
 import os
 import shlex
@@ -15,14 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from submitit.core.utils import FailedJobError
-
 from hpc.base.compat import SubmititLocal, SubmititSlurm
 from hpc.base.environment import PYTHONPATH
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import write_atomic
 from hpc.base.kernel import start_time
-from hpc.run.causes import JobState
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
@@ -33,7 +28,6 @@ from hpc.slurm import client as slurm
 from hpc.slurm.predecessors import dependency
 from hpc.slurm.reservations import ShorterLimit, shorter_limit
 from hpc.slurm.sbatch_reply import StartEstimate, lacks_nodes, parse_estimate, refusal
-from hpc.slurm.squeue import jobs_by_script
 from hpc.slurm.srun import own_pythonpath
 
 # The script's srun inherits these variables from the shell in which sbatch was typed. In another job's shell, they pin
@@ -111,18 +105,10 @@ class SlurmExecutor(SubmititSlurm):
     """Writes and submits `submit.sbatch` of a run directory."""
 
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
-        super().__init__(run.logs, agent_command(run), self._sbatch_command)
+        super().__init__(run.logs, agent_command(run))
         self.run, self.spec, self.waits_for = run, spec, ""
         before, after = setup(run, spec.resources), last_resort(run)
         self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
-
-    def _sbatch_command(self, written: Path) -> list[str]:
-        # submitit has written the script under another name.
-        written.replace(self.run.script)
-        written.symlink_to(self.run.script)
-        waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
-        expedited = [] if self.spec.recovery.start_once else slurm.requeue_options()
-        return ["sbatch", *waits, *expedited, *self._more_options(), str(self.run.script)]
 
     @cached_property
     def shorter(self) -> ShorterLimit | None:
@@ -172,22 +158,19 @@ class SlurmExecutor(SubmititSlurm):
             TorchrelayError: sbatch failed, and it is unknown whether the job is queued.
         """
         try:
-            # submitit raises sbatch's error and also prints it.
-            with contextlib.redirect_stderr(io.StringIO()):
-                job_id = self._submit_script()
-        except FailedJobError as error:
-            job_id = self._find_job(refusal(str(error), self.spec))
-        for alias in self.run.logs.glob(".submission_file_*"):
-            alias.unlink()
-        return job_id
+            return self._queue()
+        except slurm.NotQueuedError as error:
+            raise UserError(f"sbatch refused the job: {refusal(error.printed, self.spec)}") from error
 
-    def _submit_script(self) -> str:
+    def _queue(self) -> str:
+        waits = [f"--dependency={self.waits_for}"] if self.waits_for else []
+        expedited = [] if self.spec.recovery.start_once else slurm.requeue_options()
         try:
-            return self.submit_script()
-        except FailedJobError as error:
-            if not self._excludes_less_after(str(error)):
+            return slurm.queue(self.run.script, [*waits, *expedited, *self._more_options()])
+        except slurm.NotQueuedError as error:
+            if not self._excludes_less_after(error.printed):
                 raise
-            return self.submit_script()
+            return self._queue()
 
     def _excludes_less_after(self, sbatch_error: str) -> bool:
         """Exclude only the user's --exclude if sbatch refuses the job for more. Returns whether that is so."""
@@ -213,21 +196,6 @@ class SlurmExecutor(SubmititSlurm):
         if done.returncode != 0 and not (lacks_nodes(done.stderr) and in_service < self.spec.job_nodes[0]):
             raise UserError(f"sbatch refused the job: {refusal(done.stderr, self.spec)}")
         return parse_estimate(done.stderr)
-
-    def _find_job(self, sbatch_error: str) -> str:
-        """Return the job's id although sbatch failed: Slurm may have queued the job, and only the reply was lost."""
-        try:
-            jobs = jobs_by_script(slurm.jobs().values()).get(os.path.realpath(self.run.script))
-        except TorchrelayError as error:
-            raise TorchrelayError(
-                f"sbatch failed ({sbatch_error}), and squeue does not say whether the job is queued ({error}): when "
-                f"Slurm answers, type hpc cancel {self.run.path}, or sbatch {self.run.script} if there is no such job"
-            ) from error
-        # Slurm keeps records of some refused jobs.
-        queued = [job for job in jobs or () if (job.state, job.reason) != (JobState.FAILED, "BadConstraints")]
-        if not queued:
-            raise UserError(f"sbatch refused the job: {sbatch_error}")
-        return queued[-1].job_id
 
 
 def sbatch_parameters(spec: RunSpec) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parses the output of sbatch: the reason for a refusal, and the expected start with --test-only. Pure."""
+"""Parses the output of sbatch: the job's id, the reason for a refusal, the expected start with --test-only. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -8,6 +8,10 @@ from hpc.run.spec import RunSpec
 # Prefixes that add nothing to a sentence that quotes the error.
 _PREFIX = re.compile(r"(sbatch: )?(error: |fatal: )?(Batch job submission failed: |allocation failure: )?")
 _ESTIMATE = re.compile(r"Job \d+ to start at (?P<time>\S+) .*on nodes (?P<nodes>\S+)")
+# The reply of sbatch and, as the only line, the reply of sbatch --parsable. A site's sbatch may colour them.
+_REPLY = re.compile(r"\bSubmitted batch job (\d+)\b")
+_PARSABLE = re.compile(r"(\d+)(?:;\S+)?")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 # With this error, Slurm does not say which of the requested properties the nodes lack.
 _NO_SUCH_NODES = "Requested node configuration is not available"
 
@@ -19,6 +23,14 @@ class StartEstimate:
     time: str
     """ISO 8601, in the user's time zone."""
     nodes: str
+
+
+def replied_id(printed: str) -> str | None:
+    """Return the id of the queued job from the output of sbatch; None if that names no job or several."""
+    text = _COLOUR.sub("", printed).strip()
+    alone = _PARSABLE.fullmatch(text)
+    ids = {alone[1]} if alone else {*_REPLY.findall(text)}
+    return ids.pop() if len(ids) == 1 else None
 
 
 def parse_estimate(printed: str) -> StartEstimate | None:

@@ -12,9 +12,7 @@ from hpc.base import compat
     ("owner", "name", "use"),
     [
         (submitit.SlurmExecutor, "_submitit_command_str", "each task would run a pickle"),
-        (submitit.SlurmExecutor, "_make_submission_command", "sbatch would submit a script that no run directory has"),
-        (submitit.SlurmExecutor, "_make_submission_file_text", "--dry-run could not show the script"),
-        (submitit.SlurmExecutor, "_submit_command", "no run could be submitted"),
+        (submitit.SlurmExecutor, "_make_submission_file_text", "no run could have a script"),
         (submitit.LocalExecutor, "_submitit_command_str", "each task of a local run would run a pickle"),
         (submitit.LocalExecutor, "_submit_command", "no local run could start"),
     ],

@@ -57,9 +57,9 @@ def test_unanswered_submission_keeps_what_its_job_may_need(shared: Path) -> None
 
 
 @pytest.mark.slurm
-def test_job_is_kept_though_the_reply_of_sbatch_was_lost(site: Site) -> None:
-    """Slurm has queued the job, and sbatch has not heard so."""
-    path = write_programs(site.path / "bin", sbatch=f'{shutil.which("sbatch")} "$@" >/dev/null; {LOST_REPLY}')
+@pytest.mark.parametrize("prints", [LOST_REPLY, "echo Your job is queued."], ids=["the reply was lost", "site's own"])
+def test_queued_job_is_kept_whatever_sbatch_prints(site: Site, prints: str) -> None:
+    path = write_programs(site.path / "bin", sbatch=f'{shutil.which("sbatch")} "$@" >/dev/null; {prints}')
     run = site.submit(*SUBMIT[1:], "--sbatch=begin=now+1hour", PATH=path)
     assert run.queue("%T") == "PENDING"
     assert [event["job_id"] for event in run.events("submitted")] == [run.job_id]
