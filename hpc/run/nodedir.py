@@ -8,6 +8,7 @@ Runs on compute nodes.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import DEV_SHM, UNSUPPORTED
-from hpc.run.ownership import user_name, who_may_rename
+from hpc.run.ownership import who_may_rename
 from hpc.run.rundir import RunDir, SubPath
 
 # The preferred parent directory comes first. /tmp may be on a disk, where only snapshots take longer.
@@ -39,25 +40,42 @@ class NoLocksError(TorchrelayError):
 
 
 def private_directory(parent: Path, otherwise: str = "use another --stage-dir") -> Path:
-    """Return this user's directory `torchrelay-<uid>` in a directory such as /tmp; make it if it does not exist.
+    """Return this user's private directory in a directory such as /tmp; make it if it does not exist.
 
+    Its name is `torchrelay-<uid>`. If another user has taken this name, a number follows: the lowest that is free.
     `otherwise` is the advice in the error if the directory is refused.
 
     Raises:
-        TorchrelayError: another user could have made the directory, can replace it, or can write to it.
+        TorchrelayError: another user can replace the directory, or others can read it or write to it.
     """
     _check_path(parent.absolute(), otherwise)
-    root = _root(parent)
-    try:
-        root.mkdir(mode=0o700)
-    except FileExistsError:
-        status = root.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-            raise TorchrelayError(
-                f"{root} belongs to {user_name(status.st_uid)} and is {stat.filemode(status.st_mode)}, not a directory "
-                f"that only you can use, so another user may have made it: remove it, or {otherwise}"
-            ) from None
-    return root
+    usual = f"torchrelay-{os.getuid()}"
+    used = (path.name.removeprefix(f"{usual}-") for path in parent.glob(f"{usual}-*"))
+    numbers = sorted(int(number) for number in used if number.isdecimal())
+    # A name that was taken may be free again, but this user's other processes use the directory that they have made.
+    made = (name for name in (usual, *(f"{usual}-{number}" for number in numbers)) if _is_own(parent / name))
+    names = itertools.chain(made, [usual], (f"{usual}-{number}" for number in itertools.count(1)))
+    return next(parent / name for name in names if _make(parent / name, otherwise))
+
+
+def _is_own(path: Path) -> bool:
+    return os.path.lexists(path) and path.lstat().st_uid == os.getuid()
+
+
+def _make(directory: Path, otherwise: str) -> bool:
+    """Make a directory unless it exists. Returns False if it belongs to another user.
+
+    Raises TorchrelayError if it is this user's, but others may use it.
+    """
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    if not _is_own(directory):
+        return False
+    mode = directory.lstat().st_mode
+    if not stat.S_ISDIR(mode) or mode & 0o077:
+        kind = stat.filemode(mode)
+        raise TorchrelayError(f"{directory} is {kind}, not a directory that only you can use: remove it, or {otherwise}")
+    return True
 
 
 def check_stage_dir(directory: str) -> str:
@@ -86,10 +104,6 @@ def stage_dir_on_node(directory: str, environment: Mapping[str, str]) -> Path:
             f"--stage-dir is {directory}{means}, but {host} has no such directory: submit with another --stage-dir"
         )
     return path
-
-
-def _root(parent: Path) -> Path:
-    return parent / f"torchrelay-{os.getuid()}"
 
 
 def _check_path(path: Path, otherwise: str, links: int = 0) -> None:
@@ -190,9 +204,9 @@ class HeldNodeDir:
         self._run = run
         name, problems = f"{_key(run)}-{node_rank}", list[str]()
         for parent in _PARENTS:
-            self.files = NodeDir(_root(parent) / name)
             try:
                 root = private_directory(parent, _OTHERWISE)
+                self.files = NodeDir(root / name)
                 remover = threading.Thread(target=_remove_abandoned, args=(root, self.files), daemon=True)
                 remover.start()
                 remover.join(_REMOVE_SECONDS)
@@ -215,7 +229,8 @@ class HeldNodeDir:
 
     def _make_and_lock(self) -> int | None:
         """Make the directory and return its lock; None if another agent holds the lock or has removed the directory."""
-        private_directory(self.files.path.parent.parent, _OTHERWISE)
+        if not _make(root := self.files.path.parent, _OTHERWISE):
+            raise TorchrelayError(f"{root} was removed, and another user has made it")
         try:
             for directory in self.files.directories:
                 directory.mkdir(mode=0o700, exist_ok=True)

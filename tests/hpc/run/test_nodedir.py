@@ -146,10 +146,7 @@ print(held.files.path.parent, held.problem)
 held.close(remove=True)
 """
 UNUSABLE = {
-    "planted": (
-        "mount -t tmpfs -o mode=1777 none /dev/shm; mkdir /dev/shm/torchrelay-0; chown 65534 /dev/shm/torchrelay-0",
-        "belongs to nobody",
-    ),
+    "open": ("mount -t tmpfs -o mode=777 none /dev/shm", "other users may rename what is in it"),
     "no inodes": ("mount -t tmpfs -o mode=1777,nr_inodes=3 none /dev/shm", "No space left on device"),
     "read-only": ("mount -t tmpfs -o mode=1777,ro none /dev/shm", "Read-only file system"),
 }
@@ -165,6 +162,14 @@ def test_memory_that_cannot_be_used_is_replaced_by_tmp(kind: str) -> None:
     assert done.stdout.startswith("/tmp/torchrelay-0 ")
     assert reason in done.stdout
     assert "--stage-dir" not in done.stdout, "that flag changes nothing here"
+
+
+def test_name_that_another_user_has_taken_is_passed_over() -> None:
+    need("unshare", "mount")
+    planted = "mount -t tmpfs -o mode=1777 none /dev/shm; mkdir /dev/shm/torchrelay-0; chown 65534 /dev/shm/torchrelay-0"
+    command = ["unshare", "--mount", "sh", "-ec", f'{planted}; exec "$@"', "sh", sys.executable, "-c", OPEN]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "/dev/shm/torchrelay-0-1 \n"), done.stderr
 
 
 def empty_memory_of(held: HeldNodeDir) -> None:

@@ -413,20 +413,31 @@ def test_directory_that_others_could_use_is_refused(source: Path, local: Path, t
         stage(source, local)
 
 
-@pytest.mark.parametrize("trap", ["directory", "symlink", "on the way", "link on the way"])
+@pytest.mark.parametrize("trap", ["directory", "symlink", "file"])
+def test_names_that_another_user_has_taken_are_passed_over(
+    source: Path, local: Path, tmp_path: Path, trap: str
+) -> None:
+    need("chown")
+    taken = [local / f"torchrelay-{os.getuid()}{more}" for more in ("", "-1", "-2")]
+    for path in taken:
+        {"directory": path.mkdir, "symlink": lambda: path.symlink_to(tmp_path), "file": path.touch}[trap]()
+        os.chown(path, 65534, 65534, follow_symlinks=False)
+    own = local / f"torchrelay-{os.getuid()}-3"
+    staged = stage(source, local)
+    assert staged.path.is_relative_to(own)
+    assert contents(staged.path) == contents(source)
+    # The other user frees a name: the copy is found again.
+    taken[1].rename(tmp_path / "freed")
+    assert stage(source, local).reused
+
+
+@pytest.mark.parametrize("trap", ["on the way", "link on the way"])
 def test_directory_of_another_user_is_refused_with_the_owners_name(
     source: Path, local: Path, tmp_path: Path, trap: str
 ) -> None:
     need("chown")
-    nobody = pwd.getpwnam("nobody")
-    root, way = local / f"torchrelay-{os.getuid()}", local
-    if trap == "directory":
-        root.mkdir(mode=0o700)
-        os.chown(root, nobody.pw_uid, nobody.pw_gid)
-    elif trap == "symlink":
-        root.symlink_to(tmp_path)
-        os.chown(root, nobody.pw_uid, nobody.pw_gid, follow_symlinks=False)
-    elif trap == "on the way":
+    nobody, way = pwd.getpwnam("nobody"), local
+    if trap == "on the way":
         os.chown(local, nobody.pw_uid, nobody.pw_gid)
     else:
         way = tmp_path / "way"
