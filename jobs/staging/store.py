@@ -197,8 +197,8 @@ class CacheEntry:
     def find_damaged(self, manifest: Manifest, stopped: Callable[[], bool]) -> list[str]:
         """Return the names of files that differ from the manifest. Creates directories that are missing.
 
-        If the copy was made or verified since the last boot, compares only sizes. If not, reads every file. Calls
-        `stopped` for every file and every chunk.
+        Reads the files that were changed after the manifest was written and, after a reboot, all files. Calls `stopped`
+        for every file and every chunk.
 
         Raises:
             StagingStopped: `stopped` returned true.
@@ -206,19 +206,21 @@ class CacheEntry:
         for name in manifest.directories:
             with contextlib.suppress(FileExistsError):
                 (self.data / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        if manifest.boot == boot_id():
-            return [file.name for file in manifest.files if self._has_other_size(file, stopped)]
-        damaged = [file.name for file in manifest.files if self._differs(file, stopped)]
-        if not damaged:
+        written_ns = (self.path / "manifest").stat().st_mtime_ns if manifest.boot == boot_id() else -1
+        suspects = [file for file in manifest.files if self._may_differ(file, written_ns, stopped)]
+        damaged = [file.name for file in suspects if self._differs(file, stopped)]
+        if suspects and not damaged:
             write_manifest(self.path, replace(manifest, boot=boot_id()))
         return damaged
 
-    def _has_other_size(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
+    def _may_differ(self, file: CopiedFile, written_ns: int, stopped: Callable[[], bool]) -> bool:
+        """Return whether a file may have changed since a time. Each write changes ctime, which no program can set."""
         stop_if(stopped())
         try:
-            return (self.data / file.name).stat().st_size != file.size
+            status = (self.data / file.name).stat()
         except (FileNotFoundError, NotADirectoryError):
             return True
+        return status.st_size != file.size or status.st_ctime_ns >= written_ns
 
     def _differs(self, file: CopiedFile, stopped: Callable[[], bool]) -> bool:
         try:
@@ -292,15 +294,15 @@ class CacheEntry:
         If other processes read a damaged copy of this name, its files are replaced one by one: the readers see each
         file either old or new.
         """
-        write_manifest(partial, manifest)
         if not self.path.exists():
+            write_manifest(partial, manifest)
             partial.rename(self.path)
             fsync_directory(self.store.root)
             return
         for file in manifest.files:
             (self.data / file.name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             (partial / "data" / file.name).replace(self.data / file.name)
-        (partial / "manifest").replace(self.path / "manifest")
+        write_manifest(self.path, manifest)  # after the renames, which change ctime
         shutil.rmtree(partial)
 
     def mark_used(self) -> None:

@@ -6,6 +6,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -180,22 +181,39 @@ def flip_a_byte(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_copy_from_before_a_power_cut_is_read_before_it_is_trusted(
-    source: Path, local: Path, store: CacheStore
-) -> None:
+def test_copy_that_was_changed_is_replaced(source: Path, local: Path) -> None:
     with Stager(local) as user:  # somebody reads the copy meanwhile
         copy = user.stage(source).path
         flip_a_byte(copy / "large")
-        assert stage(source, local).reused, "sizes alone do not tell"
-        [entry] = store.entries()
-        manifest = entry.manifest()
-        assert manifest is not None
-        write_manifest(entry.path, replace(manifest, boot="an earlier one"))
+        os.utime(copy / "large", (0, 0))
         assert stage(source, local).repaired == 1
         assert contents(copy) == contents(source)
+    (copy / "large").chmod(0o400)
+    assert stage(source, local).reused, "its content is the same"
+
+
+def test_copy_from_before_a_power_cut_is_read_before_it_is_trusted(
+    source: Path, local: Path, store: CacheStore
+) -> None:
+    copy = stage(source, local).path
+    [entry] = store.entries()
+    manifest = entry.manifest()
+    assert manifest is not None
+
+    def damage(boot: str) -> None:
+        """Damage the copy as a disk does, so that no time tells."""
+        flip_a_byte(copy / "large")
+        write_manifest(entry.path, replace(manifest, boot=boot))
+        os.utime(entry.path / "manifest", (time.time() + 60,) * 2)
+
+    damage(manifest.boot)
+    assert stage(source, local).reused, "times do not tell"
+    write_manifest(entry.path, replace(manifest, boot="an earlier one"))
+    assert stage(source, local).repaired == 1
+    assert contents(copy) == contents(source)
     write_manifest(entry.path, replace(manifest, boot="an earlier one"))
     assert stage(source, local).reused, "intact, so its boot id was updated"
-    flip_a_byte(copy / "large")
+    damage(manifest.boot)
     assert stage(source, local).reused, "and is not read again"
 
 
