@@ -115,6 +115,20 @@ def open_files(beginning: str) -> dict[int, str]:
     return {descriptor: path for descriptor, path in found.items() if path.startswith(beginning)}
 
 
+def sync_file_system(directory: Path) -> None:
+    """Flush all files of a directory's file system to its storage. For 700 small files, fsync takes 10 times as long.
+
+    Raises:
+        OSError: the storage has failed.
+    """
+    libc, descriptor = ctypes.CDLL(None, use_errno=True), os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if libc.syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(directory))
+    finally:
+        os.close(descriptor)
+
+
 def set_parent_death_signal(number: signal.Signals = signal.SIGKILL) -> None:
     """Make the kernel send this process a signal when its parent ends. The setting survives exec, but not fork."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

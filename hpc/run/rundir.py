@@ -44,6 +44,8 @@ class RunDir:
     """The copy of the user's code that the run executes."""
     packages = SubPath("code/.torchrelay")
     """The copy of our three packages that the run executes."""
+    package_checksums = SubPath("code/.torchrelay/SHA256SUMS")
+    """The checksums of the files of our packages, as `sha256sum --check` reads them."""
     revision = SubPath("code/.torchrelay/revision")
     """The git revision of the user's code; absent if the code was not in a repository."""
     events = SubPath("events")

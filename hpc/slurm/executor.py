@@ -68,6 +68,23 @@ def _one_job(run: RunDir) -> list[str]:
     return [f'[ -z "${{{name}-}}" ] || {{ echo {text}; exit 1; }}' for name, text in texts.items()]
 
 
+def _whole_packages(run: RunDir) -> list[str]:
+    """Return script lines that end the job if our packages in the run directory are damaged, and record why.
+
+    With an empty jobs/agent.py, as storage that failed may leave it, the job would end with exit code 0.
+    """
+    told = f"{run.packages} is damaged: type hpc resume {shlex.quote(str(run.path))} --new-code"
+    check = f"cd {shlex.quote(str(run.packages))} && sha256sum --check {run.package_checksums.name}"
+    file = f'{shlex.quote(str(run.events))}/job-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}".jsonl'
+    event = """'{"event":"refused","time":%s,"job_id":"%s","restart":%s,"detail":%s}\\n'"""
+    values = f'"$(date +%s)" "$SLURM_JOB_ID" "${{SLURM_RESTART_COUNT:-0}}" {shlex.quote(json.dumps(told))}'
+    return [
+        f"({check}) >/dev/null 2>&1 || {{ echo {shlex.quote(f'torchrelay: {told}')}",
+        f"printf {event} {values} >>{file}",
+        "exit 1; }",
+    ]
+
+
 def _unset(resources: Resources) -> str:
     given = {option.partition("=")[0].replace("-", "_").upper() for option in resources.sbatch}
     names = [*_BINDING, *([] if resources.num_gpus else ["GPUS_PER_NODE"])]
@@ -80,7 +97,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
     eval keeps a user's line from continuing in ours. The trap reports the line if it fails, or if an `exit` or `set -e`
     in it ends the script.
     """
-    first = [handover.start_line(), *_one_job(run), _unset(resources), _OUTLIVE]
+    first = [*_one_job(run), _unset(resources), _OUTLIVE]
     if not resources.setup:
         return first
     failed = (
@@ -107,7 +124,8 @@ class SlurmExecutor(SubmititSlurm):
     def __init__(self, run: RunDir, spec: RunSpec) -> None:
         super().__init__(run.logs, agent_command(run))
         self.run, self.spec, self.waits_for = run, spec, ""
-        before, after = setup(run, spec.resources), last_resort(run)
+        before = [handover.start_line(), *_whole_packages(run), *setup(run, spec.resources)]
+        after = last_resort(run)
         self.update_parameters(**sbatch_parameters(spec), setup=before, teardown=after)
 
     @cached_property

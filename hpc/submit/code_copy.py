@@ -9,6 +9,7 @@ without the source lines of a zip.
 """
 
 import glob
+import hashlib
 import os
 import shutil
 import stat
@@ -21,6 +22,8 @@ from typing import Protocol
 
 from hpc.base import git
 from hpc.base.errors import UserError
+from hpc.base.files import sha256_of
+from hpc.base.kernel import sync_file_system
 from hpc.run.rundir import RunDir
 from hpc.submit.script_imports import imported_files, module_directories, module_file
 
@@ -165,17 +168,36 @@ def _matches(here: Path, root: Path, pattern: str, no_code: Sequence[Path]) -> l
 def copy_code(run: RunDir, code: UserCode) -> None:
     """Create the run's `code/` and the file with the revision of the code."""
     copy_files(code, run.code)
-    _copy_packages(run.packages)
+    checksums = _copy_packages(run.packages)
+    run.package_checksums.write_text("".join(f"{digest}  {name}\n" for name, digest in checksums.items()))
     if revision := code.revision:
         run.revision.write_text(f"{revision}\n")
+    sync_file_system(run.code)  # without this, storage that fails now may leave all these files empty
 
 
-def _copy_packages(target: Path) -> None:
+def damaged_packages(run: RunDir) -> list[str]:
+    """Return the names of the files of our packages in a run directory that are missing, or not as they were copied."""
+    if not run.package_checksums.exists():
+        return []  # the run of an earlier release
+    known = [line.split("  ", 1) for line in run.package_checksums.read_text().splitlines()]
+    damaged = [name for digest, name in known if _digest_of(run.packages / name) != digest]
+    return damaged if known else [run.package_checksums.name]
+
+
+def _digest_of(file: Path) -> str | None:
+    try:
+        return sha256_of(file)
+    except FileNotFoundError:
+        return None
+
+
+def _copy_packages(target: Path) -> dict[str, str]:
     """Copy our packages into a new directory, with the modes that the umask gives to new files.
 
-    Their byte code is copied, too: else each node would compile the same modules.
+    Their byte code is copied, too: else each node would compile the same modules. Returns the SHA-256 of each file but
+    the byte code, by its name.
     """
-    source = Path(__file__).parents[2]
+    source, checksums = Path(__file__).parents[2], dict[str, str]()
     for package in _PACKAGES:
         for directory, _, names in os.walk(source / package):
             new = target / Path(directory).relative_to(source)
@@ -185,10 +207,12 @@ def _copy_packages(target: Path) -> None:
             for name in names:
                 text = Path(directory, name).read_bytes()
                 (new / name).write_bytes(text)
+                checksums[str((new / name).relative_to(target))] = hashlib.sha256(text).hexdigest()
                 if name.endswith(".py") and (code := _byte_code(Path(directory, name), text)):
                     cache = Path(cache_from_source(new / name))
                     cache.parent.mkdir(exist_ok=True)
                     cache.write_bytes(code)
+    return checksums
 
 
 def _byte_code(source: Path, text: bytes) -> bytes | None:

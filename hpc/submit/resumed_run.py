@@ -22,7 +22,7 @@ from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import last_json_line, write_atomic
 from hpc.base.git import repository
-from hpc.base.text import visible
+from hpc.base.text import few, visible
 from hpc.commands import cli
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
@@ -42,7 +42,7 @@ from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.submit import checks
-from hpc.submit.code_copy import copy_code, find_code, own_environment
+from hpc.submit.code_copy import copy_code, damaged_packages, find_code, own_environment
 from hpc.submit.new_run import preemption_grace
 from hpc.submit.settings import adaptable_settings_of, plain, settings_of
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
@@ -121,6 +121,9 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
             f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
             "leave it out"
         )
+    if not options.new_code and (damaged := damaged_packages(run)):
+        again = "submit the script again" if before.in_place else f"type hpc resume {shlex.quote(options.run)} --new-code"
+        raise UserError(f"{run.packages} is damaged ({few(damaged)}), so no agent of the run would start: {again}")
     after = _adjusted(run, before, options, history)
     _check_has_ended(run, before, history, shlex.quote(options.run))
     job_id = _continue(run, before, after, history, new_code=options.new_code)

@@ -11,9 +11,12 @@ from support.fake_slurm import write_programs
 
 from hpc.base.errors import UserError
 from hpc.report.command import submit_command
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Refused
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm.executor import SlurmExecutor, sbatch_parameters, setup, start_local
+from hpc.submit.code_copy import UserCode, copy_code, damaged_packages
 
 
 @pytest.fixture(autouse=True)
@@ -122,6 +125,31 @@ def test_script_survives_signals_before_setup_begins(tmp_path: Path) -> None:
     ]  # fmt: skip
     spec.save(RunDir(tmp_path))
     assert RunSpec.load(RunDir(tmp_path)) == spec
+
+
+def test_job_with_damaged_packages_ends_and_says_so(tmp_path: Path) -> None:
+    """An agent whose file is empty would end with exit code 0, as if it had done its work."""
+    run = RunDir(tmp_path / "50% done's")
+    for directory in (run.path, run.events):
+        directory.mkdir()
+    copy_code(run, UserCode(root=tmp_path, names=(), in_place=True))
+    start = "\n".join(SlurmExecutor(run, spec(Resources())).script().splitlines()).partition("\nsrun ")[0]
+    job = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
+
+    def begin() -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(["bash", "-c", start], env=job, capture_output=True, text=True, check=False)
+
+    assert (begin().returncode, damaged_packages(run)) == (0, [])
+    (run.packages / "jobs/agent.py").write_text("")
+    done = begin()
+    assert (done.returncode, damaged_packages(run)) == (1, ["jobs/agent.py"])
+    assert "torchrelay: start 2 of job 7" in done.stdout
+    [refused] = History.load(run).of(Refused)
+    assert (refused.job_id, refused.restart) == ("7", 2)
+    assert refused.detail in done.stdout
+    assert refused.detail.endswith("--new-code")
+    run.package_checksums.write_text("")
+    assert (begin().returncode, damaged_packages(run)) == (1, ["SHA256SUMS"])
 
 
 def test_local_run_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ def test_code_that_the_run_would_lack_is_refused(
 
 def test_run_has_our_packages_and_others_cannot_change_them(tmp_path: Path, repository: Path) -> None:
     run = copied(tmp_path / "run", find_code(repository, ("src/my.py",)))
-    names = {path.relative_to(run.packages) for path in run.packages.rglob("*") if path.is_file()} - {Path("revision")}
+    names = {path.relative_to(run.packages) for path in run.packages.rglob("*") if path.is_file()}
+    names -= {Path("revision"), Path("SHA256SUMS")}
     ours = {path.relative_to(ROOT) for package in ("hpc", "jobs", "training") for path in (ROOT / package).rglob("*")}
     sources = {path for path in names if path.suffix != ".pyc"}
     assert sources == {path for path in ours if (ROOT / path).is_file() and "__pycache__" not in path.parts}
