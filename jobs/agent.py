@@ -41,6 +41,7 @@ from jobs.ending import (
     save_snapshot,
     take_over,
 )
+from jobs.next_attempt import end_job
 from jobs.node_attempt import (
     NodeAllocation,
     NodeAttempt,
@@ -54,6 +55,7 @@ from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, prepare_round, run_round
 from jobs.ranks.standby import Standby
+from jobs.run_dir_watch import RunDirGoneError, RunDirWatch
 from jobs.senders import commenting, sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging
@@ -123,6 +125,8 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     try:
         return _take_part(node, channel, stop)
+    except RunDirGoneError as error:
+        return _leave_without_run(node, channel, error)
     except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever
         return _fail(node, channel, stop, error)
 
@@ -182,6 +186,18 @@ def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: 
     return 0
 
 
+def _leave_without_run(node: NodeAttempt, channel: ControlChannel, error: RunDirGoneError) -> int:
+    """End this node's part in the attempt, and on the head node the job, without a run directory. Returns 1."""
+    channel.report(phase=Phase.FAILED, detail=str(error))
+    if isinstance(channel, ControlServer):
+        log(str(error))
+        channel.directive = replace(channel.directive, over=True)
+        if node.on_slurm:
+            end_job(node)
+    channel.close()
+    return 1
+
+
 class _Agent:
     """One node's part in an attempt, from the staging to the end of the attempt."""
 
@@ -190,7 +206,7 @@ class _Agent:
     ) -> None:
         self._node, self._channel, self._stop = node, channel, stop
         self._monitor = NodeMonitor(node, held, channel, stop)
-        self._monitor.callbacks.append(channel.check)
+        self._monitor.callbacks += [channel.check, RunDirWatch(node.run, node.attempt).check]
         self._staging = NodeStaging(node, channel, self._monitor, resources)
         self._standby = resources.enter_context(closing(Standby()))
 

@@ -33,8 +33,11 @@ UNSUPPORTED = frozenset({errno.EPERM, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSU
 """Error numbers of file systems without hard links, locks, or fsync of directories."""
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers if the storage is full, or a quota is used up."""
-TEMPORARY = DISK_FULL | {errno.ESTALE, errno.EIO}
-"""Error numbers of problems that may pass: the storage is full, or its server does not answer."""
+TEMPORARY = DISK_FULL | {errno.ESTALE, errno.EIO, errno.EROFS, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESHUTDOWN}
+"""Error numbers of problems that may pass: the storage is full or read-only, or its server does not answer.
+
+ext4 becomes read-only after an error, until an administrator has repaired it. A soft NFS mount times out, a FUSE mount
+loses its connection, and Lustre evicts a client."""
 
 
 def sha256_of(path: Path) -> str:
@@ -220,6 +223,13 @@ def remove_abandoned(parent: Path, pattern: str, is_abandoned: Callable[[Path], 
                 shutil.rmtree(temporary, ignore_errors=True)
             else:
                 temporary.unlink()
+
+
+def make_below(root: Path, directory: Path) -> None:
+    """Make a directory and its missing parents below `root`, which must exist: a deleted run must not appear again."""
+    for path in (*reversed(directory.relative_to(root).parents), directory.relative_to(root)):
+        if path.name:
+            (root / path).mkdir(exist_ok=True)
 
 
 def write_json(path: Path, value: Any) -> None:

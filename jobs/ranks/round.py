@@ -210,7 +210,7 @@ def _command(
     """Return torchrun's command line and environment. Raises OSError if this node cannot run the interpreter."""
     spec, run, number, allocation = node.spec, node.run, node.attempt.attempt, node.allocation
     logs, resources, python = run.attempt_logs(number), spec.resources, setup.python
-    logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(exist_ok=True)
     if spec.container is None and not os.access(python, os.X_OK):
         raise FileNotFoundError(f"{node.host} cannot run {python}, the interpreter of the ranks")
     rendezvous = Rendezvous(

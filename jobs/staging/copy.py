@@ -135,7 +135,7 @@ class Copy:
         with self._lock:
             self._error = self._error or error
         self._cancelled.set()
-        self._chunks.fail(f"it gave up ({error or type(error).__name__})")
+        self._chunks.fail(f"it gave up ({str(error) or type(error).__name__})")
         self._close_peers()
         self._to_read.put(None)
 

@@ -187,7 +187,7 @@ class Peer:
                     case answer:
                         raise _unexpected(answer)
         except OSError as error:
-            raise PeerError(f"{self._name} does not send ({error or type(error).__name__})") from error
+            raise PeerError(f"{self._name} does not send ({str(error) or type(error).__name__})") from error
 
     def receive(self, into: memoryview, expected: str) -> memoryview:
         """Receive the next chunk into a buffer of its length. Raises PeerError if its checksum is not `expected`."""

@@ -231,7 +231,7 @@ def _record(report: PreflightReport, run: RunDir, attempt: int) -> None:
     # Write plain dicts: the types in hpc.run.events need a package that a user's environment may lack.
     ledger, known = run.events / f"attempt-{attempt:03d}-trainer.jsonl", {"time": time.time(), "attempt": attempt}
     try:
-        ledger.parent.mkdir(parents=True, exist_ok=True)
+        ledger.parent.mkdir(exist_ok=True)
         append_json_line(ledger, {"event": "preflight", **known, **asdict(report)})
         append_json_line(ledger, {"event": "software", **known, **versions()})
     except OSError as error:

@@ -66,7 +66,8 @@ class Trainer:
         model = place_model(model, config, group)
         with group.raise_on_all_ranks():
             self.logger = RunLogger(context.run_dir, context.attempt, self.console, writes=group.is_rank_zero)
-        self.samples = JsonLines(context.run_dir.sample_log(context.attempt, group.rank), self.console)
+        samples = context.run_dir.sample_log(context.attempt, group.rank)
+        self.samples = JsonLines(context.run_dir, samples, self.console)
         self.schedule = make_schedule(
             len(data.train), config.batch_size, config.epochs, config.seed, samples_per_group(config),
             config.repeated_augmentation,

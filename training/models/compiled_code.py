@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from hpc.base.files import new_directory, remove_abandoned
+from hpc.base.files import make_below, new_directory, remove_abandoned
 from training.runtime.compat import default_compiler_directory
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import device_name, processor_name
@@ -72,5 +72,7 @@ def _copy_back(kept: Path, here: Path) -> None:
 def _keep(here: Path, kept: Path) -> None:
     """Copy this node's code to the run directory, as a whole. On an error there is no copy."""
     remove_abandoned(kept.parent, ".*.tmp")  # what a killed rank has left
-    with suppress(OSError, shutil.Error), new_directory(kept) as draft:
-        shutil.copytree(here, draft, dirs_exist_ok=True)
+    with suppress(OSError, shutil.Error):
+        make_below(kept.parents[1], kept.parent)
+        with new_directory(kept) as draft:
+            shutil.copytree(here, draft, dirs_exist_ok=True)

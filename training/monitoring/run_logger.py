@@ -16,7 +16,15 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError, UserError
-from hpc.base.files import DISK_FULL, append_json_line, json_line, read_json_lines, write_atomic, write_json
+from hpc.base.files import (
+    DISK_FULL,
+    append_json_line,
+    json_line,
+    make_below,
+    read_json_lines,
+    write_atomic,
+    write_json,
+)
 from hpc.run.events.kinds import Diverged, Event
 from hpc.run.events.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.run.rundir import MODEL_WEIGHTS, RunDir
@@ -49,8 +57,10 @@ class JsonLines:
     `check` is called before each write, and raises an error if this process may no longer write to the file.
     """
 
-    def __init__(self, path: Path, console: Console, check: Callable[[], None] | None = None) -> None:
-        self._path, self._check = path, check
+    def __init__(
+        self, run_dir: RunDir, path: Path, console: Console, check: Callable[[], None] | None = None
+    ) -> None:
+        self._run_dir, self._path, self._check = run_dir, path, check
         self._console = console
         self._waiting: list[Record] = []
 
@@ -60,7 +70,7 @@ class JsonLines:
         try:
             if self._check:
                 self._check()
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_below(self._run_dir.path, self._path.parent)
             while self._waiting:
                 append_json_line(self._path, self._waiting[0])
                 self._waiting.pop(0)
@@ -88,8 +98,8 @@ class RunLogger:
         self._best, self._metrics = BackgroundWriter(), BackgroundWriter()
         self._unpublished: tuple[Weights, dict[str, Any], Files] | None = None
         self._ledger = EventWriter(run_dir.events / f"{attempt_prefix(attempt)}trainer.jsonl", attempt)
-        self._train = JsonLines(run_dir.train_metrics, console, self.check_is_newest)
-        self._evaluations = JsonLines(run_dir.eval_metrics, console, self.check_is_newest)
+        self._train = JsonLines(run_dir, run_dir.train_metrics, console, self.check_is_newest)
+        self._evaluations = JsonLines(run_dir, run_dir.eval_metrics, console, self.check_is_newest)
         self._tensorboard: SummaryWriter | None = None
         self._tensorboard_works = True
         self._first_step = 1

@@ -44,7 +44,6 @@ def publish_directory(
     temporary = reused or _temporary_name(path, _UNFINISHED)
     try:
         if not reused:
-            path.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir(mode=0o777 if mode is None else mode)
         write_files(temporary)
         for file in temporary.iterdir():
@@ -158,6 +157,7 @@ def save_checkpoint(
         files |= {file.name: describe_file(file) for file in sorted(temporary.iterdir()) if file.name not in files}
         _write_manifest(temporary, step, files)
 
+    directory.mkdir(exist_ok=True)
     path = checkpoint_path(directory, step)
     publish_directory(path, write, mode, check=check)
     if keep is not None:
@@ -190,6 +190,7 @@ def save_snapshot(
         names = {file.name for file in temporary.iterdir()} - {_MANIFEST}
         _write_manifest(temporary, step, {name: describe_file(temporary / name, hashed=False) for name in names})
 
+    make_private(directory)
     publish_directory(checkpoint_path(directory, step), write, 0o700, reused=reused)
     for outdated in list_checkpoints(directory)[KEPT_SNAPSHOTS:]:
         remove(outdated)
