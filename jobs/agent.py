@@ -32,6 +32,7 @@ from jobs.control.addresses import head_hosts, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.coordinator import Coordinator
 from jobs.control.messages import OVER, Directive, NodeStatus, Phase
+from jobs.control.run_dir_watch import RunDirGoneError, RunDirWatch
 from jobs.deferral import must_wait
 from jobs.ending import (
     await_loss_of_head,
@@ -55,7 +56,6 @@ from jobs.ranks.health_check import check_health
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.round import RankSetup, prepare_round, run_round
 from jobs.ranks.standby import Standby
-from jobs.run_dir_watch import RunDirGoneError, RunDirWatch
 from jobs.senders import commenting, sending
 from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.node_staging import NodeStaging
@@ -125,8 +125,6 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
     node = NodeAttempt(run=run, spec=spec, allocation=allocation, attempt=attempt, writer=writer)
     try:
         return _take_part(node, channel, stop)
-    except RunDirGoneError as error:
-        return _leave_without_run(node, channel, error)
     except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever
         return _fail(node, channel, stop, error)
 
@@ -174,6 +172,8 @@ def _describe(error: Exception) -> str:
 
 def _fail(node: NodeAttempt, channel: ControlChannel, stop: StopRequest, error: Exception) -> int:
     """After an error, end this node's part in the attempt; on the head node, end the attempt. Returns the exit code."""
+    if isinstance(error, RunDirGoneError):
+        return _leave_without_run(node, channel, error)
     phase, cause = (Phase.FAILED, Cause.CRASHED) if _is_defect(error) else (Phase.BAD_NODE, Cause.BAD_NODE)
     detail = _describe(error)
     log(detail)

@@ -73,8 +73,9 @@ def _make(directory: Path, otherwise: str) -> bool:
         return False
     mode = directory.lstat().st_mode
     if not stat.S_ISDIR(mode) or mode & 0o077:
-        kind = stat.filemode(mode)
-        raise TorchrelayError(f"{directory} is {kind}, not a directory that only you can use: remove it, or {otherwise}")
+        raise TorchrelayError(
+            f"{directory} is {stat.filemode(mode)}, not a directory that only you can use: remove it, or {otherwise}"
+        )
     return True
 
 

@@ -3,7 +3,6 @@
 Works without Slurm's accounting, which only `final_states` needs.
 """
 
-import contextlib
 import functools
 import os
 import re

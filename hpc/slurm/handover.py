@@ -52,7 +52,7 @@ _EXCLUDE_SECONDS = 6 * 3600.0
 _TOO_FEW_NODES = ("not available", "Invalid node name specified")
 # slurmstepd prints this line to the job's log. Its time says nothing here: it is in the node's time zone.
 _PREEMPTED = re.compile(rb"CANCELLED AT .* DUE TO PREEMPTION")
-# The batch script prints this line first (`start_line`), because a requeued job appends to the log of its earlier starts.
+# The batch script prints this line first (`start_line`): a requeued job appends to the log of its earlier starts.
 _JOB_START = re.compile(rb"^torchrelay: start (\d+) of job ", re.MULTILINE)
 # Bytes to search at the end of the log: the agents print little after slurmstepd's line.
 _LOG_BYTES = 2**17

@@ -122,8 +122,8 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
             "leave it out"
         )
     if not options.new_code and (damaged := damaged_packages(run)):
-        again = "submit the script again" if before.in_place else f"type hpc resume {shlex.quote(options.run)} --new-code"
-        raise UserError(f"{run.packages} is damaged ({few(damaged)}), so no agent of the run would start: {again}")
+        typed = "hpc submit for a new run" if before.in_place else f"hpc resume {shlex.quote(options.run)} --new-code"
+        raise UserError(f"{run.packages} is damaged ({few(damaged)}), so the run cannot start: type {typed}")
     after = _adjusted(run, before, options, history)
     _check_has_ended(run, before, history, shlex.quote(options.run))
     job_id = _continue(run, before, after, history, new_code=options.new_code)

@@ -19,6 +19,7 @@ from jobs.control.messages import RankFailure, RankHeartbeat
 from jobs.control.rank_health import UNWATCHED
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
+from jobs.ranks.input_check import InputCheck
 from jobs.stop_request import StopRequest
 
 # The most failures in a status: enough that a busy head node's agent misses none. The event files have all failures.
@@ -74,8 +75,6 @@ class LocalRanks:
         self._looked_at = 0.0
         self._mentioned = set[tuple[int, str]]()
         self._activity = dict[int, _Activity]()
-        self.failures: tuple[RankFailure, ...] = ()
-        """The last few failures, the newest last."""
         # Files may be left from the ranks of an earlier attempt whose agent was killed.
         self._remove_files()
 
@@ -163,7 +162,6 @@ class LocalRanks:
             memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
             cause = cause_of_exit(fields["exit_code"], signal, memory, detail, self._exit_codes)
             found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
-        self.failures = (*self.failures, *found)[-_KEPT_FAILURES:]
         self._looked_at = time.monotonic()
         return found
 
@@ -211,6 +209,9 @@ class NodeMonitor:
         """Functions that every poll calls."""
         self._patience = Patience(node)
         self._is_not_forked = False
+        self.input_check: InputCheck | None = None
+        """Explains failures of ranks; None if this node reads no staged copy."""
+        self._failures: tuple[RankFailure, ...] = ()
         self.last_step = 0
         """The last step that a rank of this node has done in this attempt."""
         self._next = 0.0
@@ -260,13 +261,16 @@ class NodeMonitor:
         self._next = time.monotonic() + _INTERVAL_SECONDS
         self._restore_node_dir()
         self._report_slow_start()
-        for failure in self.ranks.new_failures(self._channel.clock_skew_seconds):
+        failures = self.ranks.new_failures(self._channel.clock_skew_seconds)
+        failures = self.input_check.explained(failures) if self.input_check else failures
+        for failure in failures:
             self._node.record(RankFailed(**asdict(failure)))
+        self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]
         heartbeats = self.ranks.heartbeats()
         self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats)])
         if self._channel.directive.stop:
             self._stop.handle(signal.SIGTERM, None)
-        self._channel.report(heartbeats=heartbeats, failures=self.ranks.failures, signal=self._stop.name)
+        self._channel.report(heartbeats=heartbeats, failures=self._failures, signal=self._stop.name)
         try:
             for callback in self.callbacks:
                 callback()

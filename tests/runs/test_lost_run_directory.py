@@ -1,6 +1,5 @@
 """A run directory that its user deletes or renames while its job trains: the job ends, and nothing appears again."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -33,4 +32,4 @@ def test_job_ends_if_its_run_directory_is_gone(site: Site, kept: bool) -> None:
         log = (renamed / "logs" / f"{job}_0_log.out").read_text()
         said = [line for line in log.splitlines() if line.startswith("torchrelay: ") and str(path) in line]
         assert said[-1:] == [f"torchrelay: {path} was deleted, moved or replaced while the run used it: this job ends"]
-    assert os.listdir(path.parent) == (["renamed"] if kept else [])
+    assert list(path.parent.iterdir()) == ([renamed] if kept else [])

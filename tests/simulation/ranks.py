@@ -114,7 +114,6 @@ class LocalRanks:
         self._cluster, self._host, self._clock = Cluster.present(), host, clock
         self._pid = self._cluster.process.pid
         self._round, self._exit_codes = 0, dict[int, Cause]()
-        self.failures: tuple[RankFailure, ...] = ()
 
     def begin(self, number: int, exit_codes: Mapping[int, Cause]) -> None:
         """Begin a round."""
@@ -149,7 +148,6 @@ class LocalRanks:
             for key in ("started_at", "failed_at"):
                 fields[key] += clock_skew_seconds
             found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
-        self.failures = (*self.failures, *found)[-16:]
         return found
 
 

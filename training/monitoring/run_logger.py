@@ -57,9 +57,7 @@ class JsonLines:
     `check` is called before each write, and raises an error if this process may no longer write to the file.
     """
 
-    def __init__(
-        self, run_dir: RunDir, path: Path, console: Console, check: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, run_dir: RunDir, path: Path, console: Console, check: Callable[[], None] | None = None) -> None:
         self._run_dir, self._path, self._check = run_dir, path, check
         self._console = console
         self._waiting: list[Record] = []

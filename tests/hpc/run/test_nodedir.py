@@ -166,7 +166,8 @@ def test_memory_that_cannot_be_used_is_replaced_by_tmp(kind: str) -> None:
 
 def test_name_that_another_user_has_taken_is_passed_over() -> None:
     need("unshare", "mount")
-    planted = "mount -t tmpfs -o mode=1777 none /dev/shm; mkdir /dev/shm/torchrelay-0; chown 65534 /dev/shm/torchrelay-0"
+    taken = "/dev/shm/torchrelay-0"
+    planted = f"mount -t tmpfs -o mode=1777 none /dev/shm; mkdir {taken}; chown 65534 {taken}"
     command = ["unshare", "--mount", "sh", "-ec", f'{planted}; exec "$@"', "sh", sys.executable, "-c", OPEN]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "/dev/shm/torchrelay-0-1 \n"), done.stderr

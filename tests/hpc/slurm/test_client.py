@@ -54,16 +54,14 @@ def test_jobs_of_squeue() -> None:
 
 @pytest.mark.usefixtures("user_in_new_york")
 def test_times_do_not_depend_on_the_users_settings(slurm_command: Command) -> None:
-    """In New York, the hour of this job's start came twice on that day. The `date` of the fake uses TZ, as squeue does."""
+    """In New York, the hour of this job's start came twice on that day. The fake's `date` uses TZ, as squeue does."""
     second_half_past_one = int(datetime(2026, 11, 1, 6, 30, tzinfo=UTC).timestamp())
     at = f'date -d @{second_half_past_one} "+${{SLURM_TIME_FORMAT:-%Y-%m-%dT%H:%M:%S}}"'
     slurm_command("squeue", f'echo "12|RUNNING|None|gpu01|gpu01|0|N/A|$({at})|/s/submit.sbatch|"')
     assert slurm.jobs()["12"].started == second_half_past_one
 
 
-def test_sbatch_reads_times_in_the_users_zone(
-    slurm_command: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sbatch_reads_times_in_the_users_zone(slurm_command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """For example those of --sbatch deadline=16:00; and the job gets this environment."""
     monkeypatch.setenv("TZ", "America/New_York")
     slurm_command("sbatch", "echo $TZ")

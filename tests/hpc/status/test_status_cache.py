@@ -155,7 +155,8 @@ def test_reason_why_a_run_has_no_job_is_printed(tmp_path: Path, squeue: Squeue, 
 def test_pending_run_has_its_reason_and_start(tmp_path: Path, squeue: Squeue, capsys: Capture) -> None:
     soon = datetime.fromtimestamp(time.time() + 1800).astimezone()
     run = make_run(tmp_path)
-    squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=f"{soon.astimezone(UTC):%Y-%m-%dT%H:%M:%S}")))
+    start = f"{soon.astimezone(UTC):%Y-%m-%dT%H:%M:%S}"
+    squeue(printing(tmp_path, alive(run, reason="QOSMaxJobsPerUserLimit", start=start)))
     row = StatusCache().summary(run)
     assert (row.reason, row.starts_at) == ("QOSMaxJobsPerUserLimit", int(soon.timestamp()))
     assert status.main([str(run.path)]) == 0

@@ -438,7 +438,7 @@ def test_names_that_another_user_has_taken_are_passed_over(
     need("chown")
     taken = [local / f"torchrelay-{os.getuid()}{more}" for more in ("", "-1", "-2")]
     for path in taken:
-        {"directory": path.mkdir, "symlink": lambda: path.symlink_to(tmp_path), "file": path.touch}[trap]()
+        {"directory": Path.mkdir, "symlink": lambda at: at.symlink_to(tmp_path), "file": Path.touch}[trap](path)
         os.chown(path, 65534, 65534, follow_symlinks=False)
     own = local / f"torchrelay-{os.getuid()}-3"
     staged = stage(source, local)

@@ -17,6 +17,8 @@ from support.waiting import wait_for
 
 from hpc.base.transport import Connection, Limits, Server, TransportError, connect
 from jobs.staging.coordination import Address, CacheStatus, choose_owners
+from jobs.staging.copy import Copy
+from jobs.staging.copy_progress import StagingStopped
 from jobs.staging.peers import ChunkStore, Peer, PeerError, PeerServer
 from jobs.staging.source import SourceWalk
 
@@ -196,6 +198,16 @@ def test_owner_that_fails_reports_it_to_waiting_peers(server: PeerServer, source
     peer = Peer(Address("gpu01", "127.0.0.1", server.port), "secret", listing.version)
     with peer, pytest.raises(PeerError, match="its disk is full"):
         peer.ask(1)
+
+
+def test_owner_that_is_stopped_reports_it_to_waiting_peers(source: Path, tmp_path: Path) -> None:
+    listing = SourceWalk(source).run()
+    store = ChunkStore(listing, tmp_path)
+    with pytest.raises(StagingStopped):
+        Copy(listing, tmp_path, store).run((), ("gpu01", 1), "secret", lambda _: True)
+    with pytest.raises(PeerError, match=r"it gave up \(StagingStopped\)"):
+        store.get(len(listing.batches))
+    store.close()
 
 
 @pytest.mark.parametrize("asked", [{}, {"version": 1, "batch": 0}, {"version": "x", "batch": None}, {"batch": "0"}])

@@ -11,8 +11,8 @@ from support.waiting import wait_for
 
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
-from jobs import run_dir_watch
-from jobs.run_dir_watch import RunDirGoneError, RunDirWatch
+from jobs.control import run_dir_watch
+from jobs.control.run_dir_watch import RunDirGoneError, RunDirWatch
 
 
 def begun(path: Path, secret: str = "s") -> RunDir:
