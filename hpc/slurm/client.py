@@ -35,7 +35,7 @@ LONG_REQUEUE_DELAY_SECONDS = 15
 """If Slurm holds requeued jobs for more seconds than this, a run continues in a new job."""
 TESTBED_DIRECTORY = Path("/run/torchrelay-testbed")
 # The path of another job's script may have any bytes, whatever the locale.
-_AS_PATHS = {"encoding": sys.getfilesystemencoding(), "errors": sys.getfilesystemencodeerrors()}
+_ENCODING, _ENCODING_ERRORS = sys.getfilesystemencoding(), sys.getfilesystemencodeerrors()
 Fields = Mapping[str, str]
 
 
@@ -125,8 +125,9 @@ def complete(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         return subprocess.run(
-            command, env=own, input=text, capture_output=True, check=False, timeout=_TIMEOUT_SECONDS, **_AS_PATHS
-        )
+            command, env=own, input=text, capture_output=True, check=False, timeout=_TIMEOUT_SECONDS,
+            encoding=_ENCODING, errors=_ENCODING_ERRORS,
+        )  # fmt: skip
     except FileNotFoundError as error:
         raise TorchrelayError(f"{command[0]} is not on the PATH: is this a node of a Slurm cluster?") from error
     except subprocess.TimeoutExpired as error:
