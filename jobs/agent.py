@@ -18,11 +18,11 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError
+from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError, UserError
 from hpc.base.files import DEV_SHM, DISK_FULL, TEMPORARY
 from hpc.base.kernel import interface_addresses, raise_open_files_limit
 from hpc.base.transport import pick_port
-from hpc.run.causes import Cause
+from hpc.run.causes import EXIT_CODES, Cause
 from hpc.run.events.kinds import Joined, NodeFailed
 from hpc.run.nodedir import HeldNodeDir
 from hpc.run.rundir import RunDir
@@ -162,6 +162,12 @@ def _is_defect(error: Exception) -> bool:
     return not isinstance(error, TorchrelayError | OSError)
 
 
+def _cause_of(error: TorchrelayError | OSError) -> Cause:
+    """Return the cause of an agent's failure. Storage that fails now may work in the next attempt."""
+    is_storage = isinstance(error, OSError) or (isinstance(error, UserError) and isinstance(error.__cause__, OSError))
+    return Cause.CRASHED if is_storage else EXIT_CODES.get(error.exit_code, Cause.CRASHED)
+
+
 def _describe(error: Exception) -> str:
     """Describe an error in one line for people, and print the traceback of a defect."""
     if not _is_defect(error):
@@ -252,9 +258,9 @@ class _Agent:
             return
         except (TorchrelayError, OSError) as error:
             # Report before recording: if a mount hangs, the run directory may be on it, too.
-            bad_node = isinstance(error, BadNodeError)
-            self._channel.report(phase=Phase.BAD_NODE if bad_node else Phase.FAILED, detail=str(error))
-            cause = Cause.BAD_NODE if bad_node else Cause.CRASHED
+            cause = _cause_of(error)
+            phase = Phase.BAD_NODE if cause is Cause.BAD_NODE else Phase.FAILED
+            self._channel.report(phase=phase, cause=cause, detail=str(error))
             self._node.record(NodeFailed(node=self._node.host, cause=cause, detail=str(error)))
             log(str(error))
 

@@ -427,7 +427,8 @@ class Coordinator:
         if last and steady_time() - last.noticed_at < _RECENT_SECONDS and not out:
             return replace(last, detail=f"{last.detail}; {reason}")
         bad_nodes = [self._name(rank) for rank, status in out.items() if status.phase is Phase.BAD_NODE]
-        cause = Cause.NODE_FAILURE if self.lost else Cause.BAD_NODE if bad_nodes else Cause.CRASHED
+        own = next((status.cause for status in out.values()), Cause.CRASHED)
+        cause = Cause.NODE_FAILURE if self.lost else Cause.BAD_NODE if bad_nodes else own
         at_fault = [*bad_nodes, *map(self._name, sorted(self.lost))]
         detail = "; ".join([*failed, reason])
         signature = signature_of(detail) if cause is Cause.CRASHED else None

@@ -86,6 +86,8 @@ class NodeStatus:
     """A free port, in case this node hosts the next rendezvous."""
     detail: str = ""
     """Why the node failed; empty if it has not."""
+    cause: Cause = Cause.CRASHED
+    """The cause if the node failed."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
     failures: tuple[RankFailure, ...] = ()
     """The last few failures of the node's ranks, in any round."""

@@ -29,7 +29,7 @@ from typing import Any, Self
 
 import zstandard
 
-from hpc.base.errors import TorchrelayError
+from hpc.base.errors import TorchrelayError, UserError
 from jobs.compat import check_tar_headers
 from jobs.staging.copy_progress import stop_if
 from jobs.staging.source import inside_name, read_with_retries
@@ -192,9 +192,9 @@ class _Unpacker:
         self._make_symlinks(links)
         return tuple(self._files[name] for name in sorted(self._files))
 
-    def _refusal(self, member: tarfile.TarInfo, reason: str, advice: str = "") -> TorchrelayError:
+    def _refusal(self, member: tarfile.TarInfo, reason: str, advice: str = "") -> UserError:
         kept = f"nothing of it was kept{advice}"
-        return TorchrelayError(f"{self._archive.name} is refused: {member.name!r} {reason}; {kept}")
+        return UserError(f"{self._archive.name} is refused: {member.name!r} {reason}; {kept}")
 
     def _place(self, member: tarfile.TarInfo) -> str:
         """Check a member's name, and make and count its directories. Returns its path below the target."""
@@ -222,7 +222,8 @@ class _Unpacker:
         self._bytes_reserved += bytes_on_disk(size, files=1)
         if self._bytes_reserved > self._available:
             larger = f"makes it larger than the available {self._available // 2**20} MB"
-            raise self._refusal(member, larger, ": use --stage-dir with a larger disk")
+            refusal = self._refusal(member, larger, ": use --stage-dir with a larger disk")
+            raise TorchrelayError(str(refusal))  # another node may have more room
 
     def _write(self, member: tarfile.TarInfo, name: str, read: _Read) -> None:
         self._reserve(member, member.size)

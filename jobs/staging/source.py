@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
-from hpc.base.errors import TorchrelayError
+from hpc.base.errors import TorchrelayError, UserError
 from jobs.staging.copy_progress import stop_if
 
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst", ".zip")
@@ -160,10 +160,10 @@ def unpack_records(content: bytes) -> tuple[Any, list[Any]]:
 
 
 def inside_name(name: str) -> str:
-    """Normalize a path below a directory. Raises TorchrelayError if it is absolute, contains `..`, or is empty."""
+    """Normalize a path below a directory. Raises UserError if it is absolute, contains `..`, or is empty."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
-        raise TorchrelayError(f"{name!r} leads out of its directory: rename that file of the data set")
+        raise UserError(f"{name!r} leads out of its directory: rename that file of the data set")
     return str(path)
 
 
@@ -193,7 +193,8 @@ class SourceWalk:
 
         Raises:
             StagingStopped: the walk was cancelled.
-            TorchrelayError: the source does not exist, or contains something that cannot be copied.
+            UserError: the source contains something that cannot be copied.
+            TorchrelayError: the source does not exist, or cannot be read.
         """
         source = self._source
         try:
@@ -243,7 +244,7 @@ class SourceWalk:
         status = path.stat()
         identity = (status.st_dev, status.st_ino)
         if identity in directory.ancestors:
-            raise TorchrelayError(f"{path} is a symlink to a directory above it: remove it")
+            raise UserError(f"{path} is a symlink to a directory above it: remove it")
         ancestors = (*directory.ancestors, identity)
         files = list[SourceFile]()
         with os.scandir(path) as entries:
@@ -262,7 +263,7 @@ class SourceWalk:
 def _file(name: str, entry: os.DirEntry[str] | Path) -> SourceFile:
     status = entry.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise TorchrelayError(f"{os.fspath(entry)} is not a regular file ({stat.filemode(status.st_mode)}): remove it")
+        raise UserError(f"{os.fspath(entry)} is not a regular file ({stat.filemode(status.st_mode)}): remove it")
     return SourceFile(name, status.st_size, status.st_mtime_ns, bool(status.st_mode & stat.S_IXUSR))
 
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 from support.reported_nodes import HOSTS, AttemptMaker, CoordinatedAttempt
 
+from hpc.run.causes import Cause
 from hpc.run.spec import Recovery, Resources
 from hpc.run.spec_file import script_program
 from jobs.control.coordinator import Coordinator, Failure
@@ -206,6 +207,14 @@ def test_too_few_nodes_end_the_attempt_with_what_failed_on_them(attempt: Attempt
         "gpu#: no space in /tmp; only # of # nodes can train, and the run needs #",
     )
     assert (failure.failed_at, failure.noticed_at) == (few.clock.now, few.clock.now)
+
+
+def test_node_whose_input_is_bad_ends_the_run(attempt: AttemptMaker) -> None:
+    few = attempt(resources=Resources(nodes="3"))
+    ready(few)
+    few.nodes.report(1, phase=Phase.FAILED, cause=Cause.BAD_INPUT, detail="pipe is not a regular file")
+    failure = ended_by(few)
+    assert (failure.cause, failure.node) == ("bad_input", None)
 
 
 def test_bad_node_is_at_fault_for_too_few_nodes(attempt: AttemptMaker) -> None:

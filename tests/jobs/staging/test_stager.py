@@ -15,7 +15,7 @@ import pytest
 from support.cluster import mounted_volume, need
 from support.staging_nodes import contents, stage
 
-from hpc.base.errors import TorchrelayError
+from hpc.base.errors import TorchrelayError, UserError
 from jobs.staging.coordination import StagingGroup, StagingPlan
 from jobs.staging.copy_progress import CopyProgress, StagingStopped, Watch
 from jobs.staging.stager import Staged, Stager
@@ -144,7 +144,7 @@ def test_links_are_followed_and_one_in_a_circle_is_refused(source: Path, local: 
 
 def test_special_files_are_refused(source: Path, local: Path) -> None:
     os.mkfifo(source / "pipe")
-    with pytest.raises(TorchrelayError, match=r"pipe is not a regular file \(prw-r--r--\): remove it"):
+    with pytest.raises(UserError, match=r"pipe is not a regular file \(prw-r--r--\): remove it"):
         stage(source, local)
     (source / "pipe").unlink()
     (source / "gone").symlink_to("nowhere")
