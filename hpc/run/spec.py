@@ -57,6 +57,7 @@ _UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is clear: it asks for all the memory of a nod
 # rendezvous, the ranks' store), and leave some for other runs.
 _MIN_PORTS = 10
 _SHORTEST_MINUTES = 10
+_DEFAULT_LIMIT_MINUTES = 24 * 60
 # Limits of --signal-before: the requeue itself takes part of this time, and sbatch keeps the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
@@ -121,8 +122,8 @@ class Resources:
 
     @property
     def limit_minutes(self) -> int:
-        """The time limit of an attempt in minutes; a day if `time` is None."""
-        return walltime_minutes(self.time or "1d")
+        """The time limit of an attempt in minutes. If `time` is None, the default for partitions that have none."""
+        return _DEFAULT_LIMIT_MINUTES if self.time is None else walltime_minutes(self.time)
 
     @property
     def given_time_min(self) -> str | None:

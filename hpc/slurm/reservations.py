@@ -80,7 +80,7 @@ def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
     if found is None or minutes < spec.shortest_minutes:
         return None
     return ShorterLimit(
-        minutes=minutes, usual=resources.time or "1d", least_minutes=spec.shortest_minutes, reservation=found
+        minutes=minutes, usual=format_minutes(resources.limit_minutes), least_minutes=spec.shortest_minutes, reservation=found
     )
 
 
