@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support.events import assert_typed
 from support.relay_script import Script, agent_variables, copy_relay, run_relay
 from support.trainings import slow
 
@@ -44,6 +45,7 @@ def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: P
         "checkpoint_saved",
     ]  # fmt: skip
     assert (events[3]["signal"], events[4]["source"], events[4]["step"]) == ("SIGUSR2", "checkpoint", 21)
+    assert_typed(tmp_path / "run" / "events")
 
 
 def test_killed_rank_costs_the_steps_since_the_last_snapshot(whole: Script, tmp_path: Path) -> None:
@@ -236,6 +238,7 @@ def test_checkpoint_that_failed_at_the_last_step_is_tried_again_by_all_ranks(tmp
     assert done.returncode == 0, done.stderr
     assert "the checkpoint of step 2 could not be written, and is tried again later" in done.stderr
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+    assert "checkpoint_failed" in assert_typed(tmp_path / "events")
 
 
 def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":
