@@ -403,7 +403,7 @@ class RunSpec:
         return duration_seconds("--stage-timeout", self.stage_timeout)
 
     def save(self, run: RunDir, resumption: int = 0) -> None:
-        """Write `spec.json` or, if `resumption` is not 0, the spec that the resumption of this number puts into force."""
+        """Write `spec.json` or, if `resumption` is not 0, the spec that this resumption puts into force."""
         write_json(run.revised_spec(resumption) if resumption else run.spec, asdict(self))
 
     @classmethod

@@ -450,6 +450,8 @@ def install() -> None:
         owner, _, key = place.rpartition(".")
         setattr(sys.modules[owner], key, value)
     sys.modules["jobs.stop_request"].StopRequest.install = _install_signals
+    shared = sys.modules["jobs.node_attempt"].SharedStorage
+    shared.ask, shared.finish = lambda _self, act, **_: act(), lambda _self: None  # the storage fails, but never hangs
 
 
 def _connect(address: tuple[str, int], _secret: str, _purpose: str, limits: Any) -> Any:

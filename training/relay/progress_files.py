@@ -96,7 +96,7 @@ class ProgressFiles:
         self._append("metrics/train.jsonl", {"step": whole, **numbers, **where})
 
     def _checked(self, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
-        """Return the converted value, or _WRONG if the conversion fails. The first failure of a name prints a warning."""
+        """Return the converted value, or _WRONG if this fails. The first failure of a name prints a warning."""
         try:
             return convert(value)
         except Exception as error:  # noqa: BLE001 - the value may be of any class
