@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import tarfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +97,11 @@ def test_own_script_prints_what_is_shown() -> None:
             "drill": lambda: run.wait_for_steps(10),
             "status": lambda: run.wait_for_more_steps(attempt=2),
         }
-        for command, expected in transcript("own-script.md"):
+        shown = transcript("own-script.md")
+        typed = [shlex.split(line, comments=True) for line in block_with(TUTORIALS / "own-script.md", "--cluster local")]
+        shown_words = [[word for word in shlex.split(command) if word != "--yes"] for command, _ in shown]
+        assert all(words in shown_words for words in typed), "the page shows what its commands print"
+        for command, expected in shown:
             verb, *words = shlex.split(command)[1:]
             waits.get(verb, lambda: None)()
             done = site.hpc(verb, *words, COLUMNS="160", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -107,9 +112,10 @@ def test_own_script_prints_what_is_shown() -> None:
 
 
 # Stands for a `python3` whose new environment has its packages already: `pip install` would download 6 GB.
-PYTHON3 = """#!/bin/sh
+PYTHON3 = """
 {python} "$@" || exit
-[ "$1 $2" != "-m venv" ] || echo {packages} > "$(echo "$3"/lib/python3.*/site-packages)/installed.pth"
+[ "$1 $2" != "-m venv" ] ||
+    echo "import sys; sys.path.insert(0, '{packages}')" > "$(echo "$3"/lib/python3.*/site-packages)/installed.pth"
 """
 # What README's loop does not show. The first attempt trains until it is interrupted, the next two epochs more.
 AROUND = """
@@ -169,7 +175,7 @@ def load_checkpoint(*objects):
 
 @dataclass(frozen=True)
 class Newcomer:
-    """Somebody with an empty home directory on the cluster, who types into a shell, and `y` where a command asks."""
+    """Somebody with a new home directory on the cluster, who types into a shell, and `y` where a command asks."""
 
     site: Site
 
@@ -180,9 +186,10 @@ class Newcomer:
 
     def type(self, text: str, directory: Path) -> str:
         """Type lines of bash, each of which must succeed. Returns what they print."""
-        path = f"{self.home}/.local/bin:{self.home}/programs:{os.environ['PATH']}"
+        path = f"{self.home}/.local/bin:{self.home}/programs:{Path(sys.executable).parent}:{os.environ['PATH']}"
         settings = {"SLURM_CONF": self.site.slurm_conf, "HOME": str(self.home), "PATH": path, "COLUMNS": "160"}
-        pip = {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        # pip takes this "no" for the value of the setting: it builds without isolation.
+        pip = {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
         keyboard, terminal = os.openpty()
         os.write(keyboard, b"y\n")
         done = subprocess.run(
@@ -201,35 +208,82 @@ class Newcomer:
 
 @pytest.fixture
 def newcomer(site: Site) -> Newcomer:
-    """Has done what README's section Install says."""
-    person = Newcomer(site)
+    """Has an empty home directory."""
+    (site.path / "home").mkdir()
+    return Newcomer(site)
+
+
+def install(person: Newcomer) -> None:
+    """Do what README's section Install says."""
     programs, config = person.home / "programs", person.home / ".config"
-    for directory in (programs, config):
-        directory.mkdir(parents=True)
+    config.mkdir()
     packages = Path(sysconfig.get_path("purelib"))
     write_programs(programs, python3=PYTHON3.format(python=Path(sys.executable).resolve(), packages=packages))
-    (config / "torchrelay.yaml").write_text("recipe: digits\nepochs: 2\n")
-    install = "\n".join(block_with(ROOT / "README.md", "git clone URL"))
-    printed = person.type(re.sub(r"\bURL\b", str(ROOT), install), person.home)
-    assert "is completed" in printed, printed
-    return person
+    defaults = config / "torchrelay.yaml"
+    defaults.write_text(f"epochs: 2\ndata: {person.site.path}/data\n")
+    block = "\n".join(block_with(ROOT / "README.md", "git clone URL"))
+    printed = person.type(re.sub(r"\bURL\b", str(ROOT), block), person.home)
+    assert re.search(r"^state +completed", printed, re.MULTILINE), printed
+    defaults.unlink()
 
 
-@pytest.mark.slurm
-@pytest.mark.parametrize("step", [1, 2])
-def test_readme_makes_a_script_survive_a_preemption(newcomer: Newcomer, step: int) -> None:
-    readme, project = ROOT / "README.md", newcomer.home / "project"
-    project.mkdir()
-    if step == 2:
-        [copy] = re.findall(r"In your project, run `(.*?)`", readme.read_text())
-        newcomer.type(copy, project)
-    (project / "train.py").write_text(AROUND + first_diff(readme)[step - 1] + "distributed.destroy_process_group()\n")
-    run = newcomer.submitted(project, "my-run")
-    for line in block_with(readme, "--name my-run"):
+def preempt_as_shown(newcomer: Newcomer, block: list[str], project: Path, run: Run) -> None:
+    """Type a block that submits a run and preempts it, which the run survives."""
+    for line in block:
         if line.startswith("hpc drill"):
-            run.wait("the second epoch", (run.directory.path / "epoch-1").exists)
+            run.wait("progress", lambda: (run.directory.path / "epoch-1").exists() or len(run.steps()) > 5)
         newcomer.type(line, project)
     status = run.wait_for_state("completed")
     assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
-    assert step == 1 or status["steps_lost"] == 0
-    assert len(list(run.directory.path.glob("model-*.pt"))) == 8
+
+
+@pytest.mark.slurm
+def test_readme_installs_hpc_and_makes_scripts_survive_a_preemption(newcomer: Newcomer) -> None:
+    readme = ROOT / "README.md"
+    install(newcomer)
+    [copy] = re.findall(r"In your project, run `(.*?)`", readme.read_text())
+    for step, script in enumerate(first_diff(readme), 1):
+        project = newcomer.home / f"project-{step}"
+        project.mkdir()
+        if step == 2:
+            newcomer.type(copy, project)
+        (project / "train.py").write_text(f"{AROUND}{script}distributed.destroy_process_group()\n")
+        run = newcomer.submitted(project, "my-run")
+        preempt_as_shown(newcomer, block_with(readme, "--name my-run"), project, run)
+        assert len(list(run.directory.path.glob("model-*.pt"))) == 8
+        assert step == 1 or run.status()["steps_lost"] == 0
+
+
+# As README's `train.py`, with other arguments: of the tutorial's examples.
+ARGUMENTS = """
+import os, sys
+from pathlib import Path
+
+if sys.argv[1] == "--data":
+    assert (Path(sys.argv[2]) / "rose.jpg").exists() and sys.argv[3:] == ["--lr", "0.1"]
+else:
+    assert sys.argv[1] == "--output" and Path(sys.argv[2]).parent == Path(os.environ["TORCHRELAY_RUN_DIR"])
+"""
+
+
+@pytest.mark.slurm
+def test_own_script_survives_a_preemption_on_slurm(newcomer: Newcomer) -> None:
+    page, project = TUTORIALS / "own-script.md", newcomer.home / "my-project"
+    (newcomer.home / "torchrelay").symlink_to(ROOT)
+    project.mkdir()
+    newcomer.type("\n".join(block_with(page, "cd my-project")), newcomer.home)
+    (project / "train.py").write_text(first_diff(page)[1])
+    run = newcomer.submitted(project, "second")
+    preempt_as_shown(newcomer, block_with(page, "--name second"), project, run)
+    examples, photo = newcomer.home / "examples", newcomer.site.path / "rose.jpg"
+    (examples / "package").mkdir(parents=True)
+    for name in ("train.py", "package/train.py"):
+        (examples / name).write_text(ARGUMENTS)
+    photo.touch()
+    with tarfile.open(newcomer.site.path / "flowers.tar", "w") as archive:
+        archive.add(photo, photo.name)
+    newcomer.type("\n".join(block_with(page, "/shared/")).replace("/shared", str(newcomer.site.path)), examples)
+    submitted = [newcomer.submitted(examples, path.name) for path in (examples / "runs").glob("[!.]*")]
+    assert len(submitted) == 2
+    for example in submitted:
+        example.wait_for_state("completed")
