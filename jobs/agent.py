@@ -127,6 +127,8 @@ def _run_attempt(run: RunDir, spec: RunSpec, allocation: NodeAllocation, stop: S
         return _take_part(node, channel, stop)
     except Exception as error:  # noqa: BLE001 - whatever it is, the attempt must not stay claimed for ever
         return _fail(node, channel, stop, error)
+    finally:
+        node.storage.finish()
 
 
 def _addresses(spec: RunSpec, allocation: NodeAllocation) -> list[str]:
@@ -229,6 +231,7 @@ class _Agent:
                 self._monitor.poll()
                 time.sleep(_POLL_SECONDS)
             self._channel.report(phase=Phase.LEFT)
+            self._node.storage.finish()
             return conclude(self._node, self._channel, self._monitor, coordinator)
 
     def _train(self) -> None:

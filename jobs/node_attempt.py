@@ -8,11 +8,13 @@ import os
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import submitit
 
@@ -35,6 +37,8 @@ from hpc.slurm.client import SlurmRefusalError
 _RETRY_SECONDS, _ALIVE_SECONDS = 3.0, 5.0
 STORAGE_SECONDS = 3600.0
 """Seconds for which agents wait, with idle nodes, for storage that is full or does not answer."""
+# Storage that has not answered for this long hangs, as an NFS mount does whose server is away.
+_HANGS_SECONDS = 3.0
 _Answer = TypeVar("_Answer")
 
 
@@ -107,6 +111,51 @@ def find_allocation(environment: Mapping[str, str]) -> NodeAllocation:
     )
 
 
+class SharedStorage:
+    """Reads and writes shared storage in a thread, in order. So an agent goes on while the storage hangs."""
+
+    def __init__(self) -> None:
+        self._lock, self._began = threading.Lock(), 0.0
+        self._requests = deque[tuple[Callable[[], Any], Future[Any]]]()
+
+    def ask(self, act: Callable[[], _Answer], *, otherwise: _Answer) -> _Answer:
+        """Return what `act` returns; `otherwise` if the storage hangs, and `act` is then called when it answers again.
+
+        Raises:
+            OSError: `act` raised it.
+        """
+        request = self._request(act)
+        # Only the callers of the first seconds wait.
+        answered, _ = wait([request], max(0.0, self._began + _HANGS_SECONDS - time.monotonic()))
+        return request.result() if answered else otherwise
+
+    def finish(self) -> None:
+        """Wait until the storage has answered every request."""
+        self._request(lambda: None).result()
+
+    def _request(self, act: Callable[[], _Answer]) -> "Future[_Answer]":
+        answer = Future[_Answer]()
+        with self._lock:
+            self._requests.append((act, answer))
+            if len(self._requests) == 1:
+                self._began = time.monotonic()
+                threading.Thread(target=self._work, daemon=True, name="storage").start()
+        return answer
+
+    def _work(self) -> None:
+        while True:
+            act, answer = self._requests[0]
+            self._began = time.monotonic()
+            try:
+                answer.set_result(act())
+            except Exception as error:  # noqa: BLE001 - raised where the answer is awaited
+                answer.set_exception(error)
+            with self._lock:
+                self._requests.popleft()
+                if not self._requests:
+                    return
+
+
 @dataclass(frozen=True, kw_only=True)
 class NodeAttempt:
     """One node's part in one attempt."""
@@ -116,6 +165,7 @@ class NodeAttempt:
     allocation: NodeAllocation
     attempt: Attempt
     writer: EventWriter
+    storage: SharedStorage = field(default_factory=SharedStorage)
     has_unsaved_snapshot: threading.Event = field(default_factory=threading.Event)
     """Set if the newest snapshot could not be saved, and so exists only in this node's memory."""
 
@@ -146,7 +196,13 @@ class NodeAttempt:
         return self.allocation.cluster == "slurm"
 
     def record(self, event: Event) -> None:
-        """Append an event of this attempt. A full disk does not interrupt the run: the error is logged."""
+        """Append an event of this attempt, later if the storage hangs.
+
+        A full disk does not interrupt the run: the error is logged.
+        """
+        self.storage.ask(partial(self._record, ledger.dated(event)), otherwise=None)
+
+    def _record(self, event: Event) -> None:
         try:
             self.writer.append(event)
         except OSError as error:

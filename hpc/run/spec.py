@@ -1,7 +1,7 @@
 """Defines RunSpec, the resolved flags of one run as its spec file keeps them, and the flags of the run's job."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,7 +12,7 @@ from hpc.base.flags import Flag
 from hpc.base.units import duration_seconds, port_range, walltime_minutes
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
-from hpc.run.spec_file import Program, read_spec, script_program
+from hpc.run.spec_file import Program, read_spec
 from hpc.run.stop_times import REQUEUE_SECONDS, stop_lead_seconds
 from training.config.device_choice import DeviceChoice
 from training.config.evaluation_task import EvaluationTask
@@ -57,6 +57,7 @@ _UNCLEAR_MEMORY = r"[1-9]\d*"  # 0 is clear: it asks for all the memory of a nod
 # rendezvous, the ranks' store), and leave some for other runs.
 _MIN_PORTS = 10
 _SHORTEST_MINUTES = 10
+_DEFAULT_LIMIT_MINUTES = 24 * 60
 # Limits of --signal-before: the requeue itself takes part of this time, and sbatch keeps the number in 16 bits.
 _MIN_LEAD_SECONDS, _MAX_LEAD_SECONDS = 15, 65535
 _STOP_SIGNALS = ("USR1", "USR2", "TERM", "INT", "HUP")
@@ -121,8 +122,8 @@ class Resources:
 
     @property
     def limit_minutes(self) -> int:
-        """The time limit of an attempt in minutes; a day if `time` is None."""
-        return walltime_minutes(self.time or "1d")
+        """The time limit of an attempt in minutes. If `time` is None, the default for partitions that have none."""
+        return _DEFAULT_LIMIT_MINUTES if self.time is None else walltime_minutes(self.time)
 
     @property
     def given_time_min(self) -> str | None:
@@ -401,13 +402,9 @@ class RunSpec:
         """The seconds of `stage_timeout`."""
         return duration_seconds("--stage-timeout", self.stage_timeout)
 
-    def save(self, run: RunDir, resumption: int = 0, *, flat: bool = False) -> None:
-        """Write `spec.json` or, if `resumption` is not 0, the spec that the resumption of this number puts into force.
-
-        `flat` writes the form of earlier versions (`is_flat`), for runs whose copy of our packages reads no other form.
-        """
-        fields = asdict(self)
-        write_json(run.revised_spec(resumption) if resumption else run.spec, _flattened(fields) if flat else fields)
+    def save(self, run: RunDir, resumption: int = 0) -> None:
+        """Write `spec.json` or, if `resumption` is not 0, the spec that this resumption puts into force."""
+        write_json(run.revised_spec(resumption) if resumption else run.spec, asdict(self))
 
     @classmethod
     def load(cls, run: RunDir) -> "RunSpec":
@@ -420,7 +417,7 @@ class RunSpec:
 
     @classmethod
     def _from_json(cls, fields: dict[str, Any]) -> "RunSpec":
-        fields = dict(fields if "program" in fields else _unflattened(fields))
+        fields = dict(fields)
         for name in ("sbatch", "setup"):
             fields["resources"][name] = tuple(fields["resources"].get(name, ()))
         fields["resources"] = Resources(**fields["resources"])
@@ -433,33 +430,6 @@ class RunSpec:
         for name in ("include", "tracker", "after", "after_ok"):
             fields[name] = tuple(fields.get(name, ()))
         return cls(**fields)
-
-
-# The spec of an earlier version has no `program`. Instead, it has fields for `script` and the trainer's settings.
-# A run of that version executes its own copy of our packages, which reads no other form.
-_FLAT = {"train": None, "recipe": None, "forked_from": None, "evaluation": None}
-
-
-def is_flat(run: RunDir) -> bool:
-    """Return whether the spec in force has no program, because an earlier version submitted the run."""
-    return read_spec(current_spec(run), lambda fields: "program" not in fields)
-
-
-def _unflattened(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a flat spec in the present form."""
-    training = {name: fields.get(name) for name in _FLAT}
-    others = {name: value for name, value in fields.items() if name not in {*_FLAT, "script"}}
-    if training["train"] is None:
-        return {**others, "program": asdict(script_program(tuple(fields["script"]))), "training": None}
-    program = trainer_program(TrainConfig(**training["train"]), has_data=fields["data"] is not None)
-    return {**others, "program": asdict(program), "training": training}
-
-
-def _flattened(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a spec in the flat form."""
-    others = {name: value for name, value in fields.items() if name not in {"program", "training"}}
-    script = () if fields["training"] else fields["program"]["argv"]
-    return {**others, **(fields["training"] or _FLAT), "script": script}
 
 
 def _check_units(time: str | None, mem: str | None) -> None:

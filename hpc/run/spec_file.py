@@ -86,4 +86,7 @@ def read_spec(path: Path, part: Callable[[dict[str, Any]], _Part]) -> _Part:
     try:
         return part(fields)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged, or of another version: {error!r}") from error
+        raise UserError(
+            f"{path} is damaged, or of another version of torchrelay ({error!r}): use the version that submitted the "
+            "run, or submit the run again"
+        ) from error

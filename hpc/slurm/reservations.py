@@ -37,8 +37,8 @@ class ShorterLimit:
     """A time limit with which the job of a run ends before a reservation begins."""
 
     minutes: int
-    usual: str
-    """The time limit of the run, as text."""
+    usual: int
+    """The time limit of the run."""
     least_minutes: int
     """The shortest useful time limit, which Slurm may use instead (--time-min)."""
     reservation: Reservation
@@ -52,7 +52,7 @@ class ShorterLimit:
         begins = datetime.fromtimestamp(self.reservation.start).astimezone().isoformat(timespec="seconds")
         return (
             f"reservation {self.reservation.name} begins at {begins}: the time limit of this job is "
-            f"{format_minutes(self.minutes)} instead of {self.usual}"
+            f"{format_minutes(self.minutes)} instead of {format_minutes(self.usual)}"
         )
 
 
@@ -78,7 +78,7 @@ def shorter_limit(spec: RunSpec) -> ShorterLimit | None:
     if found is None or minutes < spec.shortest_minutes:
         return None
     return ShorterLimit(
-        minutes=minutes, usual=resources.time or "1d", least_minutes=spec.shortest_minutes, reservation=found
+        minutes=minutes, usual=resources.limit_minutes, least_minutes=spec.shortest_minutes, reservation=found
     )
 
 

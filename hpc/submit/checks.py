@@ -27,7 +27,6 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.rules import check_validation, parse_crop_pct
 from training.config.train_config import TrainConfig
 
-_DAY_MINUTES = 24 * 60
 # Packing costs about as much as an epoch: it pays from the third epoch on.
 _MIN_EPOCHS_TO_PACK = 3
 _DEFAULT_IMAGE_SIZE = 224
@@ -110,7 +109,7 @@ def _limit_minutes(asked: Resources, kinds: list[Partition]) -> int:
     """Return the time limit in minutes: --time, else the partition's default, else its limit, but at most a day."""
     limit = min((kind.limit_minutes for kind in kinds if kind.limit_minutes is not None), default=None)
     if asked.time is None:
-        return kinds[0].default_minutes or min(_DAY_MINUTES, limit or _DAY_MINUTES)
+        return kinds[0].default_minutes or min(asked.limit_minutes, limit or asked.limit_minutes)
     minutes = walltime_minutes(asked.time)
     if limit is not None and minutes > limit:
         longest = format_minutes(limit)
@@ -149,14 +148,15 @@ def check_recovery(spec: RunSpec) -> None:
         given = spec.recovery.stop_signal
         raise UserError(f"--stop-signal is {given}, but it applies only to your own script: leave it out")
     least = spec.resources.given_time_min
-    time, longer, may_be = (least, "--time-min", "may be") if least else (spec.resources.time, "--time", "is")
-    limit = 60 * walltime_minutes(time or "1d")
+    longer, may_be = ("--time-min", "may be") if least else ("--time", "is")
+    minutes = walltime_minutes(least) if least else spec.resources.limit_minutes
     flag, text = "--signal-before", spec.recovery.signal_before
     if text is None:
         flag, text = "--grace-period", spec.recovery.grace_period
-    if text is not None and spec.stop_lead_seconds >= limit:
+    if text is not None and spec.stop_lead_seconds >= 60 * minutes:
         raise UserError(
-            f"{flag} is {text}, but the time limit {may_be} {time}: use a shorter {flag} or a longer {longer}"
+            f"{flag} is {text}, but the time limit {may_be} {least or format_minutes(minutes)}: use a shorter {flag} "
+            f"or a longer {longer}"
         )
 
 
@@ -168,8 +168,8 @@ def local_resources(asked: Resources) -> Resources:
             f"use --gpus-per-node {asked.num_gpus}"
         )
     share = (os.cpu_count() or 1) // (asked.max_nodes * asked.ranks_per_node)
-    minutes = _DAY_MINUTES if asked.time is None else walltime_minutes(asked.time)
-    return dataclasses.replace(asked, cpus_per_gpu=asked.cpus_per_gpu or max(1, share), time=format_minutes(minutes))
+    time = format_minutes(asked.limit_minutes)
+    return dataclasses.replace(asked, cpus_per_gpu=asked.cpus_per_gpu or max(1, share), time=time)
 
 
 def check_runs_dir(runs_dir: Path, *, on_cluster: bool) -> None:

@@ -34,7 +34,7 @@ from hpc.run.events.resumption import (
     resumption_file,
 )
 from hpc.run.rundir import RunDir
-from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, is_flat, program_of
+from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, program_of
 from hpc.services.notification.recipients import with_known_names
 from hpc.slurm import client as slurm
 from hpc.slurm import handover, sinfo
@@ -245,7 +245,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
         if copy:
             after = after.with_script(copy.script)
             _replace_code(run, copy.run, undo)
-        after.save(run, number, flat=not new_code and is_flat(run))
+        after.save(run, number)
         if after.cluster == "slurm" and (new_code or after != before):
             undo.callback(write_atomic, run.script, run.script.read_bytes())
             write_atomic(run.script, SlurmExecutor(run, after).script())

@@ -1,6 +1,7 @@
 """Decides for the whole attempt which nodes are lost, what failed, who trains, and when the attempt is over.
 
-Runs in the head node's agent. It checks the statuses of all agents a few times a second, and never waits.
+Runs in the head node's agent. It checks the statuses of all agents a few times a second. It waits for nothing but, for
+a few seconds, for shared storage: if that hangs, the coordinator decides with what it read last.
 
 A failure is a failed rank, a lost node, or a hang. It is recorded as `interruption` if the attempt goes on, and as the
 cause in `attempt_ended` if not.
@@ -15,6 +16,7 @@ from hpc.base.text import few
 from hpc.run.budget import PastInterruption, rank_signature, signature_of
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import attempts_of, budget_of
+from hpc.run.events.history import History
 from hpc.run.events.kinds import (
     Checked,
     Interrupted,
@@ -97,7 +99,8 @@ class Coordinator:
         self._paused_until = 0.0
         self._stopped_since: float | None = None
         self._enough_since: float | None = None
-        self._preflight_passed = {name for event in node.history().of(Checked) for name in event.nodes}
+        self._read_history = node.history()
+        self._preflight_passed = {name for event in self._read_history.of(Checked) for name in event.nodes}
 
     @property
     def signal(self) -> str | None:
@@ -229,12 +232,14 @@ class Coordinator:
         self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
 
     def _failure(self, cause: Cause, failed_at: float, detail: str, **fields: Any) -> Failure:
-        step = self.last_step if self._node.reports_steps else None
+        program, attempt = self._node.spec.program, self._node.attempt.attempt
+        knows_steps = program.reports_steps or self._history().during(attempt).knows_steps
+        step = self.last_step if knows_steps else None
         return Failure(cause=cause, failed_at=failed_at, noticed_at=steady_time(), step=step, detail=detail, **fields)
 
     def _handle(self, failure: Failure) -> None:
         """Record a failure as interruption; end the attempt instead if the run may not restart, or others ended it."""
-        if handover.has_ended(self._node.run, self._node.attempt.attempt):
+        if self._node.storage.ask(self._has_ended, otherwise=False):
             self._end()
             return
         self._last_failure, self.last_step = failure, 0
@@ -242,7 +247,7 @@ class Coordinator:
         # Take the interruptions of this attempt from memory: because of a full disk they may not be recorded.
         *earlier, this = attempts_of(
             each
-            for each in self._node.history().events
+            for each in self._history().events
             # Leave out the starts of ranks that have already replaced the failed ones.
             if not isinstance(each, TrainStarted) or each.time < failure.failed_at
         )
@@ -392,12 +397,22 @@ class Coordinator:
         if time.monotonic() - self._end_checked < _END_CHECK_SECONDS:
             return False
         self._end_checked = time.monotonic()
-        run = self._node.run
-        if is_cancelled_now(run):
+        cancelled, ended = self._node.storage.ask(
+            lambda: (is_cancelled_now(self._node.run), self._has_ended()), otherwise=(False, False)
+        )
+        if cancelled:
             # Make the agents stop as if the SIGTERM of scancel had reached them already. Ending the attempt here would
             # kill ranks that save.
             self._direct(stop=True)
-        return handover.has_ended(run, self._node.attempt.attempt)
+        return ended
+
+    def _has_ended(self) -> bool:
+        return handover.has_ended(self._node.run, self._node.attempt.attempt)
+
+    def _history(self) -> History:
+        """Read the history of the run. If the storage hangs, return the history that was read last."""
+        self._read_history = self._node.storage.ask(self._node.history, otherwise=self._read_history)
+        return self._read_history
 
     def _announce_round(self, members: tuple[int, ...], statuses: dict[int, NodeStatus]) -> None:
         before = self._server.directive

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hpc.base import container
-from hpc.base.environment import ATTEMPT, DATA, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
+from hpc.base.environment import ATTEMPT, DATA, NEXT_CLAIM, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
 from hpc.base.errors import TorchrelayError
 from hpc.base.kernel import available_memory_bytes
 from hpc.run.events import ledger
@@ -257,6 +257,7 @@ def _rank_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> 
     return {
         RUN_DIR: str(node.run.path),
         ATTEMPT: str(node.attempt.attempt),
+        NEXT_CLAIM: str(ledger.claim_file(node.run, node.attempt.attempt + 1)),
         SNAPSHOTS: str(node_dir.snapshots),
         **({DATA: str(data)} if data else {}),
         **({STOP_SIGNAL: node.spec.stop_signal} if node.spec.stop_signal else {}),

@@ -1,14 +1,22 @@
-"""The commands of docs/tutorials print what stands below them, but for numbers."""
+"""The commands of README and docs/tutorials work in their order, and print what stands below them but for numbers.
+
+Left out are `make demo`, `make test` and `hpc testbed`: the tests need their own testbed.
+"""
 
 import os
 import re
 import shlex
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import sysconfig
+import tarfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, Run, Site, add_script, site_without_slurm
+from support.fake_slurm import write_programs
 from support.relay_script import add_relay
 
 from hpc.run.rundir import RunDir
@@ -18,11 +26,23 @@ pytestmark = pytest.mark.timeout(600)
 TUTORIALS = ROOT / "docs/tutorials"
 
 
-def blocks() -> Iterator[tuple[list[str], list[str]]]:
-    """The commands of each block of bash of the first run, and the lines of the output that follows it."""
-    page = (TUTORIALS / "first-run.md").read_text()
-    found = re.findall(r"```bash\n(.*?)```\n(?:\n```text\n(.*?)```)?", page, re.DOTALL)
-    return ((commands.splitlines(), text.splitlines()) for commands, text in found)
+def blocks(page: Path) -> list[tuple[list[str], list[str]]]:
+    """The commands of each block of bash of a page, and the lines of the output that follows it."""
+    found = re.findall(r"```bash\n(.*?)```\n(?:\n```text\n(.*?)```)?", page.read_text(), re.DOTALL)
+    return [(commands.splitlines(), text.splitlines()) for commands, text in found]
+
+
+def block_with(page: Path, words: str) -> list[str]:
+    """The commands of the first block of a page that has these words."""
+    return next(commands for commands, _ in blocks(page) if words in "\n".join(commands))
+
+
+def first_diff(page: Path) -> tuple[str, str]:
+    """What the first diff of a page changes: the lines before, and after."""
+    [diff, *_] = re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
+    lines = [line for line in diff.splitlines() if line.strip() != "..."]
+    before, after = ("".join(f"{line[1:]}\n" for line in lines if line[:1] != sign) for sign in "+-")
+    return before, after
 
 
 def transcript(page: str) -> list[tuple[str, list[str]]]:
@@ -57,7 +77,7 @@ def test_first_run_prints_what_it_shows(site: Site) -> None:
         2: lambda: run.wait("step 200", lambda: max(run.steps(), default=0) >= 200),
         4: lambda: (run.wait("its result", run.directory.final_result.exists, 400), run.wait_for_state("completed")),
     }
-    for number, (commands, expected) in enumerate(blocks()):
+    for number, (commands, expected) in enumerate(blocks(TUTORIALS / "first-run.md")):
         waits.get(number, lambda: None)()
         for command in (shlex.split(one) for one in commands):
             if command[0] == "hpc" and command[1] != "testbed":
@@ -69,16 +89,19 @@ def test_first_run_prints_what_it_shows(site: Site) -> None:
 
 
 def test_own_script_prints_what_is_shown() -> None:
-    [diff, *_] = re.findall(r"```diff\n(.*?)```", (TUTORIALS / "own-script.md").read_text(), re.DOTALL)
     with site_without_slurm() as site:
         add_relay(site)
-        add_script(site, "train.py", "".join(f"{line[1:]}\n" for line in diff.splitlines() if line[:1] != "-"))
+        add_script(site, "train.py", first_diff(TUTORIALS / "own-script.md")[1])
         run = Run(site, RunDir(site.path / "runs/first"), "")
         waits: dict[str, Callable[[], object]] = {
             "drill": lambda: run.wait_for_steps(10),
             "status": lambda: run.wait_for_more_steps(attempt=2),
         }
-        for command, expected in transcript("own-script.md"):
+        shown = transcript("own-script.md")
+        told = block_with(TUTORIALS / "own-script.md", "--cluster local")
+        typed = [shlex.split(command.replace(" --yes", "")) for command, _ in shown]
+        assert all(shlex.split(line, comments=True) in typed for line in told), "what is told is what is shown"
+        for command, expected in shown:
             verb, *words = shlex.split(command)[1:]
             waits.get(verb, lambda: None)()
             done = site.hpc(verb, *words, COLUMNS="160", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -86,3 +109,181 @@ def test_own_script_prints_what_is_shown() -> None:
             assert_shown(expected, done.stdout)
         assert site.hpc("cancel", "first").returncode == 0
         run.wait("the end of the run", lambda: not local_jobs(run.directory))
+
+
+# Stands for a `python3` whose new environment has its packages already: `pip install` would download 6 GB.
+PYTHON3 = """
+{python} "$@" || exit
+[ "$1 $2" != "-m venv" ] ||
+    echo "import sys; sys.path.insert(0, '{packages}')" > "$(echo "$3"/lib/python3.*/site-packages)/installed.pth"
+"""
+# What README's loop does not show. The first attempt trains until it is interrupted, the next two epochs more.
+AROUND = """
+import os, sys, time
+from pathlib import Path
+import torch
+from torch import distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+run = Path(os.environ["TORCHRELAY_RUN_DIR"])
+epochs = 1_000_000 if os.environ["TORCHRELAY_ATTEMPT"] == "1" else len(list(run.glob("epoch-*"))) + 2
+checkpoint, path = run / "checkpoint.pt", run / f"model-{os.environ['RANK']}.pt"
+distributed.init_process_group("gloo")
+torch.manual_seed(0)
+
+
+class Sampler(DistributedSampler):
+    def set_epoch(self, epoch):
+        super().set_epoch(epoch)
+        (run / f"epoch-{epoch}").touch()
+
+
+inputs = torch.randn(256, 8)
+data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+sampler = Sampler(data)
+loader = DataLoader(data, batch_size=8, sampler=sampler)
+model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
+assert sys.argv[1] == "--lr"
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
+
+
+def train_one_step(batch):
+    time.sleep(0.1)
+    optimizer.zero_grad()
+    loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+def save_checkpoint(*objects):
+    if distributed.get_rank() == 0:
+        torch.save([each.state_dict() for each in objects], checkpoint.with_suffix(".tmp"))
+        checkpoint.with_suffix(".tmp").rename(checkpoint)
+
+
+def load_checkpoint(*objects):
+    if checkpoint.exists():
+        for each, state in zip(objects, torch.load(checkpoint)):
+            each.load_state_dict(state)
+    return scheduler.last_epoch
+
+
+"""
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """Somebody with a new home directory on the cluster, who types into a shell, and `y` where a command asks."""
+
+    site: Site
+
+    @property
+    def home(self) -> Path:
+        """On the storage that all nodes share."""
+        return self.site.path / "home"
+
+    def type(self, text: str, directory: Path) -> str:
+        """Type lines of bash, each of which must succeed. Returns what they print."""
+        path = f"{self.home}/.local/bin:{self.home}/programs:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        settings = {"SLURM_CONF": self.site.slurm_conf, "HOME": str(self.home), "PATH": path, "COLUMNS": "160"}
+        # pip takes this "no" for the value of the setting: it builds without isolation.
+        pip = {"PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+        keyboard, terminal = os.openpty()
+        os.write(keyboard, b"y\n")
+        done = subprocess.run(
+            ["bash", "-ec", text], cwd=directory, env={**os.environ, **settings, **pip}, stdin=terminal,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=500,
+        )  # fmt: skip
+        os.close(keyboard)
+        os.close(terminal)
+        assert done.returncode == 0, f"{text}\n{done.stdout}"
+        return done.stdout
+
+    def submitted(self, directory: Path, name: str) -> Run:
+        """A run that was submitted in a directory."""
+        return Run(self.site, RunDir(directory / "runs" / name), "")
+
+
+@pytest.fixture
+def newcomer(site: Site) -> Newcomer:
+    """Has an empty home directory."""
+    (site.path / "home").mkdir()
+    return Newcomer(site)
+
+
+def install(person: Newcomer) -> None:
+    """Do what README's section Install says."""
+    programs, config = person.home / "programs", person.home / ".config"
+    config.mkdir()
+    packages = Path(sysconfig.get_path("purelib"))
+    write_programs(programs, python3=PYTHON3.format(python=Path(sys.executable).resolve(), packages=packages))
+    defaults = config / "torchrelay.yaml"
+    defaults.write_text(f"epochs: 2\ndata: {person.site.path}/data\n")
+    block = "\n".join(block_with(ROOT / "README.md", "git clone URL"))
+    printed = person.type(re.sub(r"\bURL\b", str(ROOT), block), person.home)
+    assert re.search(r"^state +completed", printed, re.MULTILINE), printed
+    defaults.unlink()
+
+
+def preempt_as_shown(newcomer: Newcomer, block: list[str], project: Path, run: Run) -> None:
+    """Type a block that submits a run and preempts it, which the run survives."""
+    for line in block:
+        if line.startswith("hpc drill"):
+            run.wait("progress", lambda: (run.directory.path / "epoch-1").exists() or len(run.steps()) > 5)
+        newcomer.type(line, project)
+    status = run.wait_for_state("completed")
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["preempted", "completed"]
+
+
+@pytest.mark.slurm
+def test_readme_installs_hpc_and_makes_scripts_survive_a_preemption(newcomer: Newcomer) -> None:
+    readme = ROOT / "README.md"
+    install(newcomer)
+    [copy] = re.findall(r"In your project, run `(.*?)`", readme.read_text())
+    for step, script in enumerate(first_diff(readme), 1):
+        project = newcomer.home / f"project-{step}"
+        project.mkdir()
+        if step == 2:
+            newcomer.type(copy, project)
+        (project / "train.py").write_text(f"{AROUND}{script}distributed.destroy_process_group()\n")
+        run = newcomer.submitted(project, "my-run")
+        preempt_as_shown(newcomer, block_with(readme, "--name my-run"), project, run)
+        assert len(list(run.directory.path.glob("model-*.pt"))) == 8
+        assert step == 1 or run.status()["steps_lost"] == 0
+
+
+# As README's `train.py`, with other arguments: of the tutorial's examples.
+ARGUMENTS = """
+import os, sys
+from pathlib import Path
+
+if sys.argv[1] == "--data":
+    assert (Path(sys.argv[2]) / "rose.jpg").exists() and sys.argv[3:] == ["--lr", "0.1"]
+else:
+    assert sys.argv[1] == "--output" and Path(sys.argv[2]).parent == Path(os.environ["TORCHRELAY_RUN_DIR"])
+"""
+
+
+@pytest.mark.slurm
+def test_own_script_survives_a_preemption_on_slurm(newcomer: Newcomer) -> None:
+    page, project = TUTORIALS / "own-script.md", newcomer.home / "my-project"
+    (newcomer.home / "torchrelay").symlink_to(ROOT)
+    project.mkdir()
+    newcomer.type("\n".join(block_with(page, "cd my-project")), newcomer.home)
+    (project / "train.py").write_text(first_diff(page)[1])
+    run = newcomer.submitted(project, "second")
+    preempt_as_shown(newcomer, block_with(page, "--name second"), project, run)
+    examples, photo = newcomer.home / "examples", newcomer.site.path / "rose.jpg"
+    (examples / "package").mkdir(parents=True)
+    for name in ("train.py", "package/train.py"):
+        (examples / name).write_text(ARGUMENTS)
+    photo.touch()
+    with tarfile.open(newcomer.site.path / "flowers.tar", "w") as archive:
+        archive.add(photo, photo.name)
+    newcomer.type("\n".join(block_with(page, "/shared/")).replace("/shared", str(newcomer.site.path)), examples)
+    submitted = [newcomer.submitted(examples, path.name) for path in (examples / "runs").glob("[!.]*")]
+    assert len(submitted) == 2
+    for example in submitted:
+        example.wait_for_state("completed")

@@ -27,7 +27,6 @@ import hpc.base.files
 import hpc.base.kernel
 import jobs
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.units import walltime_minutes
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
@@ -191,7 +190,7 @@ class Cluster(World):
 
     def _shape(self, script: str) -> tuple[tuple[int, int], float, float]:
         spec = RunSpec.load(RunDir(SimulatedPath(script).parent))
-        return spec.job_nodes, 60.0 * walltime_minutes(spec.resources.time or "1d"), float(spec.stop_lead_seconds)
+        return spec.job_nodes, 60.0 * spec.resources.limit_minutes, float(spec.stop_lead_seconds)
 
     def _launch(self, job: Job) -> Process:
         return self.start(job.batch_host, f"script of job {job.id}", lambda: self._script(job))
@@ -451,6 +450,8 @@ def install() -> None:
         owner, _, key = place.rpartition(".")
         setattr(sys.modules[owner], key, value)
     sys.modules["jobs.stop_request"].StopRequest.install = _install_signals
+    shared = sys.modules["jobs.node_attempt"].SharedStorage
+    shared.ask, shared.finish = lambda _self, act, **_: act(), lambda _self: None  # the storage fails, but never hangs
 
 
 def _connect(address: tuple[str, int], _secret: str, _purpose: str, limits: Any) -> Any:

@@ -43,6 +43,18 @@ def records_in(events: Path) -> list[dict[str, Any]]:
     return [record_of(each) for each in ledger.read(events)]
 
 
+def assert_typed(events: Path) -> set[str]:
+    """Check that each line of a ledger is an event of its kind with no other field. Return the kinds.
+
+    Ranks in a user's Python write plain dicts. A reader leaves out fields that it does not know.
+    """
+    records = [json.loads(line) for path in events.glob("*.jsonl") for line in path.read_text().splitlines()]
+    for record in records:
+        unknown = record.keys() - record_of(ledger.decoded(json.dumps(record).encode())).keys()
+        assert not unknown, f"{record['event']} has no field {unknown}"
+    return {record["event"] for record in records}
+
+
 def recorded(node: NodeAttempt, kind: str) -> list[dict[str, Any]]:
     """Return the fields of the events of one kind that the agents of an attempt have written."""
     return [record_of(each) for each in node.history().during(node.attempt.attempt).events if each.kind == kind]

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import training.relay
+from hpc.base.environment import ATTEMPT, NEXT_CLAIM, RUN_DIR
+from hpc.run.events.ledger import claim_file
+from hpc.run.rundir import RunDir
 from support.cluster import Site
 from support.trainings import run_forked
 
@@ -75,6 +78,13 @@ distributed.destroy_process_group()
 """
 
 
+def agent_variables(run_dir: Path) -> dict[str, str]:
+    """The variables by which an agent tells a rank of the first attempt where to write, and until when."""
+    run = RunDir(run_dir)
+    run.events.mkdir(parents=True, exist_ok=True)
+    return {RUN_DIR: str(run_dir), ATTEMPT: "1", NEXT_CLAIM: str(claim_file(run, 2))}
+
+
 def copy_relay(project: Path) -> None:
     """Copy the helper into a user's project, as the tutorial says."""
     source = Path(training.relay.__file__).parent
@@ -105,11 +115,11 @@ class Script:
         **environment: str,
     ) -> "subprocess.CompletedProcess[str]":  # fmt: skip
         """Run it to its end."""
-        for directory in ("run/events", "snapshots", "heartbeats", "results"):
+        for directory in ("snapshots", "heartbeats", "results"):
             (self.path / directory).mkdir(parents=True, exist_ok=True)
         words = [str(number) for number in (steps, stop_at, kill_at)]
         environment = {
-            "TORCHRELAY_RUN_DIR": str(self.path / "run"), "TORCHRELAY_ATTEMPT": "1",
+            **agent_variables(self.path / "run"),
             "TORCHRELAY_SNAPSHOTS": str(self.path / "snapshots"), "RESULTS": str(self.path / "results"), **environment,
         }  # fmt: skip
         if not torchrun:

@@ -1,13 +1,15 @@
 """The helper for scripts of one's own, copied: two ranks, stopped, killed and restored."""
 
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from support.relay_script import Script, copy_relay, run_relay
+from support.events import assert_typed
+from support.relay_script import Script, agent_variables, copy_relay, run_relay
 from support.trainings import slow
 
 pytestmark = pytest.mark.timeout(300)
@@ -43,6 +45,7 @@ def test_stopped_script_goes_on_as_if_it_had_not_been(whole: Script, tmp_path: P
         "checkpoint_saved",
     ]  # fmt: skip
     assert (events[3]["signal"], events[4]["source"], events[4]["step"]) == ("SIGUSR2", "checkpoint", 21)
+    assert_typed(tmp_path / "run" / "events")
 
 
 def test_killed_rank_costs_the_steps_since_the_last_snapshot(whole: Script, tmp_path: Path) -> None:
@@ -142,6 +145,66 @@ def test_torn_line_costs_no_other_and_numbers_that_are_not_finite_are_null(tmp_p
     assert json.loads(last).items() >= {"step": 3, "loss": None, "lr": 0.1}.items()
 
 
+NUMBERS = """
+import torch, numpy, relay
+for _ in range(2):
+    relay.report(
+        step=numpy.int64(3), loss=torch.tensor([0.5]), lr=numpy.float32(0.25), is_best=True, best=None,
+        note="text", rates=[0.1, 0.2], many=torch.zeros(3), huge=10**400, by_name={"a": 1}, time=1.0,
+    )
+    relay.report(step="4", loss=0.5)
+relay.report(step=5.0)
+relay.report(step=5.0, loss=0.1)
+"""
+
+
+def test_report_leaves_out_what_is_no_number_and_says_so_once(tmp_path: Path) -> None:
+    done = run_relay(NUMBERS, directory=tmp_path, **agent_variables(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "metrics" / "train.jsonl").read_text().splitlines()]
+    numbers = {"step": 3, "loss": 0.5, "lr": 0.25, "is_best": 1, "best": None}
+    shown = [{name: line[name] for name in line.keys() - {"time", "world_size", "attempt"}} for line in lines]
+    assert shown == [numbers, numbers, {"step": 5, "loss": 0.1}]
+    warnings = [re.sub(r"relay: rank 0: report\((\w+)=.*", r"\1", line) for line in done.stderr.splitlines()]
+    assert warnings == ["note", "rates", "many", "huge", "by_name", "time", "step"]
+    assert "report(note='text'): must be real number, not str; note is left out, and the training continues" in (
+        done.stderr
+    )
+
+
+REFUSED = """
+import relay
+relay.report(step=1, loss=0.5)
+try:
+    relay.state().__enter__()
+except (OSError, RuntimeError) as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("claim", "message", "warns"),
+    [
+        (None, "OtherVersionError .*relay is of a later version of torchrelay than the one that submitted this", True),
+        ("nowhere/next", "FileNotFoundError .*No such file or directory: .*nowhere", True),
+        ("of-another-name", "RuntimeError attempt 2 has begun: attempt 1 writes nothing more", False),
+    ],
+)
+def test_rank_that_cannot_tell_whether_the_next_attempt_has_begun_writes_nothing(
+    tmp_path: Path, claim: str | None, message: str, *, warns: bool
+) -> None:
+    (tmp_path / "of-another-name").touch()
+    variables = agent_variables(tmp_path)
+    del variables["TORCHRELAY_NEXT_CLAIM"]
+    if claim:
+        variables["TORCHRELAY_NEXT_CLAIM"] = str(tmp_path / claim)
+    code = REFUSED if warns else REFUSED.replace("relay.report(step=1, loss=0.5)", "")
+    done = run_relay(code, directory=tmp_path, **variables)
+    assert re.match(message, done.stdout), done.stderr
+    assert done.stderr.count("cannot be written") == warns
+    assert not (tmp_path / "metrics" / "train.jsonl").exists()
+
+
 def test_signal_that_the_run_was_submitted_with_stops_it_too(tmp_path: Path) -> None:
     code = (
         "import os, signal, relay\n"
@@ -171,10 +234,11 @@ def test_checkpoint_that_failed_at_the_last_step_is_tried_again_by_all_ranks(tmp
         "        Path('checkpoints').unlink()\n"
         "distributed.destroy_process_group()\n"
     )
-    done = run_relay(code, directory=tmp_path, ranks=2, TORCHRELAY_RUN_DIR=str(tmp_path), TORCHRELAY_ATTEMPT="1")
+    done = run_relay(code, directory=tmp_path, ranks=2, **agent_variables(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "the checkpoint of step 2 could not be written, and is tried again later" in done.stderr
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
+    assert "checkpoint_failed" in assert_typed(tmp_path / "events")
 
 
 def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":
@@ -190,7 +254,7 @@ def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":
         "    print('restored', saved.step)\n"
         f"    saved.step = {step}\n"
     )
-    return run_alone(code, directory, TORCHRELAY_ATTEMPT="1")
+    return run_relay(code, directory=directory, **agent_variables(directory))
 
 
 def test_checkpoint_is_on_the_disk_and_kept_for_the_next_start_if_the_storage_cannot_read_it(tmp_path: Path) -> None:

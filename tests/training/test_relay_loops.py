@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.relay_script import run_relay
+from support.relay_script import agent_variables, run_relay
 
 from training.relay.loop_position import LoopPosition
 
@@ -70,9 +70,8 @@ distributed.destroy_process_group()
 def run(directory: Path, *, stop_at: str = "0", workers: int = 0, ranks: int = 1) -> list[dict[str, Any]]:
     """Run the script once more; return what rank 0 has written at the end of each start."""
     directory.mkdir(exist_ok=True)
-    settings = {"TORCHRELAY_RUN_DIR": str(directory), "TORCHRELAY_ATTEMPT": "1"}
     done = run_relay(SCRIPT, str(directory), stop_at, str(workers), str(ranks), directory=directory, ranks=ranks,
-                     **settings)  # fmt: skip
+                     **agent_variables(directory))  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (directory / "0.jsonl").read_text().splitlines()]
 
@@ -143,5 +142,4 @@ def test_loop_that_was_left_is_over(tmp_path: Path) -> None:
         "        if saved.step == 6: break\n"
         "    print(saved.step)\n"
     )
-    settings = {"TORCHRELAY_RUN_DIR": str(tmp_path), "TORCHRELAY_ATTEMPT": "1"}
-    assert [run_relay(code, directory=tmp_path, **settings).stdout for _ in range(2)] == ["6\n", "6\n"]
+    assert [run_relay(code, directory=tmp_path, **agent_variables(tmp_path)).stdout for _ in range(2)] == ["6\n", "6\n"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.relay_script import run_relay
+from support.relay_script import agent_variables, run_relay
 from torch import nn
 
 from training.relay.checkpoint_files import list_checkpoints, read_checkpoint, step_of
@@ -150,10 +150,10 @@ def test_names_that_look_alike_are_different_places() -> None:
 
 
 def run_in(directory: Path, program: str) -> "subprocess.CompletedProcess[str]":
-    for name in ("run/events", "snapshots", "heartbeats"):
+    for name in ("snapshots", "heartbeats"):
         (directory / name).mkdir(parents=True)
     return run_relay(
-        program, directory=directory, TORCHRELAY_RUN_DIR=str(directory / "run"), TORCHRELAY_ATTEMPT="1",
+        program, directory=directory, **agent_variables(directory / "run"),
         TORCHRELAY_SNAPSHOTS=str(directory / "snapshots"),
     )  # fmt: skip
 

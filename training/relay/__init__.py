@@ -38,10 +38,9 @@ def report(*, step: int, **numbers: Any) -> None:
     Args:
         step: the number of optimizer steps done.
         numbers: values such as `loss`, `images_per_second`, `epoch`, `lr`: numbers, or tensors of one element. The
-            host waits for a tensor on a GPU.
+            host waits for a tensor on a GPU. Any other value is left out, with a warning.
     """
-    progress_files.beat(step)
-    progress_files.metrics(step, numbers)
+    progress_files.report(step, numbers)
 
 
 def state(

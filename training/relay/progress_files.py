@@ -6,13 +6,14 @@ The node agent reads the heartbeat; `hpc status`, `hpc report` and trackers read
 import json
 import math
 import os
+import reprlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from .this_rank import THIS_RANK, check_no_later_attempt, warn
+from .this_rank import THIS_RANK, OtherVersionError, check_no_later_attempt, warn
 
 # A heartbeat is padded with spaces to this size, so that a reader always finds one whole record.
 _HEARTBEAT_BYTES = 512
@@ -62,6 +63,8 @@ class ProgressFiles:
         self._heartbeat = Heartbeat(THIS_RANK.heartbeat, THIS_RANK.rank)
         self._beaten_at: float | None = None
         self._failed = False
+        self._warned = set[str]()
+        """The names of the values about which the rank has printed a warning."""
 
     def beat(self, step: int | None = None) -> None:
         """Show the node agent that this rank is alive. The time from one call to the next counts as a step."""
@@ -72,13 +75,37 @@ class ProgressFiles:
         self._beaten_at = now
         self._heartbeat.beat("script", step)
 
-    def metrics(self, step: int, numbers: Mapping[str, Any]) -> None:
-        """Append a line to the run's metrics, on rank 0. The numbers may be tensors of one element."""
-        if THIS_RANK.rank != 0 or not numbers:
+    def report(self, step: Any, values: Mapping[str, Any]) -> None:
+        """Beat and, on rank 0, append a line to the run's metrics.
+
+        A value that is no number or tensor of one element is left out, with one warning for each name: a report never
+        ends a training.
+        """
+        if THIS_RANK.run_dir is None:
             return
-        known = {name: _json_number(value) for name, value in numbers.items()}
+        whole = self._checked("step", step, _whole)
+        self.beat(None if whole is _WRONG else whole)
+        if THIS_RANK.rank != 0 or not values or whole is _WRONG:
+            return
         where = {"world_size": THIS_RANK.world_size, "attempt": THIS_RANK.attempt, "time": time.time()}
-        self._append("metrics/train.jsonl", {"step": step, **known, **where})
+        checked = {
+            name: self._checked(name, value, _refuse if name in where else _json_number)
+            for name, value in values.items()
+        }
+        numbers = {name: number for name, number in checked.items() if number is not _WRONG}
+        self._append("metrics/train.jsonl", {"step": whole, **numbers, **where})
+
+    def _checked(self, name: str, value: Any, convert: Callable[[Any], Any]) -> Any:
+        """Return the converted value, or _WRONG if this fails. The first failure of a name prints a warning."""
+        try:
+            return convert(value)
+        except Exception as error:  # noqa: BLE001 - the value may be of any class
+            if name not in self._warned:
+                self._warned.add(name)
+                shown = " ".join(reprlib.repr(value).split())
+                left_out = "this report" if name == "step" else name
+                warn(f"report({name}={shown}): {error}; {left_out} is left out, and the training continues")
+            return _WRONG
 
     def event(self, name: str, **fields: Any) -> None:
         """Append an event to the run's ledger, on rank 0."""
@@ -96,16 +123,33 @@ class ProgressFiles:
                 # A kill may have left half a line, which must not become a part of this one.
                 is_torn = file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
                 file.write(b"\n" * is_torn + json.dumps(record, default=str).encode() + b"\n")
-        except OSError as error:
+        except (OSError, OtherVersionError) as error:
             if not self._failed:
-                warn(f"{path} cannot be written ({error}): free some space; the training continues without it")
+                warn(f"{path} cannot be written ({error}); the training continues without it")
             self._failed = True
 
 
+_WRONG = object()
+"""What stands for a value that cannot be reported."""
+
+
 def _json_number(value: Any) -> float | None:
-    """Return a value as a number for JSON, or None if it is not finite. The host waits for a tensor on a GPU."""
+    """Return a value as a number for JSON; None if it is None or not finite. The host waits for a tensor on a GPU."""
     plain = value.item() if hasattr(value, "item") else value
-    return plain if math.isfinite(plain) else None
+    if plain is None or not math.isfinite(plain):
+        return None
+    return int(plain) if isinstance(plain, int) else float(plain)
+
+
+def _refuse(_value: Any) -> None:
+    raise ValueError("torchrelay writes this number itself, so use another name")
+
+
+def _whole(value: Any) -> int:
+    number = _json_number(value)
+    if number is None or number != int(number):
+        raise ValueError("the step must be a whole number")
+    return int(number)
 
 
 progress_files = ProgressFiles()

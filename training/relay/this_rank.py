@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,6 +19,8 @@ class ThisRank:
     attempt: int
     run_dir: Path | None
     """Path of the run directory; None if no run of torchrelay started this process."""
+    next_claim: Path | None
+    """Path of the file that exists once the next attempt has begun; None if no agent started this process."""
     heartbeat: Path | None
     checkpoints: Path | None
     """Directory in which rank 0 writes checkpoints; None on other ranks."""
@@ -43,6 +46,7 @@ class ThisRank:
             world_size=number("WORLD_SIZE", 1),
             attempt=number("TORCHRELAY_ATTEMPT", 0),
             run_dir=run_dir,
+            next_claim=path("TORCHRELAY_NEXT_CLAIM"),
             heartbeat=path("TORCHRELAY_HEARTBEAT"),
             checkpoints=run_dir / "checkpoints" if run_dir and rank == 0 else None,
             snapshots=path("TORCHRELAY_SNAPSHOTS") if local_rank == 0 else None,
@@ -57,11 +61,27 @@ def warn(text: str) -> None:
     print(f"relay: rank {THIS_RANK.rank}: {text}", file=sys.stderr, flush=True)
 
 
+class OtherVersionError(RuntimeError):
+    """The agent that started this rank does not set what this version of the package needs."""
+
+
 def check_no_later_attempt() -> None:
-    """Raise RuntimeError if a later attempt has begun, as can happen if Slurm failed to end this node's processes."""
-    if THIS_RANK.run_dir is None or not (events := THIS_RANK.run_dir / "events").is_dir():
-        return
-    attempt = THIS_RANK.attempt
-    os.close(os.open(events, os.O_RDONLY))  # without this, NFS may hide the file for up to a minute
-    if (events / f"attempt-{attempt + 1:03d}-node-00.jsonl").exists():
+    """Check that no later attempt has begun, as can happen if Slurm failed to end this node's processes.
+
+    Raises:
+        RuntimeError: a later attempt has begun.
+        OtherVersionError: the agent did not name the file by which this can be known.
+        OSError: the run directory cannot be read.
+    """
+    attempt, claim = THIS_RANK.attempt, THIS_RANK.next_claim
+    if not attempt:
+        return  # the user has set TORCHRELAY_RUN_DIR to try the script
+    if claim is None:
+        raise OtherVersionError(
+            f"{Path(__file__).parent} is of a later version of torchrelay than the one that submitted this run: copy "
+            "the folder from that version, or update torchrelay and submit the run again"
+        )
+    os.close(os.open(claim.parent, os.O_RDONLY))  # without this, NFS may hide the file for up to a minute
+    with suppress(FileNotFoundError):
+        claim.stat()  # not exists(), which takes any error of the storage for a missing file from Python 3.14 on
         raise RuntimeError(f"attempt {attempt + 1} has begun: attempt {attempt} writes nothing more")

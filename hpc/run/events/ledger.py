@@ -32,13 +32,14 @@ class EventWriter:
     """The attempt of all events of this writer; if None, each event keeps its own attempt."""
 
     def append(self, event: Event) -> None:
-        """Append an event that happens now, in the writer's attempt."""
-        append_line(self.path, line_of(event if self.attempt is None else dated(event, attempt=self.attempt)))
+        """Append an event in the writer's attempt. An undated event happens now."""
+        own = event if self.attempt is None else msgspec.structs.replace(event, attempt=self.attempt)
+        append_line(self.path, line_of(own))
 
 
-def dated(event: Event, **fields: object) -> Event:
-    """Return the event with the present time and these fields."""
-    return msgspec.structs.replace(event, time=time.time(), **fields)
+def dated(event: Event) -> Event:
+    """Return the event with the present time."""
+    return msgspec.structs.replace(event, time=time.time())
 
 
 def line_of(event: Event) -> str:
@@ -154,7 +155,10 @@ class SucceededError(TorchrelayError):
 
 
 def claim_file(run: RunDir, attempt: int) -> Path:
-    """Return the file that claims an attempt: the head node's agent creates it, then writes its events there."""
+    """Return the file that claims an attempt: the head node's agent creates it, then writes its events there.
+
+    Copies of training/relay from version 0.2 look for the next attempt's file by this name. Later ones get its path.
+    """
     return agent_file(run, attempt, 0)
 
 

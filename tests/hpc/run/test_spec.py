@@ -8,14 +8,9 @@ from support.events import of_training, script_spec
 
 from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir, check_run_name
-from hpc.run.spec import Recovery, Resources, RunSpec, is_flat
-from hpc.run.spec_file import script_program
+from hpc.run.spec import Recovery, Resources, RunSpec
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
-from training.config.training_spec import Training, trainer_program
-
-EARLIER = Path(__file__).with_name("earlier_specs")
-TRAINER_PART = ("train", "recipe", "forked_from", "evaluation")
 
 
 def test_spec_is_equal_after_saving_and_loading(tmp_path: Path) -> None:
@@ -47,30 +42,18 @@ def test_changed_flags_change_what_ranks_import() -> None:
     assert script_spec().with_training(train=train) == script_spec()
 
 
-@pytest.mark.parametrize("name", ["training", "evaluation", "script"])
-def test_flat_spec_of_an_earlier_version_is_read_and_written(name: str, tmp_path: Path) -> None:
-    earlier, run = EARLIER / f"{name}.json", RunDir(tmp_path)
-    run.spec.write_bytes(earlier.read_bytes())
-    run.events.mkdir()
-    spec, flat = RunSpec.load(run), json.loads(earlier.read_text())
-    assert is_flat(run)
-    assert (spec.pack, spec.python, spec.working_directory) == tuple(
-        flat[each] for each in ("pack", "python", "working_directory")
-    )
-    if name == "script":
-        assert spec.program == script_program(("train.py", "--data", "{data}", "--lr", "0.1"))
-        assert spec.training is None
-    else:
-        assert spec.program == trainer_program(spec.training.train, has_data=flat["data"] is not None)
-        assert spec.training == Training.from_json({each: flat[each] for each in TRAINER_PART})
-        flat["train"]["initial_image_size"] = None
-    spec.save(run, 1, flat=True)
-    flat["recovery"] |= {"continue_with": "auto", "start_once": False, "health_check": None, "evict_slow": False}
-    flat["resources"]["time_min"] = None
-    assert json.loads(run.revised_spec(1).read_text()) == flat
-    spec.save(run)
-    assert RunSpec.load(run) == spec
-    assert not is_flat(run)
+@pytest.mark.parametrize(
+    ("lacks", "has"), [(("program", "training"), {"script": ["a.py"], "train": None}), ((), {"later": 1})]
+)
+def test_spec_of_another_version_is_refused_in_one_line(
+    lacks: tuple[str, ...], has: dict[str, Any], tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path)
+    script_spec("a.py").save(run)
+    fields = {name: value for name, value in json.loads(run.spec.read_text()).items() if name not in lacks}
+    run.spec.write_text(json.dumps(fields | has))
+    with pytest.raises(UserError, match=r"another version of torchrelay \(.*\): use the version that .*again$"):
+        RunSpec.load(run)
 
 
 @pytest.mark.parametrize(

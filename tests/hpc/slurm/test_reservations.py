@@ -55,7 +55,7 @@ def test_limit_ends_before_the_reservation(spec: RunSpec) -> None:
     assert 327 <= shorter.minutes <= 329
     assert shorter.options == [f"--time={shorter.minutes}", "--time-min=15"]
     assert "reservation works begins at" in str(shorter)
-    assert str(shorter).endswith("instead of 1d")
+    assert str(shorter).endswith("instead of 1-00:00:00")
 
 
 @pytest.mark.parametrize(

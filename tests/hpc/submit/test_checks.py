@@ -142,6 +142,17 @@ def test_impossible_recovery_is_refused(spec: RunSpec, message: str) -> None:
         check_recovery(spec)
 
 
+def test_slurm_checks_and_local_runs_have_the_same_default_limit(
+    partitions: list[Partition], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc.run.spec._DEFAULT_LIMIT_MINUTES", 120, raising=False)
+    asked = Resources(gpus_per_node="0", partition="cpu")
+    assert resolve_resources(asked, partitions).time == "02:00:00"
+    assert local_resources(asked).time == "02:00:00"
+    with pytest.raises(UserError, match="--signal-before is 3h, but the time limit is 02:00:00"):
+        check_recovery(script_spec(resources=asked, recovery=Recovery(signal_before="3h")))
+
+
 def test_setup_that_could_not_run_is_refused() -> None:
     check_setup(["module load cuda/12.4", "if true\nthen\n  source it\\'s.sh\nfi"], "slurm")
     with pytest.raises(

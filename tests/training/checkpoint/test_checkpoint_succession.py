@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.relay_script import run_relay
+from support.relay_script import agent_variables, run_relay
 from support.trainings import Starter, lines
 
 from hpc.run.events.ledger import SucceededError, check_is_newest, claim_file
@@ -101,9 +101,7 @@ refused(lambda: state().__enter__())
 
 def test_script_publishes_nothing_after_the_next_attempt_has_begun(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    run.events.mkdir()
-    environment = {"TORCHRELAY_RUN_DIR": str(tmp_path), "TORCHRELAY_ATTEMPT": "1"}
-    done = run_relay(SUCCEEDED, str(claim_file(run, 2)), directory=tmp_path, **environment)
+    done = run_relay(SUCCEEDED, str(claim_file(run, 2)), directory=tmp_path, **agent_variables(tmp_path))
     assert done.stdout == 3 * "attempt 2 has begun: attempt 1 writes nothing more\n", done.stderr
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000007"]
     assert [line["step"] for line in lines(run.train_metrics)] == [7]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.events import assert_typed
 from support.trainings import Starter, events, needs_no_gpu_driver
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # exported, but not in __all__
@@ -19,6 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hpc.base.errors import EXIT_BAD_NODE, BadNodeError, TorchrelayError, UserError
+from hpc.run.rundir import RunDir
 from training.engine import preflight
 from training.engine.preflight import count_wrong, run_preflight, wrong_in_attention, wrong_in_convolution
 from training.runtime.fault_injection import parse_fault
@@ -222,3 +224,4 @@ def test_the_preflight_is_a_program_of_its_own(start: Starter) -> None:
     assert line.startswith("preflight: 2 ranks on CPU, all-reduce ")
     [event] = events(run, "preflight")
     assert (event["attempt"], event["world_size"], event["device"]) == (3, 2, "CPU")
+    assert assert_typed(RunDir(run).events) == {"preflight", "software"}
