@@ -48,15 +48,21 @@ def _starting(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ending(send: Callable[[int, int], None], rank: int) -> Callable[[int, int], None]:
-    """Return a function that sends a signal as `send` does, but SIGKILL instead of a SIGTERM that is blocked."""
+    """Return a function that sends a signal as `send` does, but SIGKILL instead of a SIGTERM that would not arrive."""
 
     @wraps(send)
     def send_or_kill(pid: int, number: int, /) -> None:
-        # A negative number names a process group. A rank blocks the signals only while it starts a process.
-        is_deaf = pid not in {rank, os.getpid()} and in_signal_mask(abs(pid), "SigBlk", signal.SIGTERM)
-        send(pid, signal.SIGKILL if number == signal.SIGTERM and is_deaf else number)
+        # A negative number names a process group. A rank itself blocks the signals while it starts a process.
+        if number == signal.SIGTERM and pid not in {rank, os.getpid()} and _is_deaf(abs(pid)):
+            number = signal.SIGKILL
+        send(pid, number)
 
     return send_or_kill
+
+
+def _is_deaf(pid: int) -> bool:
+    """Return whether SIGTERM would not reach a process. What a rank ignores, programs that it executes ignore, too."""
+    return any(in_signal_mask(pid, mask, signal.SIGTERM) for mask in ("SigBlk", "SigIgn"))
 
 
 class ToldToEnd:

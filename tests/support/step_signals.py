@@ -16,13 +16,13 @@ def processes_below(pid: int) -> list[int]:
     return found
 
 
-def send_to_step(number: int, pid: int | None = None) -> None:
-    """Send a signal to a process, by default this one, and to all its descendants before it."""
-    # The ranks' own os.kill must not change what Slurm would send.
-    for each in (*processes_below(pid or os.getpid()), pid or os.getpid()):
+def send_to_step(number: int, root: int) -> None:
+    """Send a signal to a process and, before it, to all its descendants."""
+    for pid in (*processes_below(root), root):
         with contextlib.suppress(ProcessLookupError):
-            descriptor = os.pidfd_open(each)
+            descriptor = os.pidfd_open(pid)
             try:
+                # A rank's os.kill would not do what Slurm does (jobs.ranks.helper_processes).
                 signal.pidfd_send_signal(descriptor, number)
             finally:
                 os.close(descriptor)

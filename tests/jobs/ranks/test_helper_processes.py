@@ -42,7 +42,7 @@ def run_rank(directory: Path, script: str, *words: str, own: bool = False) -> li
 
 # Before the rank handles the signals, it ignores them. Workers that are not forked import torch, so there are fewer.
 LOADERS = """
-import itertools, multiprocessing, signal, sys
+import multiprocessing, os, signal, sys
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from support.step_signals import send_to_step
@@ -65,9 +65,9 @@ def read(kind, method, **more):
         for place, batch in enumerate(loader):
             indices += batch.tolist()
             if place == 1:
-                send_to_step(number)
+                send_to_step(number, os.getppid())
             if place == 9:
-                [send_to_step(number) for number in SIGNALS]
+                [send_to_step(number, os.getppid()) for number in SIGNALS]
         assert sorted(indices) == list(range(64)), indices
     print("read", kind.__name__)
 
@@ -90,3 +90,109 @@ def test_loader_workers_read_all_data(tmp_path: Path, method: str, own: bool) ->
     printed = run_rank(tmp_path, LOADERS, method, own=own)
     for number in (signal.SIGTERM, signal.SIGUSR2):
         assert f"handled {number.value}" in printed, "the rank itself hears the signals"
+
+
+# Each helper process answers a line. None of these imports torch.
+HELPERS = """
+import concurrent.futures, multiprocessing, os, signal, subprocess, sys
+from support.step_signals import processes_below, send_to_step
+
+ECHO = "import sys; [print(line, end='', flush=True) for line in sys.stdin]"
+
+def serve(pipe):
+    while True:
+        pipe.send(pipe.recv())
+
+def started(command, **more):
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **more)
+
+def asks(process):
+    def ask(word):
+        process.stdin.write(f"{word}\\n")
+        process.stdin.flush()
+        return process.stdout.readline().strip()
+    return ask
+
+def forked():
+    (read, answer), (question, write) = os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:
+        while True:
+            os.write(answer, os.read(question, 100))
+    def ask(word):
+        os.write(write, word.encode())
+        return os.read(read, 100).decode()
+    return pid, ask
+
+def all_helpers():
+    "Yield what ends a helper process, what waits for its end, and what asks it."
+    python = [sys.executable, "-c", ECHO]
+    for command, more in (
+        (python, {}), (python, {"start_new_session": True}), (["/bin/cat"], {"close_fds": False}),
+        (["bash", "-c", "cat; exit"], {}),
+    ):
+        process = started(command, **more)
+        yield process.terminate, process.wait, asks(process)
+    group = started(["bash", "-c", "cat; exit"], start_new_session=True)
+    yield (lambda: os.killpg(group.pid, signal.SIGTERM)), group.wait, asks(group)
+    for method in multiprocessing.get_all_start_methods():
+        context = multiprocessing.get_context(method)
+        near, far = context.Pipe()
+        process = context.Process(target=serve, args=[far])
+        process.start()
+        yield process.terminate, process.join, (lambda word, near=near: (near.send(word), near.recv())[1])
+        pool = context.Pool(1)
+        yield pool.terminate, pool.join, (lambda word, pool=pool: pool.apply(str, [word]))
+        executor = concurrent.futures.ProcessPoolExecutor(1, context)
+        yield executor.shutdown, (lambda: None), (lambda word, executor=executor: executor.submit(str, word).result())
+        manager = context.Manager()
+        names = manager.dict()
+        yield manager.shutdown, (lambda: None), (lambda word, names=names: (names.update(a=word), names["a"])[1])
+    pid, ask = forked()
+    yield (lambda: os.kill(pid, signal.SIGTERM)), (lambda: os.waitpid(pid, 0)), ask
+
+def main():
+    if sys.argv[1] == "handled":
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    helpers = list(all_helpers())
+    assert [ask("before") for _, _, ask in helpers] == ["before"] * len(helpers)
+    if sys.argv[2] == "signalled":
+        for number in (signal.SIGTERM, signal.SIGUSR2) * 2:
+            send_to_step(number, os.getppid())
+    assert [ask("after") for _, _, ask in helpers] == ["after"] * len(helpers)
+    for end, wait, _ in helpers:
+        end()
+        wait()
+    left = [open(f"/proc/{pid}/cmdline").read() for pid in processes_below(os.getpid())]
+    print("left", [line for line in left if "multiprocessing.resource_tracker" not in line and "forkserver" not in line])
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("handled", ["handled", "ignored"])
+@pytest.mark.parametrize("signalled", ["signalled", "quiet"])
+def test_helper_processes_outlive_signals_and_end_when_they_are_told_to(
+    tmp_path: Path, handled: str, signalled: str
+) -> None:
+    assert run_rank(tmp_path, HELPERS, handled, signalled)[-1] == "left []"
+
+
+# A program with a pool of its own, `timeout`, and a shell: none of them sends SIGTERM through the rank.
+OTHERS = """
+import signal, subprocess, sys
+if sys.argv[1] == "handled":
+    signal.signal(signal.SIGTERM, lambda *_: None)
+POOL = "import multiprocessing\\nwith multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1]))"
+subprocess.run([sys.executable, "-c", POOL], check=True)
+subprocess.run(["timeout", "0.1", "sleep", "1000"], check=False)
+sleeping = subprocess.Popen(["sleep", "1000"])
+subprocess.run(["bash", "-c", f"kill {sleeping.pid}"], check=True)
+sleeping.wait()
+print("all have ended")
+"""
+
+
+@pytest.mark.parametrize("handled", ["handled", "ignored"])
+def test_helper_processes_end_when_others_tell_them_to(tmp_path: Path, handled: str) -> None:
+    assert run_rank(tmp_path, OTHERS, handled)[-1] == "all have ended"
