@@ -44,20 +44,22 @@ def leave_multiprocessing() -> None:
 
 
 def functions_that_start_processes() -> list[tuple[Any, str]]:
-    """Return each function with which Python starts processes, as its owner and its name.
+    """Return each function with which Python, and torch if it is imported, start processes: its owner and its name.
 
     Checked against Python 3.11, where multiprocessing's are not public: `spawnv_passfds` starts the processes of
     `spawn`, the server of `forkserver`, and the resource tracker. `ensure_running` afterwards unblocks SIGTERM in its
-    caller, which may be a loader worker.
+    caller, which may be a loader worker. Checked against torch 2.15: with the sharing strategy `file_system`,
+    `_share_filename_cpu_` starts the process that owns the shared files.
     """
     import subprocess
     from multiprocessing import resource_tracker, util
 
     names = ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")
-    tracker = resource_tracker.ResourceTracker
+    tracker, torch = resource_tracker.ResourceTracker, sys.modules.get("torch")
     return [
         *((os, name) for name in names),
         (subprocess.Popen, "__init__"), (util, "spawnv_passfds"), (tracker, "ensure_running"),
+        *([(torch.UntypedStorage, "_share_filename_cpu_")] if torch else []),
     ]  # fmt: skip
 
 

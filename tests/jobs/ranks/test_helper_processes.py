@@ -12,8 +12,8 @@ from support.cluster import ROOT
 from hpc.run.nodedir import NodeDir
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 
-# As torchrun does it with --run-path: a rank's wrapper is a fork of it, which forks the rank.
-TORCHRUN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+# As torchrun does it with --run-path: it has imported torch, its fork becomes a wrapper, which forks the rank.
+TORCHRUN = "import runpy, sys, torch; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def start_rank(directory: Path, script: str, *words: str, own: bool = False) -> "subprocess.Popen[bytes]":
@@ -72,7 +72,10 @@ def read(kind, method, **more):
     print("read", kind.__name__)
 
 if __name__ == "__main__":
-    method = sys.argv[1]
+    method, *strategies = sys.argv[1:]
+    for strategy in strategies:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+        shared = torch.ones(1).share_memory_()
     multiprocessing.set_forkserver_preload(["torch"])
     if method != "spawn":
         read(Map, method)
@@ -85,9 +88,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("method", "own"), [("fork", False), ("fork", True), ("spawn", False), ("forkserver", False)])
-def test_loader_workers_read_all_data(tmp_path: Path, method: str, own: bool) -> None:
-    printed = run_rank(tmp_path, LOADERS, method, own=own)
+@pytest.mark.parametrize(
+    ("words", "own"),
+    [
+        pytest.param(("fork",), True, id="fork in a Python of its own"),
+        # With this strategy, the first process that shares a tensor starts one that owns the shared files.
+        pytest.param(("fork", "file_system"), False, id="fork"),
+        pytest.param(("spawn",), False, id="spawn"),
+        pytest.param(("forkserver",), False, id="forkserver"),
+    ],
+)
+def test_loader_workers_read_all_data(tmp_path: Path, words: tuple[str, ...], own: bool) -> None:
+    printed = run_rank(tmp_path, LOADERS, *words, own=own)
     for number in (signal.SIGTERM, signal.SIGUSR2):
         assert f"handled {number.value}" in printed, "the rank itself hears the signals"
 
