@@ -33,6 +33,10 @@ NETWORK_BACKED = frozenset({
     "wekafs", "panfs", "pvfs2", "fuse.glusterfs", "fuse.sshfs", "fuse.juicefs", "fuse.moosefs", "fuse.s3fs",
 })  # fmt: skip
 """Types of file systems on other machines."""
+ENDING_SIGNALS = (
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM,
+)  # fmt: skip
+"""Signals that Slurm, or a user with `scancel --signal`, sends to a job. By default, each ends a process."""
 _CLOCK_OFFSET = time.time() - time.monotonic()
 
 
