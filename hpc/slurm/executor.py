@@ -91,9 +91,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
     first = [_OUTLIVE, *_one_job(run), _unset(resources)]
     if not resources.setup:
         return first
-    failed = (
-        f'exit_code=$?; {_IGNORE}; exec {agent_command(run, "jobs.last_resort")} $exit_code "$torchrelay_setup"'
-    )
+    failed = f'exit_code=$?; {_IGNORE}; exec {agent_command(run, "jobs.last_resort")} $exit_code "$torchrelay_setup"'
     return [
         *first, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
         *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in resources.setup),

@@ -48,8 +48,8 @@ def test_agents_that_handle_no_signal_yet_and_one_that_is_killed(site: Site) -> 
     wait_for_agent(run, run.job_id)
     site.slurm("scancel", "--signal=USR1", f"{run.job_id}.0")
     run.wait_for_next_job()
-    told = run.status()["attempts"][-1]
-    assert (told["cause"], told["node"]) == ("requeued", None)
+    told = run.events("attempt_ended")[-1]
+    assert (told["cause"], told.get("node")) == ("requeued", None)
     assert "SIGUSR1" in told["detail"]
     assert len(run.events("requeued")) == 2
 

@@ -115,7 +115,8 @@ def test_script_survives_signals_before_setup_begins(tmp_path: Path) -> None:
     resources = Resources(time="2h", setup=("module load cuda/12.4", "source it's.sh"))
     spec = script_spec(resources=resources)
     lines = SlurmExecutor(RunDir(tmp_path), spec).script().splitlines()
-    places = ["trap : HUP INT QUIT USR1 USR2 TERM", "torchrelay_setup='module load cuda/12.4'", 'eval "$torchrelay_setup" || exit']
+    signals = "trap : HUP INT QUIT USR1 USR2 TERM"
+    places = [signals, "torchrelay_setup='module load cuda/12.4'", 'eval "$torchrelay_setup" || exit']
     numbers = [lines.index(line) for line in places]
     agents = next(number for number, line in enumerate(lines) if line.startswith("srun "))
     assert sorted(numbers) == numbers

@@ -1,4 +1,4 @@
-"""Slurm's signals reach every process of a rank: its workers and services live on, and end when the script ends them."""
+"""Slurm's signals reach every process of a rank: its workers and services live on until somebody else ends them."""
 
 import os
 import signal
@@ -175,7 +175,7 @@ def main():
         end()
         wait()
     left = [open(f"/proc/{pid}/cmdline").read() for pid in processes_below(os.getpid())]
-    print("left", [line for line in left if "multiprocessing.resource_tracker" not in line and "forkserver" not in line])
+    print("left", [line for line in left if "resource_tracker" not in line and "forkserver" not in line])
 
 if __name__ == "__main__":
     main()
