@@ -114,8 +114,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     ours = r"\b(?:TORCHRELAY|SBATCH)_[A-Z_]+\b"
     named = set(re.findall(ours, page))
     # Between our own processes, and for tests.
-    internal = {"CALLED", "DEVICE", "FAULT", "HEARTBEAT", "PRELOAD", "PYTHONPATH", "RESTARTS", "SECRET", "SNAPSHOTS",
-                "STOP_SIGNAL"}  # fmt: skip
+    internal = {"CALLED", "DEVICE", "FAULT", "HEARTBEAT", "PARENT", "PRELOAD", "PYTHONPATH", "RESTARTS", "SECRET",
+                "SNAPSHOTS", "STOP_SIGNAL"}  # fmt: skip
     assert named == set(re.findall(ours, code)) - {f"TORCHRELAY_{name}" for name in internal} | {"SBATCH_EXPORT"}
     of_others = {"LOCAL_WORLD_SIZE", "XDG_CONFIG_HOME"}  # torchrun's, and platformdirs'
     for name in set(re.findall(r"`([A-Z][A-Z_]+)`", page)) - named - of_others:
