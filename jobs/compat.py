@@ -43,15 +43,24 @@ def leave_multiprocessing() -> None:
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]  # it was the wrapper's
 
 
-def process_classes() -> tuple[Any, Any]:
-    """Return the classes whose `terminate` ends a child: multiprocessing's (for any start method), then subprocess's.
+def functions_that_start_processes() -> list[tuple[Any, str]]:
+    """Return each function with which Python, and torch if it is imported, start processes: its owner and its name.
 
-    Checked against Python 3.11, where only subprocess's is public.
+    Checked against Python 3.11, where multiprocessing's are not public: `spawnv_passfds` starts the processes of
+    `spawn`, the server of `forkserver`, and the resource tracker. `ensure_running` afterwards unblocks SIGTERM in its
+    caller, which may be a loader worker. Checked against torch 2.15: with the sharing strategy `file_system`,
+    `_share_filename_cpu_` starts the process that owns the shared files.
     """
     import subprocess
-    from multiprocessing import popen_fork
+    from multiprocessing import resource_tracker, util
 
-    return popen_fork.Popen, subprocess.Popen
+    names = ("fork", "forkpty", "posix_spawn", "posix_spawnp", "system")
+    tracker, torch = resource_tracker.ResourceTracker, sys.modules.get("torch")
+    return [
+        *((os, name) for name in names),
+        (subprocess.Popen, "__init__"), (util, "spawnv_passfds"), (tracker, "ensure_running"),
+        *([(torch.UntypedStorage, "_share_filename_cpu_")] if torch else []),
+    ]  # fmt: skip
 
 
 def check_tar_headers(kind: Any, check: Callable[[Any], None]) -> None:

@@ -113,7 +113,8 @@ def conclude_failed_agent(node: NodeAttempt, failure: Cause, detail: str, signal
     step = (handover.last_step(node.run) or 0) if node.reports_steps else None
     # Agents that recorded nothing may end for another reason each time, so such ends do not count as the same failure.
     signature = None if failure is Cause.LOST else signature_of(detail)
-    blamed = None if failure is Cause.LOST and _follows_a_dead_start(node) else node.host
+    is_innocent = cause is not failure or (cause is Cause.LOST and _follows_a_dead_start(node))
+    blamed = None if is_innocent else node.host
     number = node.attempt.attempt
     ended = AttemptEnded(attempt=number, cause=cause, step=step, detail=detail, node=blamed, signature=signature)
     if not record_end(node, ended):

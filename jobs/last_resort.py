@@ -19,6 +19,7 @@ from pathlib import Path
 
 from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError
 from hpc.base.files import refresh_nfs_cache
+from hpc.base.kernel import ENDING_SIGNALS
 from hpc.run.causes import Cause, JobState
 from hpc.run.events.attempts import Attempt
 from hpc.run.events.history import History
@@ -39,7 +40,6 @@ from jobs.node_attempt import (
     log,
     send_heartbeats,
 )
-from jobs.stop_request import STOP_SIGNALS
 
 # A shell adds this to the number of the signal that killed a program.
 _BY_SIGNAL = 128
@@ -96,7 +96,7 @@ def _do_the_rest(argv: list[str]) -> int:
         cause, detail = Cause.NO_SPACE, "the storage of the run directory had no space for the events of the attempt"
     if len(argv) > 2:
         cause, detail = Cause.BAD_NODE, f"--setup {argv[2]!r} {ended_with}: see hpc logs --all"
-    stopped_by = killed_by if number in STOP_SIGNALS else None
+    stopped_by = killed_by if number in ENDING_SIGNALS else None
     return conclude_failed_agent(node, cause, detail, stopped_by)
 
 

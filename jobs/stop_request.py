@@ -3,6 +3,7 @@
 import signal
 import time
 
+from hpc.base.kernel import ENDING_SIGNALS
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.spec import RunSpec
@@ -24,9 +25,13 @@ class StopRequest:
         self._time = 0.0
 
     def install(self) -> None:
-        """Handle the time limit's warning (SIGUSR2), Slurm's SIGTERM, and Ctrl-C."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self.handle)
+        """Handle the time limit's warning (SIGUSR2), Slurm's SIGTERM, and Ctrl-C; ignore the others.
+
+        With `scancel --signal=USR1`, a user may tell the ranks something. All processes that this one starts inherit
+        that the signal is ignored. So a rank ignores it, too, until its script handles it.
+        """
+        for number in ENDING_SIGNALS:
+            signal.signal(number, self.handle if number in STOP_SIGNALS else signal.SIG_IGN)
 
     def handle(self, number: int, _frame: object) -> None:
         """Record the first signal, and whether SIGTERM has come."""

@@ -114,7 +114,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     ours = r"\b(?:TORCHRELAY|SBATCH)_[A-Z_]+\b"
     named = set(re.findall(ours, page))
     # Between our own processes, and for tests.
-    internal = {"CALLED", "DEVICE", "FAULT", "HEARTBEAT", "NEXT_CLAIM", "PRELOAD", "PYTHONPATH", "RESTARTS", "SECRET",
+    internal = {"CALLED", "DEVICE", "FAULT", "HEARTBEAT", "NEXT_CLAIM", "PARENT", "PRELOAD", "PYTHONPATH", "RESTARTS",
+                "SECRET",
                 "SNAPSHOTS", "STOP_SIGNAL"}  # fmt: skip
     assert named == set(re.findall(ours, code)) - {f"TORCHRELAY_{name}" for name in internal} | {"SBATCH_EXPORT"}
     of_others = {"LOCAL_WORLD_SIZE", "XDG_CONFIG_HOME"}  # torchrun's, and platformdirs'

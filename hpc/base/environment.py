@@ -27,6 +27,8 @@ PRELOAD = "TORCHRELAY_PRELOAD"
 """Modules to import before torchrun forks a user's script, joined by commas. The agent sets it, torchrun removes it."""
 SECRET = "TORCHRELAY_SECRET"  # noqa: S105 - a name
 """Secret of the attempt, for the rendezvous. The agent sets it, torchrun removes it."""
+PARENT = "TORCHRELAY_PARENT"
+"""Id of the process that starts a process wrapper: the agent, or torchrun. It sets it, and the wrapper removes it."""
 RESTARTS = "TORCHRELAY_RESTARTS"
 """Number of times that the ranks of all nodes have restarted together in this round. torchrun sets it for the ranks."""
 PYTHONPATH = "TORCHRELAY_PYTHONPATH"

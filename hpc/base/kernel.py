@@ -33,6 +33,10 @@ NETWORK_BACKED = frozenset({
     "wekafs", "panfs", "pvfs2", "fuse.glusterfs", "fuse.sshfs", "fuse.juicefs", "fuse.moosefs", "fuse.s3fs",
 })  # fmt: skip
 """Types of file systems on other machines."""
+ENDING_SIGNALS = (
+    signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM,
+)  # fmt: skip
+"""Signals that Slurm, or a user with `scancel --signal`, sends to a job. By default, each ends a process."""
 _CLOCK_OFFSET = time.time() - time.monotonic()
 
 
@@ -75,6 +79,11 @@ def children(pid: int) -> list[int]:
     return found
 
 
+def descendants(pid: int) -> list[int]:
+    """Return the ids of a process's children, their children, and so on."""
+    return [one for child in children(pid) for one in (child, *descendants(child))]
+
+
 def activity(pid: int) -> tuple[float, int]:
     """Return the seconds of processor time of a process and its descendants, and the bytes that they read and wrote.
 
@@ -97,7 +106,10 @@ def is_alive(pid: str | int, started: int | None) -> bool:
 
 
 def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
-    """Return whether a process's `mask`, SigCgt (handled) or SigIgn (ignored), has a signal; False if it has ended."""
+    """Return whether a process's `mask` has a signal; False if the process has ended.
+
+    The masks are those of proc(5): SigCgt (handled), SigIgn (ignored), SigBlk (blocked), ShdPnd (blocked and arrived).
+    """
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -129,9 +141,15 @@ def sync_file_system(directory: Path) -> None:
         os.close(descriptor)
 
 
-def set_parent_death_signal(number: signal.Signals = signal.SIGKILL) -> None:
-    """Make the kernel send this process a signal when its parent ends. The setting survives exec, but not fork."""
+def die_with_parent(parent: int | None, number: signal.Signals = signal.SIGKILL) -> None:
+    """Make the kernel send this process a signal when its parent ends. The setting survives exec, but not fork.
+
+    `parent` is the id of the process that has started this one; None if unknown. If it has ended before this call, the
+    kernel sends no signal, and this process exits.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)
 
 
 def adopt_orphans() -> None:
@@ -150,7 +168,8 @@ def end_children(seconds: float = 30.0) -> list[int]:
         if passed > seconds:
             return left
         for child in left:
-            number = signal.SIGKILL if passed > _KILL_SECONDS else signal.SIGTERM
+            is_deaf = passed > _KILL_SECONDS or in_signal_mask(child, "SigBlk", signal.SIGTERM)
+            number = signal.SIGKILL if is_deaf else signal.SIGTERM
             if passed > _ASK_SECONDS and (number == signal.SIGKILL or child not in asked):
                 asked.add(child)
                 with suppress(PermissionError):  # the process of another user, by sudo or su

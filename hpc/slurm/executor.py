@@ -17,7 +17,7 @@ from hpc.base.compat import SubmititLocal, SubmititSlurm
 from hpc.base.environment import PYTHONPATH
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import write_atomic
-from hpc.base.kernel import start_time
+from hpc.base.kernel import ENDING_SIGNALS, start_time
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Submitted
 from hpc.run.events.ledger import EventWriter
@@ -38,8 +38,10 @@ _BINDING = (
     "GPUS_PER_TASK", "GPUS_PER_SOCKET", "TRES_PER_TASK", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "CPUS_PER_GPU",
     "MEM_PER_GPU",
 )  # fmt: skip
-# slurmd may also signal the script, but the script must outlive the agents.
-_OUTLIVE = "trap : TERM USR2"
+# Signals may also reach the script, but the script must outlive the agents. What it ignores, jobs.last_resort ignores:
+# a SIGINT would end it during its imports.
+_SIGNALS = " ".join(number.name.removeprefix("SIG") for number in ENDING_SIGNALS)
+_OUTLIVE, _IGNORE = f"trap : {_SIGNALS}", f"trap '' {_SIGNALS}"
 # In the shell of a job array or heterogeneous job, sbatch passes that job's variables on, and srun would obey them.
 _REFUSED = (
     "torchrelay: {} is set, so this job is a part of {}, or was submitted in one, but a run is one job. Nothing was "
@@ -97,12 +99,10 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
     eval keeps a user's line from continuing in ours. The trap reports the line if it fails, or if an `exit` or `set -e`
     in it ends the script.
     """
-    first = [*_one_job(run), _unset(resources), _OUTLIVE]
+    first = [_OUTLIVE, *_one_job(run), _unset(resources)]
     if not resources.setup:
         return first
-    failed = (
-        f'exit_code=$?; trap "" TERM USR2; exec {agent_command(run, "jobs.last_resort")} $exit_code "$torchrelay_setup"'
-    )
+    failed = f'exit_code=$?; {_IGNORE}; exec {agent_command(run, "jobs.last_resort")} $exit_code "$torchrelay_setup"'
     return [
         *first, "export SUBMITIT_EXECUTOR=slurm", f"trap {shlex.quote(failed)} EXIT",
         *(f'torchrelay_setup={shlex.quote(line)}\neval "$torchrelay_setup" || exit' for line in resources.setup),
@@ -114,7 +114,7 @@ def setup(run: RunDir, resources: Resources) -> list[str]:
 
 def last_resort(run: RunDir) -> list[str]:
     """Return the script's lines after srun. If srun fails, jobs.last_resort does what the agents left undone."""
-    return ["exit_code=$?", "[ $exit_code = 0 ] && exit", "trap '' TERM USR2",
+    return ["exit_code=$?", "[ $exit_code = 0 ] && exit", _IGNORE,
             f"exec {agent_command(run, 'jobs.last_resort')} $exit_code", ""]  # fmt: skip
 
 

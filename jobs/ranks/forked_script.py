@@ -10,7 +10,6 @@ import contextlib
 import io
 import os
 import runpy
-import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
@@ -18,14 +17,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from hpc.base.kernel import in_signal_mask
 from jobs import compat
-from jobs.compat import (
-    end_threads_and_run_exit_functions,
-    leave_multiprocessing,
-    process_classes,
-    run_module_as_main,
-)
+from jobs.compat import end_threads_and_run_exit_functions, leave_multiprocessing, run_module_as_main
 
 _ROOT = str(Path(__file__).parents[2])
 _OURS = frozenset({"hpc", "jobs", "training"})
@@ -79,31 +72,11 @@ def _become_main_process(program: Sequence[str]) -> None:
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     leave_multiprocessing()
-    of_multiprocessing, of_subprocess = process_classes()
-    _make_terminable(of_multiprocessing, "SigIgn", "SigCgt")
-    _make_terminable(of_subprocess, "SigIgn")
     # Python reseeds its own generator after a fork. The generators of numpy and torch would be the same on all ranks.
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()
     if torch := sys.modules.get("torch"):
         torch.default_generator.seed()
-
-
-def _make_terminable(kind: Any, *masks: str) -> None:
-    """Make `kind.terminate` kill children whose SIGTERM is in one of `masks`: SigIgn (ignored) or SigCgt (handled).
-
-    A rank ignores SIGTERM until it has a handler, for example from `relay`. Its forked children also ignore or handle
-    SIGTERM, so a pool would wait forever for its workers to end.
-    """
-    terminate = kind.terminate
-
-    def end(child: Any) -> None:
-        if any(in_signal_mask(child.pid, mask, signal.SIGTERM) for mask in masks):
-            child.kill()
-        else:
-            terminate(child)
-
-    kind.terminate = end
 
 
 def _run_file(path: str) -> None:

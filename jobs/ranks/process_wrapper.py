@@ -30,23 +30,24 @@ from collections.abc import Callable, Mapping
 
 # Look here before PYTHONPATH: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from hpc.base.environment import HEARTBEAT
-from hpc.base.kernel import adopt_orphans, children, end_children, open_files, set_parent_death_signal
+from hpc.base.environment import HEARTBEAT, PARENT
+from hpc.base.kernel import adopt_orphans, children, die_with_parent, end_children, open_files
 from hpc.base.traceback_text import describe_exception
 from jobs.compat import has_queried_gpus_before_the_fork
+from jobs.ranks.helper_processes import ToldToEnd, protect_helper_processes
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
 # The agent (jobs.ranks.torchrun) sends this signal, and so does the kernel when the agent has ended.
 _END = signal.SIGRTMIN
-_END_SECONDS = 1.0
+_END_SECONDS, _LOOK_SECONDS = 1.0, 1.0
 _TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
 
 
 def run_torchrun(*program: str) -> None:
     """Run torchrun, wait until no process of its ranks exists, and end as torchrun ended."""
-    set_parent_death_signal(_END)
     signal.signal(_END, _end_torchrun)
+    die_with_parent(_parent(), _END)
     _ignore_slurm()
     signal.signal(signal.SIGINT, lambda *_: None)  # torchrun has its own handler, and does not inherit this one
     _, status = _run(program, signal.SIG_IGN)
@@ -70,9 +71,15 @@ def _end_torchrun(*_: object) -> None:
 
 def become_container(*program: str) -> None:
     """Replace this process by the program that starts a container."""
-    set_parent_death_signal()
+    die_with_parent(_parent())
     _ignore_slurm()
     os.execvp(program[0], program)  # noqa: S606 - a list, no shell
+
+
+def _parent() -> int | None:
+    """Return the id of the process that has started this one; None in a container, whose engine does not say it."""
+    parent = os.environ.pop(PARENT, None)
+    return int(parent) if parent else None
 
 
 def _ignore_slurm() -> None:
@@ -83,7 +90,7 @@ def _ignore_slurm() -> None:
 
 def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     """Run one rank, record its failure if it fails, and end as it ended. Returns only if it did not fail."""
-    set_parent_death_signal()
+    die_with_parent(_parent())
     if program[0] in _IN_A_FORK:
         # torchrun starts a session only for a program that it executes. The agent takes a fork without one for stuck.
         os.setsid()
@@ -105,9 +112,14 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     running = f"running-{os.getpid()}.json"
     with contextlib.suppress(OSError):
         _write_whole(exits, running, {"rank": rank, "pid": os.getpid(), "started_at": started})
-    # On SIGTERM, remove the file: torchrun is ending the ranks because another one has failed, and SIGKILL follows. If
-    # Slurm sends SIGTERM to all processes, the rank saves.
-    pid, status = _run(program, lambda *_: _remove(os.path.join(exits, running)))
+
+    def on_sigterm(*_: object) -> None:
+        # Either torchrun is ending the ranks because another one has failed, and SIGKILL follows. Or Slurm has sent
+        # SIGTERM to all processes, and the rank saves.
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _remove(os.path.join(exits, running))
+
+    pid, status = _run(program, on_sigterm, ToldToEnd().look)
     if status and os.path.exists(os.path.join(exits, "stopping")):
         # On a failure, torchrun would end the other ranks, which still save, and restart all ranks.
         status = 0
@@ -160,22 +172,32 @@ def _print_to(log: str) -> int:
     return os.fstat(descriptor).st_size
 
 
-def _run(program: tuple[str, ...], on_sigterm: Callable[..., None] | signal.Handlers) -> tuple[int, int]:
-    """Run the program to its end, and return its pid and wait status. The program does not outlive this process."""
+def _run(
+    program: tuple[str, ...],
+    on_sigterm: Callable[..., None] | signal.Handlers,
+    look: Callable[[int], None] | None = None,
+) -> tuple[int, int]:
+    """Run the program to its end, and return its pid and wait status. The program does not outlive this process.
+
+    Until SIGTERM comes, `look` is called every second with the program's pid.
+    """
     parent = os.getpid()
     adopt_orphans()
     # The program ignores SIGTERM until it installs a handler, which tells the agent that the rank can save.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pid = os.fork()
     if pid:
+        if look:
+            signal.signal(signal.SIGALRM, lambda *_: look(pid))
+            signal.setitimer(signal.ITIMER_REAL, _LOOK_SECONDS, _LOOK_SECONDS)
         signal.signal(signal.SIGTERM, on_sigterm)
         while (ended := os.wait())[0] != pid:
             pass  # an orphan that this process adopted
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         return ended
     try:
-        set_parent_death_signal()
-        if os.getppid() == parent:
-            _become(program)
+        die_with_parent(parent)
+        _become(program)
     except SystemExit as end:
         sys.stdout.flush()
         os._exit(end.code if isinstance(end.code, int) else int(end.code is not None))
@@ -212,6 +234,7 @@ def _become(program: tuple[str, ...]) -> None:
     # /proc, and would neither suspend nor kill this process (seen with 22.05.8).
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
         name.write(f"rank-{os.environ['RANK']}")
+    protect_helper_processes()
     if program[0] == "script":
         from jobs.ranks.forked_script import run_script  # noqa: PLC0415  # the other forms need nothing of it
 

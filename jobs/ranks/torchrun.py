@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+from hpc.base.environment import PARENT
 from hpc.base.errors import EXIT_BAD_NODE, BadNodeError
 from hpc.base.kernel import children, in_signal_mask
 from jobs.node_attempt import log
@@ -50,7 +51,7 @@ class Torchrun:
         argv = argv[:NUM_START_WORDS] if waits else argv
         self._process = subprocess.Popen(
             [sys.executable, "-S", str(PROCESS_WRAPPER), "container" if contained else "torchrun", *argv],
-            env=environment,
+            env={**environment, PARENT: str(os.getpid())},
             cwd=directory,
             stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
         )

@@ -9,12 +9,13 @@ import runpy
 import sys
 import tarfile
 import threading
-from multiprocessing import popen_fork, popen_forkserver, popen_spawn_posix
 
 import pytest
 import torch
 
 from jobs import compat
+
+STARTS_PROCESSES = compat.functions_that_start_processes()
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,7 @@ from jobs import compat
         (multiprocessing.current_process(), "_parent_pid", "a rank would not look like a main process"),
         (multiprocessing.process, "_parent_process", "a rank would not look like a main process"),
         (threading.main_thread(), "_set_native_id", "a rank would have the thread id of its wrapper"),
-        (popen_fork.Popen, "terminate", "a rank would wait for ever for children that ignore SIGTERM"),
+        *((owner, name, "Slurm's signals would end helper processes") for owner, name in STARTS_PROCESSES),
         (tarfile.TarInfo, "_proc_member", "an archive could fill the memory of a node with one header"),
         (torch.cuda, "_is_in_bad_fork", "ranks that cannot use the GPUs would be forked"),
     ],
@@ -35,12 +36,6 @@ from jobs import compat
 def test_python_and_torch_still_have_the_name(owner: object, name: str, use: str) -> None:
     versions = f"Python {sys.version.split()[0]} or torch {torch.__version__}"
     assert hasattr(owner, name), f"{versions} lacks {name}: {use} (jobs/compat.py)"
-
-
-def test_all_ways_of_multiprocessing_end_children_by_the_class_that_is_patched() -> None:
-    forked, _ = compat.process_classes()
-    for kind in (popen_forkserver.Popen, popen_spawn_posix.Popen):
-        assert issubclass(kind, forked), f"{kind} of multiprocessing needs a patch of its own (jobs/compat.py)"
 
 
 def test_process_that_is_no_fork_has_queried_nothing() -> None:

@@ -1,11 +1,14 @@
-"""A user's script with the helper on a real Slurm: a rank hangs, or a node is lost; what is restored."""
+"""A user's script with the helper on a real Slurm: it is stopped, a rank hangs, or a node is lost; what is restored."""
 
+import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from support.cluster import TWO_NODES, Run, Site, add_script, dead
+import torch
+from support.cluster import TWO_NODES, Run, Site, add_script, dead, preempt
 from support.relay_script import add_relay
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
@@ -24,7 +27,8 @@ generator = torch.Generator().manual_seed(1)
 inputs = torch.randn(1600, 8, generator=generator)
 data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 sampler = DistributedSampler(data, seed=3)
-loader = DataLoader(data, batch_size=16, sampler=sampler)
+workers = {"num_workers": 1, "multiprocessing_context": sys.argv[2]} if sys.argv[2:] else {}
+loader = DataLoader(data, batch_size=16, sampler=sampler, **workers)
 torch.manual_seed(2)
 model = nn.parallel.DistributedDataParallel(nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
@@ -44,10 +48,10 @@ distributed.destroy_process_group()
 """
 
 
-def submit(site: Site, name: str, epochs: int, *flags: str) -> Run:
+def submit(site: Site, name: str, epochs: int, *flags: str, words: Sequence[str] = ()) -> Run:
     add_relay(site)
     add_script(site, "train.py", TRAIN)
-    return site.submit(*TWO_NODES, f"--name={name}", *flags, "--", "train.py", str(epochs))
+    return site.submit(*TWO_NODES, f"--name={name}", *flags, "--", "train.py", str(epochs), *words)
 
 
 def rank_pid(run: Run, rank: int) -> int:
@@ -75,6 +79,34 @@ def wait_for_snapshot(run: Run, after: int) -> None:
         return [path for path in Path(f"{process}/root{snapshots}").glob("step-*") if int(path.name[5:]) > after]
 
     run.wait(f"a snapshot after step {after}", lambda: len(later()) >= 2)
+
+
+def test_no_step_is_lost_by_a_stop_with_loader_workers(site: Site) -> None:
+    """Slurm sends its signals to all processes of the step. A signal that is no stop interrupts nothing."""
+    whole = submit(site, "whole", 6)
+    whole.wait_for_state("completed")
+
+    run = submit(site, "stopped", 6, words=["fork"])
+    run.wait_for_more_steps(1)
+    for name in ("USR1", "HUP", "QUIT"):
+        site.slurm("scancel", f"--signal={name}", run.job_id)
+    run.wait_for_more_steps(1)
+    preempt(run)
+    run.wait_for_next_job()
+    run.wait_for_more_steps(2)
+    site.slurm("scancel", "--signal=USR2", f"{run.job_id}.0")
+    run.wait_for_next_job()
+    run.wait_for_more_steps(3)
+    run.cancel()
+    resumed = Run(site, run.directory, json.loads(site.hpc("resume", "stopped", "--json").stdout)["job_id"])
+    status = resumed.wait_for_state("completed")
+
+    causes = [attempt["cause"] for attempt in status["attempts"]]
+    assert causes == ["preempted", "time_limit", "cancelled", "completed"]
+    assert [interruption["steps_lost"] for interruption in status["interruptions"]] == [0, 0, 0]
+    resumed.assert_no_gap()
+    weights, expected = (torch.load(one.directory.path / "model.pt") for one in (resumed, whole))
+    assert all(weights[name].equal(expected[name]) for name in expected)
 
 
 def test_snapshot_restores_a_hung_script_and_becomes_a_checkpoint_when_it_cannot_save(ordinary_user: Site) -> None:

@@ -10,8 +10,8 @@ import json
 import multiprocessing
 import os
 import pickle
-import runpy
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -29,7 +29,11 @@ from PIL import Image
 from hpc.base.transport import pick_port
 from hpc.run.events import ledger
 from hpc.run.rundir import RunDir
+from jobs.ranks.forked_script import run_script
+from jobs.ranks.helper_processes import protect_helper_processes
+from support.cluster import ROOT
 from support.events import record_of
+from support.step_signals import send_to_step
 from training.verify_resume.local_launch import kill_ranks, start_ranks, wait_for_ranks
 
 if TYPE_CHECKING:
@@ -75,9 +79,9 @@ class Training:
             time.sleep(0.002)
 
     def send(self, number: int, *ranks: int) -> None:
-        """Send a signal to these ranks, by default to all."""
+        """Send a signal to all processes of these ranks, by default of all."""
         for rank in ranks or range(len(self.ranks)):
-            os.kill(self.ranks[rank].pid or 0, number)
+            send_to_step(number, self.ranks[rank].pid or 0)
 
     def kill(self) -> None:
         """SIGKILL for all ranks."""
@@ -211,9 +215,12 @@ def _run_rank(directory: Path, words: tuple[str, ...], environment: dict[str, st
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), descriptor)
     os.environ |= environment
-    sys.argv = ["script.py", *words]
-    sys.path.insert(0, str(directory))
-    runpy.run_path("script.py", run_name="__main__")
+    # A process wrapper has inserted this directory, and a rank ignores signals until its script handles them.
+    sys.path.insert(0, str(ROOT))
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    protect_helper_processes()
+    run_script([str(directory / "script.py"), *words])
 
 
 def load(path: Path, **settings: object) -> "Data":

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 SCRIPT = """
 import json, os, random, signal, sys, time
 from relay import report, state
+from support.step_signals import send_to_step
 import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset
@@ -52,11 +53,11 @@ try:
                 report(step=saved.step, loss=loss)
                 time.sleep(0.05)  # longer than the pause between two exchanges of the ranks
                 if saved.step in stop_at and rank == 0:
-                    os.kill(os.getpid(), signal.SIGUSR2)
+                    send_to_step(signal.SIGUSR2, os.getpid())
             ended.append(epoch)
             schedule.step()
             if -1 - epoch in stop_at and rank == 0:
-                os.kill(os.getpid(), signal.SIGUSR2)
+                send_to_step(signal.SIGUSR2, os.getpid())
     ended.append("all")
 finally:
     weights = [float(p.detach().double().sum()) for p in model.parameters()]

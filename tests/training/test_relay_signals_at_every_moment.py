@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.step_signals import send_to_step
 from support.trainings import Starter, agree_at_each_step, events
 
 from hpc.run.rundir import RunDir
@@ -52,7 +53,7 @@ def find(place: str) -> tuple[Any, str, Callable[..., Any]]:
 
 
 def send_at(place: str, numbers: tuple[int, ...], ranks: tuple[int, ...]) -> None:
-    """In a rank: be sent these signals when a function is called for the first time."""
+    """In a rank: have all its processes get these signals when a function is called for the first time."""
     if int(os.environ["RANK"]) not in ranks:
         return
     owner, name, original = find(place)
@@ -60,7 +61,7 @@ def send_at(place: str, numbers: tuple[int, ...], ranks: tuple[int, ...]) -> Non
 
     def signalled(*arguments: Any, **named: Any) -> Any:
         while left:
-            os.kill(os.getpid(), left.pop(0))
+            send_to_step(left.pop(0), os.getpid())
         return original(*arguments, **named)
 
     setattr(owner, name, signalled)

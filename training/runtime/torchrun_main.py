@@ -32,7 +32,7 @@ from torch.distributed.run import config_from_args, parse_args
 
 # Search this copy of torchrelay before PYTHONPATH: a user's code may have packages named `hpc` or `training`.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from hpc.base.environment import PRELOAD, SECRET
+from hpc.base.environment import PARENT, PRELOAD, SECRET
 from hpc.base.errors import EXIT_BAD_NODE
 from hpc.base.kernel import adopt_orphans, end_children
 from training.runtime.compat import end_ranks_within, leave_signals_alone, run_exit_functions
@@ -111,6 +111,7 @@ def run() -> int:
     os.environ.pop(PRELOAD, None)
     # Hide the secret from the ranks, and from what they run and log.
     secret = os.environ.pop(SECRET)
+    os.environ[PARENT] = str(os.getpid())
 
     def create(parameters: RendezvousParameters) -> NodeRendezvous:
         return NodeRendezvous(parameters, secret)

@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster import ROOT
 from support.events import script_spec
 from support.fake_slurm import write_programs
+from support.waiting import wait_for
 
 from hpc.base.errors import UserError
+from hpc.base.kernel import ENDING_SIGNALS
 from hpc.report.command import submit_command
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Refused
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
-from hpc.slurm.executor import SlurmExecutor, sbatch_parameters, setup, start_local
+from hpc.slurm.executor import SlurmExecutor, last_resort, sbatch_parameters, setup, start_local
 from hpc.submit.code_copy import UserCode, copy_code, damaged_packages
 
 
@@ -115,7 +118,8 @@ def test_script_survives_signals_before_setup_begins(tmp_path: Path) -> None:
     resources = Resources(time="2h", setup=("module load cuda/12.4", "source it's.sh"))
     spec = script_spec(resources=resources)
     lines = SlurmExecutor(RunDir(tmp_path), spec).script().splitlines()
-    places = ["trap : TERM USR2", "torchrelay_setup='module load cuda/12.4'", 'eval "$torchrelay_setup" || exit']
+    signals = "trap : HUP INT QUIT USR1 USR2 TERM"
+    places = [signals, "torchrelay_setup='module load cuda/12.4'", 'eval "$torchrelay_setup" || exit']
     numbers = [lines.index(line) for line in places]
     agents = next(number for number, line in enumerate(lines) if line.startswith("srun "))
     assert sorted(numbers) == numbers
@@ -150,6 +154,25 @@ def test_job_with_damaged_packages_ends_and_says_so(tmp_path: Path) -> None:
     assert refused.detail.endswith("--new-code")
     run.package_checksums.write_text("")
     assert (begin().returncode, damaged_packages(run)) == (1, ["SHA256SUMS"])
+
+
+@pytest.mark.parametrize("lines", ["after srun", "in --setup"])
+def test_signals_do_not_end_the_last_resort(tmp_path: Path, lines: str) -> None:
+    """It gets all signals until it has ended by itself, with the exit code that it was to return."""
+    run = RunDir(tmp_path)
+    run.packages.parent.mkdir(parents=True)
+    run.packages.symlink_to(ROOT)
+    script = setup(run, Resources(setup=("exit 7",))) if lines == "in --setup" else ["(exit 7)", *last_resort(run)]
+    job = {"JOB_ID": "7", "NTASKS": "1", "JOB_NUM_NODES": "1", "NODEID": "0", "PROCID": "0", "LOCALID": "0"}
+    environment = {**os.environ, "SUBMITIT_EXECUTOR": "slurm", **{f"SLURM_{name}": job[name] for name in job}}
+    with subprocess.Popen(
+        ["bash", "-c", "\n".join(script)], env=environment, stdout=subprocess.PIPE, start_new_session=True
+    ) as started:
+        wait_for(lambda: b"jobs.last_resort" in Path(f"/proc/{started.pid}/cmdline").read_bytes().split(b"\0"))
+        while started.poll() is None:
+            for number in ENDING_SIGNALS:
+                os.killpg(started.pid, number)
+        assert started.returncode == 7
 
 
 def test_local_run_that_does_not_start_says_why(tmp_path: Path) -> None:

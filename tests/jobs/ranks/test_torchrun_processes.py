@@ -14,6 +14,7 @@ from support.cluster import ROOT, need
 from support.staging_nodes import hanging
 from support.waiting import wait_for
 
+from hpc.base.environment import PARENT
 from hpc.base.kernel import children, process_state, steady_time
 from hpc.run.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
@@ -160,6 +161,19 @@ def test_wrapper_ends_as_its_rank_and_records_why(tmp_path: Path, ranks: LocalRa
     assert [failure.cause for failure in (raised, aborted, missing)] == ["crashed"] * 3
     assert raised.started_at <= raised.failed_at <= aborted.started_at
     assert "fine" in (tmp_path / "rank-05.log").read_text()
+
+
+@pytest.mark.parametrize("form", ["torchrun", "container", "rank"])
+def test_wrapper_whose_parent_has_ended_before_it_could_ask_for_a_signal_starts_nothing(
+    tmp_path: Path, ranks: LocalRanks, form: str
+) -> None:
+    """The kernel sends the signal only if the parent ends later."""
+    directories = [str(tmp_path)] * 2 if form == "rank" else []
+    command = [sys.executable, "-S", str(PROCESS_WRAPPER), form, *directories, "touch", str(tmp_path / "started")]
+    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", PARENT: "0"}
+    assert subprocess.run(command, env=environment, check=False).returncode == 1
+    assert not (tmp_path / "started").exists()
+    assert ranks.new_failures() == []
 
 
 # As torchrun does it with --run-path; a connection is open meanwhile.
