@@ -82,7 +82,7 @@ class _Ignored:
 
 
 def _load_tensors(path: Path) -> Any:
-    """Return the content of a file of `torch.save`. Objects of unknown classes are replaced, so no code of them runs."""
+    """Return the content of a file of `torch.save`. Objects of unknown classes are replaced, so no code runs."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError:
@@ -119,9 +119,8 @@ def select_weights(state_dicts: StateDicts, model: nn.Module, path: Path) -> tup
         UserError: a layer outside the head has no fitting tensors.
     """
     own, heads = model.state_dict(), head_names(model)
-    sources = {
-        (key, prefix): count for key, tensors in state_dicts.items() for prefix, count in _prefixes(tensors, own).items()
-    }
+    fits = {key: _prefixes(tensors, own) for key, tensors in state_dicts.items()}
+    sources = {(key, prefix): count for key, counts in fits.items() for prefix, count in counts.items()}
     key, prefix = max(sources, key=lambda source: (sources[source], _is_average(source)))
     found = {name.removeprefix(prefix): value for name, value in state_dicts[key].items() if name.startswith(prefix)}
     fitting = {name: found[name] for name, value in own.items() if name in found and found[name].shape == value.shape}

@@ -75,10 +75,10 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 
 
 def decayed_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters that always have decay: weights of linear layers, convolutions, attention and
-    recurrent layers (`weight_ih_l0`).
+    """Return the names of the parameters that always have decay: weights of linear layers, convolutions and attention.
 
-    Biases, norms, embeddings, tokens, scales and position biases have decay only with --decay-norm-and-bias.
+    So have the matrices of recurrent layers, such as `weight_ih_l0`. Biases, norms, embeddings, tokens, scales and
+    position biases have decay only with --decay-norm-and-bias.
     """
     spared = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     # timm models list further exclusions in `no_weight_decay()`.
@@ -86,7 +86,10 @@ def decayed_names(model: nn.Module) -> set[str]:
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and "weight" in name.rpartition(".")[2] and name not in spared and _POSITION_MLP not in name
+        if parameter.dim() > 1
+        and "weight" in name.rpartition(".")[2]
+        and name not in spared
+        and _POSITION_MLP not in name
     }
 
 

@@ -159,13 +159,11 @@ class Harm:
         ({"epoch": 3}, "which holds no tensors by name: give a state_dict"),
         (
             {"features.0.weight": torch.zeros(16, 1, 3, 3)},
-            "which does not fit this model: it has no weights of the right shape for 37 of the layers, such as "
-            "features.1.weight, but others, such as features.0.weight",
+            "shape for 37 of the layers, such as features.1.weight, but others, such as features.0.weight",
         ),
         (
             {"features.0.weight": torch.zeros(16, 3, 3, 3)},
-            "which does not fit this model: it has no weights of the right shape for 38 of the layers, such as "
-            "features.0.weight, which has shape [16, 3, 3, 3] instead of [16, 1, 3, 3]",
+            "such as features.0.weight, which has shape [16, 3, 3, 3] instead of [16, 1, 3, 3]",
         ),
     ],
 )
@@ -177,7 +175,8 @@ def test_an_unsuitable_file_is_refused_in_one_line(
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     refused = start(*FLAGS, f"--weights={path}", world_size=2)
     assert refused.wait() == [2, 2]
-    assert f"error: rank 0: --weights is {path}, {reason}" in refused.output()
+    assert f"error: rank 0: --weights is {path}, which " in refused.output()
+    assert reason in refused.output()
     assert "Traceback" not in refused.output()
     assert not Path("harm").exists()
 
