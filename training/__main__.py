@@ -42,9 +42,8 @@ def main() -> int:
 
     An unexpected exception ends the process at once: an orderly end would wait for workers, threads or other ranks.
     """
-    if not sys.stdout.isatty():
-        # Write each line as soon as it is complete: people read the log while it grows.
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a TextIOWrapper
+    # Write each line as soon as it is complete: people read the log while it grows. Paths may not be UTF-8.
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]  # a TextIOWrapper
     rank = rank_info_from(os.environ)
     try:
         if is_from_spec(sys.argv[1:]):

@@ -1,6 +1,7 @@
 """Makes text safe for terminals and spreadsheets, and suggests similar words. Pure; runs everywhere."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Sequence
 
@@ -15,6 +16,11 @@ _FORMULA, _ESCAPED = re.compile(r"'*[=+\-@\t\r]"), re.compile(r"'+[=+\-@\t\r]")
 def visible(text: str) -> str:
     r"""Replace control characters by visible escapes such as `\x1b`, so that no terminal obeys them. Tabs stay."""
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+def file_name(name: str | bytes) -> str:
+    r"""Return a file's name as text that can be written anywhere: bytes that are not UTF-8 become escapes: `\xe9`."""
+    return os.fsencode(name).decode(errors="backslashreplace")
 
 
 def few(names: Sequence[str], separator: str = ", ") -> str:

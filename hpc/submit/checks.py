@@ -6,11 +6,13 @@ Each check raises UserError with the flag, its value, and what to type. `resolve
 import dataclasses
 import math
 import os
+import posixpath
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import nearest_existing
@@ -22,8 +24,10 @@ from hpc.run.spec import Cluster, Resources, RunSpec
 from hpc.slurm.sinfo import Partition
 from hpc.submit.runs_storage import LOST, Feature, has_been_seen_by_nodes, missing_features
 from jobs.staging import archive
-from jobs.staging.source import ARCHIVES, is_archive
-from training.config.dataset_layout import check_data, resolve_data
+from jobs.staging.source import ARCHIVES, inside_name, is_archive
+from training.config.class_directories import is_image
+from training.config.dataset_layout import check_classes, check_data, resolve_data
+from training.config.packed_index import INDEX
 from training.config.rules import check_validation, parse_crop_pct
 from training.config.train_config import TrainConfig
 
@@ -31,6 +35,8 @@ from training.config.train_config import TrainConfig
 _MIN_EPOCHS_TO_PACK = 3
 _DEFAULT_IMAGE_SIZE = 224
 _NODE_LOCAL = (Path("/tmp"), Path("/dev/shm"))  # noqa: S108 - these are refused, not used
+# Files of an archive, other than images, whose names are checked: IDX and CIFAR data sets have fewer.
+_MOST_OTHER_FILES = 1000
 # The space that the files of a run need besides its checkpoints.
 _MIN_FREE_BYTES = 64 * 2**20
 
@@ -259,10 +265,7 @@ def check_data_on_device(train: TrainConfig) -> None:
 
 
 def training_data(train: TrainConfig) -> Path | None:
-    """Return the archive or directory to stage for the trainer; None for synthetic data.
-
-    The content of an archive is checked on the nodes, after it is unpacked.
-    """
+    """Return the archive or directory to stage for the trainer; None for synthetic data."""
     if train.synthetic:
         check_validation(train, validates=False)
         return None
@@ -272,6 +275,50 @@ def training_data(train: TrainConfig) -> Path | None:
     layout = check_data(data)
     check_validation(train, validates=layout.val is not None or train.val_split > 0)
     return layout.path
+
+
+def class_warnings(data: Path) -> list[str]:
+    """Return a warning for each part of the data that has no images of a class. In archives, names are checked.
+
+    Raises:
+        UserError: val or test has a class that the training set lacks, or an archive has no known layout.
+    """
+    if not is_archive(data):
+        return check_classes(check_data(data))
+    try:
+        names = archive.quick_names(data)
+        if not names or any(posixpath.basename(name) == INDEX for name in names):
+            return []
+        with tempfile.TemporaryDirectory() as directory:
+            root = Path(directory).resolve()
+            _make_tree(root, names)
+            try:
+                return [warning.replace(str(root), str(data)) for warning in check_classes(check_data(root))]
+            except UserError as error:
+                raise UserError(str(error).replace(str(root), str(data))) from error
+    except UserError:
+        raise
+    except (TorchrelayError, OSError, ValueError):
+        return []  # the nodes say what is wrong with the archive
+
+
+def _make_tree(root: Path, names: Sequence[str]) -> None:
+    """Make the directories of an archive below `root`, and empty files for an image of each and for other files."""
+    images = dict[str, str]()
+    others = list[str]()
+    directories = set[str]()
+    for name in names:
+        path = inside_name(name) if PurePosixPath(name).parts else "."
+        directory = path if name.endswith("/") else posixpath.dirname(path)
+        directories.add(directory)
+        if is_image(posixpath.basename(path)):
+            images[directory] = path
+        elif directory != path and len(others) < _MOST_OTHER_FILES:
+            others.append(path)
+    for directory in directories:
+        (root / directory).mkdir(parents=True, exist_ok=True)
+    for path in (*images.values(), *others):
+        (root / path).touch()
 
 
 def check_script(script: tuple[str, ...], *, has_data: bool) -> None:

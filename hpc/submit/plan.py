@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.node_info import torch_build
+from hpc.base.text import visible
 from hpc.base.units import duration_seconds
 from hpc.commands import cli
 from hpc.run.nodedir import check_stage_dir
@@ -172,9 +173,16 @@ def check_place(run: RunDir, spec: RunSpec) -> None:
 
 
 def warn(options: SubmitOptions, spec: RunSpec) -> None:
-    """Print warnings about flags on stderr. Raises UserError if the file system of --runs-dir has no hard links."""
+    """Print warnings about flags and data on stderr.
+
+    Raises:
+        UserError: the file system of --runs-dir has no hard links, or classes of the data do not fit together.
+    """
     warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
-    for warning in [*warnings, *(without_effect(spec.train) if spec.train else [])]:
-        print(f"hpc submit: warning: {warning}", file=sys.stderr)
+    if spec.train:
+        warnings += without_effect(spec.train)
+        warnings += checks.class_warnings(Path(spec.data)) if spec.data else []
+    for warning in warnings:
+        print(visible(f"hpc submit: warning: {warning}"), file=sys.stderr)

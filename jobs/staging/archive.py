@@ -41,6 +41,8 @@ _LONGEST_HEADER_BYTES, _LONGEST_LINK = 2**20, 4096
 _EXTENDED_HEADERS = frozenset({
     tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
 })  # fmt: skip
+# A tar archive of this size is read in seconds.
+_QUICK_BYTES = 2**26
 # Programs that list or remove a tree recurse once per level.
 _DEEPEST = 100
 # Some file systems do not store later times.
@@ -86,6 +88,25 @@ def check(archive: Path) -> None:
     """Open an archive and read its first header. Raises TorchrelayError if it is damaged, unreadable, or no archive."""
     with _damage_reported(archive), _members(archive) as members:
         next(members, None)
+
+
+def quick_names(archive: Path) -> list[str] | None:
+    """Return the names of the files and directories in an archive; None if that takes long, or if it holds links."""
+    with _damage_reported(archive):
+        if archive.suffix == ".zip":  # its names are all at its end, and `check` has read them
+            with _RetryingFile(archive) as raw, zipfile.ZipFile(raw) as zipped:
+                members = zipped.infolist()
+                is_linked = any(stat.S_ISLNK(member.external_attr >> 16) for member in members)
+                return None if is_linked else [member.filename for member in members]
+        if archive.stat().st_size > _QUICK_BYTES:
+            return None
+        names = []
+        with _members(archive) as entries:
+            for member, _ in entries:
+                if member.issym():
+                    return None
+                names.append(f"{member.name}/" if member.isdir() else member.name)
+        return names
 
 
 @contextmanager

@@ -203,7 +203,8 @@ class _OptimizerState:
             if torch.is_tensor(value):
                 index, key = name.split("/")
                 state.setdefault(int(index), {})[key] = value
-        # Restore the last step's learning rate. Other settings come from the flags, which may have changed.
+        # Settings come from the flags, which may have changed. The next step sets its own learning rate, but a state
+        # that is saved again before that step must be the restored one, bit by bit.
         current, saved = self._optimizer.state_dict()["param_groups"], state_dict["param_groups"]
         groups = [{**group, "lr": before["lr"]} for group, before in zip(current, saved, strict=True)]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})

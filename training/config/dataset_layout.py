@@ -4,20 +4,22 @@ Runs on the login node and on every rank; imports no torch.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
 from hpc.base.errors import UserError
-from training.config.packed_index import INDEX, check_files, read_index
+from hpc.base.text import few, file_name
+from training.config.class_directories import class_names, holds_image
+from training.config.packed_index import INDEX, check_files, read_index, used_labels
 
 FASHION_MNIST = "fashion-mnist"
 FASHION_MNIST_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")  # Debian's package dataset-fashion-mnist
 DIGITS, DIGITS_FILE = "digits", "digits.csv.gz"
 NAMED_DATA = f"{FASHION_MNIST} or {DIGITS}"
 
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 # Directory names in lower case; Train/ and Validation/ are recognized, too.
 _PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
 IDX_STEMS = {
@@ -143,17 +145,11 @@ def check_data(path: Path) -> DataLayout:
 
 
 def find_data(staged: Path) -> Path:
-    """Return the data directory in a staged copy: the copy itself, or the only directory in it, as in many archives."""
-    try:
-        inside = [path for path in staged.iterdir() if not path.name.startswith(".")]
-    except OSError:
-        return staged  # the storage does not answer for a moment: the reader of the data tries again
-    if len(inside) != 1 or not inside[0].is_dir():
-        return staged
+    """Return the data directory in a staged copy: the copy itself or, as in many archives, a directory in it."""
     try:
         return check_data(staged).path
     except UserError:
-        return inside[0]
+        return staged  # the reader of the data says what is wrong, or the storage does not answer for a moment
 
 
 def _packed_layout(path: Path) -> DataLayout | None:
@@ -215,12 +211,14 @@ def _cifar_layout(path: Path) -> DataLayout | None:
 
 def _folder_layout(path: Path) -> DataLayout:
     parts = {name: _part(path, names) for name, names in _PART_NAMES.items()}
-    train = parts["train"] or path
-    if not has_class_images(train):
+    train, classes = parts["train"] or path, class_names(parts["train"] or path)
+    if parts["train"] is None and len(classes) == 1 and not holds_image(os.path.join(path, classes[0])):  # noqa: PTH118
+        return check_data(path / classes[0])  # one directory around the data, as in many archives
+    if not _has_class_images(train):
         raise UserError(f"--data is {path}, but there are no images in class directories below {train}: give {LAYOUTS}")
     val, test = (parts[name] if parts["train"] else None for name in ("val", "test"))
     for part in (val, test):
-        if part and not has_class_images(part):
+        if part and not _has_class_images(part):
             raise UserError(f"--data is {path}, but {part} holds no class directories with images: fill or remove it")
     return DataLayout(kind="image-folder", path=path, train=train, val=val, test=test)
 
@@ -233,30 +231,53 @@ def _part(path: Path, names: tuple[str, ...]) -> Path | None:
     Raises:
         UserError: several directories have such names.
     """
-    with os.scandir(path) as entries:
-        named = sorted(entry.path for entry in entries if entry.name.lower() in names and entry.is_dir())
-    found = [directory for directory in named if not _holds_image(directory)]
+    named = [path / name for name in class_names(path) if name.lower() in names]
+    found = [directory for directory in named if not holds_image(str(directory))]
     if len(found) > 1:
-        raise UserError(f"--data is {path}, which has {' and '.join(found)}: keep only one of them")
-    return Path(found[0]) if found else None
+        raise UserError(f"--data is {path}, which has {' and '.join(map(str, found))}: keep only one of them")
+    return found[0] if found else None
 
 
-def is_image(name: str) -> bool:
-    """Return whether a file's name has the suffix of an image and is not hidden."""
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+def _has_class_images(root: Path) -> bool:
+    return any(holds_image(str(root / name), below=True) for name in class_names(root))
 
 
-def has_class_images(directory: Path) -> bool:
-    """Return whether any subdirectory holds an image."""
-    with os.scandir(directory) as entries:
-        return any(_holds_image(entry.path) for entry in entries if is_class_directory(entry))
+def image_roots(layout: DataLayout) -> dict[str, Path]:
+    """Return the directory with the class directories of each part of an image folder, by the part's name."""
+    return {name: root for name in _PART_NAMES if (root := getattr(layout, name)) is not None}
 
 
-def is_class_directory(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a directory that is not hidden."""
-    return entry.is_dir() and not entry.name.startswith(".")
+def check_classes(layout: DataLayout) -> list[str]:
+    """Return a warning for each part of the data that has no images of a class. Looks for an image of each class.
+
+    Classes without images of IDX and CIFAR files are unknown.
+
+    Raises:
+        UserError: a part of an image folder has a class that the training set lacks.
+    """
+    lacking: dict[str, list[str]] = {}
+    if layout.kind == "image-folder":
+        classes = class_names(layout.train)
+        for root in image_roots(layout).values():
+            present = class_names(root)
+            if unknown := sorted(set(present) - set(classes)):
+                raise UserError(
+                    f"{root / unknown[0]} is a class that the training set does not have: remove it, or add it to "
+                    f"{layout.train}"
+                )
+            empty = set(classes) - {name for name in present if holds_image(str(root / name), below=True)}
+            lacking[str(root)] = sorted(empty)
+    elif layout.kind == "packed":
+        index = read_index(layout.path)
+        for part in index.parts:
+            used = used_labels(layout.path, part)
+            lacking[f"the {part.name} part of {layout.path}"] = [
+                name for label, name in enumerate(index.classes) if label not in used
+            ]
+    return [no_images(where, names) for where, names in lacking.items() if names]
 
 
-def _holds_image(directory: str) -> bool:
-    with os.scandir(directory) as entries:
-        return any(entry.is_file() and is_image(entry.name) for entry in entries)
+def no_images(where: str, classes: Sequence[str]) -> str:
+    """Return the warning that a part of the data has no images of these classes."""
+    what = "class" if len(classes) == 1 else "the classes"
+    return f"{where} has no images of {what} {few([file_name(name) for name in classes])}: add some, or remove it"

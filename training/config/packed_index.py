@@ -109,6 +109,12 @@ def _parse_index(content: dict[str, Any]) -> PackIndex:
     return PackIndex(classes=tuple(content.pop("classes")), parts=tuple(parts), **content)
 
 
+def used_labels(directory: Path, part: PackedPart) -> set[int]:
+    """Return the labels of a part's images. They are the end of their file, after NumPy's header."""
+    content = (directory / part.labels.name).read_bytes()
+    return set(memoryview(content[len(content) - 8 * part.images :]).cast("q"))
+
+
 def check_files(directory: Path, index: PackIndex) -> None:
     """Check that all files exist and have the sizes in the index.
 

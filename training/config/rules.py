@@ -115,6 +115,7 @@ _VALUES: dict[str, tuple[Test, str]] = {
 }
 
 
+@cache
 def parse_step_epochs(text: str) -> tuple[int, ...]:
     """Parse `30` (every 30 epochs) or `150,225` (at these epochs).
 

@@ -136,11 +136,12 @@ class TrainConfig(Adjustable):
     min_lr: float = 0.0
     """Learning rate at the end of --lr-scheduler cosine."""
     lr_step_epochs: str = "30"
-    """Epochs at which --lr-scheduler step lowers the learning rate: 30 (every 30 epochs), or a list: 150,225."""
+    """Epochs at which --lr-scheduler step lowers the learning rate: 30 (every 30 epochs), or a list: 150,225. They are
+    counted from the start of the training, with the warm-up."""
     lr_gamma: float = 0.1
     """Factor by which --lr-scheduler step and plateau lower the learning rate."""
     plateau_patience: int = 10
-    """Epochs without a lower validation loss after which --lr-scheduler plateau lowers the learning rate."""
+    """Epochs after the warm-up without a lower validation loss after which --lr-scheduler plateau lowers the rate."""
     clip_grad_norm: float = 0.0
     """Clip the norm of the gradients to this value. 0: no clipping."""
     grad_accum_steps: int = 1
@@ -220,7 +221,7 @@ class TrainConfig(Adjustable):
     eval_image_size: int | None = None
     """Side in pixels of the images in evaluations. A larger one often raises the accuracy. Default: --image-size."""
     eval_crop_pct: str = "0.875"
-    """Side of the centre crop in evaluations as a part of the image's shorter side, as a number or a fraction:
+    """Side of the centre crop in evaluations as a part of the resized image's shorter side, as a number or a fraction:
     0.875, 224/232. Images of IDX and CIFAR files are not cropped."""
     interpolation: Interpolation = "bilinear"
     """Interpolation with which images are resized, in training and in evaluations."""

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from hpc.base.errors import UserError
-from training.config.dataset_layout import DataLayout
+from hpc.base.text import file_name
+from training.config.dataset_layout import DataLayout, image_roots
 from training.config.image_sizes import size_in_epoch
 from training.config.model_names import OWN_MODELS
 from training.config.packed_index import read_index
 from training.config.rules import parse_crop_pct
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data, ImageDataset, MemoryImages, SyntheticImages
-from training.data.file_index import build_index, deserialize, image_roots
+from training.data.file_index import build_index, deserialize
 from training.data.image_folder import FolderImages
 from training.data.in_memory import class_names, read_cifar, read_cifar_names, read_digits, read_idx_pair
 from training.data.loader import ImageSource
@@ -64,7 +65,7 @@ def load_data(config: TrainConfig, layout: DataLayout, folder_size: int, file_in
         for part in index.parts:
             packed, of_part = open_part(layout.path, index, part)
             parts[part.name] = as_dataset(store=packed, labels=of_part)
-        return _split(config, layout, parts, index.classes)
+        return _split(config, layout, parts, tuple(map(file_name, index.classes)))
     if layout.kind == "idx":
         train = read_idx_pair(layout.train, "train")
         test = read_idx_pair(layout.test, "test") if layout.test else None

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from hpc.base.errors import UserError
+from training.config.dataset_layout import no_images
 from training.config.train_config import Interpolation
 from training.data.batch_schedule import BatchRequest
+from training.data.image_folder import FolderImages, dark_images
 from training.data.loader import Batch, ImageSource, to_device
 from training.data.transforms.augment import Augmentation
-from training.data.transforms.crop import Crop, center_crop
+from training.data.transforms.crop import CenterCrop, Crop
 from training.runtime.process_group import SharedError
 
 _MAX_NAMES = 20
@@ -85,7 +87,7 @@ class SyntheticImages:
 class ImageStore(Protocol):
     """A source of images by index, such as an image folder or packed data."""
 
-    def read(self, index: int, crop: Crop) -> Tensor | None:
+    def read(self, index: int, crop: Crop | CenterCrop) -> Tensor | None:
         """Return the crop of an image (uint8 [3, *crop.size]), or None if the image is corrupt.
 
         Raises:
@@ -149,10 +151,10 @@ class ImageDataset:
         """Return a data set of the images with these indices."""
         return replace(self, store=self.store.part(indices), labels=self.labels[indices])
 
-    def crop(self, epoch: int | None, sample: int) -> Crop:
+    def crop(self, epoch: int | None, sample: int) -> Crop | CenterCrop:
         """Return what is shown of a sample in an epoch, or in an evaluation, which is None."""
         if epoch is None or self.augmentation is None:
-            return center_crop((self.size, self.size), self.crop_pct, self.interpolation)
+            return CenterCrop(size=(self.size, self.size), crop_pct=self.crop_pct, interpolation=self.interpolation)
         side = self._side(epoch)
         return self.augmentation.crop(epoch, sample, (side, side))
 
@@ -197,6 +199,24 @@ class Data:
     def size(self) -> int:
         """Side in pixels of the training images, as the data set returns them; their height if they are not square."""
         return self.shape[0]
+
+
+def dark_source(source: ImageSource) -> list[str]:
+    """Return a warning if images of files are nearly black, as `dark_images` does.
+
+    Raises:
+        UserError: an image's gray levels are unknown.
+    """
+    if not isinstance(source, ImageDataset) or not isinstance(source.store, FolderImages):
+        return []  # packed images were checked when they were packed
+    return dark_images(source.store.path, len(source))
+
+
+def empty_classes(data: Data) -> list[str]:
+    """Return a warning if no image of a class is trained on."""
+    counts = torch.bincount(data.train.labels, minlength=len(data.classes)).tolist()
+    names = [name for name, count in zip(data.classes, counts, strict=True) if not count]
+    return [no_images("the training set", names)] if names else []
 
 
 def check_corrupt_limit(source: ImageSource, corrupt: Sequence[int], limit: int) -> None:

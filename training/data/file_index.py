@@ -1,11 +1,10 @@
 """Lists the files of an image folder. Runs on rank 0, which caches the list and sends it to all ranks, and in packers.
 
-To list a million files on a shared file system takes minutes. The cache is valid while no class directory has changed,
-which takes one `stat` per directory to check. A directory changes when a name in it is added, removed or renamed, but
-not when the content of a file changes. Imports no torch.
+To list a million files on a shared file system takes minutes. The cache is valid while no directory has changed, which
+takes one `stat` per directory to check. A directory changes when a name in it is added, removed or renamed, but not
+when the content of a file changes. Imports no torch.
 """
 
-import hashlib
 import io
 import os
 from contextlib import suppress
@@ -16,12 +15,13 @@ import numpy as np
 
 from hpc.base.errors import UserError
 from hpc.base.files import write_atomic
-from training.config.dataset_layout import DataLayout, is_class_directory, is_image
+from hpc.base.text import file_name
+from training.config.class_directories import class_names, list_images
+from training.config.dataset_layout import DataLayout, image_roots
 
 # Two changes within one tick of a file system's clock get the same time, and some clocks tick in seconds. So an index
 # is cached only if its directories have been unchanged for more than a tick.
 _TICK_NS = 2 * 10**9
-_FORMAT = b"file index 1"
 _PARTS = "train", "val", "test"  # fields of DataLayout
 
 
@@ -40,29 +40,36 @@ class FileIndex:
     """All images of a folder."""
 
     classes: tuple[str, ...]
-    """Sorted names of the training set's class directories. The number of a class is its position."""
+    """Names of the training set's class directories, sorted. The number of a class is its position."""
     parts: dict[str, SplitIndex]
+    directories: np.ndarray
+    """Paths of all directories that were listed, bytes [m], those of the parts first."""
+    times_ns: np.ndarray
+    """Modification and change time of each directory before it was listed, int64 [m, 2].
+
+    The inode's change time is included, because programs such as rsync set the modification time.
+    """
 
 
 def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
-    """Return the serialized index, from the file `cache` if no class directory has changed.
+    """Return the serialized index, from the file `cache` if no directory has changed.
 
     Otherwise the index is built, and the file replaced. `now_ns` is the time in nanoseconds since 1970.
 
     Raises:
         UserError: a directory cannot be read, or val/ or test/ has a class that the training set lacks.
     """
+    # NumPy may raise any error for a damaged file. The index is then built again.
+    with suppress(Exception):
+        cached = cache.read_bytes()
+        if _is_valid(deserialize(cached), layout):
+            return cached
     try:
-        fingerprint, changed_ns = _fingerprint(layout)
-        # NumPy may raise any error for a damaged file. The index is then built again.
-        with suppress(Exception):
-            cached = cache.read_bytes()
-            if _arrays(cached)["fingerprint"].item() == fingerprint:
-                return cached
-        content = serialize(build_index(layout), fingerprint)
+        index = build_index(layout)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
-    if changed_ns < now_ns - _TICK_NS:
+    content = serialize(index)
+    if index.times_ns.max() < now_ns - _TICK_NS:
         try:
             cache.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_atomic(cache, content)
@@ -71,24 +78,27 @@ def load_or_build_index(layout: DataLayout, cache: Path, now_ns: int) -> bytes:
     return content
 
 
-def _fingerprint(layout: DataLayout) -> tuple[str, int]:
-    """Return a digest of the class directories and their times, and the latest of these times in nanoseconds.
-
-    The inode's change time is included, because programs such as rsync set the modification time.
-    """
-    digest, newest = hashlib.sha256(_FORMAT), 0
-    for part, root in image_roots(layout).items():
-        for name in _classes(root):
-            status = (root / name).stat()
-            times = (status.st_mtime_ns, status.st_ctime_ns)
-            digest.update(b"%s\0%s\0%d %d\0" % (part.encode(), os.fsencode(root / name), *times))
-            newest = max(newest, *times)
-    return digest.hexdigest(), newest
+def _is_valid(index: FileIndex, layout: DataLayout) -> bool:
+    roots = image_roots(layout)
+    directories = [Path(os.fsdecode(path)) for path in index.directories.tolist()]
+    return (
+        index.parts.keys() == roots.keys()
+        and directories[: len(roots)] == list(roots.values())
+        and index.times_ns.tolist() == [_times(directory.stat()) for directory in directories]
+    )
 
 
-def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
+def _times(status: os.stat_result) -> list[int]:
+    return [status.st_mtime_ns, status.st_ctime_ns]
+
+
+def serialize(index: FileIndex) -> bytes:
     """Return the index as the bytes of a NumPy archive without pickles."""
-    arrays = {"fingerprint": np.array(fingerprint), "classes": np.array([os.fsencode(name) for name in index.classes])}
+    arrays = {
+        "classes": np.array([name.encode() for name in index.classes]),
+        "directories": index.directories,
+        "times": index.times_ns,
+    }
     for name, part in index.parts.items():
         arrays |= {f"{name} names": part.names, f"{name} labels": part.labels}
     buffer = io.BytesIO()
@@ -98,15 +108,15 @@ def serialize(index: FileIndex, fingerprint: str = "") -> bytes:
 
 def deserialize(content: bytes) -> FileIndex:
     """Return the index from which `serialize` made `content`."""
-    arrays = _arrays(content)
-    present = (name for name in _PARTS if f"{name} names" in arrays)
-    parts = {name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present}
-    return FileIndex(classes=tuple(os.fsdecode(name) for name in arrays["classes"].tolist()), parts=parts)
-
-
-def _arrays(content: bytes) -> dict[str, np.ndarray]:
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
-        return dict(file)
+        arrays = dict(file)
+    present = (name for name in _PARTS if f"{name} names" in arrays)
+    return FileIndex(
+        classes=tuple(name.decode() for name in arrays["classes"].tolist()),
+        parts={name: SplitIndex(names=arrays[f"{name} names"], labels=arrays[f"{name} labels"]) for name in present},
+        directories=arrays["directories"],
+        times_ns=arrays["times"],
+    )
 
 
 def build_index(layout: DataLayout) -> FileIndex:
@@ -115,33 +125,25 @@ def build_index(layout: DataLayout) -> FileIndex:
     Raises:
         UserError: a directory of val/ or test/ is not a class of the training set.
     """
-    classes, parts = _classes(layout.train), {}
-    for part, root in image_roots(layout).items():
-        unknown = sorted(set(_classes(root)) - set(classes))
-        if unknown:
+    roots = image_roots(layout)
+    listed = [(str(root), _times(root.stat())) for root in roots.values()]
+    classes, parts = class_names(layout.train), {}
+    for part, root in roots.items():
+        present = set(class_names(root))
+        if unknown := sorted(present - set(classes)):
             raise UserError(f"{root / unknown[0]} is a class that the training set does not have: remove it or add it")
         names, counts = list[bytes](), []
         for name in classes:
-            images = _images_in(root / name)
-            names += [os.fsencode(f"{name}/{image}") for image in images]
-            counts.append(len(images))
+            before = len(names)
+            for directory in list_images(root, name) if name in present else ():
+                listed.append((f"{root}/{directory.path}", _times(directory.status)))
+                names += [os.fsencode(f"{directory.path}/{image}") for image in directory.images]
+            counts.append(len(names) - before)
         labels = np.repeat(np.arange(len(classes)), counts)
         parts[part] = SplitIndex(names=np.array(names, dtype=np.bytes_), labels=labels)
-    return FileIndex(classes=tuple(classes), parts=parts)
-
-
-def image_roots(layout: DataLayout) -> dict[str, Path]:
-    """Return the directory with the class directories of each part of the data, by the part's name."""
-    return {name: root for name in _PARTS if (root := getattr(layout, name)) is not None}
-
-
-def _classes(root: Path) -> list[str]:
-    with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if is_class_directory(entry))
-
-
-def _images_in(directory: Path) -> list[str]:
-    if not directory.is_dir():
-        return []
-    with os.scandir(directory) as entries:
-        return sorted(entry.name for entry in entries if is_image(entry.name))
+    return FileIndex(
+        classes=tuple(map(file_name, classes)),
+        parts=parts,
+        directories=np.array([os.fsencode(path) for path, _ in listed]),
+        times_ns=np.array([times for _, times in listed]),
+    )

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hpc.base.errors import UserError
 from hpc.base.files import sha256_of
+from hpc.base.text import file_name
 from training.config.packed_index import AGAIN, PackedPart, PackIndex
-from training.data.transforms.crop import Crop
+from training.data.transforms.crop import CenterCrop, Crop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,14 @@ class PackedImages:
     indices: Tensor
     """Indices of these images in the part, int64 [n]."""
 
-    def read(self, index: int, crop: Crop) -> Tensor | None:
+    def read(self, index: int, crop: Crop | CenterCrop) -> Tensor | None:
         """Return the crop of an image (uint8 [3, *crop.size]), or None if the image is corrupt."""
         packed = int(self.indices[index])
         return None if packed in self.corrupt else crop.of(self.pixels[packed])
 
     def name(self, index: int) -> str:
         """Return the source image's path."""
-        return str(self.source / os.fsdecode(self.names[int(self.indices[index])]))
+        return file_name(str(self.source / os.fsdecode(self.names[int(self.indices[index])])))
 
     def fix(self) -> str:
         """Return an instruction for the user if many images are corrupt."""

@@ -16,8 +16,8 @@ from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, Split, choose_split
 from training.config.train_config import TrainConfig
 from training.data.build import load_data
-from training.data.dataset import Data, ImageDataset, MemoryImages
-from training.engine.shared_data import check_same, loader_workers, shared_file_index
+from training.data.dataset import Data, ImageDataset, MemoryImages, dark_source
+from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.evaluation.evaluated_model import EvaluatedModel, load_model
 from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.validation import evaluate_and_log, numbers_of, tables_of
@@ -76,6 +76,9 @@ class EvaluationRun:
             f"evaluating {self._task.source} on {len(self._source):,} images ({self._split}) of "
             f"{len(card.classes)} classes, {self._group.description}"
         )
+        with self._group.raise_on_all_ranks():
+            for warning in dark_source(self._source) if self._group.is_rank_zero else ():
+                logger.console.warn(warning)
         try:
             self._write(self._evaluate())
         except StopRequested as request:
@@ -136,7 +139,7 @@ def open_data(context: RunContext, group: ProcessGroup, task: EvaluationTask, ca
     given = context.config
     # Other flags of a training concern augmentation and steps, which an evaluation does not have.
     config = TrainConfig(data=given.data, seed=given.seed, val_split=given.val_split)
-    with group.raise_on_all_ranks():
+    with group.raise_on_all_ranks(), user_paths(context):
         layout = check_data(resolve_data(config.data))
         split = choose_split(task, layout, config.val_split)
     file_index = shared_file_index(context, group, layout)

@@ -15,7 +15,7 @@ from training.data.build import load_data, move_to_device, synthetic_data
 from training.data.freed_memory import keep_freed_memory
 from training.engine.evaluation_run import EvaluationRun
 from training.engine.preflight import run_preflight
-from training.engine.shared_data import check_same, loader_workers, shared_file_index
+from training.engine.shared_data import check_same, loader_workers, shared_file_index, user_paths
 from training.engine.trainer import Trainer
 from training.models.factory import FORMATS, Preprocess, build_model, input_channels, input_size, normalization
 from training.models.sync_batch_norm import convert_sync_batch_norm
@@ -71,7 +71,7 @@ def make_trainer(context: RunContext, group: ProcessGroup) -> Trainer:
         SharedError: on every rank, if a flag or the data is wrong on any rank.
     """
     config = context.config
-    with group.raise_on_all_ranks():
+    with group.raise_on_all_ranks(), user_paths(context):
         check_world(config, group.world_size)
         layout = None if config.synthetic else check_data(resolve_data(config.data))
     file_index = shared_file_index(context, group, layout)

@@ -77,7 +77,8 @@ def make_optimizer(config: TrainConfig, model: nn.Module) -> Optimizer:
 def decayed_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that always have decay: weights of linear layers, convolutions and attention.
 
-    Biases, norms, embeddings, tokens, scales and position biases have decay only with --decay-norm-and-bias.
+    So have the matrices of recurrent layers, such as `weight_ih_l0`. Biases, norms, embeddings, tokens, scales and
+    position biases have decay only with --decay-norm-and-bias.
     """
     spared = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     # timm models list further exclusions in `no_weight_decay()`.
@@ -85,7 +86,10 @@ def decayed_names(model: nn.Module) -> set[str]:
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and name.endswith("weight") and name not in spared and _POSITION_MLP not in name
+        if parameter.dim() > 1
+        and "weight" in name.rpartition(".")[2]
+        and name not in spared
+        and _POSITION_MLP not in name
     }
 
 
@@ -171,10 +175,15 @@ def learning_rate(config: TrainConfig, progress: Progress, steps_per_epoch: int)
 
 
 def follow_plateau(config: TrainConfig, progress: Progress, val_loss: float) -> None:
-    """Lower the rate of the plateau schedule if `val_loss` stops improving, like torch's ReduceLROnPlateau."""
-    if config.lr_scheduler != "plateau":
+    """Lower the rate of the plateau schedule if `val_loss` stops improving, like torch's ReduceLROnPlateau.
+
+    As in timm, losses of the warm-up do not count.
+    """
+    if config.lr_scheduler != "plateau" or 0 < progress.epoch <= config.warmup_epochs:
         return
-    if progress.plateau_loss is None or val_loss < progress.plateau_loss * (1 - _THRESHOLD):
+    # A loss that is not a number is never the lowest.
+    lowest = math.inf if progress.plateau_loss is None else progress.plateau_loss
+    if val_loss < lowest * (1 - _THRESHOLD):
         progress.plateau_loss, progress.plateau_epochs = val_loss, 0
     else:
         progress.plateau_epochs += 1

@@ -1,16 +1,30 @@
 """Sends rank 0's list of files to all ranks, and checks that all ranks have the same data. Runs on every rank."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from hpc.base.errors import UserError
 from training.config.dataset_layout import DataLayout
 from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.data.file_index import load_or_build_index
+from training.evaluation.provenance import spec_of
 from training.runtime.process_group import ProcessGroup, SharedError
 from training.runtime.run_context import RunContext
 
 # Each worker's two batches take memory that snapshots need, too. No GPU trains faster than 32 workers decode.
 _MAX_WORKERS = 32
+
+
+@contextmanager
+def user_paths(context: RunContext) -> Iterator[None]:
+    """Make errors name the data that the user gave, instead of the copy of it on this node."""
+    try:
+        yield
+    except UserError as error:
+        given = spec_of(context.run_dir).get("data") or context.config.data
+        raise UserError(str(error).replace(context.config.data, given)) from error
 
 
 def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayout | None) -> bytes:
@@ -22,7 +36,8 @@ def shared_file_index(context: RunContext, group: ProcessGroup, layout: DataLayo
     file_index = b""
     with group.raise_on_all_ranks():
         if group.is_rank_zero and layout and layout.kind == "image-folder":
-            file_index = load_or_build_index(layout, context.run_dir.index, time.time_ns())
+            with user_paths(context):
+                file_index = load_or_build_index(layout, context.run_dir.index, time.time_ns())
     return group.broadcast_bytes(file_index)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpc.base.git import git_revision
 from hpc.run.events.resumption import current_spec
+from hpc.run.rundir import RunDir
 from training.data.dataset import Data
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import device_name
@@ -15,12 +16,17 @@ from training.runtime.run_context import RunContext
 from training.runtime.software import versions
 
 
+def spec_of(run: RunDir) -> dict[str, Any]:
+    """Return the fields of a run's spec; none for a training that was started by hand."""
+    with suppress(OSError, ValueError):
+        return dict(json.loads(current_spec(run).read_bytes()))
+    return {}
+
+
 def made_from(context: RunContext, data: Data, group: ProcessGroup) -> dict[str, Any]:
     """Return everything on which the model depends, ready for JSON. Unknown values are None."""
-    run, spec, revision = context.run_dir, dict[str, Any](), None
-    with suppress(OSError, ValueError):
-        spec = dict(json.loads(current_spec(run).read_bytes()))
-    # A training that was started by hand has neither a spec nor a copy of the code.
+    run, spec, revision = context.run_dir, spec_of(context.run_dir), None
+    # A training that was started by hand has no copy of the code.
     with suppress(OSError):
         revision = run.revision.read_text().strip() if run.spec.exists() else git_revision(Path.cwd())
     splits = {"train": data.train, "val": data.val, "test": data.test}

@@ -13,6 +13,7 @@ from hpc.base.errors import UserError
 from training.config.rules import parse_crop_pct
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.dataset import Data
+from training.data.transforms.crop import CenterCrop
 from training.models.factory import Preprocess
 
 FORMAT = 1
@@ -55,7 +56,7 @@ class ModelCard:
     def preprocessing(self) -> list[str]:
         """The steps to prepare an image, for people who implement them elsewhere."""
         channels, height, width = self.image_shape
-        side = self.size
+        side, shorter = self.size, CenterCrop(size=(height, width), crop_pct=self.crop_pct).shorter_side
         scaled = (
             [f"scale to {side} x {side} pixels ({self.interpolation}, antialiased)"]
             if (height, width) != (side, side)
@@ -63,8 +64,8 @@ class ModelCard:
         )
         return [
             f"decode to {'RGB' if channels == 3 else 'gray'} of 8 bits, without EXIF rotation",
-            f"crop the centre square with a side of {self.crop_pct:g} of the shorter side",
-            f"scale it to {height} x {width} pixels ({self.interpolation}, antialiased)",
+            f"resize with Pillow ({self.interpolation}) so that the shorter side has {shorter} pixels",
+            f"crop the middle {height} x {width} pixels",
             "divide by 255, subtract the mean and divide by the standard deviation of each channel",
             *scaled,
             *([f"repeat the channel {self.channels} times"] if self.channels != channels else []),

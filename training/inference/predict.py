@@ -23,10 +23,10 @@ from torch import Tensor
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.flags import Flag
-from hpc.base.text import csv_cell, visible
-from training.config.dataset_layout import is_image
-from training.data.image_folder import as_rgb, decode_image, with_image
-from training.data.transforms.crop import Crop, CropBox, center_box
+from hpc.base.text import csv_cell, file_name, visible
+from training.config.class_directories import is_ignored, is_image
+from training.data.image_folder import as_rgb, dark_images, decode_image, with_image
+from training.data.transforms.crop import CenterCrop
 from training.inference.classifier import find_model, load_classifier
 from training.inference.exported_model import FORMATS, Classify, load_exported
 from training.inference.model_card import ModelCard
@@ -75,6 +75,9 @@ def main() -> int:
         _print_csv(predictions, options.top)
     else:
         _print_table(predictions)
+    readable = [each.path for each in predictions if not each.error]
+    for warning in dark_images(readable.__getitem__, len(readable)):
+        print(visible(f"warning: {warning}"), file=sys.stderr)
     unreadable = [each for each in predictions if each.error]
     for each in unreadable:
         print(visible(f"warning: {each.path} cannot be read: {each.error}"), file=sys.stderr)
@@ -123,15 +126,13 @@ def find_images(given: Sequence[Path]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        names = sorted(
-            os.path.join(directory, name)  # noqa: PTH118  # for a million files
-            for directory, _, files in os.walk(path)
-            for name in files
-            if is_image(name)
-        )
+        names = list[str]()
+        for directory, below, files in os.walk(path):
+            below[:] = [name for name in below if not is_ignored(name)]
+            names += (os.path.join(directory, name) for name in files if is_image(name))  # noqa: PTH118  # for a million
         if not names:
             raise UserError(f"there are no images in {path}: give files, or a directory with some")
-        yield from map(Path, names)
+        yield from map(Path, sorted(names))
 
 
 def load(model: str) -> tuple[ModelCard, Classify]:
@@ -160,21 +161,20 @@ def _read(card: ModelCard, path: Path) -> Tensor | str:
         content = path.read_bytes()
     except OSError as error:
         return error.strerror or str(error)
-    channels, height, width = card.image_shape
-    crop = Crop(box=partial(_evaluated_box, card), size=(height, width), interpolation=card.interpolation)
-    if channels == 1:
-        gray = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
-        image = None if gray is None else crop.of(torch.from_numpy(gray)[..., None])
-    else:
-        image = decode_image(content, crop)
+    try:
+        image = _decoded(card, content)
+    except UserError as error:
+        return str(error)
     return "it is not an image, or it is damaged" if image is None else image
 
 
-def _evaluated_box(card: ModelCard, height: int, width: int) -> CropBox:
-    """Return what evaluations show of an image: all of it if it has the size of the model's images."""
-    if card.crop_pct == 1 and (height, width) == card.image_shape[1:]:
-        return 0, 0, height, width
-    return center_box(height, width, card.crop_pct)
+def _decoded(card: ModelCard, content: bytes) -> Tensor | None:
+    channels, height, width = card.image_shape
+    crop = CenterCrop(size=(height, width), crop_pct=card.crop_pct, interpolation=card.interpolation)
+    if channels == 1:
+        gray = with_image(content, lambda file: np.array(as_rgb(file).convert("L")))
+        return None if gray is None else crop.of(torch.from_numpy(gray)[..., None])
+    return decode_image(content, crop)
 
 
 def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> list[tuple[tuple[str, float], ...]]:
@@ -190,11 +190,12 @@ def _most_likely(probabilities: Tensor, classes: Sequence[str], top: int) -> lis
 
 
 def _record(prediction: Prediction) -> dict[str, Any]:
+    path = file_name(str(prediction.path))
     if prediction.error:
-        return {"path": str(prediction.path), "error": prediction.error}
+        return {"path": path, "error": prediction.error}
     name, probability = prediction.top[0]
     top = [{"class": name, "probability": value} for name, value in prediction.top]
-    return {"path": str(prediction.path), "class": name, "probability": probability, "top": top}
+    return {"path": path, "class": name, "probability": probability, "top": top}
 
 
 def _print_csv(predictions: Sequence[Prediction], top: int) -> None:
@@ -204,7 +205,7 @@ def _print_csv(predictions: Sequence[Prediction], top: int) -> None:
     writer.writerow(["path", "class", "probability", *more, "error"])
     for each in predictions:
         cells = [cell for name, value in each.top for cell in (name, f"{value:.6f}")]
-        row = [str(each.path), *cells, *[""] * (2 * columns - len(cells)), each.error]
+        row = [file_name(str(each.path)), *cells, *[""] * (2 * columns - len(cells)), each.error]
         writer.writerow(map(csv_cell, row))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from training.models.factory import last_layer_name
+from training.models.factory import last_layer_names
 
 
 def is_row(module: nn.Module) -> bool:
@@ -36,12 +36,15 @@ def blocks_in_order(module: nn.Module) -> Iterator[nn.Module]:
 def depths(model: nn.Module) -> dict[str, int]:
     """Return for each parameter, by name, the number of blocks before it in the order of the model's code.
 
-    Norms and embeddings belong to the block before them, or to the first one. The last layer is its own block.
+    Norms and embeddings belong to the block before them, or to the first one. The last layers are a block.
     """
     block_of: dict[nn.Parameter, nn.Module] = {}
-    for block in (*blocks_in_order(model), model.get_submodule(last_layer_name(model))):
-        if any(parameter.dim() > 1 for parameter in block.parameters()):
+    last_layers = nn.ModuleList(map(model.get_submodule, last_layer_names(model)))
+    of_last_layers = dict.fromkeys(last_layers.parameters(), last_layers)
+    for block in blocks_in_order(model):
+        if any(parameter.dim() > 1 and parameter not in of_last_layers for parameter in block.parameters()):
             block_of.update(dict.fromkeys(block.parameters(), block))
+    block_of |= of_last_layers
     found: dict[str, int] = {}
     begun: list[nn.Module] = []
     for name, parameter in model.named_parameters():

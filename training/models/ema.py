@@ -25,7 +25,7 @@ class Ema:
         self._copied = [pair for pair in pairs if not pair[0].is_floating_point()]
 
     def update(self, step: int) -> None:
-        """Add the model after `step` steps to the average. Early models weigh more, to forget the random weights."""
+        """Add the model after `step` steps to the average. Early updates weigh more, to forget the random weights."""
         weight = 1 - min(self._decay, (1 + step) / (10 + step))
         with torch.no_grad():
             average_each(*_unzip(self._averaged), weight)

@@ -1,6 +1,6 @@
 """Builds models by name, turns images into their inputs, and selects their precision. Runs on every rank.
 
-The head is the model's child that holds the last layer; the other children are the backbone.
+The head is the model's children that hold the last layers; the other children are the backbone.
 
 torchvision is imported only for its own models: the import takes two seconds on every rank.
 """
@@ -79,7 +79,8 @@ def build_model(config: TrainConfig, *, classes: int, channels: int, size: int) 
         add_hidden_layer(model, config.head_hidden)
     if config.freeze_backbone:
         model.requires_grad_(requires_grad=False)
-        model.get_submodule(head_name(model)).requires_grad_(requires_grad=True)
+        for name in head_names(model):
+            model.get_submodule(name).requires_grad_(requires_grad=True)
     if config.weights and hasattr(model, "transform_input"):
         # torchvision's pretrained GoogLeNet and Inception need another normalization: make them convert to it.
         vars(model)["transform_input"] = True
@@ -148,36 +149,39 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [repr(error)])[0]
 
 
-def last_layer_name(model: nn.Module) -> str:
-    """Return the name of the layer whose outputs are the classes."""
-    # The settings of timm's models name this layer.
+def last_layer_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the layers whose outputs are the classes. Distilled models have several, and average them."""
+    # The settings of timm's models name these layers.
     named = getattr(model, "pretrained_cfg", {}).get("classifier")
-    if isinstance(named, str):
-        part = model.get_submodule(named)
-        return f"{named}.{len(part) - 1}" if isinstance(part, nn.Sequential) else named
+    if named:
+        parts = {name: model.get_submodule(name) for name in ([named] if isinstance(named, str) else named)}
+        return tuple(
+            f"{name}.{len(part) - 1}" if isinstance(part, nn.Sequential) else name for name, part in parts.items()
+        )
     # SqueezeNet ends with a convolution.
     kinds = (nn.Linear, nn.Conv2d)
     found = [[name for name, module in model.named_modules() if isinstance(module, kind)] for kind in kinds]
-    return str((found[0] or found[1])[-1])
+    return ((found[0] or found[1])[-1],)
 
 
-def head_name(model: nn.Module) -> str:
-    """Return the name of the model's child that holds the last layer, such as `fc` or `classifier`."""
-    return last_layer_name(model).partition(".")[0]
+def head_names(model: nn.Module) -> set[str]:
+    """Return the names of the model's children that hold the last layers, such as `fc` or `classifier`."""
+    return {name.partition(".")[0] for name in last_layer_names(model)}
 
 
 def add_hidden_layer(model: nn.Module, width: int) -> None:
-    """Insert a hidden layer of `width` units before the last layer.
+    """Insert a hidden layer of `width` units before each last layer.
 
     Raises:
-        UserError: the last layer is a convolution.
+        UserError: a last layer is a convolution.
     """
-    name = last_layer_name(model)
-    last = model.get_submodule(name)
-    if not isinstance(last, nn.Linear):
-        raise UserError(f"--head-hidden is {width}, but the last layer of this model is a {type(last).__name__}: use 0")
-    first, second = nn.Linear(last.in_features, width), nn.Linear(width, last.out_features)
-    model.set_submodule(name, nn.Sequential(first, nn.ReLU(), second))
+    for name in last_layer_names(model):
+        last = model.get_submodule(name)
+        if not isinstance(last, nn.Linear):
+            kind = type(last).__name__
+            raise UserError(f"--head-hidden is {width}, but the last layer of this model is a {kind}: use 0")
+        first, second = nn.Linear(last.in_features, width), nn.Linear(width, last.out_features)
+        model.set_submodule(name, nn.Sequential(first, nn.ReLU(), second))
 
 
 def no_stochastic_depth(rate: float | None, model: str) -> UserError:

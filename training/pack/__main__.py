@@ -26,10 +26,12 @@ from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import fsync_directory, sha256_of, write_atomic, write_json
 from hpc.base.flags import Flag
+from hpc.base.text import visible
 from hpc.run.nodedir import open_lock, try_lock
-from training.config.dataset_layout import check_data
+from training.config.dataset_layout import check_classes, check_data
 from training.config.packed_index import INDEX, PackedFile, PackedPart, PackIndex, read_index, write_index
 from training.data.file_index import build_index
+from training.data.image_folder import dark_images
 from training.data.worker_process import die_with_parent
 from training.pack.split_writer import CHANNELS, SplitWriter, has_records, pack_splits, pixels_sha256
 
@@ -121,6 +123,8 @@ def list_images(src: Path, dst: Path, size: int) -> tuple[PackIndex, dict[str, n
     if dst.resolve().is_relative_to(src.resolve()):
         raise UserError(f"DST is {dst}, which is inside SRC: give a directory outside of {src}")
     try:
+        for warning in check_classes(layout):
+            print(visible(f"warning: {warning}"), flush=True)
         listing = build_index(layout)
     except OSError as error:
         raise UserError(f"{error.filename} cannot be listed ({error.strerror}): restore or remove it") from error
@@ -167,6 +171,9 @@ def pack(options: PackOptions, workers: int) -> None:
                 f"{directory.parent} has {free // 2**20} MB free, and the packed images need {needed // 2**20} MB: "
                 "free some space, use a smaller --size, or give another DST"
             )
+        for split in splits:
+            for warning in dark_images(split.path_of, len(split.names)):
+                print(visible(f"warning: {warning}"), flush=True)
         pack_splits(splits, pool, workers)
         for name, array in tables.items():
             write_atomic(directory / name, _npy(array))

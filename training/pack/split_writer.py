@@ -20,8 +20,9 @@ from numpy.lib.format import open_memmap
 from PIL import Image
 
 from hpc.base.files import fsync_directory, fsync_file
+from hpc.base.text import visible
 from training.config.packed_index import PackedFile
-from training.data.image_folder import as_rgb, with_image
+from training.data.image_folder import as_rgb, naming, with_image
 from training.data.transforms.crop import center_box
 
 CHANNELS = 3
@@ -120,7 +121,7 @@ def pack_splits(splits: Sequence[SplitWriter], pool: ProcessPoolExecutor, worker
             fsync_file(split.path)
         for split, first, records in finished:
             for path in split.record(first, records.result()):
-                print(f"warning: {path} cannot be decoded: it is marked", flush=True)
+                print(visible(f"warning: {path} cannot be decoded: it is marked"), flush=True)
         now = time.monotonic()
         if now - printed >= _LINE_SECONDS and (done := sum(split.done for split in splits)) > before:
             printed, rate = now, (done - before) / (now - began)
@@ -135,6 +136,7 @@ def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], record
     `records` (_RECORD [n]) come from an earlier packer, and say which images to skip. Returns the new records.
 
     Raises:
+        UserError: an image's gray levels are unknown.
         OSError: an image cannot be read, or the disk is full.
     """
     image_bytes = CHANNELS * size**2
@@ -144,7 +146,8 @@ def pack_chunk(file: Path, offset: int, size: int, paths: Sequence[Path], record
             stamp = (status.st_size, status.st_mtime_ns)
             if record["state"] != MISSING and (record["bytes"], record["mtime_ns"]) == stamp:
                 continue
-            square = with_image(path.read_bytes(), lambda image: as_square(image, size))
+            with naming(path):
+                square = with_image(path.read_bytes(), lambda image: as_square(image, size))
             content = bytes(image_bytes) if square is None else square.tobytes()
             pixels.seek(offset + place * image_bytes)
             left = memoryview(content)

@@ -6,6 +6,8 @@ from contextlib import suppress
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from hpc.base.text import visible
+
 
 class Console:
     """Prints lines and a progress bar if it is enabled; the trainer enables it on rank 0."""
@@ -42,9 +44,9 @@ class Console:
         # The log's disk may be full, and this error must not end the training.
         with suppress(OSError):
             if self._bar:
-                self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+                self._bar.console.print(visible(text), markup=False, highlight=False, soft_wrap=True)
             else:
-                print(text, flush=True)
+                print(visible(text), flush=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""

@@ -1,9 +1,11 @@
 """Initial weights: files, names, heads and frozen parameters."""
 
+import argparse
 import hashlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,11 @@ from torch import Tensor, nn
 
 from hpc.base.errors import UserError
 from hpc.commands.start.submit import main as submit
-from training.checkpoint.initial_weights import read_weights
+from training.checkpoint.initial_weights import read_weights, select_weights
 from training.config import model_names
 from training.config.model_names import cache_directory, models_of, resolve_weights, torchvision_weights
 from training.config.train_config import TrainConfig
-from training.models.factory import add_hidden_layer, build_model, head_name, last_layer_name
+from training.models.factory import add_hidden_layer, build_model, head_names, last_layer_names
 from training.relay.checkpoint_files import list_checkpoints
 
 FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema-decay=0.5", "--val-split=0")
@@ -27,21 +29,21 @@ FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema-decay=0.5",
 STILL = ("--lr=1e-30", "--weight-decay=0")
 
 
-def make_weights(path: Path, classes: int = 3, around: str = "", prefix: str = "") -> dict[str, Tensor]:
+def resnet20(classes: int = 3) -> nn.Module:
+    return build_model(TrainConfig(data="x", model="resnet20", seed=5), classes=classes, channels=1, size=12)
+
+
+def make_weights(path: Path, classes: int = 3) -> dict[str, Tensor]:
     """A file of ResNet-20 weights that differ from those of the default seed."""
     torch.manual_seed(7)
-    model = build_model(TrainConfig(data="x", model="resnet20", seed=5), classes=classes, channels=1, size=12)
+    model = resnet20(classes)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, nn.BatchNorm2d):
                 for values in (module.running_mean, module.running_var, module.bias):
                     nn.init.uniform_(values, 1, 2)
     weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-    named = {prefix + name: value for name, value in weights.items()}
-    if path.suffix == ".safetensors":
-        save_file(named, path)
-    else:
-        torch.save({around: named} if around else named, path)
+    save_file(weights, path) if path.suffix == ".safetensors" else torch.save(weights, path)
     return weights
 
 
@@ -63,16 +65,60 @@ def test_a_training_begins_with_the_weights_of_a_file(start: Starter, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "around", "prefix"),
-    [("a.pth", "", "module."), ("a.pt", "model", "_orig_mod."), ("b.pth", "state_dict", ""), ("c.pt", "", "")],
+    ("key", "prefix", "source"),
+    [
+        ("", "", ""),
+        ("", "module.", "module."),
+        ("", "model._orig_mod.module.", "model.module."),
+        ("model", "_orig_mod.", "model"),
+        ("state_dict", "net.", "state_dict, net."),
+        ("model_state_dict", "module._orig_mod.", "model_state_dict, module."),
+        ("trainer.weights", "", "trainer.weights"),
+    ],
 )
-def test_prefixes_and_wrappers_of_other_programs_are_stripped(
-    tmp_path: Path, name: str, around: str, prefix: str
+def test_weights_are_found_under_the_keys_and_prefixes_of_other_programs(
+    tmp_path: Path, key: str, prefix: str, source: str
 ) -> None:
-    weights = make_weights(tmp_path / name, around=around, prefix=prefix)
-    found = read_weights(tmp_path / name)
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    path, weights = tmp_path / "w.pth", make_weights(tmp_path / "plain.pth")
+    content: dict[str, Any] = {prefix + name: value for name, value in weights.items()}
+    for part in reversed(key.split(".") if key else []):
+        content = {part: content, "epoch": 3}
+    torch.save(content, path)
+    fitting, new, used = select_weights(read_weights(path), resnet20(), path)
+    assert (new, used, fitting.keys()) == ([], source, weights.keys())
+    assert all(torch.equal(fitting[name], value) for name, value in weights.items())
+
+
+class Accuracy(float):
+    """A class that only the program that saved a checkpoint knows."""
+
+
+def of_timm(weights: dict[str, Tensor], averaged: dict[str, Tensor]) -> dict[str, Any]:
+    """A checkpoint as timm's train.py writes it."""
+    return {"epoch": 3, "arch": "resnet20", "state_dict": weights, "state_dict_ema": averaged, "metric": Accuracy(0.5)}
+
+
+def of_torchvision(weights: dict[str, Tensor], averaged: dict[str, Tensor]) -> dict[str, Any]:
+    """A checkpoint as torchvision's references/classification/train.py writes it."""
+    average = torch.optim.swa_utils.AveragedModel(resnet20())
+    average.module.load_state_dict(averaged)
+    return {"model": weights, "model_ema": average.state_dict(), "epoch": 3}
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+@pytest.mark.parametrize("make", [of_timm, of_torchvision])
+def test_checkpoints_of_timm_and_torchvision_give_their_averaged_weights(
+    tmp_path: Path, make: Callable[[dict[str, Tensor], dict[str, Tensor]], dict[str, Any]], is_old: bool
+) -> None:
+    path, weights = tmp_path / "w.pth", make_weights(tmp_path / "plain.pth")
+    averaged = {name: value + 1 for name, value in weights.items()}
+    content = make(weights, averaged) | {"args": argparse.Namespace(model="resnet20", output=Path("out"))}
+    if is_old:  # before torch 1.6
+        content = make(weights, averaged) | {"metric": 0.5, "args": argparse.Namespace(model="resnet20")}
+    torch.save(content, path, _use_new_zipfile_serialization=not is_old)
+    fitting, _, source = select_weights(read_weights(path), resnet20(), path)
+    assert "ema" in source
+    assert all(torch.equal(fitting[name], value) for name, value in averaged.items())
 
 
 def test_a_head_of_another_size_starts_random_with_a_message(start: Starter, tmp_path: Path) -> None:
@@ -107,11 +153,17 @@ class Harm:
     ("content", "reason"),
     [
         (Harm(), "which cannot be read (it holds more than tensors): give another file"),
+        ({"a.weight": torch.zeros(3), "args": Harm()}, "which cannot be read (it holds more than tensors): give"),
+        (nn.Linear(2, 2), "which holds no tensors by name: give a state_dict"),
         (b"neither", "which cannot be read ("),
         ({"epoch": 3}, "which holds no tensors by name: give a state_dict"),
         (
             {"features.0.weight": torch.zeros(16, 1, 3, 3)},
-            "which does not fit this model: it has no weights of the right shape for 37",
+            "shape for 37 of the layers, such as features.1.weight, but others, such as features.0.weight",
+        ),
+        (
+            {"features.0.weight": torch.zeros(16, 3, 3, 3)},
+            "such as features.0.weight, which has shape [16, 3, 3, 3] instead of [16, 1, 3, 3]",
         ),
     ],
 )
@@ -123,7 +175,8 @@ def test_an_unsuitable_file_is_refused_in_one_line(
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     refused = start(*FLAGS, f"--weights={path}", world_size=2)
     assert refused.wait() == [2, 2]
-    assert f"error: rank 0: --weights is {path}, {reason}" in refused.output()
+    assert f"error: rank 0: --weights is {path}, which " in refused.output()
+    assert reason in refused.output()
     assert "Traceback" not in refused.output()
     assert not Path("harm").exists()
 
@@ -224,7 +277,7 @@ def test_the_head_is_what_holds_the_last_layer(name: str, head: str, last: str) 
 
     with torch.device("meta"):
         model = models.get_model(name, num_classes=7)
-    assert (head_name(model), last_layer_name(model)) == (head, last)
+    assert (head_names(model), last_layer_names(model)) == ({head}, (last,))
 
 
 def test_a_head_may_have_one_more_layer(start: Starter) -> None:

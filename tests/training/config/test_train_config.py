@@ -332,12 +332,12 @@ def test_an_empty_part_is_named(tmp_path: Path) -> None:
 
 
 def test_the_check_stops_at_the_first_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from training.config import dataset_layout
+    from training.config import class_directories
 
     data = make_folder(tmp_path / "data", parts=("train",), per_class=50)
     looked_at: list[str] = []
-    is_image = dataset_layout.is_image
-    monkeypatch.setattr(dataset_layout, "is_image", lambda name: looked_at.append(name) or is_image(name))
+    is_image = class_directories.is_image
+    monkeypatch.setattr(class_directories, "is_image", lambda name: looked_at.append(name) or is_image(name))
     check_data(data)
     assert len(looked_at) == 1
 

@@ -2,8 +2,6 @@
 
 import io
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.photos import HEIGHT, WIDTH, photo
 from training.data.image_folder import as_rgb, decode_image
-from training.data.transforms.crop import Crop, CropBox, center_box
+from training.data.transforms.crop import CenterCrop, Crop, CropBox, center_box
 
 WHOLE = Crop(box=lambda height, width: (0, 0, height, width), size=(HEIGHT, WIDTH))
 
@@ -92,15 +90,15 @@ def test_of_a_large_jpeg_only_the_pixels_are_decoded_that_the_crop_needs(
         return array
 
     monkeypatch.setattr(simplejpeg, "decode_jpeg", decoding)
-    crop = Crop(box=center_box, size=(size, size), may_be_reduced=True)
+    crop = Crop(box=center_box, size=(size, size))
     image = decode_image(photo(2), crop)
     assert image is not None
     assert heights == [decoded]
     whole = crop.of(pixels(photo(2))).float()
     assert float((image.float() - whole).abs().mean()) < 4, "levels of 255"
-    evaluated = decode_image(photo(2), replace(crop, may_be_reduced=False))
-    assert evaluated is not None
-    assert torch.equal(evaluated.float(), whole), "an evaluation decodes all pixels"
+    heights.clear()
+    decode_image(photo(2), CenterCrop(size=(size, size)))
+    assert heights == [375], "an evaluation decodes all pixels"
 
 
 def test_the_box_of_a_reduced_image_is_that_of_the_whole_image() -> None:
@@ -110,7 +108,7 @@ def test_the_box_of_a_reduced_image_is_that_of_the_whole_image() -> None:
         boxes.append((height, width))
         return height - 300, width - 300, 300, 300
 
-    crop = Crop(box=box, size=(30, 30), may_be_reduced=True)
+    crop = Crop(box=box, size=(30, 30))
     image = decode_image(photo(3), crop)
     assert image is not None
     assert set(boxes) == {(HEIGHT, WIDTH)}
@@ -120,6 +118,6 @@ def test_the_box_of_a_reduced_image_is_that_of_the_whole_image() -> None:
 
 
 def test_no_crop_is_enlarged_from_a_reduced_image() -> None:
-    crop = Crop(box=partial(center_box, crop_pct=0.2), size=(64, 64), may_be_reduced=True)
+    crop = Crop(box=lambda height, _: (0, 0, height // 5, height // 5), size=(64, 64))
     assert crop.enough_of(375, 500) == (375, 500)
     assert crop.enough_of(3750, 5000) == (640, 854)

@@ -138,13 +138,14 @@ def test_the_rate_that_was_chosen_is_printed_at_the_start_and_reached(start: Sta
 LOSSES = [1.0, 0.9, 0.91, 0.92, 0.9, 0.89995, 0.8, 0.81, 0.82, 0.83, 0.84, 0.85, 0.86, 0.87, 0.5]
 
 
+@pytest.mark.parametrize("losses", [LOSSES, [math.nan, *LOSSES], [1.0, math.nan, math.inf, *LOSSES]])
 @pytest.mark.parametrize("patience", [0, 1, 3])
-def test_plateau_is_that_of_torch_also_over_restarts(patience: int) -> None:
+def test_plateau_is_that_of_torch_also_over_restarts(patience: int, losses: list[float]) -> None:
     config = TrainConfig(data="x", lr_scheduler="plateau", plateau_patience=patience, lr_gamma=0.3, lr=1.0)
     optimizer = optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     reference = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=patience)
     progress, found, expected = Progress(step=10**6), [], []
-    for loss in LOSSES:
+    for loss in losses:
         # As a restart does it after every epoch: what a state knows goes through JSON.
         progress = Progress(**json.loads(json.dumps(asdict(progress))))
         follow_plateau(config, progress, loss)
@@ -153,6 +154,25 @@ def test_plateau_is_that_of_torch_also_over_restarts(patience: int) -> None:
         expected.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx(expected)
     assert found[-1] < 1
+
+
+@pytest.mark.parametrize("warmup", [1, 5])
+def test_plateau_does_not_count_the_epochs_of_the_warm_up(warmup: int) -> None:
+    config = TrainConfig(
+        data="x", lr_scheduler="plateau", plateau_patience=1, lr_gamma=0.5, lr=1.0, warmup_epochs=warmup
+    )
+    optimizer = optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    reference = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=1)
+    progress, found, expected = Progress(), [], []
+    for epoch in range(1, 12):
+        progress.step, progress.epoch = epoch * EPOCH, epoch
+        follow_plateau(config, progress, float(epoch))
+        if epoch > warmup:
+            reference.step(float(epoch))
+            found.append(learning_rate(config, progress, EPOCH))
+            expected.append(optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx(expected)
+    assert found[-1] < found[0] == 1
 
 
 def test_plateau_lowers_the_rate_of_a_training_whose_loss_does_not_fall(start: Starter) -> None:
@@ -253,6 +273,11 @@ def test_embeddings_and_scales_do_not_decay_whatever_their_shape(name: str, spar
     modules = dict(model.named_modules())
     linear = {f"{key}.weight" for key, module in modules.items() if isinstance(module, nn.Linear | nn.Conv2d)}
     assert {key for key in linear if "cpb_mlp" not in key} <= decayed
+
+
+def test_the_matrices_of_recurrent_layers_decay() -> None:
+    recurrent = nn.LSTM(3, 4, num_layers=2, bidirectional=True, proj_size=2)
+    assert decayed_names(recurrent) == {name for name, value in recurrent.named_parameters() if value.dim() > 1}
 
 
 def test_no_embedding_decays() -> None:

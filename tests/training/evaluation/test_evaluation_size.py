@@ -1,5 +1,6 @@
 """Another image size in evaluations than in training: what the model sees, what is written, which models cannot."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,19 +10,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.trainings import Starter, load, pixel_tolerance
+from support.trainings import Starter, load
 from torch import Tensor, nn
-from torchvision.transforms import v2
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms._presets import ImageClassification
 
+from benchmarks.photos import photo
 from hpc.base.errors import UserError
 from hpc.run.rundir import RunDir
 from training.config.dataset_layout import check_data
 from training.config.evaluation_task import EvaluationTask
+from training.config.rules import parse_crop_pct
 from training.config.train_config import Interpolation, TrainConfig
 from training.data.batch_schedule import BatchRequest
 from training.data.dataset import ImageDataset
 from training.data.image_folder import as_rgb
 from training.data.loader import ImageSource
+from training.data.transforms.crop import CenterCrop
 from training.engine.evaluation_run import fitting, open_data
 from training.evaluation.evaluated_model import EvaluatedModel
 from training.inference.model_card import ModelCard, read_card
@@ -67,14 +72,30 @@ def test_a_trained_model_is_tested_and_used_with_the_size_of_its_evaluation(star
 
 
 @pytest.mark.parametrize("interpolation", get_args(Interpolation))
-def test_an_evaluation_crops_and_resizes_as_torchvision_does(folder_data: Path, interpolation: Interpolation) -> None:
+@pytest.mark.parametrize(("crop", "resize"), [(224, 256), (224, 232), (224, 224), (299, 342), (24, 28)])
+def test_an_evaluation_shows_the_pixels_of_torchvisions_presets(
+    interpolation: Interpolation, crop: int, resize: int
+) -> None:
+    share = float(parse_crop_pct(f"{crop}/{resize}"))
+    shown = CenterCrop(size=(crop, crop), crop_pct=share, interpolation=interpolation)
+    preset = ImageClassification(
+        crop_size=crop, resize_size=resize, interpolation=InterpolationMode(interpolation), mean=(0,) * 3, std=(1,) * 3
+    )
+    photograph = Image.open(io.BytesIO(photo(0)))
+    sizes = [photograph.size, *((300 + 7 * number, 701 - 13 * number) for number in range(20)), (256, 256), (97, 31)]
+    for size in sizes:
+        image = photograph.resize(size)
+        expected = (preset(image) * 255).round().to(torch.uint8)
+        assert torch.equal(shown.of(torch.from_numpy(np.array(image))), expected), size
+
+
+@pytest.mark.parametrize("interpolation", get_args(Interpolation))
+def test_the_images_of_an_evaluation_are_read_with_its_crop(folder_data: Path, interpolation: Interpolation) -> None:
     data = load(folder_data, image_size=16, eval_image_size=24, eval_crop_pct="24/28", interpolation=interpolation)
     assert isinstance(data.test, ImageDataset)
-    photo = torch.from_numpy(np.array(as_rgb(Image.open(data.test.name(0)))))
-    # 24/28 of 40 rows are 34.
-    mode = v2.InterpolationMode(interpolation)
-    expected = v2.functional.resized_crop(photo.permute(2, 0, 1), 3, 8, 34, 34, [24, 24], mode, antialias=True)
-    torch.testing.assert_close(look(data.test, None)[0], expected, rtol=0, atol=pixel_tolerance())
+    photograph = torch.from_numpy(np.array(as_rgb(Image.open(data.test.name(0)))))
+    expected = CenterCrop(size=(24, 24), crop_pct=24 / 28, interpolation=interpolation).of(photograph)
+    assert torch.equal(look(data.test, None)[0], expected)
 
 
 def test_another_evaluation_prepares_images_as_the_model_card_says(folder_data: Path, group: ProcessGroup) -> None:

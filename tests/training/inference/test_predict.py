@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -126,6 +127,35 @@ def test_file_may_have_any_name(colors: Path, tmp_path: Path, ask: Ask, monkeypa
     assert code == 0
     assert r"=1+1,\x1b[2J.jpg" in out
     assert "\x1b" not in out + err
+
+
+ODD_NAMES = (
+    *(b"lat\xe9", b"\xff", b"new\nline", b"tab\t", b"\x1b[31m"),
+    *(b'quo"te', b"com,ma", b"=1+1", b"NA", b"\xd7\xa9\xe2\x80\x8f"),
+)
+
+
+def test_classes_may_have_any_name(start: Starter, tmp_path: Path, ask: Ask) -> None:
+    start.data = make_folder(tmp_path / "data", per_class=2)
+    for part in ("train", "val", "test"):
+        for name in ODD_NAMES:
+            shutil.copytree(start.data / part / "red", start.data / part / os.fsdecode(name))
+        (start.data / part / "red" / os.fsdecode(b"\xe9\n.jpg")).write_bytes(b"corrupt")
+    run = start.complete("--epochs=1", "--batch-size=9", "--image-size=16").run_dir
+    names = sorted([*(os.fsencode(name) for name in ("blue sky", "green", "red")), *ODD_NAMES], key=os.fsdecode)
+    classes = [name.decode(errors="backslashreplace") for name in names]
+    card = json.loads((run / "final" / "result.json").read_bytes())
+    assert (card["classes"], card["corrupt_images"]) == (classes, [f"{start.data}/train/red/\\xe9\n.jpg"])
+    for table, column in (("classes.csv", "class"), ("confusion.csv", "true class")):
+        with (run / "final" / table).open(newline="", encoding="utf-8") as file:
+            assert [csv_text(row[column]) for row in csv.DictReader(file)] == classes
+    model = tmp_path / "model.pt2"
+    assert ask(run, f"--output={model}", program=export.main)[0] == 0
+    for flag in ("--csv", "--json"):
+        predictions = [ask(subject, start.data / "test", flag) for subject in (run, model)]
+        assert {code for code, _, _ in predictions} == {1}, "an image is corrupt"
+        assert predictions[0] == predictions[1]
+        assert predictions[0][1].encode()
 
 
 def test_unreadable_images_are_reported_and_the_others_predicted(colors: Path, tmp_path: Path, ask: Ask) -> None:

@@ -279,7 +279,7 @@ def test_each_rank_goes_on_from_the_snapshot_of_its_part(start: Starter, node: N
 def test_snapshots_of_parts_serve_another_number_of_ranks(start: Starter, node: NodeDir) -> None:
     whole = start.complete(*LONGER, run="whole", world_size=2)
     step = min(step_of(list_checkpoints(path)[0]) for path in node.snapshots.iterdir())
-    again = start.complete(*LONGER, f"--node-dir={node.path}", world_size=3)
+    again = start.complete(*LONGER, "--snapshot-every=1", f"--node-dir={node.path}", world_size=3)
     started = events(again.run_dir, "train_started")[1]
     assert (started["source"], started["step"]) == ("snapshot", step)
     assert losses(again.run_dir) == pytest.approx(losses(whole.run_dir), rel=2e-5)

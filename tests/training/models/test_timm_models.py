@@ -10,11 +10,12 @@ from support.trainings import Ask, Starter, final, same
 from torch import nn
 
 from hpc.base.errors import UserError
+from training.checkpoint.initial_weights import select_weights
 from training.config.model_names import check_model, models_of, resolve_weights
 from training.config.train_config import TrainConfig
 from training.engine.optim import decayed_names, layer_scales
 from training.inference import export
-from training.models.factory import build_model, head_name, input_size, last_layer_name
+from training.models.factory import build_model, head_names, input_size, last_layer_names
 
 FLAGS = ("--image-size=32", "--epochs=1", "--batch-size=9", "--num-workers=0", "--log-every=1")
 
@@ -58,9 +59,29 @@ def test_names_are_those_that_timm_itself_lists() -> None:
 def test_the_head_has_the_classes_and_may_have_a_hidden_layer(name: str, head: str) -> None:
     with torch.device("meta"):
         model = build(name)
-        assert (last_layer_name(model), head_name(model)) == (head, head.partition(".")[0])
+        assert (last_layer_names(model), head_names(model)) == ((head,), {head.partition(".")[0]})
         assert model.get_submodule(head).out_features == 5  # type: ignore[union-attr]
-        assert last_layer_name(build(name, head_hidden=7)) == f"{head}.2"
+        assert last_layer_names(build(name, head_hidden=7)) == (f"{head}.2",)
+
+
+@pytest.mark.parametrize(
+    "name", ["deit_tiny_distilled_patch16_224", "levit_128s", "volo_d1_224", "repvit_m0_9", "efficientvim_m1"]
+)
+def test_a_model_with_several_heads_gets_new_ones_and_trains_them_all(name: str) -> None:
+    import timm
+
+    layers = set(timm.get_pretrained_cfg(name).classifier)
+    with torch.device("meta"):
+        model = build(name, size=224, weights="./w.pth", freeze_backbone=True)
+        weights = timm.create_model(name, num_classes=9).state_dict()
+        several = build(name, size=224, head_hidden=7)
+    _, new, _ = select_weights({"": weights}, model, Path("w.pth"))
+    assert set(new) == layers
+    trained = {key for key, value in model.named_parameters() if value.requires_grad}
+    assert trained > {f"{layer}.weight" for layer in layers}
+    assert {key.partition(".")[0] for key in trained} == head_names(model)
+    assert set(last_layer_names(several)) == {f"{layer}.2" for layer in layers}
+    assert {layer_scales(model, 0.5)[f"{layer}.weight"] for layer in layers} == {1}
 
 
 def test_the_size_is_the_models_own_or_as_asked_for_if_it_takes_it() -> None:
@@ -90,8 +111,10 @@ def test_layers_and_decay_are_those_of_timm() -> None:
         }
         decayed = decayed_names(model)
         assert {key for key, value in model.named_parameters() if id(value) not in without} == decayed
-    # Embeddings, six blocks, the head.
-    assert len(set(layer_scales(build("test_vit"), 0.5).values())) == 2 + len(build("test_vit").blocks)  # type: ignore[arg-type]
+    # Embeddings, blocks, the head or heads.
+    for name, size in (("test_vit", 160), ("deit_tiny_distilled_patch16_224", 224)):
+        model = build(name, size=size)
+        assert len(set(layer_scales(model, 0.5).values())) == 2 + len(model.blocks)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

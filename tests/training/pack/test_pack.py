@@ -294,7 +294,7 @@ def test_what_is_packed_stays_as_it_is_and_wrong_directories_are_refused(
 def test_an_image_that_cannot_be_read_is_no_corrupt_one(photos: Path, tmp_path: Path) -> None:
     path = photos / "train" / "green" / "3.png"
     path.unlink()
-    path.mkdir()
+    path.symlink_to(photos)
     assert f"error: {path}: Is a directory: fix that; the same command" in pack(photos, tmp_path / "packed", code=1)
 
 

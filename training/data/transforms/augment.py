@@ -84,7 +84,7 @@ class Augmentation:
         key = derive_key(self.seed, Purpose.AUGMENTATION, epoch)
         mirrored = self.flip and rand_float(key, index * _DRAWS + _FLIP) < 1 / 2
         box = partial(self._random_box, key, index, self.area) if self.area else center_box
-        return Crop(box=box, size=size, interpolation=self.interpolation, mirrored=mirrored, may_be_reduced=True)
+        return Crop(box=box, size=size, interpolation=self.interpolation, mirrored=mirrored)
 
     def _random_box(self, key: int, index: int, area: tuple[float, float], height: int, width: int) -> CropBox:
         draws = (rand_float(key, index * _DRAWS + draw) for draw in range(_BOX, _DRAWS))
