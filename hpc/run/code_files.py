@@ -5,7 +5,7 @@ A link in `code/` leads to the user's own files. Nothing here follows one.
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self

@@ -23,10 +23,10 @@ from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
 from hpc.submit import checks
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
-from hpc.submit.user_code.code_notes import warnings_of_code
-from hpc.submit.user_code.own_code import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.gpu_use import resolve_device
 from hpc.submit.options import SubmitOptions, SubmitScript, SubmitTraining
+from hpc.submit.user_code.code_notes import warnings_of_code
+from hpc.submit.user_code.own_code import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.user_python import user_environment
 from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect

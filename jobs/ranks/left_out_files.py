@@ -34,8 +34,8 @@ def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
     if not original.is_relative_to(root):
         return f"{original} exists, but a run sees only {root}: use an absolute path, or submit with --in-place"
     return (
-        f"{original} exists, but not in the run's code: if it is new, type hpc resume {run.name} --new-code; else submit "
-        "with --in-place"
+        f"{original} exists, but not in the run's code: if it is new, type hpc resume {run.name} --new-code; "
+        "else submit with --in-place"
     )
 
 
@@ -60,4 +60,6 @@ def _modules(run: RunDir, spec: RunSpec, record: CodeFiles, detail: str) -> Iter
         for below in ("", "src", ".."):
             own = Path(record.root, place, below)
             for ending in _MODULE_FILES:
-                yield from ((found, run.code / place / below / found.relative_to(own)) for found in own.glob(path + ending))
+                yield from (
+                    (found, run.code / place / below / found.relative_to(own)) for found in own.glob(path + ending)
+                )

@@ -56,7 +56,7 @@ def _copy(root: Path, name: str, target: Path) -> None:
         except FileNotFoundError:
             return  # the user has just removed it
         _close_to_others(target)
-    elif not _leads_outside(name, text := os.readlink(source)):
+    elif not _leads_outside(name, text := str(source.readlink())):
         target.symlink_to(text)
     elif is_source(source.resolve()):
         shutil.copy2(source, target)

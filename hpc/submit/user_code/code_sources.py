@@ -92,9 +92,7 @@ def _is_copied(path: Path) -> bool:
         status = path.lstat()
     except OSError:
         return False  # deleted or moved, but git still tracks it
-    return stat.S_ISLNK(status.st_mode) or (
-        stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_TRACKED_BYTES
-    )
+    return stat.S_ISLNK(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_TRACKED_BYTES)
 
 
 def _small_files(

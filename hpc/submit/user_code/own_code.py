@@ -144,7 +144,8 @@ def find_code(
             f"{script[0]} is not below {root}, so it would be missing in the run's copy of the code: move it there, or "
             "--in-place to run it where it is"
         )
-    tracked, small = (_below(os.path.relpath(top, root), names) for names in (sources.tracked, sources.small))
+    below = os.path.relpath(top, root)
+    tracked, small = (_below(below, names) for names in (sources.tracked, sources.small))
     own = {*text.files, *(path for path in references if not path.is_relative_to(top) and is_source(path))}
     names = {*tracked, *small, *_relative(own, root)}
     names, written = kept.settle(names, tracked, root) if kept else (names, set[str]())
@@ -214,7 +215,7 @@ def _above(top: Path, levels: int) -> Path:
 
 
 def _root(top: Path, references: Iterable[Path]) -> Path:
-    """Return the nearest directory, `top` or one above it, that has as many of the references below it as it may."""
+    """Return `top`, or the nearest directory above it that has all references below it, as far as a run may have it."""
     root = top
     for path in sorted(references):
         higher = Path(os.path.commonpath([root, path]))

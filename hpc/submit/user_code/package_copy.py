@@ -42,5 +42,3 @@ def _byte_code(source: Path, text: bytes) -> bytes | None:
     magic, flags, *recorded = struct.unpack("<4sIII", cached[:16].ljust(16, b"\0"))
     is_valid = magic == MAGIC_NUMBER and flags == 0 and recorded == [modified & 0xFFFFFFFF, len(text) & 0xFFFFFFFF]
     return struct.pack("<4sI", magic, 1) + source_hash(text) + cached[16:] if is_valid else None
-
-

@@ -29,7 +29,11 @@ class PathExpressions:
         self._tree, self._file, self._here = tree, file, here
         self._names: dict[str, str] = {}
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (text := self._text(node.value)):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and (text := self._text(node.value))
+            ):
                 self._names[node.targets[0].id] = text
 
     def search_path(self) -> list[Path]:
@@ -65,26 +69,40 @@ class PathExpressions:
     def _text(self, node: ast.AST | None) -> str | None:
         """Return the path that an expression stands for, absolute or relative to the working directory, or None."""
         match node:
-            case ast.Constant(value=str(text)):
-                return None if text.startswith("/") else text
-            case ast.Name(id="__file__"):
-                return str(self._file)
             case ast.Name(id=name):
-                return self._names.get(name)
-            case ast.Attribute(attr="parent", value=inner):
-                return self._parent(inner, 1)
+                return str(self._file) if name == "__file__" else self._names.get(name)
+            case ast.Constant(value=str(text)) if not text.startswith("/"):
+                return text
+            case ast.Attribute() | ast.Subscript():
+                return self._part(node)
+            case ast.BinOp() | ast.JoinedStr():
+                return self._combination(node)
+            case ast.Call():
+                return self._result(node)
+        return None
+
+    def _part(self, node: ast.Attribute | ast.Subscript) -> str | None:
+        """Return the path of `os.pardir`, `PATH.parent` or `PATH.parents[NUMBER]`."""
+        match node:
             case ast.Attribute(attr="pardir"):
                 return os.pardir
+            case ast.Attribute(attr="parent", value=inner):
+                return self._parent(inner, 1)
             case ast.Subscript(value=ast.Attribute(attr="parents", value=inner), slice=ast.Constant(value=int(number))):
                 return self._parent(inner, number + 1)
+        return None
+
+    def _combination(self, node: ast.BinOp | ast.JoinedStr) -> str | None:
+        """Return the path of `PATH / NAME`, `PATH + TEXT` or an f-string."""
+        match node:
             case ast.BinOp(left=left, op=ast.Div(), right=right):
                 return self._joined([left, right])
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return self._concatenated([left, right])
-            case ast.JoinedStr(values=values):
-                return self._concatenated([part.value if isinstance(part, ast.FormattedValue) else part for part in values])
-            case ast.Call():
-                return self._result(node)
+            case ast.JoinedStr(values=parts):
+                return self._concatenated(
+                    [part.value if isinstance(part, ast.FormattedValue) else part for part in parts]
+                )
         return None
 
     def _result(self, call: ast.Call) -> str | None:
@@ -103,11 +121,11 @@ class PathExpressions:
 
     def _parent(self, node: ast.AST, levels: int) -> str | None:
         text = self._text(node)
-        return None if text is None else os.path.normpath(os.path.join(self._here, text, *[os.pardir] * levels))
+        return None if text is None else os.path.normpath(self._here.joinpath(text, *[os.pardir] * levels))
 
     def _joined(self, nodes: list[ast.expr]) -> str | None:
         texts = [text for node in nodes if (text := self._text(node)) is not None]
-        return os.path.join(*texts) if texts and len(texts) == len(nodes) else None
+        return str(Path(*texts)) if texts and len(texts) == len(nodes) else None
 
     def _concatenated(self, nodes: list[ast.expr]) -> str | None:
         first, *others = nodes

@@ -94,7 +94,7 @@ def _is_same(old: Path, new: Path) -> bool:
 
 
 def replace_code(run: RunDir, new: NewCode, resumption: int, undo: ExitStack) -> None:
-    """Put the new code into the place of the old, which stays until the job is queued, so that `undo` can restore it."""
+    """Put the new code into the place of the old. Until the job is queued, the old one stays, for `undo` to restore."""
     if run.previous_code.exists():
         remove_directory(run.previous_code)  # a killed resumption had already replaced it
     if new.replaced:

@@ -1,4 +1,4 @@
-"""Tells the user, from the script's text, what would go wrong without an error. Pure, but for Hydra's files. Login node.
+"""Tells the user, from the script's text, what would go wrong without an error. Runs on the login node.
 
 A false alarm is worse than silence: an import that nobody here knows may do what the script seems to lack.
 """
@@ -22,7 +22,9 @@ _KNOWN = frozenset({
     "tyro", "wandb", "yaml",
 })  # fmt: skip
 # Words of a script that joins its ranks, or that divides its work between them by itself.
-_JOINS = frozenset({"distributed", "device_mesh", "init_device_mesh", "RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID"})
+_JOINS = frozenset(
+    {"distributed", "device_mesh", "init_device_mesh", "RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID"}
+)
 # Modules and functions whose effect is unknown.
 _UNKNOWN = frozenset({"importlib", "runpy", "subprocess", "__import__", "exec", "eval", "system"})
 _OLD_HYDRA = ("1.0", "1.1")
@@ -90,19 +92,19 @@ def _moves_hydra(trees: Mapping[Path, ast.Module], script: tuple[str, ...], word
     arguments = [word.lstrip("+") for word in script[1:]]
     if any(word.startswith(("hydra.run.dir=", "hydra=")) or word in {"-m", "--multirun"} for word in arguments):
         return False
-    for path, tree in trees.items():
-        for decorator in _decorators(tree):
-            files = list(_configurations(path, decorator))
-            settings = [one.get("hydra") or {} for one in files]
-            places = [place for one in settings if (place := (one.get("run") or {}).get("dir"))]
-            if any("${now" not in str(place) for place in places):
-                return False
-            chdir = [one["job"]["chdir"] for one in settings if "chdir" in (one.get("job") or {})]
-            chdir += [word.endswith("=True") or word.endswith("=true") for word in arguments if "hydra.job.chdir=" in word]
-            moves = chdir[-1] if chdir else _is_old(decorator)
-            uses = any("output_dir" in word for word in words) or any("runtime.output_dir" in str(one) for one in files)
-            return bool(moves or uses)
-    return False
+    mains = ((path, decorator) for path, tree in trees.items() for decorator in _decorators(tree))
+    path, decorator = next(mains, (None, None))
+    if path is None or decorator is None:
+        return False
+    files = list(_configurations(path, decorator))
+    settings = [one.get("hydra") or {} for one in files]
+    places = [place for one in settings if (place := (one.get("run") or {}).get("dir"))]
+    if any("${now" not in str(place) for place in places):
+        return False
+    chdir = [one["job"]["chdir"] for one in settings if "chdir" in (one.get("job") or {})]
+    chdir += [word.lower().endswith("=true") for word in arguments if word.startswith("hydra.job.chdir=")]
+    uses = any("output_dir" in text for text in (*words, *map(str, files)))
+    return uses or bool(chdir[-1] if chdir else _is_old(decorator))
 
 
 def _decorators(tree: ast.Module) -> Iterator[ast.expr]:
