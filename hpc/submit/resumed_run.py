@@ -233,6 +233,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
     """Put the spec `after` into force and start the next job. Returns its id. After an error, `before` is in force."""
     attempts, number = history.attempts, next_resumption(run)
     attempt = attempts[-1].attempt if attempts else 0
+    replaced = None
     with ExitStack() as cleanup, ExitStack() as undo:
         copy = prepare_code(run, after, cleanup) if new_code else None
         if not handover.claim_next_job(run, attempt, history):
@@ -242,7 +243,7 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
                 after, program=copy.code.program if copy.code.script else after.program,
                 working_directory=copy.code.working_directory,
             )  # fmt: skip
-            replace_code(run, copy, number, undo)
+            replaced = replace_code(run, copy, number, undo)
         after.save(run, number, flat=not new_code and is_flat(run))
         if after.cluster == "slurm" and (new_code or after != before):
             undo.callback(write_atomic, run.script, run.script.read_bytes())
@@ -273,6 +274,8 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
             raise type(error)(f"run {run.name} stays as it was: {error}") from error
         undo.pop_all()
         remove_directory(run.previous_code)
+    if replaced:
+        print(visible(f"hpc resume: files of the run that gave way to the new code are in {replaced}"), file=sys.stderr)
     return job_id
 
 

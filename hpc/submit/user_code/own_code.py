@@ -215,7 +215,7 @@ def _above(top: Path, levels: int) -> Path:
 
 
 def _root(top: Path, references: Iterable[Path]) -> Path:
-    """Return `top`, or the nearest directory above it that has all references below it, as far as a run may have it."""
+    """Return `top`, or a directory above it if the references need it and it may be imitated."""
     root = top
     for path in sorted(references):
         higher = Path(os.path.commonpath([root, path]))

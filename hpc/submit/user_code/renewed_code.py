@@ -4,6 +4,7 @@ The new `code/` is made whole under another name, with hard links to the files o
 the old one. A kill leaves one of them, and no file of the run is lost.
 """
 
+import dataclasses
 import errno
 import filecmp
 import os
@@ -46,6 +47,10 @@ def prepare_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> NewCode:
     temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
     cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)
     copy_code(temporary, code)
+    if record and (made := CodeFiles.load(temporary.code)):
+        # Of a file that the run has changed and keeps, the next renewal must know whether the user has changed it, too.
+        changed = {name: record.copied[name] for name in code.written & record.copied.keys()}
+        dataclasses.replace(made, copied={**made.copied, **changed}).save(temporary.code)
     replaced = []
     # Our trainer writes nothing there; all that an earlier version had copied for it may go.
     for name in sorted(written_files(run.code, record) if code.script else ()):
@@ -93,10 +98,14 @@ def _is_same(old: Path, new: Path) -> bool:
     return new.is_file() and filecmp.cmp(old, new, shallow=False)
 
 
-def replace_code(run: RunDir, new: NewCode, resumption: int, undo: ExitStack) -> None:
-    """Put the new code into the place of the old. Until the job is queued, the old one stays, for `undo` to restore."""
+def replace_code(run: RunDir, new: NewCode, resumption: int, undo: ExitStack) -> Path | None:
+    """Put the new code into the place of the old. Until the job is queued, the old one stays, for `undo` to restore.
+
+    Returns the directory of the run's files that gave way to the new code; None if there are none.
+    """
     if run.previous_code.exists():
         remove_directory(run.previous_code)  # a killed resumption had already replaced it
+    kept = None
     if new.replaced:
         # A killed resumption may have left a directory of this name.
         kept = next(path for path in map(run.replaced_files, count(resumption)) if not path.exists())
@@ -106,6 +115,7 @@ def replace_code(run: RunDir, new: NewCode, resumption: int, undo: ExitStack) ->
     undo.callback(run.previous_code.rename, run.code)
     new.run.code.rename(run.code)
     undo.callback(run.code.rename, new.run.code)
+    return kept
 
 
 def restore_code(run: RunDir) -> None:
