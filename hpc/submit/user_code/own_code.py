@@ -68,9 +68,7 @@ class UserCode:
 
         None outside of a repository. Runs git.
         """
-        if self.copied_from:
-            return self.copied_revision
-        revision = git.git_revision(self.top)
+        revision = self.copied_revision or git.git_revision(self.top)
         own = {os.path.relpath(path, self.root) for path in self.text.files}
         has_untracked = not own <= self.tracked
         return f"{revision.removesuffix('+dirty')}+dirty" if revision and has_untracked else revision

@@ -66,7 +66,7 @@ def test_flat_spec_of_an_earlier_version_is_read_and_written(name: str, tmp_path
         flat["train"]["initial_image_size"] = None
     spec.save(run, 1, flat=True)
     flat["recovery"] |= {"continue_with": "auto", "start_once": False, "health_check": None, "evict_slow": False}
-        del flat["include"]  # earlier versions read a spec without it, too
+    del flat["include"]  # earlier versions read a spec without it, too
     flat["resources"]["time_min"] = None
     assert json.loads(run.revised_spec(1).read_text()) == flat
     spec.save(run)
