@@ -213,18 +213,18 @@ def _above(top: Path, levels: int) -> Path:
 
 
 def _root(top: Path, references: Iterable[Path]) -> Path:
-    """Return `top`, or a directory above it if the references need it and it may be imitated."""
+    """Return `top`, or a directory above it if the references need it and it may be the root."""
     root = top
     for path in sorted(references):
         higher = Path(os.path.commonpath([root, path]))
         between = top.parents[: len(top.parts) - len(higher.parts)]
-        if len(between) <= _MOST_LEVELS and all(map(_may_be_imitated, between)):
+        if len(between) <= _MOST_LEVELS and all(map(_may_be_root, between)):
             root = higher
     return root
 
 
-def _may_be_imitated(directory: Path) -> bool:
-    """Return whether a directory above the user's may become one of a run: it is not too large, and not the system's."""
+def _may_be_root(directory: Path) -> bool:
+    """Return whether a run may have an image of a directory: it is not too large, and not the system's."""
     home = Path.home()
     if directory == directory.parent or (home != directory and home.is_relative_to(directory)):
         return False

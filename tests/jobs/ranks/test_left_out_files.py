@@ -34,11 +34,15 @@ def explain(tmp_path: Path) -> Callable[[str], str | None]:
     [
         ("FileNotFoundError: [Errno 2] No such file or directory: './came/later.csv'", "came/later.csv", "--new-code"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'CODE/came'", "came", "--new-code"),
-        ("RuntimeError: could not open \"came/later.csv\": No such file or directory", "came/later.csv", "--new-code"),
+        ('RuntimeError: could not open "came/later.csv": No such file or directory', "came/later.csv", "--new-code"),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'env/pyvenv.cfg'", "env", "--in-place"),
         ("ModuleNotFoundError: No module named 'pkg.late'", "pkg/late.py", "hpc resume run --new-code; else"),
         ("ModuleNotFoundError: No module named 'ext'", "ext.cpython-311.so", "--new-code"),
-        ("FileNotFoundError: [Errno 2] No such file or directory: '../data/a.csv'", "../data/a.csv", "an absolute path"),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '../data/a.csv'",
+            "../data/a.csv",
+            "an absolute path",
+        ),
         ("FileNotFoundError: [Errno 2] No such file or directory: 'CODE/../data/a.csv'", "../data/a.csv", "--in-place"),
         ("ModuleNotFoundError: No module named 'lib'", "../lib", "or submit with --in-place"),
     ],

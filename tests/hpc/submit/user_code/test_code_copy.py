@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from hpc.base.files import new_directory, remove_directory
 from hpc.commands.runs.clean import remove
 from hpc.run.code_files import CodeFiles, written_files
@@ -38,12 +40,9 @@ def test_a_run_is_removed_without_what_its_links_lead_to(tmp_path: Path) -> None
     before = modes(tmp_path / "project")
 
     def failing(path: Path) -> None:
-        try:
-            with new_directory(path) as draft:
-                copy_files(code, draft / "code")
-                raise ValueError
-        except ValueError:
-            pass
+        with pytest.raises(ZeroDivisionError), new_directory(path) as draft:
+            copy_files(code, draft / "code")
+            1 // 0  # noqa: B018 - a failure of the submission
 
     def made(path: Path) -> Path:
         path.mkdir()
@@ -61,7 +60,9 @@ def test_a_run_is_removed_without_what_its_links_lead_to(tmp_path: Path) -> None
 def test_a_copy_of_a_copy_is_the_same(tmp_path: Path) -> None:
     code = users_directory(tmp_path / "project")
     copy_files(code, tmp_path / "group")
-    member = UserCode(root=tmp_path / "group", top=tmp_path / "group", script=("train.py",), copied_from=tmp_path / "group")
+    member = UserCode(
+        root=tmp_path / "group", top=tmp_path / "group", script=("train.py",), copied_from=tmp_path / "group"
+    )
     copy_files(member, tmp_path / "code")
     assert (tmp_path / "code/data").readlink() == tmp_path / "project/data"
     record = CodeFiles.load(tmp_path / "code")

@@ -41,7 +41,7 @@ def test_a_crowded_directory_is_one_link(tmp_path: Path, monkeypatch: pytest.Mon
     layout = lay_out(tmp_path, {"train.py", "images/prepare.py"}, everything)
     assert (layout.copies, layout.links, layout.crowded) == (("train.py",), ("images",), ("images",))
     monkeypatch.setattr(code_layout, "_MOST_LINKS_BESIDE_SCRIPT", 5)
-    with pytest.raises(UserError, match="images has more than 5 entries, .* or submit with --in-place"):
+    with pytest.raises(UserError, match=r"images has more than 5 entries, .* or submit with --in-place"):
         lay_out(tmp_path, {"images/prepare.py"}, everything, made=["images"])
 
 
