@@ -44,16 +44,16 @@ def find_sources(root: Path, is_left_out: Callable[[os.DirEntry[str]], bool]) ->
     `is_left_out` says which entries of directories no run sees.
     """
     if not (root / ".git").exists():
-        return CodeSources(small=frozenset(_small_files(root, [""], is_left_out)))
+        return CodeSources(small=_small_files(root, [""], is_left_out))
     try:
         tracked = git.listed_files(root)
         others = git.listed_files(root, "--others", "--exclude-standard", "--directory", "--no-empty-directory")
         directories = [name for name in others if name.endswith("/")]
-        below = list(_small_files(root, directories, is_left_out))
+        below = sorted(_small_files(root, directories, is_left_out))
         # git does not list what is in an untracked directory, and so not what it ignores there.
         ignored = git.ignored_files(root, below) if below else set()
     except TorchrelayError as error:
-        return CodeSources(small=frozenset(_small_files(root, [""], is_left_out)), problem=str(error))
+        return CodeSources(small=_small_files(root, [""], is_left_out), problem=str(error))
     single = [name for name in others if _kind(name) and _is_small(root / name)]
     return CodeSources(
         tracked=frozenset(name for name in tracked if _is_copied(root / name)),
@@ -97,35 +97,51 @@ def _is_copied(path: Path) -> bool:
 
 def _small_files(
     root: Path, directories: Iterable[str], is_left_out: Callable[[os.DirEntry[str]], bool]
-) -> Iterator[str]:
-    """Yield the small sources and configurations in and below directories, those of the upper levels first.
+) -> frozenset[str]:
+    """Return the small sources and configurations in and below directories.
+
+    If there are too many, the directories are not those of one project but, for example, a home directory: return only
+    what lies in the directories themselves.
+    """
+    found, entries, size = list[tuple[int, str]](), 0, 0
+    for level, seen, files in _levels(root, directories, is_left_out):
+        entries += seen
+        found += [(level, name) for name, _ in files]
+        size += sum(file_size for _, file_size in files)
+        if entries > _MOST_ENTRIES or len(found) > _MOST_FILES or size > _MOST_BYTES:
+            return frozenset(name for level, name in found if level == 0)
+    return frozenset(name for _, name in found)
+
+
+def _levels(
+    root: Path, directories: Iterable[str], is_left_out: Callable[[os.DirEntry[str]], bool]
+) -> Iterator[tuple[int, int, list[tuple[str, int]]]]:
+    """Yield, for each directory, upper ones first: its level, its number of entries, and its files with their sizes.
 
     A configuration counts only beside a source, at the top, or below a directory that is named after configurations:
     elsewhere, a JSON or YAML file is a result.
     """
     waiting = deque((directory.rstrip("/"), 0, directory == "") for directory in directories)
-    entries_left, files_left, bytes_left = _MOST_ENTRIES, _MOST_FILES, _MOST_BYTES
-    while waiting and entries_left > 0:
+    while waiting:
         directory, level, has_configurations = waiting.popleft()
         try:
             with os.scandir(root / directory) as listing:
                 entries = list(islice(listing, _MOST_IN_DIRECTORY + 1))
         except OSError:
             continue  # this user cannot read it, so the run gets a link
-        entries_left -= len(entries)
-        if len(entries) > _MOST_IN_DIRECTORY and directory:
+        number = len(entries)
+        if number > _MOST_IN_DIRECTORY and directory:
             continue
         entries = [entry for entry in entries if not entry.name.startswith(".") and not is_left_out(entry)]
-        name = os.path.basename(directory)  # noqa: PTH119 - as above
+        name = os.path.basename(directory)  # noqa: PTH119 - there are thousands of names
         is_conf = has_configurations or name.lower().startswith(_OF_CONFIGURATIONS)
         takes_all = is_conf or any(_kind(entry.name) is _SOURCES for entry in entries)
-        for entry in sorted(entries, key=lambda each: each.name):
+        files = list[tuple[str, int]]()
+        for entry in entries:
             path = os.path.join(directory, entry.name)  # noqa: PTH118 - as above
             if entry.is_dir(follow_symlinks=False):
                 if level < _MOST_LEVELS:
                     waiting.append((path, level + 1, is_conf and directory != ""))
             elif (kind := _kind(entry.name)) and (takes_all or kind is _SOURCES) and _is_small(entry):
-                files_left, bytes_left = files_left - 1, bytes_left - entry.stat().st_size
-                if files_left < 0 or bytes_left < 0:
-                    return
-                yield path
+                files.append((path, entry.stat().st_size))
+        yield level, number, files

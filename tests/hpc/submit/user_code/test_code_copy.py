@@ -40,7 +40,7 @@ def test_a_run_is_removed_without_what_its_links_lead_to(tmp_path: Path) -> None
     before = modes(tmp_path / "project")
 
     def failing(path: Path) -> None:
-        with pytest.raises(ZeroDivisionError), new_directory(path) as draft:
+        with pytest.raises(ZeroDivisionError), new_directory(path) as draft:  # noqa: PT012
             copy_files(code, draft / "code")
             1 // 0  # noqa: B018 - a failure of the submission
 

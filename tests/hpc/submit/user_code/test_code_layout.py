@@ -67,17 +67,18 @@ def test_sources_and_configurations_are_code_and_results_are_not(tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "value", "found"),
     [
-        ("_MOST_IN_DIRECTORY", 3, {"train.py", "a/x.py"}),
+        ("_MOST_IN_DIRECTORY", 3, {"train.py", "a/x.py", "a/b/c/y.py"}),
         ("_MOST_LEVELS", 1, {"train.py", "a/x.py", "many/0.py", "many/1.py", "many/2.py", "many/3.py"}),
         ("_MOST_ENTRIES", 3, {"train.py"}),
-        ("_MOST_FILES", 2, {"train.py", "a/x.py"}),
-        ("_MOST_BYTES", 0, {"train.py", "a/x.py", "many/0.py", "many/1.py"}),
+        ("_MOST_FILES", 2, {"train.py"}),
+        ("_MOST_BYTES", 0, {"train.py"}),
     ],
 )
 def test_the_search_is_bounded(
     name: str, value: int, found: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Beyond some bounds, the directory is not that of a project, and only its own files are copied."""
     touch(tmp_path, "train.py", "a/x.py", "a/b/c/y.py", *(f"many/{number}.py" for number in range(4)))
     (tmp_path / "many/2.py").write_text("1")
     monkeypatch.setattr(code_sources, name, value)
-    assert small(tmp_path) == (found | {"a/b/c/y.py"} if name == "_MOST_IN_DIRECTORY" else found)
+    assert small(tmp_path) == found
