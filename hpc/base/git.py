@@ -3,6 +3,8 @@
 import subprocess
 from pathlib import Path
 
+from hpc.base.errors import TorchrelayError
+
 
 def git_revision(directory: Path) -> str | None:
     """Return the checked-out commit, with `+dirty` if tracked files differ from it; None outside a repository."""
@@ -13,15 +15,26 @@ def git_revision(directory: Path) -> str | None:
 
 
 def repository(directory: Path) -> Path | None:
-    """Return the top directory of the repository that contains a directory; None outside a repository."""
-    top = _git(directory, "rev-parse", "--show-toplevel")
-    return Path(top.rstrip("\n")) if top else None
+    """Return the top directory of the repository that contains a directory; None outside a repository.
+
+    The answer does not depend on git, which refuses, for example, a repository of another user.
+    """
+    return next((each for each in (directory, *directory.parents) if (each / ".git").exists()), None)
 
 
-def tracked_files(root: Path) -> list[str]:
-    """Return the existing files that git tracks below `root`, as paths relative to it."""
-    names = (_git(root, "ls-files", "-z") or "").split("\0")
-    return [name for name in names if name and (root / name).is_file()]
+def listed_files(root: Path, *options: str) -> list[str]:
+    """Return what `git ls-files` lists in a repository: tracked files or, with options, others, relative to `root`.
+
+    Raises:
+        TorchrelayError: git is missing, or cannot read the repository; the message says why.
+    """
+    return _names(_run(root, "ls-files", "-z", *options).stdout)
+
+
+def ignored_files(root: Path, names: list[str]) -> set[str]:
+    """Return those of the names, relative to the repository `root`, that git ignores."""
+    done = _run(root, "check-ignore", "-z", "--stdin", text="\0".join(names), accepted=(0, 1))
+    return set(_names(done.stdout))
 
 
 def is_listed_as_untracked(path: Path) -> bool:
@@ -29,10 +42,28 @@ def is_listed_as_untracked(path: Path) -> bool:
     return bool(_git(path, "ls-files", "--others", "--exclude-standard", "--directory", "."))
 
 
+def _names(output: bytes) -> list[str]:
+    return [name for name in output.decode(errors="surrogateescape").split("\0") if name]
+
+
 def _git(directory: Path, *arguments: str) -> str | None:
     """Return git's output; None if git is missing or fails, for example outside a repository."""
     try:
-        done = subprocess.run(["git", *arguments], cwd=directory, capture_output=True, check=False)
-    except FileNotFoundError:
+        return _run(directory, *arguments).stdout.decode(errors="surrogateescape")
+    except TorchrelayError:
         return None
-    return done.stdout.decode(errors="surrogateescape") if done.returncode == 0 else None
+
+
+def _run(
+    directory: Path, *arguments: str, text: str = "", accepted: tuple[int, ...] = (0,)
+) -> subprocess.CompletedProcess[bytes]:
+    """Run git. Raises TorchrelayError, with git's first line, if git is missing or its exit code is not accepted."""
+    data = text.encode(errors="surrogateescape")
+    try:
+        done = subprocess.run(["git", *arguments], cwd=directory, input=data, capture_output=True, check=False)
+    except OSError as error:
+        raise TorchrelayError(f"git cannot be run ({error.strerror})") from error
+    if done.returncode not in accepted:
+        said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise TorchrelayError(said.removeprefix("fatal: ") or f"git {arguments[0]} failed")
+    return done

@@ -41,7 +41,9 @@ class RunDir:
     environment = SubPath("environment.json")
     """The environment variables at submission, for the run's later jobs."""
     code = SubPath("code")
-    """The copy of the user's code that the run executes."""
+    """The image of the user's directory in which the run executes: copies of the code, and links to all else."""
+    previous_code = SubPath("code-previous")
+    """The old `code/` while `hpc resume --new-code` replaces it."""
     packages = SubPath("code/.torchrelay")
     """The copy of our three packages that the run executes."""
     package_checksums = SubPath("code/.torchrelay/SHA256SUMS")
@@ -93,6 +95,10 @@ class RunDir:
     def earlier_final(self, resumption: int) -> Path:
         """Return the directory to which an `hpc resume` that trains the run longer moves the earlier `final/`."""
         return self.path / f"final-{resumption:03d}"
+
+    def replaced_files(self, resumption: int) -> Path:
+        """Return the directory of the files of the run that gave way to the new code of one `hpc resume`."""
+        return self.path / f"code-replaced-{resumption:03d}"
 
     def sample_log(self, attempt: int, rank: int) -> Path:
         """Return the file with one JSON line per step: the indices of the images that one rank of one attempt used."""

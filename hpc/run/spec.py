@@ -299,8 +299,6 @@ class RunSpec:
     """The interpreter of torchrun and a user's script, inside `container` if that is set; None if it is hpc's own."""
     container: str | None = None
     """The image in which torchrun and the ranks of a user's script run; None if they run without a container."""
-    include: tuple[str, ...] = ()
-    """Patterns of untracked files to add to the copy of the code."""
     device: DeviceChoice = "auto"
     """The device of the ranks. With `cuda`, a node on which torch cannot use the GPUs counts as a bad node."""
     in_place: str | None = None
@@ -334,10 +332,6 @@ class RunSpec:
     def script(self) -> tuple[str, ...]:
         """The user's torchrun script, relative to the working directory, and its arguments; empty for the trainer."""
         return () if self.training else self.program.argv
-
-    def with_script(self, script: tuple[str, ...]) -> "RunSpec":
-        """Return the spec with another path to the same script; unchanged if `script` is empty, as for the trainer."""
-        return replace(self, program=replace(self.program, argv=script)) if script else self
 
     def with_training(self, **changes: Any) -> "RunSpec":
         """Return the spec with these changes in the trainer's part; a script's spec stays as it is."""
@@ -427,7 +421,8 @@ class RunSpec:
         fields["notification"] = Notification(**{**told, "notify": tuple(told.get("notify", ()))})
         fields["program"] = Program.from_json(fields["program"])
         fields["training"] = Training.from_json(fields["training"]) if fields["training"] else None
-        for name in ("include", "tracker", "after", "after_ok"):
+        fields.pop("include", None)  # earlier versions copied further files if the user named them
+        for name in ("tracker", "after", "after_ok"):
             fields[name] = tuple(fields.get(name, ()))
         return cls(**fields)
 

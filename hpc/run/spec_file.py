@@ -66,9 +66,13 @@ PREFLIGHT = Program(
 """The program that checks nodes before a user's script first runs on them."""
 
 
-def script_program(script: tuple[str, ...]) -> Program:
-    """Return the program of a user's script: its file, or `-m` and a module, and its arguments."""
-    below = ("{code}", "{code}/src") if script[0] == "-m" else ("{code}",)
+def script_program(script: tuple[str, ...], top: str = ".") -> Program:
+    """Return the program of a user's script: its file, or `-m` and a module, and its arguments.
+
+    `top` is the top of the user's repository, relative to the run's `code/`.
+    """
+    code = "{code}" if top == "." else "{code}/" + top.replace("{", "{{").replace("}", "}}")
+    below = (code, f"{code}/src") if script[0] == "-m" else (code,)
     return Program(argv=script, import_path=below, isolated=True, preload=LIBRARIES, preflight=PREFLIGHT)
 
 

@@ -63,6 +63,7 @@ def _facts(row: Summary) -> dict[str, str]:
         "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": _gpu_hours(row.gpu_hours),
         "interrupted": cells.interruptions(row),
         "metrics": "; ".join(map(_tracker, row.trackers)),
+        "written": written_line(row),
         "ended by": row.detail or "",
         "budget": "; ".join(budget_lines(row.budget)) if row.state != "completed" else "",
     }
@@ -87,6 +88,15 @@ def _last_output(row: Summary) -> str:
         return ""
     ago = cells.clock(max(0.0, time.time() - last.time))
     return last.line + ("" if row.state in TERMINAL else f" ({ago} ago)")
+
+
+def written_line(row: Summary) -> str:
+    """Return the files that a script has written into its copy of the user's directory, in one line."""
+    places = [
+        f"{one.path} ({one.files} file{'' if one.files == 1 else 's'})" if one.path.endswith("/") else one.path
+        for one in row.written or ()
+    ]
+    return few(places)
 
 
 def _time(row: Summary) -> str:

@@ -14,6 +14,7 @@ from hpc.run.rundir import RunDir
 from hpc.status.cells import wait_reason
 from hpc.status.details import interruption_table
 from hpc.status.run_view import StatusCache
+from hpc.status.script_files import with_written_files
 from hpc.status.summary import TERMINAL, Summary
 from hpc.status.table import view
 
@@ -38,13 +39,16 @@ def _console() -> Console:
     return console
 
 
-def summaries(runs: Sequence[RunDir]) -> list[Summary]:
-    """Return one summary per run, from one call of squeue. Print a warning on stderr if Slurm does not answer."""
+def summaries(runs: Sequence[RunDir], *, details: bool = False) -> list[Summary]:
+    """Return one summary per run, from one call of squeue, in `details` with the files that the script has written.
+
+    Print a warning on stderr if Slurm does not answer.
+    """
     cache = StatusCache()
     rows = cache.summaries(runs)
     if cache.problem:
         print(visible(cache.problem), file=sys.stderr)
-    return rows
+    return list(map(with_written_files, rows)) if details else rows
 
 
 def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
@@ -61,6 +65,7 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
             print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)
             printed = now
         time.sleep(_WAIT_SECONDS)
+    row = with_written_files(row)
     if answer is not None:
         cli.print_json({**answer, "status": row.document()})
     else:

@@ -101,6 +101,14 @@ class LastOutput(Struct, frozen=True, kw_only=True):
     time: float
 
 
+class WrittenFiles(Struct, frozen=True, kw_only=True):
+    """Files that a script has created or changed in its working directory."""
+
+    path: str
+    """A file, or, with a final slash, a directory that the script has made."""
+    files: int
+
+
 class Summary(Struct, frozen=True, kw_only=True):
     """A run, as `hpc status --json` shows it. A value that is not known is None; times are seconds since the epoch."""
 
@@ -153,6 +161,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     last_output: LastOutput | None
     eta_seconds: float | None
     waits_for: tuple[AwaitedRun, ...]
+    written: tuple[WrittenFiles, ...] | None = None
+    """The files of the script in the run's `code/`; None unless the run is named, or after --wait."""
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document."""

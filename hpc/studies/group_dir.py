@@ -26,8 +26,6 @@ class GroupSpec:
     """The user's script and its arguments, with `{NAME}` in place of each value that differs between the runs."""
     working_directory: str = "."
     """The directory in which the script starts: below `code/`, or an absolute path if the script runs in place."""
-    names: tuple[str, ...] | None
-    """The files of the user's code, copied to `code/`; None if the script runs in place."""
     revision: str | None
     """Git revision of the copied code; None if unknown, or if the script runs in place."""
 
@@ -54,7 +52,7 @@ class GroupDir(Generic[Spec]):
 
     @property
     def code(self) -> Path:
-        """The directory with the user's code as it was at the start of the group. All runs use it."""
+        """The directory with the user's code as it was at the start of the group. Each run gets the same."""
         return self.path / "code"
 
     @property
@@ -82,6 +80,7 @@ class GroupDir(Generic[Spec]):
             if "settings" not in found:  # up to version 0.1, a group kept the words of its command line
                 kind = options_for(tuple(found["script"]))
                 found["settings"] = program.read((kind,), found["arguments"], f"hpc {self.KIND}")
+            found["settings"].pop("include", None)  # a flag of earlier versions
             # JSON has turned tuples into lists.
             values = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
             return self.SPEC(**{field.name: values[field.name] for field in fields(self.SPEC) if field.name in values})  # type: ignore[arg-type, return-value]

@@ -9,16 +9,17 @@ from typing import Any, TypedDict
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.commands import cli
+from hpc.run.code_files import CodeFiles
 from hpc.run.events.history import History
 from hpc.run.rundir import RunDir
 from hpc.run.spec import program_of
 from hpc.status.summary import Summary
 from hpc.studies.group_dir import GroupDir, GroupSpec
-from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.new_run import start_run
 from hpc.submit.options import SubmitScript, SubmitTraining, options_for
 from hpc.submit.resumed_run import options_of, resume_run
 from hpc.submit.settings import changed
+from hpc.submit.user_code.own_code import UserCode, code_in_place, find_code, own_environment
 from hpc.supervise.check import SuperviseOptions, check_runs
 
 _SUPERVISE_SECONDS = 60.0
@@ -28,12 +29,10 @@ _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "jso
 
 def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode:
     """Return the code that all runs of a group use. Raises UserError if it cannot be found."""
-    if not isinstance(options, SubmitScript):
-        return find_code(Path.cwd(), script, (), options.runs_dir)
     elsewhere = own_environment(options)
-    if options.in_place:
+    if isinstance(options, SubmitScript) and options.in_place:
         return code_in_place(Path.cwd(), script, elsewhere=elsewhere)
-    return find_code(Path.cwd(), script, options.include, options.runs_dir, elsewhere=elsewhere)
+    return find_code(Path.cwd(), script, options.runs_dir, elsewhere=elsewhere)
 
 
 class CommonPart(TypedDict):
@@ -42,7 +41,6 @@ class CommonPart(TypedDict):
     settings: dict[str, Any]
     script: tuple[str, ...]
     working_directory: str
-    names: tuple[str, ...] | None
     revision: str | None
 
 
@@ -61,7 +59,6 @@ def common(options: SubmitTraining | SubmitScript, code: UserCode) -> CommonPart
         "settings": changed(own, kind),
         "script": code.script,
         "working_directory": str(code.root / code.working_directory) if code.in_place else code.working_directory,
-        "names": None if code.in_place else code.names,
         "revision": None if code.in_place else code.revision,
     }
 
@@ -101,12 +98,13 @@ def _submit_member(
 ) -> None:
     script = tuple(filled(word, values) for word in spec.script)
     place, is_file = spec.working_directory, script[:1] not in {(), ("-m",)}
-    if spec.names is None:
+    if Path(place).is_absolute():
         code = code_in_place(Path(place), script, elsewhere=True)
     else:
+        record = CodeFiles.load(group.code)
         code = UserCode(
-            root=group.code, names=spec.names, working_directory=place, script=script,
-            copied_revision=spec.revision,
+            root=group.code, top=group.code / (record.top if record else "."), working_directory=place, script=script,
+            copied_from=group.code, copied_revision=spec.revision,
         )  # fmt: skip
     # The path of the script is made absolute, so that it can be checked from any current directory.
     typed = (str(group.code / place / script[0]), *script[1:]) if is_file else script

@@ -1,7 +1,6 @@
 """Prints the answer of a submission: the run or, with --dry-run, its job and expected start. Runs on the login node."""
 
 import sys
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,16 +13,18 @@ from hpc.slurm.executor import SlurmExecutor, agent_command
 from hpc.submit.cluster_choice import this_machine
 from hpc.submit.new_run import NewRun
 from hpc.submit.options import SubmitOptions
+from hpc.submit.user_code.code_notes import code_line
+from hpc.submit.user_code.script_hints import hints
 from training.config.dataset_layout import title_of
 
 
-def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as_json: bool) -> None:
+def show_dry_run(new: NewRun, *, as_json: bool) -> None:
     """Print the batch script and the start that Slurm expects; for a run on this machine, print the command.
 
     Raises:
         UserError: sbatch would refuse the job.
     """
-    notes, expected = list[str](), None
+    run, spec, notes, expected = new.run, new.spec, list[str](), None
     if spec.cluster == "slurm":
         executor = SlurmExecutor(run, spec)
         text, expected = executor.script(), executor.estimate_start()
@@ -37,7 +38,7 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
     else:
         text = agent_command(run) + "\n"
     if spec.script:
-        notes.append(starting_place(run, spec))
+        notes += [starting_place(run, spec), *code_line(new.code)]
     names = [Path(path).name for path in (*spec.after, *spec.after_ok)]
     if names:
         notes.append(f"it begins after {', '.join(f'run {visible(name)}' for name in names)}")
@@ -47,7 +48,7 @@ def show_dry_run(run: RunDir, spec: RunSpec, answer: Mapping[str, object], *, as
     if as_json:
         start = asdict(expected) if expected else None
         shown = {"text": text, "python": spec.python, "container": spec.container, "notify": list(told)}
-        cli.print_json({**answer, **shown, "expected_start": start})
+        cli.print_json({**new.answer, **shown, "expected_start": start})
     else:
         print(text, end="")
     for note in notes:
@@ -63,13 +64,15 @@ def starting_place(run: RunDir, spec: RunSpec) -> str:
 
 def show(new: NewRun, options: SubmitOptions) -> int:
     """Print the submitted run, or the dry run. With --wait, wait for the run's end. Returns the exit code."""
+    for hint in hints(new.code, new.spec):
+        print(f"hpc submit: {visible(hint)}", file=sys.stderr)
     if options.dry_run:
-        show_dry_run(new.run, new.spec, new.answer, as_json=options.json)
+        show_dry_run(new, as_json=options.json)
         return 0
     if not options.json:
         print(*_data_line(new.spec), _first_line(new), sep="\n")
         if new.spec.script:
-            print(f"  {starting_place(new.run, new.spec)}")
+            print(*(f"  {line}" for line in (starting_place(new.run, new.spec), *code_line(new.code))), sep="\n")
         sys.stdout.flush()
     if options.wait:
         from hpc.status.printing import wait_for_end  # noqa: PLC0415 - loads rich, which only this needs

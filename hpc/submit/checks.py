@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 import posixpath
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -31,6 +32,8 @@ from training.config.packed_index import INDEX
 from training.config.rules import check_validation, parse_crop_pct
 from training.config.train_config import TrainConfig
 
+# Modules that start a script, and are themselves none.
+_LAUNCHERS = ("torch.distributed", "accelerate.", "deepspeed.")
 # Packing costs about as much as an epoch: it pays from the third epoch on.
 _MIN_EPOCHS_TO_PACK = 3
 _DEFAULT_IMAGE_SIZE = 224
@@ -220,9 +223,14 @@ def runs_dir_warnings(runs_dir: Path, *, on_cluster: bool) -> list[str]:
     return found
 
 
+def is_node_local(path: Path) -> bool:
+    """Return whether a path is in /tmp or /dev/shm, which other nodes cannot see."""
+    return any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL)
+
+
 def check_is_shared(flag: str, path: Path | None) -> None:
-    """Refuse a path in /tmp or /dev/shm, which other nodes cannot see."""
-    if path is not None and any(path.resolve().is_relative_to(local) for local in _NODE_LOCAL):
+    """Refuse a path that other nodes cannot see."""
+    if path is not None and is_node_local(path):
         raise UserError(f"{flag} {path} is on this node's own disk: use a directory that all nodes share")
 
 
@@ -331,12 +339,24 @@ def check_script(script: tuple[str, ...], *, has_data: bool) -> None:
             raise UserError("-m needs the name of a module: -- -m package.module ARGS")
         return
     path = Path(script[0])
+    if not path.is_file() and (own := _script_within(script)):
+        raise UserError(f"{script[0]!r} is not a Python file, and hpc submit itself starts the ranks: type {own}")
     if path.suffix == ".sh" or (not path.exists() and shutil.which(script[0])):
         raise UserError(f"{script[0]!r} is not a Python file: after --, give the file that it runs on each rank")
     if not path.is_file():
         files = [file.name for file in path.parent.glob("*.py")]
         hint = did_you_mean(path.name, files, "give the path of a Python file after --")
         raise UserError(f"script {script[0]!r} does not exist: {hint}")
+
+
+def _script_within(words: tuple[str, ...]) -> str | None:
+    """Return what to type for a command line that starts a script, such as `accelerate launch train.py`; else None."""
+    for place, word in enumerate(words[1:], 1):
+        if word.endswith(".py") and Path(word).is_file():
+            return f"-- {shlex.join(words[place:])}"
+        if word in {"-m", "--module"} and len(words) > place + 1 and not words[place + 1].startswith(_LAUNCHERS):
+            return f"-- {shlex.join(('-m', *words[place + 1 :]))}"
+    return None
 
 
 def script_data(path: Path) -> Path:

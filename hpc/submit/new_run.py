@@ -19,9 +19,10 @@ from hpc.services.tracking.submission import at_trackers
 from hpc.slurm import client as slurm
 from hpc.slurm import handover
 from hpc.slurm.executor import SlurmExecutor, start_local
-from hpc.submit.code_copy import UserCode, copy_code
 from hpc.submit.options import SubmitOptions
 from hpc.submit.plan import check_place, find_user_code, plan, warn
+from hpc.submit.user_code.code_copy import copy_code
+from hpc.submit.user_code.own_code import UserCode
 from hpc.submit.user_python import environment_archive
 from jobs.staging.python_environment import this_environment
 
@@ -32,6 +33,7 @@ class NewRun:
 
     run: RunDir
     spec: RunSpec
+    code: UserCode
     job_id: str | None = None
 
     @property
@@ -64,21 +66,21 @@ def start_run(
     run, spec = plan(options, script)
     code = code or find_user_code(options, spec)
     spec = dataclasses.replace(
-        spec.with_script(code.script), working_directory=code.working_directory,
+        spec, program=code.program if code.script else spec.program, working_directory=code.working_directory,
         in_place=str(code.root) if code.in_place else None,
     )  # fmt: skip
     check_place(run, spec)
-    warn(options, spec)
+    warn(options, spec, code)
     environment = this_environment() if options.stage_env else None
     if options.dry_run:
-        return NewRun(run=run, spec=spec)
+        return NewRun(run=run, spec=spec, code=code)
     if environment is not None:
         watch = None if options.json else environment_archive.show_progress
         archive = environment_archive.find_or_make(environment, run.path.parent, watch)
         spec = dataclasses.replace(spec, stage_env=str(archive))
     spec, job_id = _submit(run, spec, code, fill)
     _hide_runs_from_git(run)
-    return NewRun(run=run, spec=spec, job_id=job_id)
+    return NewRun(run=run, spec=spec, code=code, job_id=job_id)
 
 
 def _submit(

@@ -87,10 +87,8 @@ class _OwnScript:
     Further flags for scripts are --python, --container, --stop-signal and --grace-period (see hpc submit --help-all).
     """
 
-    include: Annotated[tuple[str, ...], REPEATABLE] = ()
-    """Files to copy with the code although git does not track them: 'configs/*.yaml', or a directory. Repeatable."""
     in_place: bool = False
-    """Run the script where it is instead of from a copy of the code."""
+    """Run the script where it is instead of from a copy: edits then change the run when it restarts."""
 
 
 @dataclass(frozen=True, kw_only=True)

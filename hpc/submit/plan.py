@@ -24,9 +24,10 @@ from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
 from hpc.submit import checks
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
-from hpc.submit.code_copy import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.gpu_use import resolve_device
 from hpc.submit.options import SubmitOptions, SubmitScript, SubmitTraining
+from hpc.submit.user_code.code_notes import warnings_of_code
+from hpc.submit.user_code.own_code import UserCode, code_in_place, find_code, own_environment
 from hpc.submit.user_python import user_environment
 from training.config.model_names import check_model, resolve_weights
 from training.config.rules import without_effect
@@ -84,7 +85,7 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
         network=options.network, notification=with_known_names(options.notification),
         tracker=tuple(dict.fromkeys(options.tracker)), id=secrets.token_hex(4),
         python=python, container=image, device=device,
-        include=getattr(options, "include", ()), after=_directories("--after", options.after, options, cluster),
+        after=_directories("--after", options.after, options, cluster),
         after_ok=_directories("--after-ok", options.after_ok, options, cluster),
     )  # fmt: skip
     _check_predecessors(run, spec)
@@ -152,15 +153,11 @@ def _name_of(script: tuple[str, ...]) -> str:
 
 
 def find_user_code(options: SubmitOptions, spec: RunSpec) -> UserCode:
-    """Return the user's code for the run. Raises UserError for a wrong --include, or if the code lacks the script."""
-    if not isinstance(options, SubmitScript) or not options.in_place:
-        elsewhere = own_environment(spec)
-        return find_code(Path.cwd(), spec.script, spec.include, options.runs_dir, elsewhere=elsewhere)
-    if options.include:
-        raise UserError(
-            "--include adds files to the copy of the code, but --in-place makes no copy: leave one of them out"
-        )
-    return code_in_place(Path.cwd(), spec.script, elsewhere=own_environment(spec))
+    """Return the user's code for the run. Raises UserError if it lacks the script."""
+    elsewhere = own_environment(spec)
+    if isinstance(options, SubmitScript) and options.in_place:
+        return code_in_place(Path.cwd(), spec.script, elsewhere=elsewhere)
+    return find_code(Path.cwd(), spec.script, options.runs_dir, elsewhere=elsewhere)
 
 
 def check_place(run: RunDir, spec: RunSpec) -> None:
@@ -172,8 +169,8 @@ def check_place(run: RunDir, spec: RunSpec) -> None:
             checks.check_is_shared("--in-place: the script in", (start / spec.script[0]).resolve().parent)
 
 
-def warn(options: SubmitOptions, spec: RunSpec) -> None:
-    """Print warnings about flags and data on stderr.
+def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
+    """Print warnings about flags, the code and the data on stderr.
 
     Raises:
         UserError: the file system of --runs-dir has no hard links, or classes of the data do not fit together.
@@ -181,6 +178,7 @@ def warn(options: SubmitOptions, spec: RunSpec) -> None:
     warnings = checks.runs_dir_warnings(options.runs_dir, on_cluster=spec.cluster == "slurm")
     if spec.cluster == "local":
         warnings += [f"{flag} has no effect: --cluster local has no Slurm" for flag in slurm_only(options.resources)]
+    warnings += warnings_of_code(code, on_cluster=spec.cluster == "slurm")
     if spec.train:
         warnings += without_effect(spec.train)
         warnings += checks.class_warnings(Path(spec.data)) if spec.data else []

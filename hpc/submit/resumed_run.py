@@ -8,20 +8,16 @@ import dataclasses
 import getpass
 import os
 import shlex
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.files import last_json_line, write_atomic
-from hpc.base.git import repository
+from hpc.base.files import last_json_line, remove_directory, write_atomic
 from hpc.base.text import few, visible
 from hpc.commands import cli
 from hpc.run.causes import Cause
@@ -42,9 +38,10 @@ from hpc.slurm.alive import local_jobs, slurm_jobs
 from hpc.slurm.executor import SlurmExecutor, start_local
 from hpc.slurm.predecessors import redirect_waiting_jobs
 from hpc.submit import checks
-from hpc.submit.code_copy import copy_code, damaged_packages, find_code, own_environment
 from hpc.submit.new_run import preemption_grace
 from hpc.submit.settings import adaptable_settings_of, plain, settings_of
+from hpc.submit.user_code.package_copy import damaged_packages
+from hpc.submit.user_code.renewed_code import prepare_code, replace_code, restore_code
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
 from training.config.train_config import Adjustable, TrainConfig, check_world
 from training.relay.checkpoint_files import list_checkpoints
@@ -67,7 +64,8 @@ class ResumeOptions(cli.RunOptions):
     notification: Notification = field(default_factory=Notification)
     train: Adjustable = field(default_factory=Adjustable)
     new_code: bool = False
-    """Run the present code of the repository in the current directory instead of the copy from the submission."""
+    """Run the present code of the repository in the current directory instead of the copy from the submission.
+    What the run has written stays."""
     wait: bool = False
     """Wait until the run ends, and print its result."""
 
@@ -106,6 +104,7 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     os.umask(os.umask(0) | 0o022)
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
+    restore_code(run)
     seen = History.load(run)
     _wait_for_end(run, before, seen)
     # The ledger is read before squeue. If another process submits a job in between, squeue shows the job. If it submits
@@ -238,13 +237,17 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
     """Put the spec `after` into force and start the next job. Returns its id. After an error, `before` is in force."""
     attempts, number = history.attempts, next_resumption(run)
     attempt = attempts[-1].attempt if attempts else 0
+    replaced = None
     with ExitStack() as cleanup, ExitStack() as undo:
-        copy = _copy_code(run, after, cleanup) if new_code else None
+        copy = prepare_code(run, after, cleanup) if new_code else None
         if not handover.claim_next_job(run, attempt, history):
             raise TorchrelayError(f"another process submits the next job of run {run.name}: see hpc status {run.name}")
         if copy:
-            after = after.with_script(copy.script)
-            _replace_code(run, copy.run, undo)
+            after = dataclasses.replace(
+                after, program=copy.code.program if copy.code.script else after.program,
+                working_directory=copy.code.working_directory,
+            )  # fmt: skip
+            replaced = replace_code(run, copy, number, undo)
         after.save(run, number)
         if after.cluster == "slurm" and (new_code or after != before):
             undo.callback(write_atomic, run.script, run.script.read_bytes())
@@ -274,49 +277,10 @@ def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *,
         except TorchrelayError as error:
             raise type(error)(f"run {run.name} stays as it was: {error}") from error
         undo.pop_all()
+        remove_directory(run.previous_code)
+    if replaced:
+        print(visible(f"hpc resume: files of the run that gave way to the new code are in {replaced}"), file=sys.stderr)
     return job_id
-
-
-class _CodeCopy(NamedTuple):
-    """A copy of the code that the run does not use yet."""
-
-    run: RunDir
-    """A temporary directory with the copy as its `code/`."""
-    script: tuple[str, ...]
-    """The script's path within the copy, and its arguments, as in `RunSpec.script`."""
-
-
-def _copy_code(run: RunDir, spec: RunSpec, cleanup: ExitStack) -> _CodeCopy:
-    """Copy the repository of the current directory into a temporary directory, which `cleanup` removes.
-
-    Raises:
-        UserError: the run's working directory or script is not in the repository.
-    """
-    temporary = RunDir(Path(tempfile.mkdtemp(dir=run.path, prefix=".resume-", suffix=".tmp")))
-    cleanup.callback(shutil.rmtree, temporary.path, ignore_errors=True)
-    place = (repository(Path.cwd()) or Path.cwd()) / spec.working_directory
-    if not place.is_dir():
-        raise UserError(
-            f"--new-code: run {run.name} starts in {place}, which does not exist: type hpc resume in its repository"
-        )
-    code = find_code(
-        place,
-        spec.script,
-        spec.include,
-        run.path.parent,
-        elsewhere=own_environment(spec),
-    )
-    copy_code(temporary, code)
-    return _CodeCopy(temporary, code.script)
-
-
-def _replace_code(run: RunDir, copy: RunDir, undo: ExitStack) -> None:
-    """Replace `code/` by the copy. The old directory stays in `copy`, so that `undo` can move it back."""
-    old = copy.path / "old"
-    run.code.rename(old)
-    undo.callback(old.rename, run.code)
-    copy.code.rename(run.code)
-    undo.callback(run.code.rename, copy.code)
 
 
 def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, history: History) -> str:

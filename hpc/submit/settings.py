@@ -14,7 +14,7 @@ from hpc.submit.options import SubmitOptions, SubmitTraining
 
 def settings_of(spec: RunSpec) -> dict[str, Any]:
     """Return the flags, by name, with which `hpc submit` repeats a run. The run's name and script are left out."""
-    own = {"data": spec.data, "include": spec.include, "in-place": bool(spec.in_place)}
+    own = {"data": spec.data, "in-place": bool(spec.in_place)}
     return {
         "cluster": spec.cluster,
         **(program.values_of(spec.train) if spec.train else own),

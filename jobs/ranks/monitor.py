@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from jobs.control.rank_health import UNWATCHED
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
 from jobs.ranks.input_check import InputCheck
+from jobs.ranks.left_out_files import find_left_out
 from jobs.stop_request import StopRequest
 
 # The most failures in a status: enough that a busy head node's agent misses none. The event files have all failures.
@@ -68,8 +70,13 @@ class _Activity:
 class LocalRanks:
     """Reads the heartbeats and failures that the ranks of one node write, round after round."""
 
-    def __init__(self, node_dir: NodeDir, num_ranks: int, host: str, clock: AgentClock) -> None:
+    def __init__(
+        self, node_dir: NodeDir, num_ranks: int, host: str, clock: AgentClock,
+        explain: Callable[[str], str | None] = lambda _: None,
+    ) -> None:  # fmt: skip
+        """Read the files in `node_dir`. `explain` says of a rank's message what the user must do, if that is known."""
         self._node_dir, self._num_ranks, self._host, self._clock = node_dir, num_ranks, host, clock
+        self._explain = explain
         self._last_signs: dict[int, tuple[Any, float]] = {}
         self._round, self._exit_codes = 0, dict[int, Cause]()
         self._looked_at = 0.0
@@ -161,6 +168,8 @@ class LocalRanks:
                 fields[key] = steady_time(fields[key]) + clock_skew_seconds
             memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
             cause = cause_of_exit(fields["exit_code"], signal, memory, detail, self._exit_codes)
+            if cause is Cause.CRASHED and (advice := self._explain(detail)):
+                cause, fields["detail"] = Cause.BAD_INPUT, f"{detail}: {advice}"
             found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
         self._looked_at = time.monotonic()
         return found
@@ -204,7 +213,8 @@ class NodeMonitor:
         self._node, self._held, self._channel, self._stop = node, held, channel, stop
         self.node_dir = held.files
         """The run's files on this node."""
-        self.ranks = LocalRanks(self.node_dir, node.spec.resources.ranks_per_node, node.host, channel.clock)
+        explain = partial(find_left_out, node.run, node.spec)
+        self.ranks = LocalRanks(self.node_dir, node.spec.resources.ranks_per_node, node.host, channel.clock, explain)
         self.callbacks = list[Callable[[], None]]()
         """Functions that every poll calls."""
         self._patience = Patience(node)

@@ -18,6 +18,7 @@ from hpc.base import container
 from hpc.base.environment import ATTEMPT, DATA, NEXT_CLAIM, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
 from hpc.base.errors import TorchrelayError
 from hpc.base.kernel import available_memory_bytes
+from hpc.run.code_files import CodeFiles
 from hpc.run.events import ledger
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Checked
@@ -244,8 +245,10 @@ def _command(
     words, restarts = [*wrapper, *words], 0 if spec.recovery.start_once else MAX_RESTARTS
     argv = torchrun_argv(rendezvous, resources.ranks_per_node, address, python, words, restarts)
     if spec.container is not None:
-        # The mount of the run's directory also holds our own code.
-        mounts = [run.path, *([code] if spec.in_place else []), node_dir.path, *([setup.data] if setup.data else [])]
+        # The mount of the run's directory also holds our own code, and links to the user's directory.
+        files = CodeFiles.load(run.code)
+        user = [code] if spec.in_place else [Path(files.root)] if files else []
+        mounts = [run.path, *user, node_dir.path, *([setup.data] if setup.data else [])]
         # The wrapper runs again in the container: torchrun must end with it, and must ignore Slurm's signals.
         wrapped = [python, "-S", str(PROCESS_WRAPPER), "torchrun", *argv]
         argv = _in_container(node, Path(spec.container), wrapped, mounts)

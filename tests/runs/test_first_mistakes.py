@@ -34,11 +34,10 @@ MISTAKES = {
     "submit --nodes 2 --nproc-per-node 4 -- train.py": "did you mean --gpus-per-node?",
     # A script.
     f"{TWO} train.py --lr 0.1": "put -- before train.py: --nodes 2 --gpus-per-node 4 -- train.py --lr 0.1",
-    f"{TWO} --include=a.py train.py": "put -- before train.py: .* --include=a.py -- train.py",
+    f"{TWO} --setup=true train.py": "put -- before train.py: .* --setup=true -- train.py",
     f"{TWO} --": "nothing follows --: give your script and its arguments",
     f"{TWO} -- trian.py": "script 'trian.py' does not exist: did you mean train.py?",
-    f"{TWO} -- srun python train.py": "'srun' is not a Python file: after --, give the file that it runs on each rank",
-    f"{TWO} -- python train.py": "'python' is not a Python file: after --, give the file that it runs on each rank",
+    f"{TWO} -- srun python train.py": "'srun' is not a Python file, .* starts the ranks: type -- train.py",
     f"{TWO} -- ./train.sh": "'./train.sh' is not a Python file: after --, give the file that it runs on each rank",
     f"{TWO} --epochs 3 -- train.py": "--epochs is a flag of the image classifier: leave it out, or pass it to",
     f"{TWO} --python ENV/bin/python -- train.py": "which does not exist: use the interpreter of your environment",

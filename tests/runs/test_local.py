@@ -131,7 +131,7 @@ def printed(log: Path) -> str:
 def test_own_script_has_its_arguments_and_environment_and_leaves_no_process(site: Site) -> None:
     add_script(site, "src/my.py", OWN)
     (site.path / "src" / "helper.py").write_text("WORD = 'old'\n")
-    flags = ("--nodes=2", "--data=data", "--name=own", "--include=src/h*.py")
+    flags = ("--nodes=2", "--data=data", "--name=own")
     run = site.submit(LOCAL, *flags, "--", "src/my.py", "a b", "--x=$HOME")
     (site.path / "src" / "helper.py").write_text("WORD = 'edited after the submission'\n")
     logs = [run.directory.rank_log(1, rank) for rank in range(2)]
@@ -182,6 +182,40 @@ def test_script_starts_where_it_was_submitted(site: Site) -> None:
         run, place = RunDir(site.path / "runs" / name), f"{site.path}/runs/{name}/code/mingpt"
         assert printed(run.rank_log(1, 0)) == f"read imported {place} {place}"
         assert (f"main.py starts in {place}\n" in done.stdout) == (name == "script")
+
+
+READS_AND_WRITES = """
+import os, pathlib, sys
+last, given = pathlib.Path("checkpoints/last.txt"), open("../data/given.txt").read()
+print("start at", last.read_text() if last.exists() else 0, flush=True)
+last.parent.mkdir(exist_ok=True)
+last.write_text("50")
+pathlib.Path("../data/through.txt").write_text(given)
+pathlib.Path(sys.argv[1], "late.txt").write_text("")
+open("late.txt")
+"""
+
+
+def test_script_has_the_files_around_it_and_the_run_keeps_what_it_writes(site: Site) -> None:
+    project = replace(site, path=site.path / "home/project")
+    for name, text in {"project/train.py": READS_AND_WRITES, "data/given.txt": "given"}.items():
+        (site.path / "home" / name).parent.mkdir(parents=True)
+        (site.path / "home" / name).write_text(text)
+    flags, words = ("--runs-dir=../../runs", "--wait", "--json"), ("train.py", str(project.path))
+    done = project.hpc("submit", LOCAL, "--nodes=1", "--gpus-per-node=1", "--name=own", *flags, "--", *words)
+    failed, run = json.loads(done.stdout)["status"], RunDir(site.path / "runs/own")
+    assert [attempt["cause"] for attempt in failed["attempts"]] == ["bad_input"]
+    assert f"{project.path}/late.txt exists, but not in the run's code" in failed["detail"]
+    assert failed["written"] == [{"path": f"{run.code}/project/checkpoints/", "files": 1}]
+    (project.path / "train.py").write_text(READS_AND_WRITES + "print('corrected')\n")
+    done = project.hpc("resume", "own", "--new-code", *flags)
+    assert json.loads(done.stdout)["status"]["state"] == "completed", done.stdout + done.stderr
+    starts = [log.read_text().splitlines() for log in sorted(run.logs.glob("attempt-*/rank-00.log"))]
+    assert [line for lines in starts for line in lines if "start at" in line] == ["start at 0", "start at 50"]
+    assert starts[-1][-1] == "corrected"
+    assert project.hpc("clean", "own", "--runs-dir=../../runs", "--yes").returncode == 0
+    assert not run.path.exists()
+    assert (site.path / "home/data/through.txt").read_text() == "given"
 
 
 COUNTS_STARTS = """

@@ -18,7 +18,7 @@ from training.config.dataset_layout import DIGITS, FASHION_MNIST, FASHION_MNIST_
 from training.config.model_names import check_model
 from training.config.train_config import RankOptions, TrainConfig
 
-_REPEATABLE = {"include", "sbatch", "setup"}
+_REPEATABLE = {"sbatch", "setup"}
 _RECIPES = Path(__file__).with_name("recipes")
 
 

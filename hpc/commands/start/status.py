@@ -47,7 +47,7 @@ def status(options: StatusOptions) -> int:
         whose = " of yours" if options.mine else ""
         print(f"no runs{whose} in {options.runs_dir}: start one with hpc submit --data fashion-mnist")
     else:
-        rows = _chosen(options, summaries(runs))
+        rows = _chosen(options, summaries(runs, details=bool(options.run)))
         if options.json:
             cli.print_json([row.document() for row in rows])
         elif rows:

@@ -196,7 +196,7 @@ def test_page_of_a_sweep(window: Page, tmp_path: Path) -> None:
     directory = SweepDir(tmp_path / "shirts")
     params = ("lr=log:1e-4,1", "batch-size=32,64", "epochs=int:5,20")
     spec = SweepSpec(
-        parallel=1, settings={}, script=(), names=None, revision=None, param=params, trials=9, metric="val/accuracy",
+        parallel=1, settings={}, script=(), revision=None, param=params, trials=9, metric="val/accuracy",
         direction="maximize", sampler="random", pruner="median", seed=0,
     )  # fmt: skip
     completed_run(directory.trial(0).path)
@@ -220,7 +220,7 @@ def test_page_of_a_sweep(window: Page, tmp_path: Path) -> None:
 def test_page_of_a_scaling_study(window: Page, tmp_path: Path) -> None:
     study = ScalingDir(tmp_path / "study")
     spec = ScalingSpec(
-        parallel=1, settings={}, script=(), names=None, revision=None, nodes=(1, 2), gpus=(1, 2), gpu_type=None,
+        parallel=1, settings={}, script=(), revision=None, nodes=(1, 2), gpus=(1, 2), gpu_type=None,
         minutes=3.0, mode="weak", batch_size=64,
     )  # fmt: skip
     completed_run(study.run("1x1").path)

@@ -19,7 +19,7 @@ from hpc.run.events.kinds import Refused
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.slurm.executor import SlurmExecutor, last_resort, sbatch_parameters, setup, start_local
-from hpc.submit.code_copy import UserCode, copy_code, damaged_packages
+from hpc.submit.user_code.package_copy import copy_packages, damaged_packages
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_job_with_damaged_packages_ends_and_says_so(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "50% done's")
     for directory in (run.path, run.events):
         directory.mkdir()
-    copy_code(run, UserCode(root=tmp_path, names=(), in_place=True))
+    copy_packages(run)
     start = "\n".join(SlurmExecutor(run, spec(Resources())).script().splitlines()).partition("\nsrun ")[0]
     job = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}
 

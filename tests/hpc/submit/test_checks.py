@@ -1,4 +1,5 @@
 import os
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -238,3 +239,26 @@ def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos:
 def test_script_that_could_not_start_is_refused(script: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_script(script, has_data=False)
+
+
+@pytest.mark.parametrize(
+    ("typed", "own"),
+    [
+        ("python train.py --lr 0.1", "-- train.py --lr 0.1"),
+        ("accelerate launch --num_processes 4 train.py 'a b'", "-- train.py 'a b'"),
+        ("torchrun --nproc-per-node 4 -m pkg.train --lr 1", "-- -m pkg.train --lr 1"),
+        ("python -m torch.distributed.run --nproc-per-node 4 train.py", "-- train.py"),
+        ("deepspeed --num_gpus 4 train.py --deepspeed ds.json", "-- train.py --deepspeed ds.json"),
+        ("uv run python train.py", "-- train.py"),
+    ],
+)
+def test_a_launcher_is_refused_with_the_script_that_it_starts(
+    typed: str, own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    name = shlex.split(typed)[0]
+    message = f"{name!r} is not a Python file, and hpc submit itself starts the ranks: type {own}"
+    with pytest.raises(UserError) as refused:
+        check_script(tuple(shlex.split(typed)), has_data=False)
+    assert str(refused.value) == message

@@ -27,7 +27,7 @@ def test_wrong_sizes_are_refused() -> None:
 def study(**changes: object) -> ScalingSpec:
     values = {
         "nodes": (2, 1), "gpus": (1, 4), "gpu_type": None, "minutes": 3.0, "mode": "weak", "batch_size": 64,
-        "parallel": 1, "settings": {}, "script": (), "names": None, "revision": None,
+        "parallel": 1, "settings": {}, "script": (), "revision": None,
     }  # fmt: skip
     return ScalingSpec(**{**values, **changes})  # type: ignore[arg-type]
 

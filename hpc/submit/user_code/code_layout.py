@@ -1,0 +1,122 @@
+"""Decides what a run's `code/` consists of: copies of some files, and links to all else. Reads directories alone.
+
+`code/` has what the user's directory has, so that every relative path works. A directory in which nothing is copied
+is a single link, however much it holds. A directory in which something is copied is made new, with a link for each of
+its other entries.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from hpc.base.errors import UserError
+from hpc.run.code_files import OUR_DIRECTORY, parents
+from hpc.run.rundir import RunDir
+
+# What is in no `code/`: the records of version control, caches of tools, and our own packages.
+_LEFT_OUT = frozenset({
+    ".git", ".hg", ".svn", "__pycache__", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox",
+    ".nox", OUR_DIRECTORY,
+})  # fmt: skip
+# A directory with more entries becomes a link, although some of its files would be copied.
+_MOST_LINKS = 10_000
+# The directory in which the script starts, and its own, cannot become links.
+_MOST_LINKS_BESIDE_SCRIPT = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeLayout:
+    """The content of a run's `code/`, by paths relative to it."""
+
+    copies: tuple[str, ...] = ()
+    """Files, and links that git tracks."""
+    links: tuple[str, ...] = ()
+    """Files and directories that are links to the originals."""
+    directories: tuple[str, ...] = ()
+    """Directories to make, each after its parent."""
+    crowded: tuple[str, ...] = ()
+    """Directories that are links, although they have files to copy, because they have too many entries."""
+
+
+def exclusion(runs_dir: Path) -> Callable[[os.DirEntry[str]], bool]:
+    """Return a function that says whether no run sees an entry: tools' files, Python environments, and runs."""
+
+    def is_left_out(entry: os.DirEntry[str]) -> bool:
+        if entry.name in _LEFT_OUT:
+            return True
+        if not entry.is_dir():
+            return False
+        path = Path(entry.path)
+        is_environment = (path / "pyvenv.cfg").exists() or (path / "conda-meta").exists()
+        return is_environment or path == runs_dir or (RunDir(path).spec.exists() and RunDir(path).events.is_dir())
+
+    return is_left_out
+
+
+def lay_out(
+    root: Path,
+    copies: Collection[str],
+    is_left_out: Callable[[os.DirEntry[str]], bool],
+    *,
+    made: Iterable[str] = (),
+    written: Collection[str] = (),
+) -> CodeLayout:
+    """Return the layout for a directory of the user.
+
+    Args:
+        root: the directory.
+        copies: the files to copy.
+        is_left_out: says which entries no run sees.
+        made: directories that must not become links, such as the one in which the script starts.
+        written: what the run has written; the layout leaves room for it.
+
+    Raises:
+        UserError: a directory in `made` has so many entries that links to them would take minutes.
+    """
+    held = {*copies, *written}
+    fixed = {"", *made, *parents(made), *parents(written)}
+    opened = {*fixed, *parents(held)}
+    links, crowded, directories = list[str](), list[str](), list[str]()
+    waiting = sorted(fixed | {name for name in opened if "/" not in name})
+    seen = set[str]()
+    while waiting:
+        directory = waiting.pop(0)
+        if directory in seen or any(f"{directory}/".startswith(f"{name}/") for name in crowded):
+            continue
+        seen.add(directory)
+        most = _MOST_LINKS_BESIDE_SCRIPT if directory in fixed else _MOST_LINKS
+        entries = _entries(root / directory, most)
+        if len(entries) > most:
+            if directory in fixed:
+                raise UserError(
+                    f"{root / directory} has more than {most:,} entries, and the run would need a link to each: move "
+                    "the data into a directory below it, or submit with --in-place"
+                )
+            crowded.append(directory)
+            links.append(directory)
+            continue
+        directories.append(directory)
+        for entry in entries:
+            name = os.path.join(directory, entry.name)  # noqa: PTH118 - there are thousands of names
+            if name in opened:
+                waiting.append(name)
+            elif name not in held and not is_left_out(entry):
+                links.append(name)
+    inside = tuple(f"{name}/" for name in crowded)
+    return CodeLayout(
+        copies=tuple(sorted(name for name in copies if not name.startswith(inside))),
+        links=tuple(sorted(links)),
+        directories=tuple(sorted(name for name in directories if name)),
+        crowded=tuple(crowded),
+    )
+
+
+def _entries(directory: Path, most: int) -> list[os.DirEntry[str]]:
+    """Return the entries of a directory, but at most one more than `most`; none if it cannot be listed."""
+    try:
+        with os.scandir(directory) as listing:
+            return list(islice(listing, most + 1))
+    except OSError:
+        return []  # the run has written into a directory that the user's directory lacks
