@@ -1,10 +1,12 @@
-"""The head of a run's page: the run's origin and its cost. Pure; runs on the login node."""
+"""The head of a run's page: the run's origin and its cost. Runs on the login node."""
 
+import os
 from typing import Any
 
 from hpc.base.text import few
 from hpc.report.formats import duration
 from hpc.report.gather import RunRecord
+from hpc.run.code_files import CodeFiles
 from hpc.run.events.kinds import Preflight, Software
 from hpc.run.events.timeline import GPU_PARTS, gpu_hours
 from hpc.status.cells import is_on_cpu
@@ -47,7 +49,9 @@ def how_to_get_the_code(record: RunRecord) -> str:
     recipe = f"its flags are based on recipe {named}" if named else ""
     code = f"check out commit {commit} first" if commit else "its code was in no git repository"
     changed = ", with changes that were not committed" if dirty else ""
+    files = CodeFiles.load(record.run.code)
     below = record.spec.working_directory if record.spec else "."
+    below = os.path.relpath(below, files.top if files else ".")
     place = "" if below == "." else f"type the command in the directory {below} of the repository"
     return "; ".join(filter(None, [f"{code[0].upper()}{code[1:]}{changed}", place, recipe])) + "."
 

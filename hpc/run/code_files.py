@@ -33,13 +33,16 @@ class CodeFiles:
 
     @classmethod
     def load(cls, code: Path) -> Self | None:
-        """Read the record in a `code/`; None if the run is of an earlier version or runs in place."""
+        """Read the record in a `code/`; None if it is damaged, or if the run is of an earlier version or runs in place.
+
+        Without it, nothing of the run is taken for a copy, so nothing is lost.
+        """
         try:
             fields = json.loads((code / _RECORD).read_bytes())
-        except FileNotFoundError:
+            copied = {name: (size, time) for name, (size, time) in fields["copied"].items()}
+            return cls(**{**fields, "copied": copied, "linked": tuple(fields["linked"])})
+        except (AttributeError, LookupError, OSError, TypeError, ValueError):
             return None
-        copied = {name: (size, time) for name, (size, time) in fields["copied"].items()}
-        return cls(**{**fields, "copied": copied, "linked": tuple(fields["linked"])})
 
     def save(self, code: Path) -> None:
         """Write the record into a `code/`."""
