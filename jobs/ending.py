@@ -204,6 +204,9 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
     except TorchrelayError as error:
         log(f"Slurm does not report the state of this job: {error}")
     state = job_fields.ending_state(fields, node.allocation.restart) if fields else JobState.RUNNING
+    preempted = job_fields.is_preempted(fields) or handover.was_preempted(node.run, node.attempt)
+    if preempted and state is JobState.CANCELLED:
+        preempted = not handover.was_scancelled(node.run, node.attempt)
     if state is JobState.CANCELLED:
         history, job_id = node.history(), node.allocation.job_id
         this = history.during(node.attempt.attempt).events
@@ -216,7 +219,7 @@ def _inspect_ending(node: NodeAttempt, signal: str | None, failure: Cause, *, do
         cancelled=is_cancelled_now(node.run),
         signal=signal,
         job_state=state,
-        preempted=job_fields.is_preempted(fields) or handover.was_preempted(node.run, node.attempt),
+        preempted=preempted,
         failure=failure,
     )
 

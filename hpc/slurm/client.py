@@ -303,7 +303,8 @@ def queue(script: Path, options: Sequence[str], environment: Mapping[str, str] |
     after, still_unlisted = _ids_of(script)
     unlisted = unlisted or still_unlisted
     new = [] if unlisted else [job_id for job_id in after if job_id not in before]
-    if job_id := new[-1] if new else replied_id(done.stdout) if done else None:
+    replied = replied_id(done.stdout) if done else None
+    if job_id := new[-1] if new and replied not in new else replied:
         return job_id
     if done is None or unlisted:
         reasons = "; ".join(filter(None, [problem, unlisted]))

@@ -50,8 +50,9 @@ from hpc.slurm.squeue import jobs_by_script
 _EXCLUDE_SECONDS = 6 * 3600.0
 # sbatch errors that mean --exclude left too few nodes; 24.11 prints the second if --nodelist names an excluded node.
 _TOO_FEW_NODES = ("not available", "Invalid node name specified")
-# slurmstepd prints this line to the job's log. Its time says nothing here: it is in the node's time zone.
+# slurmstepd prints these lines to the job's log. Their times say nothing here: they are in the node's time zone.
 _PREEMPTED = re.compile(rb"CANCELLED AT .* DUE TO PREEMPTION")
+_SCANCELLED = re.compile(rb"\*\*\* JOB \d+ ON \S+ CANCELLED AT (?!.* DUE TO )")
 # The batch script prints this line first (`start_line`): a requeued job appends to the log of its earlier starts.
 _JOB_START = re.compile(rb"^torchrelay: start (\d+) of job ", re.MULTILINE)
 # Bytes to search at the end of the log: the agents print little after slurmstepd's line.
@@ -103,7 +104,7 @@ def record_missing_end(
 
 
 def start_line() -> str:
-    """Return the shell command with which a job's script marks its start in the log, for `was_preempted`."""
+    """Return the shell command with which a job's script marks its start in the log, for `_log_of_start`."""
     return 'echo "torchrelay: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID"'
 
 
@@ -112,16 +113,29 @@ def was_preempted(run: RunDir, attempt: Attempt) -> bool:
 
     With GraceTime=0 only the log says so: in `scontrol show job` such a preemption looks like a requeue.
     """
+    return _PREEMPTED.search(_log_of_start(run, attempt)) is not None
+
+
+def was_scancelled(run: RunDir, attempt: Attempt) -> bool:
+    """Return whether somebody has cancelled the job since the start that made an attempt, according to the job's log.
+
+    In the grace time of a preemption only the log says so: PreemptTime stays, and the job is COMPLETING in both cases.
+    """
+    return _SCANCELLED.search(_log_of_start(run, attempt)) is not None
+
+
+def _log_of_start(run: RunDir, attempt: Attempt) -> bytes:
+    """Return the end of the job's log, but nothing of other starts of the job; nothing without a log."""
     try:
         with (run.logs / f"{attempt.job_id}_0_log.out").open("rb") as log:
             log.seek(-min(_LOG_BYTES, log.seek(0, os.SEEK_END)), os.SEEK_END)
             text = log.read()
     except OSError:
-        return False
+        return b""
     starts = [(int(line[1]), line) for line in _JOB_START.finditer(text)]
     begin = max((line.end() for number, line in starts if number <= attempt.restart), default=0)
     end = min((line.start() for number, line in starts if number > attempt.restart), default=len(text))
-    return _PREEMPTED.search(text, begin, end) is not None
+    return text[begin:end]
 
 
 def has_ended(run: RunDir, attempt: int) -> bool:

@@ -234,6 +234,22 @@ def test_preemption_that_slurm_has_written_into_the_log_alone(ended: EndedAttemp
     assert preempted.end["cause"] == "preempted"
 
 
+def test_job_that_is_cancelled_while_slurm_preempts_it_stays_cancelled(
+    ended: EndedAttemptMaker, slurm: AnsweringSlurm
+) -> None:
+    cancelled = ended()
+    cancelled.fails()
+    cancelled.run.logs.mkdir()
+    times = "StartTime=2026-11-29T10:00 PreemptTime=2026-11-29T10:05"
+    slurm.says_of_job(f"JobState=COMPLETING Restarts=0 Reason=None {times}")
+    line = "slurmstepd-gpu01: error: *** {} ON gpu01 CANCELLED AT 2026-11-29T10:05:00 ***\n"
+    log = f"torchrelay: start 0 of job 7\n{line.format('STEP 7.0')}{line.format('JOB 7')}"
+    (cancelled.run.logs / "7_0_log.out").write_text(log)
+    assert cancelled.conclude() == 1
+    assert cancelled.end["cause"] == "cancelled"
+    assert slurm.asked == []
+
+
 def test_run_that_slurm_will_not_continue_has_failed(ended: EndedAttemptMaker, slurm_command: Command) -> None:
     stopped = ended()
     stopped.fails()
