@@ -26,8 +26,10 @@ def tmp_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def node(tmp_path: Path) -> NodeAttempt:
+    run = RunDir(tmp_path)
+    run.logs.mkdir()  # the submission makes it
     return NodeAttempt(
-        run=RunDir(tmp_path),
+        run=run,
         spec=script_spec(),
         allocation=NodeAllocation(
             cluster="slurm", job_id="7", restart=0, node_rank=0, hostnames=("gpu01",), cpus=1

@@ -47,12 +47,14 @@ def monitor(
 def test_storage_that_is_away_for_a_moment_costs_no_node(
     node: NodeAttempt, channel: ControlServer, monitor: NodeMonitor, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    node.run.logs.rmdir()
     node.run.logs.touch()  # no directory can be made in it
 
     def come_back() -> None:
         """In the retry; and once torchrun runs, end the round."""
         if node.run.logs.is_file():
             node.run.logs.unlink()
+            node.run.logs.mkdir()
         else:
             channel.directive = replace(channel.directive, over=True)
 
