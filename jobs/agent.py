@@ -164,8 +164,9 @@ def _is_defect(error: Exception) -> bool:
 
 def _cause_of(error: TorchrelayError | OSError) -> Cause:
     """Return the cause of an agent's failure. Storage that fails now may work in the next attempt."""
-    is_storage = isinstance(error, OSError) or (isinstance(error, UserError) and isinstance(error.__cause__, OSError))
-    return Cause.CRASHED if is_storage else EXIT_CODES.get(error.exit_code, Cause.CRASHED)
+    if isinstance(error, OSError) or (isinstance(error, UserError) and isinstance(error.__cause__, OSError)):
+        return Cause.CRASHED
+    return EXIT_CODES.get(error.exit_code, Cause.CRASHED)
 
 
 def _describe(error: Exception) -> str:
