@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain, islice
+from multiprocessing.context import BaseContext
 from multiprocessing.synchronize import Semaphore
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from hpc.base.files import DEV_SHM
 from hpc.base.kernel import open_files
 from training.data.batch_schedule import BatchRequest
 from training.data.freed_memory import release_freed_memory
@@ -71,6 +73,13 @@ _START_SECONDS = 30.0
 _PREFETCHED = 2  # number of requests that a loader gives to each worker in advance
 
 
+def _new_semaphore(context: BaseContext) -> Semaphore:
+    try:
+        return context.Semaphore(0)
+    except OSError as error:  # the error does not say what is full
+        raise OSError(error.errno, error.strerror, str(DEV_SHM)) from error
+
+
 @contextmanager
 def load_batches(
     source: ImageSource, requests: Iterable[BatchRequest], workers: int, *, pin_memory: bool
@@ -82,7 +91,7 @@ def load_batches(
     """
     # A forked worker need not import torch again, which takes seconds.
     context = multiprocessing.get_context("fork")
-    started = context.Semaphore(0)
+    started = _new_semaphore(context) if workers else None
     loader: DataLoader[Any] = DataLoader(
         source,  # type: ignore[arg-type]  # a Dataset in all but its base class
         sampler=_Requests(requests, workers * _PREFETCHED),
@@ -91,11 +100,11 @@ def load_batches(
         prefetch_factor=_PREFETCHED if workers else None,
         multiprocessing_context=context if workers else None,
         pin_memory=pin_memory,
-        worker_init_fn=partial(_start_worker, started),
+        worker_init_fn=partial(_start_worker, started) if started else None,
         # Without a generator of its own, the loader would draw from the global one, and resumed runs would differ.
         generator=torch.Generator(),
     )
-    batches = _fork_workers(loader, started) if workers else iter(loader)
+    batches = _fork_workers(loader, started) if started else iter(loader)
     yield batches
     if workers:
         stop_workers(batches)

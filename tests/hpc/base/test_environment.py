@@ -28,5 +28,6 @@ def test_each_variable_is_named_in_the_contract_alone() -> None:
 
 def test_relay_which_users_copy_has_the_names_of_the_contract() -> None:
     assert set().union(*map(names_in, RELAY)) == {
-        environment.RUN_DIR, environment.ATTEMPT, environment.HEARTBEAT, environment.SNAPSHOTS, environment.STOP_SIGNAL
+        environment.RUN_DIR, environment.ATTEMPT, environment.NEXT_CLAIM, environment.HEARTBEAT, environment.SNAPSHOTS,
+        environment.STOP_SIGNAL,
     }  # fmt: skip

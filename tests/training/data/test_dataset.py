@@ -4,6 +4,7 @@ import gc
 import gzip
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.cluster import ROOT, need
 from support.real_images import needs_fashion_mnist
 from support.trainings import children, load, make_folder, make_idx, write_idx
 
@@ -184,6 +186,32 @@ def test_loader_workers_leave_the_garbage_of_their_rank_alone(tmp_path: Path) ->
         gc.enable()
     gc.collect()
     assert (tmp_path / "destroyed by").read_text() == str(os.getpid()), "the rank itself collects it later"
+
+
+FULL_MEMORY = """
+import sys
+import torch
+from training.data.batch_schedule import BatchRequest
+from training.data.loader import Batch, load_batches
+
+class Source:
+    def __getitem__(self, request):
+        return Batch(*[torch.zeros(1)] * 4)
+
+with load_batches(Source(), [BatchRequest(indices=(0,), epoch=0)], int(sys.argv[1]), pin_memory=False) as batches:
+    print(len(list(batches)))
+"""
+
+
+def test_full_memory_of_a_node_is_named_and_keeps_only_workers_from_starting() -> None:
+    need("unshare", "mount")
+    mount = "mount -t tmpfs -o size=4k none /dev/shm; head -c 4096 /dev/zero >/dev/shm/filler"
+    words = ["unshare", "--mount", "sh", "-ec", f'{mount}; exec "$@"', "sh", sys.executable, "-c", FULL_MEMORY]
+    without, with_one = (
+        subprocess.run([*words, workers], cwd=ROOT, capture_output=True, text=True, check=False) for workers in "01"
+    )
+    assert without.stdout == "1\n", without.stderr
+    assert with_one.stderr.endswith("OSError: [Errno 28] No space left on device: '/dev/shm'\n")
 
 
 def open_in(process: int, directory: Path) -> set[str]:
