@@ -18,13 +18,13 @@ def descendants(pid: int) -> list[int]:
 
 
 def naming(directory: Path) -> dict[int, list[str]]:
-    """Return the command lines that name a directory, by process."""
+    """Return the command lines of processes whose arguments or environment name a directory, by process."""
     found = {}
     for path in Path("/proc").glob("[0-9]*"):
         # A process may end while it is looked at.
         with suppress(OSError):
             line = (path / "cmdline").read_bytes().decode(errors="replace")
-            if str(directory) in line:
+            if str(directory) in line or os.fsencode(directory) in (path / "environ").read_bytes():
                 found[int(path.name)] = line.split("\0")
     return found
 

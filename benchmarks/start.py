@@ -144,9 +144,7 @@ def start_plain(directory: Path) -> list[Sample]:
 
 def watch_agents(run: Path, seconds: float) -> list[Sample]:
     """Return what each agent of a run uses: CPU time per second, and memory."""
-    # srun and Slurm's own processes name the agent's module, too.
-    named = naming(run).items()
-    pids = [pid for pid, words in named if "jobs.agent" in words and Path(words[0]).name.startswith("python")]
+    pids = [pid for pid, words in naming(run).items() if words[0] == "jobs.agent"]
     before = {pid: cpu_seconds(pid) for pid in pids}
     time.sleep(seconds)
     return [

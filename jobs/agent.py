@@ -20,7 +20,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from hpc.base.errors import EXIT_NO_SPACE, BadNodeError, TorchrelayError, UserError
 from hpc.base.files import DEV_SHM, DISK_FULL, TEMPORARY
-from hpc.base.kernel import interface_addresses, raise_open_files_limit
+from hpc.base.kernel import interface_addresses, name_process, raise_open_files_limit
 from hpc.base.transport import pick_port
 from hpc.run.causes import EXIT_CODES, Cause
 from hpc.run.events.kinds import Joined, NodeFailed
@@ -78,6 +78,8 @@ def main(argv: list[str]) -> int:
     # Shells and systemd allow 1,024 open files by default; the head's agent has a connection to every other node.
     raise_open_files_limit()
     allocation = find_allocation(os.environ)
+    # hpc.cluster.drill_faults finds the agent by the first two words.
+    name_process("agent", ["jobs.agent", argv[0]], f"node {allocation.node_rank}/{allocation.num_nodes}")
     try:
         spec = await_storage(run, stop.__bool__, partial(load_own_spec, run))
         exit_code = _run_attempt(run, spec, allocation, stop)

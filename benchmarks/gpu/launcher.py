@@ -62,7 +62,7 @@ class Launcher:
         return left
 
     def own_processes(self) -> set[int]:
-        """Return the processes with the run's directory in their command line."""
+        """Return the processes of the run."""
         return set(naming(self.directory / NAME))
 
 

@@ -9,12 +9,14 @@ import signal
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpc.base.environment import RUN_DIR
+
 # Positions of fields after the process name in /proc/PID/stat. proc(5) gives the first of them the number 3.
-_STATE, _USER_TIME, _START_TIME = 3 - 3, 14 - 3, 22 - 3
+_STATE, _USER_TIME, _START_TIME, _ARGUMENTS_BEGIN, _ARGUMENTS_END = 3 - 3, 14 - 3, 22 - 3, 48 - 3, 49 - 3
 # Share of a node's memory to leave to other processes.
 _RESERVE = 0.05
 # Files with the memory limit and usage of a control group, in cgroup v2 and v1.
@@ -125,6 +127,40 @@ def open_files(beginning: str) -> dict[int, str]:
         with suppress(FileNotFoundError):  # the listing's own descriptor is closed by now
             found[int(descriptor.name)] = str(descriptor.readlink())
     return {descriptor: path for descriptor, path in found.items() if path.startswith(beginning)}
+
+
+def name_process(name: str, command: Sequence[str], part: str) -> None:
+    """Set this process's name and command line. The command line becomes `COMMAND [PART of RUN]`.
+
+    `top` shows the name, of at most 15 bytes; `ps`, `nvidia-smi` and py-spy show the command line. The name must have
+    no space: Slurm's proctrack/linuxproc cannot read a name with a space in /proc, and would neither suspend nor kill
+    this process (seen with 22.05.8).
+
+    The kernel reads the command line from this process's memory, where it is overwritten. So a longer command is cut;
+    the environment variables, which follow there, stay. The package setproctitle does the same in C, but the Python of
+    a user's script lacks it.
+    """
+    run = os.environ.get(RUN_DIR)
+    place = os.fsencode(f"\0[{part} of {os.path.basename(run)}]\0" if run else f"\0[{part}]\0")  # noqa: PTH119 - fast
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+        fields = _stat("self")
+        begin, end = int(fields[_ARGUMENTS_BEGIN]), int(fields[_ARGUMENTS_END])
+        words = os.fsencode("\0".join(command))[: max(0, end - begin - len(place))]
+        memory = os.open("/proc/self/mem", os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            # The last byte stays 0: otherwise, the kernel would add the environment variables.
+            os.pwrite(memory, (words + place)[: end - begin - 1].ljust(end - begin, b"\0"), begin)
+        finally:
+            os.close(memory)
+
+
+def has_name(pid: int, name: str) -> bool:
+    """Return whether a process has this name; False if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text() == f"{name}\n"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def sync_file_system(directory: Path) -> None:

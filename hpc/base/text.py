@@ -28,6 +28,11 @@ def few(names: Sequence[str], separator: str = ", ") -> str:
     return f"{names[0]} ... {names[-1]} ({len(names)})" if len(names) > _NAMES_SHOWN else separator.join(names)
 
 
+def rank_names(ranks: Sequence[int]) -> str:
+    """Return ranks in words, such as `rank 3` or `ranks 3, 4`."""
+    return f"rank{'s' * (len(ranks) > 1)} {few([str(rank) for rank in ranks])}"
+
+
 def csv_cell(value: object) -> object:
     """Return a value as a CSV cell, with an apostrophe before text that a spreadsheet would take for a formula."""
     return f"'{value}" if isinstance(value, str) and _FORMULA.match(value) else value

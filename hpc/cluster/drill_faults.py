@@ -13,7 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from hpc.base.kernel import children, start_time
+from hpc.base.kernel import children
 from hpc.run.nodedir import node_dirs
 
 _SIGNALS = {"kill": signal.SIGKILL, "kill-all": signal.SIGKILL, "stop": signal.SIGSTOP}
@@ -39,12 +39,12 @@ def main(argv: list[str]) -> int:
 def rank_pids(run: Path, rank: int) -> list[int]:
     """Return a list with the process id of a rank; an empty list if the rank is not on this node."""
     found = []
-    for path in (path for node in node_dirs(run) for path in node.heartbeat(0).parent.glob("local-*")):
-        with suppress(ValueError):
-            heartbeat = json.loads(path.read_text())
+    for path in (path for node in node_dirs(run) for path in node.running_ranks()):
+        with suppress(FileNotFoundError, ValueError):
+            wrapper = json.loads(path.read_text())
             # Several processes may have been this rank: the rendezvous after a lost node assigns the ranks again.
-            if heartbeat["rank"] == rank and start_time(heartbeat["pid"]) is not None:
-                found.append((heartbeat["time"], heartbeat["pid"]))
+            if wrapper["rank"] == rank and (own := children(wrapper["pid"])):
+                found.append((wrapper["started_at"], own[0]))
     return [max(found)[1]] if found else []
 
 

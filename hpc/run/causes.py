@@ -109,6 +109,10 @@ _PEER_DIED = re.compile(
     r"by peer|remote (?:worker|process|peer)|ncclRemoteError|NCCL communicator was aborted|connectFullMesh|Broken pipe"
     "|[Ww]atchdog caught collective operation timeout"
 )
+# Messages of torch in ranks whose peer does not answer, for whatever reason.
+_NO_ANSWER = re.compile(
+    r"[Tt]imed out|[Tt]imeout|Dist(?:Backend|Network|Store)Error|[Cc]onnection (?:refused|was likely closed)"
+)
 # Messages of CUDA (cudaGetErrorString), NCCL and the driver about a GPU that is dead or misconfigured. A launch failure
 # may also be the program's fault: it then recurs at the same step on another node, which ends the run.
 _DEAD_DEVICE = re.compile(
@@ -122,6 +126,11 @@ _KILLED_WORKER = "killed by signal: Killed"
 def is_consequence(detail: str) -> bool:
     """Return whether a rank's last message reports the death of another rank."""
     return _PEER_DIED.search(detail) is not None
+
+
+def may_have_waited(detail: str) -> bool:
+    """Return whether a rank's last message may report that another rank does not answer."""
+    return is_consequence(detail) or _NO_ANSWER.search(detail) is not None
 
 
 def is_device_failure(detail: str) -> bool:

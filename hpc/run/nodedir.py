@@ -15,7 +15,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +165,13 @@ class NodeDir:
     def heartbeat(self, local_rank: int) -> Path:
         """Return the file to which one rank writes its newest progress for the node agent."""
         return self.path / "heartbeats" / f"local-{local_rank}"
+
+    def running_ranks(self) -> Iterator[Path]:
+        """Yield the files of process wrappers that run or were killed. One that ends by itself removes its file.
+
+        A wrapper's first child is its rank; its other children are processes that the rank has left.
+        """
+        return self.exits.glob("running-*.json")
 
     @property
     def directories(self) -> tuple[Path, ...]:

@@ -29,6 +29,7 @@ from hpc.run.events.kinds import (
     Event,
     NodeFailed,
     Preflight,
+    RanksStarted,
     Resubmitted,
     Staging,
     Submitted,
@@ -136,6 +137,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
     if state == "failed" and job is None and history.last_job_id is None:
         reason = NEVER_SUBMITTED
     started, checked, budget = history.last(TrainStarted), history.last(Preflight), history.budget
+    ranks = history.last(RanksStarted)
     own_script = records.spec is not None and records.spec.train is None
     warnings = unknown_restarts(history, len(interruptions)) if own_script else []
     resubmitted, job_id = history.last(Resubmitted), job.job_id if job else history.last_job_id
@@ -150,7 +152,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         epoch=train.get("epoch"),
         step=train.get("step"),
         total_steps=started.total_steps if started else None,
-        world_size=train.get("world_size"),
+        world_size=ranks.world_size if ranks else train.get("world_size"),
         device=checked.device if checked else None,
         images_per_second=train.get("images_per_second"),
         train_loss=train.get("loss"),

@@ -2,16 +2,21 @@
 
 from math import ceil
 
+from hpc.base.text import rank_names
 from hpc.run.causes import Cause
 from hpc.run.events.history import History
 from hpc.run.events.kinds import (
     AttemptEnded,
     Claimed,
     DataStaged,
+    Interrupted,
     NotForked,
+    RanksEnded,
     RanksSilent,
+    RanksStarted,
     Refused,
     Resumed,
+    RoundStarted,
     SlowRank,
     SnapshotOff,
     Submitted,
@@ -52,6 +57,7 @@ def warnings_of(history: History, *, completed: bool = False) -> list[str]:
             f"rank {slow.rank} on {slow.node} needs {slow.busy_seconds:.3g} s per step, the others "
             f"{slow.median_seconds:.3g} s, and all wait for it: check that node, or --exclude {slow.node}"
         )
+    found += _ranks_that_ended_early(now)
     if (silent := now.last(RanksSilent)) and silent.seconds and now.last(AttemptEnded) is None:
         found.append(
             f"no rank has used the processor, or read or written anything, for {silent.seconds / 60:.0f} minutes or "
@@ -91,6 +97,18 @@ def _refused_job(history: History) -> list[str]:
     """Return a warning if the newest job refused to start the run, for example because the run was cancelled."""
     starts = [event for event in history.events if isinstance(event, Refused | Claimed | Resumed)][-1:]
     return [f"job {event.job_id}: {event.detail}" for event in starts if isinstance(event, Refused)]
+
+
+def _ranks_that_ended_early(attempt: History) -> list[str]:
+    """Return a warning if ranks have ended and the others still run."""
+    kinds = RoundStarted | RanksStarted | RanksEnded | Interrupted | AttemptEnded
+    last = [event for event in attempt.events if isinstance(event, kinds)][-1:]
+    return [
+        f"{rank_names(event.ranks)} ended with exit code 0 while the other ranks run: if these wait for it in a "
+        "collective, they fail after torch's timeout (by default 10 minutes with NCCL, 30 with gloo)"
+        for event in last
+        if isinstance(event, RanksEnded)
+    ]
 
 
 def _too_little_time(submitted: Submitted | Resumed | None, took: float | None) -> list[str]:

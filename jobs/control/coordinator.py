@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hpc.base.kernel import steady_time
-from hpc.base.text import few
-from hpc.run.budget import PastInterruption, rank_signature, signature_of
+from hpc.base.text import few, rank_names
+from hpc.run.budget import PastInterruption, signature_of
 from hpc.run.causes import Cause
 from hpc.run.events.attempts import attempts_of, budget_of
 from hpc.run.events.history import History
@@ -22,6 +22,7 @@ from hpc.run.events.kinds import (
     Interrupted,
     NodeLost,
     NodeReturned,
+    RanksEnded,
     RanksSilent,
     RoundStarted,
     SlowRank,
@@ -30,9 +31,10 @@ from hpc.run.events.kinds import (
 from hpc.run.events.resumption import is_cancelled_now
 from hpc.slurm import handover
 from jobs.control.channel import LOST_SECONDS, ControlServer
-from jobs.control.messages import OVER, Directive, NodeStatus, Phase, RankHeartbeat
+from jobs.control.messages import OVER, Directive, NodeStatus, Phase, RankHeartbeat, RankStart
 from jobs.control.rank_health import StragglerDetector, describe_silence, find_hang, is_silent
-from jobs.control.root_failure import RootFailure
+from jobs.control.rank_starts import RankStarts, describe_ended, ended_ranks
+from jobs.control.root_failure import RootFailure, explain
 from jobs.control.round_members import ABLE, MembershipView, decide_round
 from jobs.control.silent_nodes import LINK_SECONDS, Patience
 from jobs.node_attempt import NodeAttempt, log
@@ -94,6 +96,7 @@ class Coordinator:
         self._failed_rounds = 0
         self._patience = Patience(node)
         self._root_failure, self._stragglers, self._is_silent = RootFailure(), StragglerDetector(), False
+        self._starts = RankStarts()
         self._last_failure: Failure | None = None
         self._interruptions = list[PastInterruption]()
         self._paused_until = 0.0
@@ -123,9 +126,11 @@ class Coordinator:
         self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats.values())])
         self._find_failed_ranks()
         self._abort_hung_ranks(heartbeats)
+        self._report_starts([start for status in current for start in status.starts])
         self._report_stragglers(heartbeats)
         self._report_silence(heartbeats)
-        if not self._server.directive.over:
+        # With the next round, a failure that is not handled yet would count as a known one.
+        if not self._server.directive.over and (self._stop or not self._root_failure.is_settling):
             self._choose_members()
 
     # --- what failed ---
@@ -190,9 +195,7 @@ class Coordinator:
         if root.cause == Cause.BAD_NODE:
             hostnames = self._node.allocation.hostnames
             self.bad_nodes |= {node_rank for node_rank, name in enumerate(hostnames) if name == root.node}
-        code = f"signal {root.signal}" if root.signal else f"exit code {root.exit_code}"
-        detail = f"rank {root.rank} on {root.node}: {code}" + (f": {root.detail}" if root.detail else "")
-        signature = rank_signature(root.cause, root.signal, root.exit_code, root.detail, root.step)
+        detail, signature = explain(root, self._ended_ranks(root.round, root.restarts))
         failure = self._failure(
             Cause(root.cause), root.failed_at, detail, rank=root.rank, node=root.node, signature=signature
         )
@@ -201,10 +204,16 @@ class Coordinator:
         known = failure.step is not None and root.step is not None
         self._handle(replace(failure, step=root.step) if known else failure)
 
+    def _ended_ranks(self, number: int, restarts: int) -> tuple[int, ...]:
+        """Return the ranks of a round that had started after a number of restarts and have ended with exit code 0."""
+        statuses = [status for status in self._server.statuses().values() if status.round == number]
+        return ended_ranks([start for status in statuses for start in status.starts], restarts)
+
     def _all_heard(self) -> bool:
-        """Return whether every other member that is not lost has just reported."""
-        own = self._node.allocation.node_rank
-        others = set(self._server.directive.members) - {own} - self.lost.keys()
+        """Return whether every other member that takes part and is not lost has just reported."""
+        own, statuses = self._node.allocation.node_rank, self._server.statuses()
+        over = {node_rank for node_rank, status in statuses.items() if status.phase in OVER}
+        others = set(self._server.directive.members) - {own} - self.lost.keys() - over
         return all((self._server.silent_seconds(node_rank) or 0.0) < _FRESH_SECONDS for node_rank in others)
 
     def _abort_hung_ranks(self, heartbeats: dict[int, RankHeartbeat]) -> None:
@@ -227,7 +236,8 @@ class Coordinator:
         # The same hang happens at the same step. If the program promises no steps, only heartbeats show the step.
         signature = None if stuck else "" if self._node.spec.program.reports_steps else f"after step {self.last_step}"
         since = steady_time() - hang.seconds
-        self._handle(self._failure(cause, since, hang.detail, rank=hang.rank, node=name, signature=signature))
+        detail = hang.detail + describe_ended(self._starts.ended)
+        self._handle(self._failure(cause, since, detail, rank=hang.rank, node=name, signature=signature))
         # All ranks started until now are killed, so their failures are explained.
         self._root_failure.explained_until = self._root_failure.aborted_at = steady_time()
 
@@ -267,6 +277,18 @@ class Coordinator:
             self._paused_until = time.monotonic() + pause
             self._direct(paused=True)
             log(f"{budget.failures} failures without progress: the ranks start again in {pause:.0f} s")
+
+    def _report_starts(self, starts: list[RankStart]) -> None:
+        """Record that all ranks of the round have started, and that some have ended while the others run."""
+        directive = self._server.directive
+        if directive.preflight or directive.paused or self._stop or self._root_failure.is_settling:
+            return
+        world_size = len(directive.members) * self._node.spec.resources.ranks_per_node
+        event = self._starts.find(directive.round, world_size, starts) if directive.members else None
+        if event is not None:
+            self._node.record(event)
+        if isinstance(event, RanksEnded):
+            log(f"{rank_names(event.ranks)} ended with exit code 0, and the other ranks still run")
 
     def _report_stragglers(self, heartbeats: dict[int, RankHeartbeat]) -> None:
         for found in self._stragglers.find(heartbeats):

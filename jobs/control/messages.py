@@ -56,12 +56,24 @@ class RankHeartbeat:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankStart:
+    """A rank that runs, or that has ended with exit code 0."""
+
+    rank: int
+    restarts: int
+    """Number of times that the ranks of all nodes had restarted together in the round when this rank started."""
+    has_ended: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankFailure:
     """A rank that exited with an error. Times are seconds since the epoch."""
 
     node: str
     round: int
     rank: int
+    restarts: int
+    """As in RankStart."""
     started_at: float
     failed_at: float
     exit_code: int
@@ -89,6 +101,8 @@ class NodeStatus:
     cause: Cause = Cause.CRASHED
     """The cause if the node failed."""
     heartbeats: tuple[RankHeartbeat, ...] = ()
+    starts: tuple[RankStart, ...] = ()
+    """The last start of each of the node's ranks in the round, unless that rank has failed."""
     failures: tuple[RankFailure, ...] = ()
     """The last few failures of the node's ranks, in any round."""
     signal: str | None = None

@@ -65,9 +65,9 @@ def find_hang(heartbeats: Mapping[int, RankHeartbeat], setting: str) -> Hang | N
         return None
     seconds = max(heartbeat.still_seconds for heartbeat in heartbeats.values())
     unkillable = tuple(rank for rank, heartbeat in heartbeats.items() if heartbeat.state == "D")
-    if all(each.phase == UNWATCHED for each in heartbeats.values()):
-        return Hang(rank=None, seconds=seconds, detail=describe_silence(seconds))
     hanging = _find_hanging_rank(heartbeats)
+    if hanging is None and all(each.phase == UNWATCHED for each in heartbeats.values()):
+        return Hang(rank=None, seconds=seconds, detail=describe_silence(seconds))
     if hanging is None:
         phases = Counter(f"{heartbeat.phase} after step {heartbeat.step}" for heartbeat in heartbeats.values())
         counts = ", ".join(f"{count} in {phase}" for phase, count in phases.items())

@@ -19,10 +19,14 @@ the rank that failed:
 """
 
 import time
+from collections.abc import Sequence
 from math import inf
 
-from hpc.run.causes import Cause, is_consequence
+from hpc.base.text import rank_names
+from hpc.run.budget import rank_signature
+from hpc.run.causes import Cause, is_consequence, may_have_waited
 from jobs.control.messages import RankFailure
+from jobs.control.rank_starts import describe_ended
 
 # Long enough for all agents to report ranks that ended together.
 _SETTLE_SECONDS = 1.0
@@ -44,6 +48,11 @@ class RootFailure:
         """Time at which the coordinator last had all ranks aborted (seconds since the epoch)."""
         self._handled: set[RankFailure] = set()
         self._settling_since: float | None = None
+
+    @property
+    def is_settling(self) -> bool:
+        """Whether ranks have failed and the failure that must be handled is not known yet."""
+        return self._settling_since is not None
 
     def find(self, reported: set[RankFailure], *, all_heard: bool) -> RankFailure | None:
         """Return the failure that the coordinator must handle now; None if there is none, or agents have yet to report.
@@ -74,6 +83,21 @@ class RootFailure:
 
     def _is_aborted(self, failure: RankFailure) -> bool:
         return failure.signal == "SIGABRT" and 0.0 <= failure.failed_at - self.aborted_at < _ABORT_SECONDS
+
+
+def explain(failure: RankFailure, ended: Sequence[int]) -> tuple[str, str | None]:
+    """Return a rank's failure in words, and its signature (hpc.run.budget).
+
+    `ended` are the ranks that had started together with it and have ended with exit code 0.
+    """
+    name = f"rank {failure.rank} on {failure.node}"
+    code = f"signal {failure.signal}" if failure.signal else f"exit code {failure.exit_code}"
+    how = code + (f": {failure.detail}" if failure.detail else "")
+    if ended and failure.cause == Cause.CRASHED and may_have_waited(failure.detail):
+        wait = f"{name} failed while it waited for {rank_names(ended)}, which had ended with exit code 0"
+        return f"{wait}: give every rank the same number of steps ({how})", "waited for a rank that had ended"
+    signature = rank_signature(failure.cause, failure.signal, failure.exit_code, failure.detail, failure.step)
+    return f"{name}: {how}" + describe_ended(ended), signature
 
 
 def _has_lost(aborted: list[float], failure: RankFailure) -> bool:

@@ -10,13 +10,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hpc.base.kernel import activity, process_state, steady_time
+from hpc.base.kernel import activity, children, process_state, steady_time
 from hpc.run.causes import Cause, cause_of_exit
 from hpc.run.events.kinds import MemoryEmptied, NotForked, RankFailed
 from hpc.run.nodedir import HeldNodeDir, NodeDir
 from jobs.control.agent_clock import AgentClock
 from jobs.control.channel import ControlChannel, ControlClient
-from jobs.control.messages import RankFailure, RankHeartbeat
+from jobs.control.messages import RankFailure, RankHeartbeat, RankStart
 from jobs.control.rank_health import UNWATCHED
 from jobs.control.silent_nodes import Patience
 from jobs.node_attempt import NodeAttempt, log
@@ -96,12 +96,8 @@ class LocalRanks:
 
     def end(self) -> None:
         """End a round: forget the ranks that the agent has killed, because they have not failed."""
-        for path in self.running():
+        for path in self._node_dir.running_ranks():
             path.unlink(missing_ok=True)
-
-    def running(self) -> Iterator[Path]:
-        """Yield the files of process wrappers that run or were killed. One that ends by itself removes its file."""
-        return self._node_dir.exits.glob("running-*.json")
 
     def heartbeats(self) -> tuple[RankHeartbeat, ...]:
         """Return the last heartbeat of each rank that is alive."""
@@ -128,9 +124,21 @@ class LocalRanks:
             found += self._unwatched({heartbeat.rank for heartbeat in found})
         return tuple(found)
 
+    def starts(self) -> tuple[RankStart, ...]:
+        """Return the last start of each rank in the round, unless that rank has failed."""
+        found = {}
+        # The file of a rank's end is older than the file of the process that has replaced that rank.
+        for has_ended, paths in (
+            (True, self._node_dir.exits.glob("ended-*.json")),
+            (False, self._node_dir.running_ranks()),
+        ):
+            for fields in filter(None, map(_read, paths)):
+                found[fields["rank"]] = RankStart(rank=fields["rank"], restarts=fields["restarts"], has_ended=has_ended)
+        return tuple(found.values())
+
     def _unwatched(self, watched: set[int]) -> Iterator[RankHeartbeat]:
         """Yield a heartbeat for each rank that writes none. What its processes do are its signs of life."""
-        for fields in map(_read, self.running()):
+        for fields in map(_read, self._node_dir.running_ranks()):
             if fields is None or fields["rank"] in watched:
                 continue
             rank, pid, now = fields["rank"], fields["pid"], time.monotonic()
@@ -139,9 +147,15 @@ class LocalRanks:
                 last = self._activity[rank] = _Activity(pid=pid)
             if now > last.measured_at + _MEASURE_SECONDS:
                 last.measure(now, self._clock.since(last.active_at))
-            still = round(self._clock.since(last.active_at), 2)
+            still, own = round(self._clock.since(last.active_at), 2), children(pid)[:1]
             yield RankHeartbeat(
-                rank=rank, step=0, phase=UNWATCHED, state="", still_seconds=still, step_seconds=None, busy_seconds=None
+                rank=rank,
+                step=0,
+                phase=UNWATCHED,
+                state=(process_state(own[0]) or "") if own else "",
+                still_seconds=still,
+                step_seconds=None,
+                busy_seconds=None,
             )
 
     def _heartbeat(self, local_rank: int) -> dict[str, Any] | None:
@@ -176,7 +190,7 @@ class LocalRanks:
 
     def _vanished(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """Yield the file and the failure of each rank whose wrapper was killed, and so could not record the failure."""
-        for path in self.running():
+        for path in self._node_dir.running_ranks():
             fields = _read(path)
             # A wrapper that ends by itself removes its file first.
             if fields is None or process_state(fields["pid"]) not in {None, "Z"} or not path.exists():
@@ -185,6 +199,7 @@ class LocalRanks:
                 path,
                 {
                     "rank": fields["rank"],
+                    "restarts": fields["restarts"],
                     "started_at": fields["started_at"],
                     # The wrapper was last seen alive at this time, before the failures that its end causes.
                     "failed_at": max(fields["started_at"], self._looked_at),
@@ -264,6 +279,11 @@ class NodeMonitor:
         self._node.record(NotForked(node=self._node.host, **reason))
         log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
+    def finish_round(self) -> None:
+        """Report how the ranks ended. The coordinator must know this before it learns that torchrun has ended."""
+        self._next = 0.0
+        self.poll()
+
     def poll(self) -> None:
         """Report the state of the ranks and run the callbacks; do nothing if the last poll was less than 0.2 s ago."""
         if time.monotonic() < self._next:
@@ -280,7 +300,9 @@ class NodeMonitor:
         self.last_step = max([self.last_step, *(heartbeat.step for heartbeat in heartbeats)])
         if self._channel.directive.stop:
             self._stop.handle(signal.SIGTERM, None)
-        self._channel.report(heartbeats=heartbeats, failures=self._failures, signal=self._stop.name)
+        self._channel.report(
+            heartbeats=heartbeats, starts=self.ranks.starts(), failures=self._failures, signal=self._stop.name
+        )
         try:
             for callback in self.callbacks:
                 callback()

@@ -30,11 +30,13 @@ from collections.abc import Callable, Mapping
 
 # Look here before PYTHONPATH: a user's code may have a package of the same name.
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from hpc.base.environment import HEARTBEAT, PARENT
-from hpc.base.kernel import adopt_orphans, children, die_with_parent, end_children, open_files
+from hpc.base.environment import HEARTBEAT, PARENT, RESTARTS
+from hpc.base.kernel import adopt_orphans, children, die_with_parent, end_children, name_process, open_files
 from hpc.base.traceback_text import describe_exception
 from jobs.compat import has_queried_gpus_before_the_fork
+from jobs.ranks import WRAPPER
 from jobs.ranks.helper_processes import ToldToEnd, protect_helper_processes
+from jobs.ranks.slurm_variables import task_variables
 
 _IN_A_FORK = ("-m", "script")
 _GPU_FILES = "/dev/nvidia"
@@ -46,6 +48,7 @@ _TAIL_BYTES, _LONGEST_DETAIL = 65536, 500
 
 def run_torchrun(*program: str) -> None:
     """Run torchrun, wait until no process of its ranks exists, and end as torchrun ended."""
+    name_process(WRAPPER, ["torchrelay wrapper"], "torchrun")
     signal.signal(_END, _end_torchrun)
     die_with_parent(_parent(), _END)
     _ignore_slurm()
@@ -98,6 +101,8 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     # Write no core files: a rank that hangs is aborted, and its memory would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    name_process(WRAPPER, ["torchrelay wrapper"], f"rank {rank}/{os.environ.get('WORLD_SIZE', '?')}")
+    os.environ.update(task_variables(os.environ))
     log, exits = os.path.join(log_dir, f"rank-{rank:02d}.log"), os.path.join(node_dir, "exits")
     size_before = _print_to(log)
     if program[0] in _IN_A_FORK and (reason := _why_no_gpus()):
@@ -109,9 +114,9 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     # time.monotonic() cannot be set, and is the same for all processes of a node.
     started, kills = time.monotonic(), _out_of_memory_kills()
     # If this process is killed, the agent learns of the rank only from this file.
-    running = f"running-{os.getpid()}.json"
+    running, start = f"running-{os.getpid()}.json", {"rank": rank, "restarts": int(os.environ.get(RESTARTS, "0"))}
     with contextlib.suppress(OSError):
-        _write_whole(exits, running, {"rank": rank, "pid": os.getpid(), "started_at": started})
+        _write_whole(exits, running, {**start, "pid": os.getpid(), "started_at": started})
 
     def on_sigterm(*_: object) -> None:
         # Either torchrun is ending the ranks because another one has failed, and SIGKILL follows. Or Slurm has sent
@@ -127,7 +132,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
     if status:
         names = {each.value: each.name for each in signal.Signals}  # real-time signals have no names
         record = {
-            "rank": rank,
+            **start,
             "started_at": started,
             "failed_at": time.monotonic(),
             "exit_code": -by_signal if by_signal else os.waitstatus_to_exitcode(status),
@@ -137,6 +142,9 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
             "detail": _last_line(log, size_before, killed=by_signal is not None),
         }
         _record_failure(exits, f"{time.monotonic_ns():020d}-{local_rank}.json", record)
+    else:
+        with contextlib.suppress(OSError):
+            _write_whole(exits, f"ended-{local_rank}.json", start)
     _remove(os.path.join(exits, running))
     # Processes that survive this become children of torchrun, which ends them.
     end_children(_END_SECONDS)
@@ -230,10 +238,11 @@ def _become(program: tuple[str, ...]) -> None:
         if descriptor > sys.stderr.fileno():
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-    # Set the name that `top` shows. It has no space: Slurm's proctrack/linuxproc cannot read a name with a space in
-    # /proc, and would neither suspend nor kill this process (seen with 22.05.8).
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
-        name.write(f"rank-{os.environ['RANK']}")
+    command = program[1:] if program[0] == "script" else program
+    if command[0] != "-m":
+        command = (os.path.relpath(command[0]), *command[1:])
+    rank = os.environ["RANK"]
+    name_process(f"rank-{rank}", command, f"rank {rank}/{os.environ.get('WORLD_SIZE', '?')}")
     protect_helper_processes()
     if program[0] == "script":
         from jobs.ranks.forked_script import run_script  # noqa: PLC0415  # the other forms need nothing of it

@@ -33,6 +33,7 @@ from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt, log
 from jobs.ranks.monitor import NodeMonitor
 from jobs.ranks.rank_program import TopLevel, program_argv
+from jobs.ranks.slurm_variables import node_lists
 from jobs.ranks.standby import Standby
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun
 from jobs.ranks.torchrun_command import MAX_RESTARTS, Rendezvous, torchrun_argv, torchrun_environment
@@ -164,6 +165,7 @@ def run_round(
                     torchrun.kill(_LEAVE_SECONDS)
                     return 1
             time.sleep(_POLL_SECONDS)
+        monitor.finish_round()
         return torchrun.exit_code
 
 
@@ -223,6 +225,8 @@ def _command(
     environment = rank_environment(base, allocation, resources.num_gpus, address, setup.threads, interface)
     environment |= RANK_VARIABLES[spec.device]
     environment |= _rank_variables(node, setup.data, node_dir)
+    if node.on_slurm:
+        environment |= node_lists(allocation.hostnames, directive.members)
     # Use the user's own PYTHONPATH, with the additions of --setup and without our packages.
     given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
     path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from hpc.base.environment import DATA
+from jobs.ranks.slurm_variables import NODE_LISTS
 from jobs.ranks.torchrun import Torchrun, order
 
 # Nothing reads these variables during the imports.
-_LATE = frozenset({DATA, "GLOO_SOCKET_IFNAME"})
+_LATE = frozenset({DATA, "GLOO_SOCKET_IFNAME", *NODE_LISTS})
 # What a pipe usually holds, less room for what changes until the round.
 _MAX_BYTES = 2**16 - 2**12
 

@@ -20,9 +20,10 @@ from typing import Self
 
 from hpc.base.environment import PARENT
 from hpc.base.errors import EXIT_BAD_NODE, BadNodeError
-from hpc.base.kernel import children, in_signal_mask
+from hpc.base.kernel import children, has_name, in_signal_mask
 from jobs.node_attempt import log
-from jobs.ranks.torchrun_command import NUM_START_WORDS
+from jobs.ranks import WRAPPER
+from jobs.ranks.torchrun_command import NUM_START_WORDS, STANDBY
 
 PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
@@ -48,7 +49,7 @@ class Torchrun:
         its imports, then waits until `begin` gives it its arguments.
         """
         self._contained = contained
-        argv = argv[:NUM_START_WORDS] if waits else argv
+        argv = [*argv[:NUM_START_WORDS], STANDBY, *argv[NUM_START_WORDS:]] if waits else argv
         self._process = subprocess.Popen(
             [sys.executable, "-S", str(PROCESS_WRAPPER), "container" if contained else "torchrun", *argv],
             env={**environment, PARENT: str(os.getpid())},
@@ -95,7 +96,7 @@ class Torchrun:
         """Return the process id of torchrun's wrapper in a list, empty until a container has started the wrapper."""
         if not self._contained:
             return [self._process.pid]
-        return [child for child in children(self._process.pid) if _executes(child, PROCESS_WRAPPER)]
+        return [child for child in children(self._process.pid) if has_name(child, WRAPPER)]
 
     def kill_stuck_forks(self) -> None:
         """Kill forks of torchrun that have run nothing for half a minute: torchrun then starts its ranks again.
@@ -178,14 +179,6 @@ def _leads_session(pid: int) -> bool:
         return os.getsid(pid) == pid
     except ProcessLookupError:
         return True
-
-
-def _executes(pid: int, *scripts: Path) -> bool:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return not {os.fsencode(script) for script in scripts}.isdisjoint(words[:4])
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -12,6 +12,8 @@ TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.p
 """Path of our torchrun. It is started by its path, because a user's PYTHONPATH must not replace it."""
 NUM_START_WORDS = 3
 """Number of the first words of torchrun's command line with which it starts and waits for the others."""
+STANDBY = "standby"
+"""Word after the first ones that makes torchrun wait. Further words only make room for its name (`name_process`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,9 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,45 @@ def test_submission_returns_and_the_run_requeues_itself_until_it_is_cancelled(si
     assert run.events("checkpoint_saved")[-1]["step"] == ended[-1]["step"], "the ranks have saved and stopped"
     assert len(run.events("requeued")) == 1
     assert run.status()["state"] == "cancelled"
+
+
+# Rank 1 leaves; the others wait for it in a collective, or only for the test.
+LEAVES_EARLY = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+while sys.argv[1] == "patient" and not os.path.exists("end"):
+    time.sleep(0.1)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("ranks", [("--nodes=2", "--gpus-per-node=0"), ("--nodes=1", "--gpus-per-node=3")])
+def test_rank_that_left_and_rank_that_failed_for_it_are_named_after_two_tries(site: Site, ranks: Sequence[str]) -> None:
+    add_script(site, "leaves.py", LEAVES_EARLY)
+    done = site.hpc("submit", LOCAL, *ranks, "--name=early", "--wait", "--json", "--", "leaves.py", "at-once")
+    assert done.returncode == 1
+    [status] = json.loads(site.hpc("status", "early", "--json").stdout)
+    [first] = status["interruptions"]
+    assert [attempt["cause"] for attempt in status["attempts"]] == ["crashed"]
+    for text in (first["detail"], status["detail"]):
+        failed = re.match(r"rank (\d) on localhost failed while it waited for rank 1, which had ended with exit", text)
+        assert failed, text
+        assert failed[1] in {"0", "2"}
+    assert status["budget"]["same_failure_twice"]
+
+
+def test_ranks_that_have_ended_are_shown_while_the_others_run(site: Site) -> None:
+    add_script(site, "leaves.py", LEAVES_EARLY)
+    run = site.submit(LOCAL, "--nodes=1", "--gpus-per-node=3", "--", "leaves.py", "patient")
+    run.wait("the end of rank 1", lambda: run.events("ranks_ended"))
+    [warning] = [text for text in run.status()["warnings"] if "ended with exit code 0" in text]
+    assert warning.startswith("rank 1 ended with exit code 0 while the other ranks run")
+    run.cancel()
 
 
 def test_killed_and_stopped_ranks_are_replaced(site: Site) -> None:
@@ -262,14 +302,12 @@ def test_other_users_do_not_learn_the_secret_of_a_run_nor_disturb_it(site: Site)
     if os.getuid() == 0:
         look = ["sh", "-c", "cat /proc/[0-9]*/cmdline /proc/[0-9]*/environ"]
         seen = subprocess.run(look, user="nobody", capture_output=True, check=False).stdout.decode(errors="replace")
-        assert f"{run.directory.packages}/training/runtime/torchrun_main.py" in seen
+        assert f"[rank 0/2 of {run.directory.name}]" in seen
         assert claimed["secret"] not in seen
-    # The agents', and that of the first torchrun; those of the ranks, which are its forks, are torch's.
-    ranks = ranks_of(run)
-    of_run = ((process, b" ".join(command)) for process, command in commands() if int(process.name) not in ranks)
-    words = b"jobs.agent", b"torchrun_main.py"
-    path = os.fsencode(run.directory.path)
-    own = [process for process, command in of_run if path in command and any(word in command for word in words)]
+    # The agents', and that of the first torchrun; those of the ranks are torch's.
+    name = os.fsencode(run.directory.name)
+    named = ((process, b" ".join(command)) for process, command in commands())
+    own = [process for process, command in named if re.match(rb"(jobs.agent|torchrun) .*" + name, command)]
     ports = {port for process in own for port in listening_ports(process)}
     assert {claimed["port"], run.events("rendezvous")[0]["port"]} <= ports
     for seed, port in enumerate(ports):

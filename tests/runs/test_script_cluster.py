@@ -1,7 +1,11 @@
 """A user's own script on a real Slurm, submitted by an ordinary user: signals, tracebacks."""
 
+import json
+import sys
+
 import pytest
 from support.cluster import TWO_NODES, Run, Site, add_script, preempt
+from support.relay_script import add_relay
 
 from hpc.base.files import read_json_lines
 
@@ -99,3 +103,68 @@ def test_script_that_fails_at_once_is_given_up_with_its_traceback(ordinary_user:
     shown = ordinary_user.hpc("status", "broken").stdout
     assert "in load\n" in shown
     assert "\nFileNotFoundError: " in shown
+
+
+# As research code does, with Slurm's variables before torchrun's.
+ASKS_SLURM = """
+import json, os, sys
+from pathlib import Path
+
+seen = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+Path(sys.argv[1], seen["SLURM_PROCID"]).write_text(json.dumps(seen))
+if "RANK" in os.environ:
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo", rank=int(seen["SLURM_PROCID"]), world_size=int(seen["SLURM_NTASKS"]))
+    ranks = torch.tensor([int(seen["SLURM_PROCID"]), int(seen["SLURM_LOCALID"])])
+    dist.all_reduce(ranks)
+    assert ranks.tolist() == [6, 2]
+"""
+# The job and the step have other ids, ports and CPUs, and a task has a process id.
+DIFFERS = {
+    "CPU_BIND", "CPU_BIND_LIST", "CPU_BIND_TYPE", "CPU_BIND_VERBOSE", "DISTRIBUTION", "JOBID", "JOB_ID", "JOB_NAME",
+    "JOB_START_TIME", "JOB_END_TIME", "LAUNCH_NODE_IPADDR", "PRIO_PROCESS", "SRUN_COMM_HOST", "SRUN_COMM_PORT",
+    "STEPID", "STEP_ID", "STEP_LAUNCHER_PORT", "TASK_PID", "UMASK",
+}  # fmt: skip
+
+
+def test_ranks_have_the_variables_of_slurm_as_if_srun_had_started_each(ordinary_user: Site) -> None:
+    add_script(ordinary_user, "asks.py", ASKS_SLURM)
+    size = ("--nodes=2", "--gpus-per-node=2")
+    for directory in ("ours", "srun"):
+        ordinary_user.type("mkdir", directory)
+    run = ordinary_user.submit(*size, "--cpus-per-gpu=1", "--", "asks.py", str(ordinary_user.path / "ours"))
+    run.wait_for_state("completed")
+    task = [sys.executable, str(ordinary_user.path / "asks.py"), str(ordinary_user.path / "srun")]
+    ordinary_user.slurm("srun", *size, "--ntasks-per-node=2", "--cpus-per-task=1", "--mpi=none", *task)
+    for rank in map(str, range(4)):
+        ours, own = (json.loads((ordinary_user.path / directory / rank).read_text()) for directory in ("ours", "srun"))
+        expected = {name: value for name, value in own.items() if name.removeprefix("SLURM_") not in DIFFERS}
+        assert {name: ours.get(name) for name in expected} == expected
+
+
+# A script that reports nothing, and one that reports its steps without saving them.
+ENDLESS_SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+from relay import report
+
+dist.init_process_group("gloo")
+for step in range(100_000):
+    dist.all_reduce(torch.ones(1))
+    if sys.argv[1] == "reports":
+        report(step=step, loss=1.0)
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize("what", ["reports", "nothing"])
+def test_drill_ends_when_a_script_without_state_trains_again(ordinary_user: Site, what: str) -> None:
+    add_script(ordinary_user, "endless.py", ENDLESS_SCRIPT)
+    add_relay(ordinary_user)
+    run = ordinary_user.submit(*TWO_NODES, "--name=drilled", "--", "endless.py", what)
+    for kind, cause in (("worker-kill", "crashed"), ("preempt", "preempted")):
+        drilled = ordinary_user.hpc("drill", "drilled", kind, "--yes", "--json")
+        assert drilled.returncode == 0, drilled.stderr
+        answer = json.loads(drilled.stdout)
+        assert (answer["state"], [one["cause"] for one in answer["interruptions"]]) == ("running", [cause])
+    run.cancel()

@@ -20,7 +20,7 @@ from hpc.run.events.kinds import (
 )
 from hpc.run.events.ledger import EventWriter, SucceededError, attempt_prefix, check_is_newest
 from hpc.run.nodedir import NodeDir
-from jobs.control.messages import Directive, RankFailure, RankHeartbeat
+from jobs.control.messages import Directive, RankFailure, RankHeartbeat, RankStart
 from jobs.node_attempt import NodeAttempt
 from simulation.world import Process
 from training.relay.checkpoint_files import list_checkpoints, save_checkpoint, save_snapshot, step_of
@@ -138,6 +138,14 @@ class LocalRanks:
             ),
         )  # fmt: skip
 
+    def starts(self) -> tuple[RankStart, ...]:
+        """Return the last start of each rank that runs."""
+        torchrun = self._cluster.local.get(self._pid)
+        if torchrun is None or not torchrun.ranks():
+            return ()
+        group = torchrun.group
+        return (RankStart(rank=group.rank_of(torchrun.node_rank), restarts=group.restarts, has_ended=False),)
+
     def new_failures(self, clock_skew_seconds: float = 0.0) -> list[RankFailure]:
         """Return the ranks that have failed since the last call."""
         found = []
@@ -160,6 +168,7 @@ class Group:
         self.training_of = cluster.training
         self.members = dict[int, Torchrun]()
         self.training = False
+        self.restarts = 0
         self.step = 0
         self.steps, self.moved = dict[int, int](), dict[int, float]()
         self._is_first = True
@@ -198,6 +207,7 @@ class Group:
                         torchrun.exit_code = exit_code
                 return
             self._report_failures()
+            self.restarts += 1
 
     def _is_over(self) -> bool:
         return bool(self.members) and not any(torchrun.present for torchrun in self.members.values())
@@ -370,7 +380,8 @@ class Group:
             fields = {
                 "rank": self.rank_of(torchrun.node_rank), "started_at": self._started_at,
                 "failed_at": now + (0.0 if own else 0.2), "exit_code": exit_code, "signal": signal_name or None,
-                "memory": False, "step": self.step if self.reports else None, "detail": detail,
+                "memory": False, "restarts": self.restarts, "step": self.step if self.reports else None,
+                "detail": detail,
             }  # fmt: skip
             self.cluster.failed.setdefault(torchrun.process.pid, []).append(fields)
 

@@ -428,13 +428,21 @@ def is_on(process: Path, node: str) -> bool:
     return False
 
 
+def is_of(run: Run, process: Path) -> bool:
+    """Whether a process has the environment of a run's ranks: it is torchrun, a rank, or a wrapper of these."""
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        variable = f"TORCHRELAY_RUN_DIR={run.directory.path}".encode()
+        return variable in (process / "environ").read_bytes().split(b"\0")
+    return False
+
+
 def ranks_of(run: Run) -> dict[int, int]:
     """The rank of each of the run's processes on this machine: they are forks of torchrun, with its environment."""
-    variable, found = f"TORCHRELAY_RUN_DIR={run.directory.path}".encode(), {}
+    found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(FileNotFoundError, ProcessLookupError):
             kind, _, rank = (process / "comm").read_text().partition("-")
-            if kind == "rank" and variable in (process / "environ").read_bytes().split(b"\0"):
+            if kind == "rank" and is_of(run, process):
                 found[int(process.name)] = int(rank)
     return found
 
@@ -452,7 +460,7 @@ def parent(pid: int) -> int:
 def agent_pids(run: Run, node: str) -> list[int]:
     """The run's agent on a node."""
     path = str(run.directory.path).encode()
-    agents = [at for at, words in commands() if words[3:6] == [b"-m", b"jobs.agent", path]]
+    agents = [at for at, words in commands() if words[:2] == [b"jobs.agent", path]]
     return [int(at.name) for at in agents if is_on(at, node)]
 
 
@@ -519,9 +527,8 @@ def assert_nothing_left(run: Run) -> None:
     path = str(run.directory.path).encode()
 
     def left() -> list[bytes]:
-        return [
-            b" ".join(words) for at, words in commands() if int(at.name) != os.getpid() and path in b" ".join(words)
-        ]
+        found = ((at, b" ".join(words)) for at, words in commands() if int(at.name) != os.getpid())
+        return [command for at, command in found if path in command or is_of(run, at)]
 
     run.wait("the end of all processes", lambda: not left())
     own = 'find /dev/shm -mindepth 1 -maxdepth 1 -user "$(id -u)"'

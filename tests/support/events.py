@@ -114,6 +114,11 @@ def train_started(
     return event("train_started", at, attempt=attempt, **known, **seconds)
 
 
+def ranks_started(at: float | None = None, *, attempt: int = 1, world_size: int = 2, **more: Any) -> Event:
+    """Return a start of all ranks of the first round."""
+    return event("ranks_started", at, attempt=attempt, **{"round": 1, "world_size": world_size, **more})
+
+
 def first_step(at: float | None = None, step: int = 1, *, attempt: int = 1) -> Event:
     """Return the first step after a start of the ranks."""
     return event("first_step", at, attempt=attempt, step=step)

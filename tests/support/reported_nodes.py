@@ -8,9 +8,9 @@ import pytest
 
 from hpc.run.events.ledger import Event
 from hpc.run.spec import Recovery, Resources
-from jobs.control import channel, coordinator, rank_health, root_failure, silent_nodes
+from jobs.control import channel, coordinator, rank_health, rank_starts, root_failure, silent_nodes
 from jobs.control.coordinator import Coordinator
-from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat
+from jobs.control.messages import Directive, NodeStatus, Phase, RankFailure, RankHeartbeat, RankStart
 from jobs.node_attempt import NodeAttempt
 from jobs.stop_request import StopRequest
 from support.events import claimed, of_training, record_of, write_events
@@ -24,7 +24,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1_000_000.0
-        for module in (coordinator, silent_nodes, rank_health, root_failure):
+        for module in (coordinator, silent_nodes, rank_health, rank_starts, root_failure):
             monkeypatch.setattr(module, "time", self)
         monkeypatch.setattr(coordinator, "steady_time", self.monotonic)
 
@@ -120,12 +120,18 @@ class CoordinatedAttempt:
         self.nodes.report(node_rank, heartbeats=(heartbeat,))
         return heartbeat
 
+    def start(self, *, ended: Sequence[int] = (), restarts: int = 0) -> None:
+        """Report that each node's rank, which has the same number, runs or has ended with exit code 0."""
+        for node_rank in self.members:
+            start = RankStart(rank=node_rank, restarts=restarts, has_ended=node_rank in ended)
+            self.nodes.report(node_rank, starts=(start,))
+
     def fail(self, node_rank: int, **fields: Any) -> None:
         """Report a failure of the node's rank, and poll again one second later."""
         now = self.clock.now
         usual = {
-            "node": self.node.allocation.hostnames[node_rank], "round": 1, "rank": node_rank, "started_at": now - 30,
-            "failed_at": now, "exit_code": 1, "signal": None, "cause": "crashed", "step": 7,
+            "node": self.node.allocation.hostnames[node_rank], "round": 1, "rank": node_rank, "restarts": 0,
+            "started_at": now - 30, "failed_at": now, "exit_code": 1, "signal": None, "cause": "crashed", "step": 7,
             "detail": "ValueError: 12 is too much",
         }  # fmt: skip
         self.nodes.report(node_rank, failures=(RankFailure(**{**usual, **fields}),))

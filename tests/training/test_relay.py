@@ -1,6 +1,7 @@
 """The helper for scripts of one's own, copied: two ranks, stopped, killed and restored."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support.cluster import ROOT
 from support.events import assert_typed
 from support.relay_script import Script, agent_variables, copy_relay, run_relay
 from support.trainings import slow
@@ -272,3 +274,12 @@ def test_checkpoint_is_on_the_disk_and_kept_for_the_next_start_if_the_storage_ca
     unreadable.unlink()
     unreadable.write_bytes(content)
     assert "restored 86" in save(90, tmp_path).stdout
+
+
+def test_first_report_is_the_first_step_of_a_script_without_state(tmp_path: Path) -> None:
+    code = "from training.relay import report\nfor step in (5, 6): report(step=step, loss=1.0)"
+    environment = {**os.environ, "TORCHRELAY_RUN_DIR": str(tmp_path), "TORCHRELAY_ATTEMPT": "1", "RANK": "0"}
+    (tmp_path / "events").mkdir()
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
+    [line] = (tmp_path / "events" / "attempt-001-script.jsonl").read_text().splitlines()
+    assert (json.loads(line)["event"], json.loads(line)["step"]) == ("first_step", 5)

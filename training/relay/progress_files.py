@@ -62,12 +62,25 @@ class ProgressFiles:
     def __init__(self) -> None:
         self._heartbeat = Heartbeat(THIS_RANK.heartbeat, THIS_RANK.rank)
         self._beaten_at: float | None = None
+        # None after the first step.
+        self._restored_step: int | None = -1
         self._failed = False
         self._warned = set[str]()
         """The names of the values about which the rank has printed a warning."""
 
+    def begin(self, step: int) -> None:
+        """Show that this rank is alive and has restored a state after `step` steps."""
+        self._restored_step = step
+        self.beat(step)
+
     def beat(self, step: int | None = None) -> None:
-        """Show the node agent that this rank is alive. The time from one call to the next counts as a step."""
+        """Show the node agent that this rank is alive. The time from one call to the next counts as a step.
+
+        After the first step since the start of the ranks, this also records the event `first_step`.
+        """
+        if step is not None and self._restored_step is not None and step > self._restored_step:
+            self._restored_step = None
+            self.event("first_step", step=step)
         now, mean = time.monotonic(), self._heartbeat.step_seconds
         if self._beaten_at is not None:
             seconds = now - self._beaten_at

@@ -68,7 +68,6 @@ class SavedState:
         self._background = BackgroundWriter()
         self._snapshots = Snapshots(THIS_RANK.snapshots) if THIS_RANK.snapshots and snapshot_seconds else None
         self._memory = CopyMemory()
-        self._first_step: int | None = None
         self._unwritten: OSError | None = None
 
     def __enter__(self) -> Self:
@@ -89,8 +88,7 @@ class SavedState:
         source = restore_objects(self._objects)
         self.step = source.step if source else 0
         self._saved = [self._done if source and source.durable else None, self._done]
-        self._first_step = self.step
-        progress_files.beat(self.step)
+        progress_files.begin(self.step)
         progress_files.event(
             "train_started",
             step=self.step, world_size=THIS_RANK.world_size, restored_from=source and str(source.path),
@@ -150,13 +148,7 @@ class SavedState:
             _exit_if_asked()
 
     def due(self) -> tuple[int, int]:
-        """Return two numbers, for a checkpoint and a snapshot: 1 if it is due, else 0. Only rank 0 returns ones.
-
-        After the attempt's first step, this also records the event `first_step`.
-        """
-        if self._first_step is not None and self.step > self._first_step:
-            progress_files.event("first_step", step=self.step)
-            self._first_step = None
+        """Return two numbers, for a checkpoint and a snapshot: 1 if it is due, else 0. Only rank 0 returns ones."""
         if THIS_RANK.rank != 0 or self._background.busy:
             return 0, 0
         checkpoint_seconds, snapshot_seconds = self._intervals

@@ -1,8 +1,8 @@
 """Runs torchrun like `python -m torch.distributed.run`, but with our rendezvous, and with a faster start and exit.
 
-Runs once per node and round. Without arguments, it does its imports, and then waits until its parent writes the
-arguments and the environment into its stdin. With `--run-path`, the ranks are forks of this process. So their modules
-are imported once per node instead of once per rank, and not again when the ranks are restarted.
+Runs once per node and round. If its first argument is `standby`, it does its imports, and then waits until its parent
+writes the arguments and the environment into its stdin. With `--run-path`, the ranks are forks of this process. So
+their modules are imported once per node instead of once per rank, and not again when the ranks are restarted.
 
 Garbage collection is off during the imports: it takes a quarter of a second of their 1.5 s and finds nothing. The exit
 does not free torch's modules: that takes half a second, which may be a part of the grace period.
@@ -14,7 +14,7 @@ import sys
 
 if __name__ == "__main__":
     gc.disable()
-    if not sys.argv[1:]:
+    if sys.argv[1:2] == ["standby"]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing depends on this process yet
 
 import contextlib
@@ -34,7 +34,7 @@ from torch.distributed.run import config_from_args, parse_args
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from hpc.base.environment import PARENT, PRELOAD, SECRET
 from hpc.base.errors import EXIT_BAD_NODE
-from hpc.base.kernel import adopt_orphans, end_children
+from hpc.base.kernel import adopt_orphans, end_children, name_process
 from training.runtime.compat import end_ranks_within, leave_signals_alone, run_exit_functions
 from training.runtime.node_rendezvous import BACKEND, NodeRendezvous
 
@@ -95,6 +95,7 @@ def launch() -> None:
     arguments = parse_args(sys.argv[1:])  # type: ignore[no-untyped-call]  # torch's own
     arguments.numa_binding = "node"
     config, program, words = config_from_args(arguments)
+    name_process("torchrun", ["torchrun"], f"node {config.rdzv_configs['rank']}/{config.max_nodes}")
     config.numa_options = None
     # SIGTERM stays ignored, as inherited. When jobs.node_probe times out, its SIGINT ends torchrun in good order.
     config.signals_to_handle = "SIGINT"
@@ -103,10 +104,13 @@ def launch() -> None:
 
 def run() -> int:
     """Run torchrun, and return its exit code."""
+    is_standby = sys.argv[1:2] == ["standby"]
+    if is_standby:
+        name_process("torchrun", ["torchrun"], "standby")
     preload(filter(None, os.environ.get(PRELOAD, "").split(",")))
     gc.freeze()
     gc.enable()
-    if not sys.argv[1:]:
+    if is_standby:
         await_arguments()
     os.environ.pop(PRELOAD, None)
     # Hide the secret from the ranks, and from what they run and log.

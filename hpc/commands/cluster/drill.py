@@ -17,7 +17,7 @@ from hpc.base.flags import POSITIONAL
 from hpc.commands import cli
 from hpc.run.events.downtime import Interruption, interruptions_of
 from hpc.run.events.history import History
-from hpc.run.events.kinds import CheckpointSaved
+from hpc.run.events.kinds import CheckpointSaved, FirstStep
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import client as slurm
@@ -63,7 +63,8 @@ class DrillTarget:
 def drill(options: DrillOptions) -> int:
     """Ask, cause the failure, wait, and print the interruptions. Returns 1 if the run has failed or is cancelled."""
     run = cli.find_own_run(options.run, options.runs_dir)
-    target = target_of(options, run, summaries([run])[0])
+    row = _await_ranks(run)
+    target = target_of(options, run, row, History.load(run))
     command, action = plan(options.kind, target)
     if not options.yes:
         question = f"{action} (run {run.name}, job {target.job_id})"
@@ -72,11 +73,11 @@ def drill(options: DrillOptions) -> int:
         print(f"{question}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
             raise UserError("nothing was done")
-    before = len(interruptions_of(History.load(run)))
+    before = History.load(run)
     pids = slurm.run(*command)
     if options.kind in _RANK_FAULTS and not pids.strip():
-        raise TorchrelayError(f"rank {target.rank} has no heartbeat on {' '.join(target.nodes)}: nothing was done")
-    found = _wait(run, options.kind, before)
+        raise TorchrelayError(f"rank {target.rank} does not run on {' '.join(target.nodes)}: nothing was done")
+    found = _await_recovery(run, options.kind, before)
     state = summaries([run])[0].state
     if options.json:
         cli.print_json(
@@ -89,13 +90,30 @@ def drill(options: DrillOptions) -> int:
     return 1 if state in {"failed", "cancelled"} else 0
 
 
-def target_of(options: DrillOptions, run: RunDir, row: Summary) -> DrillTarget:
-    """Choose the target by the flags and the run's status. Raises UserError if the run, node or rank does not train."""
-    world_size = int(row.world_size or 0)
-    if row.state != "running" or not world_size:
-        raise UserError(f"run {run.name} is not training: wait until hpc status {run.name} shows its step")
-    attempt = row.attempts[-1]
-    nodes = attempt.members
+def _await_ranks(run: RunDir) -> Summary:
+    """Wait until all ranks of the run have started, and return its status. Raises UserError if the run has ended."""
+    deadline, has_said = time.monotonic() + _TIMEOUT_SECONDS, False
+    while time.monotonic() < deadline:
+        row, last = summaries([run])[0], History.load(run).last_attempt
+        if row.state in TERMINAL:
+            raise UserError(f"run {run.name} has no ranks: its state is {row.state} (hpc status {run.name})")
+        if row.state == "running" and last is not None and last.world_size:
+            return row
+        if not has_said:
+            print(f"waiting until the ranks of run {run.name} have started", file=sys.stderr)
+            has_said = True
+        time.sleep(_POLL_SECONDS)
+    raise TorchrelayError(
+        f"the ranks of run {run.name} have not started after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"
+    )
+
+
+def target_of(options: DrillOptions, run: RunDir, row: Summary, history: History) -> DrillTarget:
+    """Choose the target by the flags and the run's status. Raises UserError if it is not a part of the run."""
+    attempt = history.attempts[-1]
+    nodes, world_size = attempt.members, attempt.world_size or 0
+    if options.kind == "disk-full" and not history.knows_steps:
+        raise UserError(f"disk-full makes a save fail, but run {run.name} saves nothing with state()")
     others = [node for node in nodes if node != attempt.nodes[0]]
     if options.node not in {None, *nodes}:
         raise UserError(f"--node is {options.node!r}: use one of {', '.join(nodes)}, where the run trains")
@@ -162,27 +180,27 @@ def on_nodes(target: DrillTarget, nodes: Sequence[str], *action: str) -> list[st
     ]  # fmt: skip
 
 
-def _wait(run: RunDir, kind: Kind, before: int) -> list[Interruption]:
-    """Wait until the run trains again or has ended. Returns the interruptions that follow the first `before`.
+def _await_recovery(run: RunDir, kind: Kind, before: History) -> list[Interruption]:
+    """Wait until the run trains again or has ended. Returns its interruptions since `before`.
 
-    With disk-full, a save without an interruption also ends the wait. Raises TorchrelayError after 15 minutes.
+    A run trains again when all ranks have started and, if it reports steps, the first step is done. With disk-full, a
+    save without an interruption also ends the wait. Raises TorchrelayError after 15 minutes.
     """
-    checkpoints = _checkpoints(run)
+    known = len(interruptions_of(before))
     deadline = time.monotonic() + _TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        new = interruptions_of(History.load(run))[before:]
-        saved = kind == "disk-full" and not new and _checkpoints(run) > checkpoints
-        trains = bool(new) and new[-1].seconds["first_step"] is not None
+        history = History.load(run)
+        new = interruptions_of(history)[known:]
+        saved = kind == "disk-full" and not new and len(history.of(CheckpointSaved)) > len(before.of(CheckpointSaved))
+        reports_steps = history.knows_steps or bool(history.of(FirstStep))
+        has_started = bool(new) and history.attempts[-1].world_size is not None
+        trains = has_started and (not reports_steps or new[-1].seconds["first_step"] is not None)
         if trains or saved or summaries([run])[0].state in TERMINAL:
             return new
     raise TorchrelayError(
         f"run {run.name} has not resumed training after {_TIMEOUT_SECONDS:.0f} s: see hpc status {run.name}"
     )
-
-
-def _checkpoints(run: RunDir) -> int:
-    return len(History.load(run).of(CheckpointSaved))
 
 
 main = partial(cli.run, drill, DrillOptions, "drill")

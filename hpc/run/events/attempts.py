@@ -6,7 +6,16 @@ from typing import Any
 
 from hpc.run.budget import Budget, PastInterruption, budget_after
 from hpc.run.causes import Cause
-from hpc.run.events.kinds import AttemptEnded, Claimed, Event, Interrupted, Resumed, RoundStarted, TrainStarted
+from hpc.run.events.kinds import (
+    AttemptEnded,
+    Claimed,
+    Event,
+    Interrupted,
+    RanksStarted,
+    Resumed,
+    RoundStarted,
+    TrainStarted,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +38,8 @@ class Attempt:
     first_step: int | None = None
     members: tuple[str, ...] = ()
     """The nodes that train; `nodes` also has spares and lost nodes."""
+    world_size: int | None = None
+    """The number of ranks; None until all have started, also after an interruption and after the end."""
     restored_step: int | None = None
     """The step from which the ranks last started; None if they have not started since the last interruption."""
     interruptions: tuple[PastInterruption, ...] = ()
@@ -91,7 +102,9 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
         case RoundStarted():
             known = range(len(attempt.nodes))
             members = tuple(attempt.nodes[node_rank] for node_rank in event.members if node_rank in known)
-            return {"members": members, "ranks_started": event.time}
+            return {"members": members, "ranks_started": event.time, "world_size": None}
+        case RanksStarted():
+            return {"world_size": event.world_size}
         case TrainStarted():
             # Ranks may restart within an attempt: the first start counts.
             is_first = attempt.training_started is None
@@ -104,6 +117,7 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
                 "interrupted_at": event.failed_at,
                 "restored_step": None,
                 "ranks_started": event.time,
+                "world_size": None,
             }
         case AttemptEnded():
             return {
@@ -114,10 +128,9 @@ def _changes(attempt: Attempt, event: Event) -> dict[str, Any]:
                 "last_step": event.step,
                 "detail": event.detail,
                 "signature": event.signature,
+                "world_size": None,
             }
-        case Resumed():
-            return {"resumed": event.time}
-    return {}
+    return {"resumed": event.time} if isinstance(event, Resumed) else {}
 
 
 def budget_of(attempts: Iterable[Attempt]) -> Budget:

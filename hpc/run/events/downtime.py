@@ -13,6 +13,9 @@ follows or should follow. The times of events divide the recovery into parts:
 | restore | connected | `train_started`: the state is restored |
 | first_step | `train_started` | `first_step`: the loaders have started, the kernels are chosen |
 
+A script that does not use `state` records no `train_started`. Its `rendezvous` ends with `ranks_started`, and `restore`
+is 0: what the script itself restores is a part of `first_step`.
+
 Inside an attempt nothing is released, started or staged: these parts are 0. The pause before an `hpc resume` belongs to
 no part. If an attempt ended without a report, its end is noticed when the next one claims: `notice` then includes the
 wait in the queue and Slurm's start of the job. A part is None if one of its times is missing. The total is None, too,
@@ -35,6 +38,7 @@ from hpc.run.events.kinds import (
     FirstStep,
     Interrupted,
     NodeLost,
+    RanksStarted,
     Requeued,
     Resubmitted,
     Resumed,
@@ -60,8 +64,7 @@ class Interruption:
     node: str | None
     detail: str | None
     seconds: Mapping[str, float | None]
-    """Seconds by part, and `total`: from the failure to the first step, or to `train_started` if no first step is
-    recorded."""
+    """Seconds by part, and `total`: from the failure to the first step or, if none is recorded, to the event before."""
     steps_lost: int | None
     """Steps that had to be recomputed; None before the training has started again, and for a user's script. If the
     training did not start between two interruptions, the later one has the lost steps of both."""
@@ -82,7 +85,7 @@ def interruptions_of(history: History) -> list[Interruption]:
         started = _first(after, TrainStarted)
         lost = max(0, last_step - started.step) if started else None
         last_step = 0 if started else last_step
-        found.append(_interruption(before, end, after, lost))
+        found.append(_interruption(before, end, after, lost, restores=history.knows_steps))
     return found
 
 
@@ -117,9 +120,12 @@ def _time(event: Event | None) -> float | None:
 
 
 def _interruption(
-    before: History, end: Interrupted | AttemptEnded, after: History, steps_lost: int | None
+    before: History, end: Interrupted | AttemptEnded, after: History, steps_lost: int | None, *, restores: bool
 ) -> Interruption:
-    """Return the interruption at the end of the span `before`, with its cost until training starts in `after`."""
+    """Return the interruption at the end of the span `before`, with its cost until training starts in `after`.
+
+    `restores` says whether the program records `train_started`.
+    """
     lost, stopped = before.last(NodeLost), before.last(TrainStopped)
     resumed = _time(before.last(Resumed))
     signalled = stopped.time - stopped.seconds if stopped and stopped.seconds is not None else None
@@ -135,7 +141,10 @@ def _interruption(
         claimed = _time(_first(after, Claimed))
         staged = _time(after.last(DataStaged)) or claimed
     started, connected = _first(after, TrainStarted), None
-    if started and started.seconds is not None and started.connect_seconds is not None:
+    trains = _time(started if restores else _first(after, RanksStarted))
+    if not restores:
+        connected = trains
+    elif started and started.seconds is not None and started.connect_seconds is not None:
         connected = started.time - started.seconds + started.connect_seconds
     first_step = _time(_first(after, FirstStep))
     # Nothing was to be recovered until the user resumed the run.
@@ -149,7 +158,7 @@ def _interruption(
         rank=end.rank,
         node=end.node or (lost.node if lost else None),
         detail=end.detail,
-        seconds=_parts([failure, noticed, released, claimed, staged, connected, _time(started), first_step]),
+        seconds=_parts([failure, noticed, released, claimed, staged, connected, trains, first_step]),
         steps_lost=steps_lost,
     )
 

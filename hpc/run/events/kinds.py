@@ -434,6 +434,8 @@ class RankFailed(Event, frozen=True, kw_only=True):
 
     round: Int
     rank: Int
+    restarts: Int = 0
+    """As in RanksStarted."""
     failed_at: Time
     node: str | None = None
     exit_code: Int | None = None
@@ -443,6 +445,21 @@ class RankFailed(Event, frozen=True, kw_only=True):
     """The last step that this rank had done."""
     detail: str | None = None
     started_at: Time | None = None
+
+
+class RanksStarted(Event, frozen=True, kw_only=True):
+    """The head node's agent reports that all ranks of a round have started, or have been restarted together."""
+
+    round: Int
+    restarts: Int = 0
+    """The number of times that the ranks have restarted together in this round."""
+    world_size: Int
+
+
+class RanksEnded(Event, frozen=True, kw_only=True):
+    """The head node's agent reports that these ranks have ended with exit code 0 while the others run."""
+
+    ranks: tuple[Int, ...]
 
 
 class RanksSilent(Event, frozen=True, kw_only=True):

@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from support.events import attempt_ended, claimed, event, resumed, staged, submitted, train_stopped
+from support.events import (
+    attempt_ended,
+    claimed,
+    event,
+    interruption,
+    ranks_started,
+    resumed,
+    staged,
+    submitted,
+    train_stopped,
+)
 
 from hpc.run.events.history import History
 from hpc.run.events.kinds import Event
@@ -52,6 +62,8 @@ def test_without_a_known_grace_there_is_nothing_to_compare_with() -> None:
     ("happened", "words"),
     [
         (event("ranks_silent", 5.0, attempt=1, seconds=930.0), "anything, for 16 minutes or more: if the script hangs"),
+        (event("ranks_ended", 5.0, attempt=1, ranks=[1, 3]),
+         "ranks 1, 3 ended with exit code 0 while the other ranks run"),
         (event("slow_rank", 5.0, attempt=1, rank=3, node="gpu02", busy_seconds=0.25, median_seconds=0.1),
          "rank 3 on gpu02 needs 0.25 s per step, the others 0.1 s"),
         (event("not_forked", 5.0, attempt=1, node="gpu02", detail="torch 9 had queried the GPUs"),
@@ -67,6 +79,11 @@ def test_what_is_wrong_with_the_last_attempt_is_said(happened: Event, words: str
     (warning,) = found([FIRST, happened])
     assert words in warning
     assert found([FIRST, happened, SECOND]) == [], "another attempt has other nodes"
+
+
+@pytest.mark.parametrize("after", [ranks_started(6.0), interruption(6.0), attempt_ended(6.0, "crashed")])
+def test_ranks_that_ended_early_are_no_matter_once_the_others_have_ended(after: Event) -> None:
+    assert found([FIRST, event("ranks_ended", 5.0, attempt=1, ranks=[1]), after]) == []
 
 
 def test_preemption_is_nothing_to_warn_of() -> None:

@@ -33,6 +33,7 @@ FAILURE = RankFailure(
     node="n1",
     round=1,
     rank=3,
+    restarts=0,
     started_at=1.0,
     failed_at=2.5,
     exit_code=-9,

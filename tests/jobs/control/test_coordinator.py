@@ -450,8 +450,8 @@ def test_clock_that_is_set_back_hides_no_hang(node: NodeAttempt, monkeypatch: py
     coordinator = Coordinator(replace(node, spec=spec), server, StopRequest())
     server.directive = Directive(round=1, members=(0,), port=1)
     failure = RankFailure(
-        node="gpu01", round=1, rank=0, started_at=steady_time() - 20, failed_at=steady_time() - 10, exit_code=1,
-        signal=None, cause="crashed", step=7, detail="x",
+        node="gpu01", round=1, rank=0, restarts=0, started_at=steady_time() - 20, failed_at=steady_time() - 10,
+        exit_code=1, signal=None, cause="crashed", step=7, detail="x",
     )  # fmt: skip
     server.report(phase=Phase.RUNNING, round=1, failures=(failure,))
 

@@ -69,7 +69,7 @@ def test_ranks_without_heartbeats_wait_for_those_with_them() -> None:
 
 def test_stopped_process_hangs_in_every_phase() -> None:
     """`hpc drill hang` may stop a rank that saves: nobody should wait a quarter of an hour for it."""
-    for phase in ("start", "save", "evaluate", "script"):
+    for phase in ("start", "save", "evaluate", "script", UNWATCHED):
         others = heartbeat(0, still=31, phase=phase)
         found = find_hang(of(others, heartbeat(1, still=31, phase=phase, state="T")), "30s")
         assert found is not None

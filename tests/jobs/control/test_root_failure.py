@@ -10,8 +10,8 @@ from jobs.control.root_failure import RootFailure
 
 
 def failure(rank: int, at: float, **fields: Any) -> RankFailure:
-    usual = {"node": f"n{rank}", "round": 1, "started_at": 1.0, "exit_code": 1, "signal": None, "cause": "crashed",
-             "step": 7, "detail": ""}  # fmt: skip
+    usual = {"node": f"n{rank}", "round": 1, "restarts": 0, "started_at": 1.0, "exit_code": 1, "signal": None,
+             "cause": "crashed", "step": 7, "detail": ""}  # fmt: skip
     return RankFailure(rank=rank, failed_at=at, **{**usual, **fields})
 
 

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 from support.events import recorded
+from support.waiting import wait_for
 
+from hpc.base.kernel import children
 from hpc.run.nodedir import HeldNodeDir
 from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAttempt
@@ -40,6 +43,33 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     channel.close()
 
 
+@pytest.fixture
+def shell(held: HeldNodeDir, request: pytest.FixtureRequest) -> Callable[[str], int]:
+    """Starts shell commands as rank 3 without heartbeats, and returns the process id of its wrapper."""
+
+    def start(command: str) -> int:
+        process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.DEVNULL, start_new_session=True)
+        fields = {"rank": 3, "pid": process.pid, "started_at": time.monotonic()}
+        (held.files.exits / f"running-{process.pid}.json").write_text(json.dumps(fields))
+        request.addfinalizer(process.wait)
+        request.addfinalizer(partial(os.killpg, process.pid, signal.SIGKILL))  # the last one comes first
+        return process.pid
+
+    return start
+
+
+def test_stopped_rank_without_heartbeats_is_seen(
+    node: NodeAttempt, held: HeldNodeDir, shell: Callable[[str], int]
+) -> None:
+    channel = ControlServer("secret", 1)
+    ranks = NodeMonitor(node, held, channel, StopRequest()).ranks
+    wrapper = shell("sleep 100; true")
+    wait_for(lambda: [each.state for each in ranks.heartbeats()] == ["S"])
+    os.kill(children(wrapper)[0], signal.SIGSTOP)
+    wait_for(lambda: [each.state for each in ranks.heartbeats()] == ["T"])
+    channel.close()
+
+
 @pytest.mark.parametrize(
     ("command", "is_still"),
     [
@@ -51,17 +81,13 @@ def test_rank_whose_node_emptied_the_memory_still_says_how_it_failed(
     ],
 )
 def test_ranks_without_heartbeats_live_while_they_compute_or_print(
-    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+    node: NodeAttempt, held: HeldNodeDir, monkeypatch: pytest.MonkeyPatch, shell: Callable[[str], int],
     command: str, is_still: bool,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(monitor, "_MEASURE_SECONDS", 0.0)
     channel = ControlServer("secret", 1)
     ranks = NodeMonitor(node, held, channel, StopRequest()).ranks
-    process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.DEVNULL, start_new_session=True)
-    fields = {"rank": 3, "pid": process.pid, "started_at": time.monotonic()}
-    (held.files.exits / f"running-{process.pid}.json").write_text(json.dumps(fields))
-    request.addfinalizer(process.wait)
-    request.addfinalizer(partial(os.killpg, process.pid, signal.SIGKILL))  # the last one comes first
+    shell(command)
     time.sleep(0.5)  # the shell has read its command
     ended, still = time.monotonic() + 4.0, list[float]()
     while time.monotonic() < ended:

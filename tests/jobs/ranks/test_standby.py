@@ -12,9 +12,10 @@ import pytest
 from support.cluster import ROOT
 from support.waiting import wait_for
 
-from hpc.base.kernel import children
+from hpc.base.kernel import children, has_name
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import NodeDir
+from jobs.ranks import WRAPPER
 from jobs.ranks.standby import Standby
 from jobs.ranks.torchrun import PROCESS_WRAPPER
 from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
@@ -96,9 +97,7 @@ def own_wrapper() -> int:
     """Return the process id of the only process wrapper that this process has started."""
 
     def found() -> list[int]:
-        return [
-            pid for pid in children(os.getpid()) if str(PROCESS_WRAPPER) in Path(f"/proc/{pid}/cmdline").read_text()
-        ]
+        return [pid for pid in children(os.getpid()) if has_name(pid, WRAPPER)]
 
     wait_for(found)
     [wrapper] = found()

@@ -18,6 +18,7 @@ from hpc.base.environment import PARENT
 from hpc.base.kernel import children, process_state, steady_time
 from hpc.run.nodedir import NodeDir
 from jobs.control.agent_clock import AgentClock
+from jobs.control.messages import RankStart
 from jobs.ranks.monitor import LocalRanks
 from jobs.ranks.torchrun import PROCESS_WRAPPER, Torchrun, handles
 
@@ -122,19 +123,24 @@ def test_rank_that_hangs_in_the_fork_is_killed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.fixture
-def ranks(tmp_path: Path) -> LocalRanks:
-    memory = NodeDir(tmp_path)
-    for directory in memory.directories:
+def memory(tmp_path: Path) -> NodeDir:
+    found = NodeDir(tmp_path)
+    for directory in found.directories:
         directory.mkdir(exist_ok=True)
+    return found
+
+
+@pytest.fixture
+def ranks(memory: NodeDir) -> LocalRanks:
     return LocalRanks(memory, 2, "gpu01", AgentClock())
 
 
-def test_what_an_earlier_attempt_left_is_no_failure(tmp_path: Path, ranks: LocalRanks) -> None:
+def test_what_an_earlier_attempt_left_is_no_failure(tmp_path: Path, memory: NodeDir) -> None:
     """Its agent and its wrappers were killed together."""
     code = "import os, signal; os.kill(os.getppid(), signal.SIGKILL)"
     assert wrap(tmp_path, sys.executable, "-c", code) == -signal.SIGKILL
-    assert list(ranks.running())
-    assert LocalRanks(NodeDir(tmp_path), 2, "gpu01", AgentClock()).new_failures() == []
+    assert list(memory.running_ranks())
+    assert LocalRanks(memory, 2, "gpu01", AgentClock()).new_failures() == []
 
 
 WRAPPER = [sys.executable, "-S", str(PROCESS_WRAPPER), "rank"]
@@ -149,6 +155,7 @@ def wrap(directory: Path, *program: str, rank: int = 5) -> int:
 def test_wrapper_ends_as_its_rank_and_records_why(tmp_path: Path, ranks: LocalRanks) -> None:
     assert wrap(tmp_path, sys.executable, "-c", "print('fine')") == 0
     assert ranks.new_failures() == []
+    assert ranks.starts() == (RankStart(rank=5, restarts=0, has_ended=True),)
     assert wrap(tmp_path, sys.executable, "-c", "raise ValueError('no luck')") == 1
     assert wrap(tmp_path, sys.executable, "-c", "import os; os.abort()") == -signal.SIGABRT
     assert wrap(tmp_path, "no-such-program") == 127
@@ -297,9 +304,9 @@ def test_failure_that_cannot_be_recorded_ends_torchrun(tmp_path: Path, output: s
 
 
 @pytest.fixture
-def wrapper(tmp_path: Path, ranks: LocalRanks) -> Iterator["subprocess.Popen[bytes]"]:
+def wrapper(tmp_path: Path, memory: NodeDir) -> Iterator["subprocess.Popen[bytes]"]:
     """The wrapper of rank 3, which waits."""
-    assert not list(ranks.running())
+    assert not list(memory.running_ranks())
     environment = {**os.environ, "RANK": "3", "LOCAL_RANK": "0"}
     command = [*WRAPPER, str(tmp_path), str(tmp_path), sys.executable, "-c", WAITING]
     with subprocess.Popen(command, env=environment, start_new_session=True) as started:
@@ -329,12 +336,14 @@ def test_rank_whose_wrapper_was_killed_is_reported_with_the_time(
     assert ranks.new_failures() == [], "once"
 
 
-def test_rank_that_torchrun_ends_has_not_failed(ranks: LocalRanks, wrapper: "subprocess.Popen[bytes]") -> None:
+def test_rank_that_torchrun_ends_has_not_failed(
+    memory: NodeDir, ranks: LocalRanks, wrapper: "subprocess.Popen[bytes]"
+) -> None:
     """As it ends the others when one has failed: SIGTERM to the session, and SIGKILL if that does not help."""
     [rank] = children(wrapper.pid)
     wait_for(lambda: handles(wrapper.pid, signal.SIGTERM))
     os.killpg(wrapper.pid, signal.SIGTERM)
-    wait_for(lambda: not list(ranks.running()))
+    wait_for(lambda: not list(memory.running_ranks()))
     assert process_state(rank) not in {None, "Z"}, "it ignores SIGTERM until it has a handler"
     os.killpg(wrapper.pid, signal.SIGKILL)
     wait_for(lambda: process_state(wrapper.pid) == "Z")

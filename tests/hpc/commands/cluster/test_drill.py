@@ -2,31 +2,43 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from msgspec import structs
 from support.cluster import ROOT, hpc
-from support.events import claimed, first_step, interruption, recorded_run, submitted, train_started, write_events
+from support.events import (
+    attempt_ended,
+    claimed,
+    event,
+    first_step,
+    interruption,
+    ranks_started,
+    recorded_run,
+    submitted,
+    train_started,
+    write_events,
+)
 from support.waiting import wait_for
 
 from hpc.base.errors import UserError
-from hpc.base.files import append_json_line
-from hpc.base.kernel import is_alive, start_time
+from hpc.base.kernel import children, is_alive, process_state, start_time
 from hpc.cluster import drill_faults
 from hpc.commands.cluster import drill
 from hpc.commands.cluster.drill import DrillOptions, DrillTarget, Kind, plan, target_of
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Event
 from hpc.run.nodedir import HeldNodeDir, NodeDir
 from hpc.run.rundir import RunDir
 from hpc.status.run_view import summarize
-from hpc.status.summary import AttemptSummary, Summary
 
 Process = subprocess.Popen[bytes]
 SLEEP = "import time; time.sleep(300)"
@@ -75,41 +87,40 @@ def run(tmp_path: Path) -> RunDir:
     return found
 
 
-ATTEMPT = AttemptSummary(
-    attempt=1, job_id="7", nodes=("a", "b", "spare"), members=("b", "a"), started=0.0, ended=None, cause=None,
-    first_step=None, last_step=None, detail=None,
-)  # fmt: skip
+# Four ranks train on two of three nodes.
+TRAINING = (
+    claimed(1.0, nodes=("a", "b", "spare")),
+    event("rendezvous", 2.0, attempt=1, round=1, members=[1, 0]),
+    ranks_started(3.0, world_size=4),
+)
 
 
-def training(run: RunDir, **changes: Any) -> Summary:
-    """The summary of the run when four ranks train."""
-    known: dict[str, Any] = {"state": "running", "world_size": 4, "job_id": "7", "attempts": (ATTEMPT,)}
-    return structs.replace(summarize(run, None), **{**known, **changes})
+def chosen(run: RunDir, *events: Event, **flags: Any) -> DrillTarget:
+    """The target of a drill of a run with these events."""
+    options = DrillOptions(run="r", **{"kind": "worker-kill", **flags})
+    row = structs.replace(summarize(run, None), state="running", job_id="7")
+    return target_of(options, run, row, History([*TRAINING, *events]))
 
 
 def test_last_rank_and_node_are_the_defaults(run: RunDir) -> None:
-    by_default = target_of(DrillOptions(run="r", kind="worker-kill"), run, training(run))
+    by_default = chosen(run)
     assert (by_default.rank, by_default.node) == (3, "b"), "not the head node"
-    assert target_of(DrillOptions(run="r", kind="disk-full"), run, training(run)).rank == 0, (
-        "who writes the checkpoints"
-    )
-    told = target_of(DrillOptions(run="r", kind="worker-kill", rank=1, node="a"), run, training(run))
+    assert chosen(run, train_started(4.0), kind="disk-full").rank == 0, "who writes the checkpoints"
+    told = chosen(run, rank=1, node="a")
     assert (told.rank, told.node) == (1, "a")
 
 
 @pytest.mark.parametrize(
-    ("changes", "row", "message"),
+    ("flags", "message"),
     [
-        ({}, {"state": "completed"}, "is not training"),
-        ({}, {"state": "pending"}, "run r is not training: wait until hpc status r shows its step"),
-        ({}, {"world_size": None}, "is not training"),
-        ({"rank": 4}, {}, "--rank is 4: use 0 to 3"),
-        ({"node": "c"}, {}, "--node is 'c': use one of b, a"),
+        ({"rank": 4}, "--rank is 4: use 0 to 3"),
+        ({"node": "c"}, "--node is 'c': use one of b, a"),
+        ({"kind": "disk-full"}, "run r saves nothing with state()"),
     ],
 )
-def test_bad_target_is_refused(run: RunDir, changes: dict[str, Any], row: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        target_of(DrillOptions(run="r", kind="hang", **changes), run, training(run, **row))
+def test_bad_target_is_refused(run: RunDir, flags: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        chosen(run, **flags)
 
 
 @pytest.fixture
@@ -133,21 +144,22 @@ def memory(run: RunDir) -> Iterator[NodeDir]:
     held.close(remove=True)
 
 
-def beat(memory: NodeDir, local_rank: int, rank: int, pid: int, at: float = 1.0) -> None:
-    text = json.dumps({"rank": rank, "pid": pid, "step": 9, "phase": "step", "count": 1, "time": at})
-    memory.heartbeat(local_rank).write_text(text.ljust(512))
+def start_rank(memory: NodeDir, rank: int, spawn: Callable[..., Process], at: float = 1.0, code: str = SLEEP) -> int:
+    """Start a wrapper with a rank as its child. Returns the process id of the rank."""
+    wrapper = spawn(
+        "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-S', '-c', sys.argv[1]]))", code
+    )
+    fields = {"rank": rank, "pid": wrapper.pid, "started_at": at}
+    (memory.exits / f"running-{wrapper.pid}.json").write_text(json.dumps(fields))
+    wait_for(lambda: children(wrapper.pid))
+    return children(wrapper.pid)[0]
 
 
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def test_rank_is_found_by_its_newest_heartbeat(run: RunDir, memory: NodeDir, spawn: Callable[..., Process]) -> None:
-    here, elsewhere = spawn(SLEEP), spawn(SLEEP)
-    beat(memory, 0, 2, elsewhere.pid)
-    beat(memory, 1, 2, here.pid, at=2.0)
-    beat(memory, 2, 5, 2**22 + 1)
-    assert drill_faults.rank_pids(run.path, 2) == [here.pid]
+def test_rank_is_found_by_its_newest_wrapper(run: RunDir, memory: NodeDir, spawn: Callable[..., Process]) -> None:
+    start_rank(memory, 2, spawn)
+    here = start_rank(memory, 2, spawn, at=2.0)
+    (memory.exits / "running-0.json").write_text(json.dumps({"rank": 5, "pid": 2**22 + 1, "started_at": 1.0}))
+    assert drill_faults.rank_pids(run.path, 2) == [here]
     assert drill_faults.rank_pids(run.path, 3) == []
     assert drill_faults.rank_pids(run.path, 5) == [], "its process has ended"
 
@@ -155,13 +167,12 @@ def test_rank_is_found_by_its_newest_heartbeat(run: RunDir, memory: NodeDir, spa
 def test_rank_is_stopped_or_killed(
     run: RunDir, memory: NodeDir, spawn: Callable[..., Process], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    process = spawn(SLEEP)
-    beat(memory, 0, 0, process.pid)
+    rank = start_rank(memory, 0, spawn)
     assert drill_faults.main([str(run.path), "stop", "0"]) == 0
-    wait_for(lambda: state_of(process.pid) == "T")
+    wait_for(lambda: process_state(rank) == "T")
     assert drill_faults.main([str(run.path), "kill", "0"]) == 0
-    assert process.wait(30) == -signal.SIGKILL
-    assert capsys.readouterr().out == f"{process.pid}\n" * 2
+    wait_for(lambda: process_state(rank) is None)
+    assert capsys.readouterr().out == f"{rank}\n" * 2
 
 
 WRITER = """
@@ -184,7 +195,9 @@ def test_full_disk_lasts_a_while(
 ) -> None:
     monkeypatch.setattr(drill_faults, "_FULL_SECONDS", 0.5)
     log = tmp_path / "log"
-    beat(memory, 0, 0, spawn(WRITER, str(tmp_path / "large"), str(log)).pid)
+    start_rank(
+        memory, 0, spawn, code=f"import sys; sys.argv = ['-c', {str(tmp_path / 'large')!r}, {str(log)!r}]" + WRITER
+    )
     wait_for(lambda: log.exists() and "written" in log.read_text())
     assert drill_faults.main([str(run.path), "full", "0"]) == 0
     assert "refused" in log.read_text()
@@ -207,38 +220,62 @@ def test_agent_tree_has_the_agent_and_its_descendants(run: RunDir, spawn: Callab
 
 
 @pytest.fixture
-def rank(run: RunDir, memory: NodeDir, spawn: Callable[..., Process]) -> Process:
-    """The only rank of a run that trains on this machine; its controller is this very process."""
-    process, own = spawn(SLEEP), os.getpid()
-    beat(memory, 0, 0, process.pid)
+def rank(run: RunDir, memory: NodeDir, spawn: Callable[..., Process]) -> int:
+    """The only rank of a run on this machine, as its process id; the run's controller is this very process."""
+    own = os.getpid()
     submission = submitted(job_id=str(own), cluster="local", started=start_time(own))
     write_events(run, submission, claimed(job_id=str(own), nodes=("here",)))
-    append_json_line(run.train_metrics, {"step": 9, "epoch": 1, "world_size": 1, "time": time.time()})
-    return process
+    return start_rank(memory, 0, spawn)
 
 
-def test_drill_waits_for_the_first_step_and_prints_the_cost(
-    run: RunDir, rank: Process, capsys: pytest.CaptureFixture[str]
-) -> None:
+TRAINS, STEPS = train_started(step=7, seconds=0.0, connect_seconds=0.0), first_step(step=8)
+
+
+@pytest.mark.parametrize(
+    ("reports", "steps_lost"),
+    [((TRAINS, STEPS), 2), ((STEPS,), None), ((), None)],
+    ids=["state", "report", "nothing"],
+)
+def test_drill_waits_until_the_run_trains_again_and_prints_the_cost(
+    run: RunDir, rank: int, reports: Sequence[Event], steps_lost: int | None,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(drill, "_POLL_SECONDS", 0.1)
+    written = list[Event]()
+
+    def write(*events: Event) -> None:
+        for each in events:
+            time.sleep(0.5)  # a drill that does not wait for this event has ended
+            written.append(each)
+            write_events(run, structs.replace(each, time=time.time()))
+
     def recover() -> None:
-        rank.wait(60)
-        write_events(run, interruption(step=9, failed_at=time.time(), rank=0, node="here"))
-        write_events(run, train_started(step=7, seconds=0.0, connect_seconds=0.0), first_step(step=8))
+        write(ranks_started(world_size=1), *reports)
+        wait_for(lambda: process_state(rank) is None)
+        write(interruption(step=9, rank=0, node="here"), ranks_started(world_size=1), *reports)
 
     recovery = threading.Thread(target=recover)
     recovery.start()
     assert drill.main([str(run.path), "worker-kill", "--yes", "--json"]) == 0
+    assert len(written) == 3 + 2 * len(reports)
     recovery.join()
-    assert rank.returncode == -signal.SIGKILL
-    answer = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    answer = json.loads(said.out)
     assert (answer["drill"], answer["state"]) == ("worker-kill", "running")
-    assert [(interruption["cause"], interruption["steps_lost"]) for interruption in answer["interruptions"]] == [
-        ("crashed", 2)
-    ]
+    assert [(one["cause"], one["steps_lost"]) for one in answer["interruptions"]] == [("crashed", steps_lost)]
+    assert said.err == "waiting until the ranks of run r have started\n"
 
 
-def test_without_a_terminal_yes_is_required(run: RunDir, rank: Process) -> None:
+def test_drill_of_a_run_that_has_ended_is_refused(run: RunDir) -> None:
+    write_events(run, submitted(job_id="7", cluster="local"), claimed(), attempt_ended())
+    done = hpc("drill", str(run.path), "worker-kill", "--yes")
+    assert done.returncode == 2
+    assert "run r has no ranks: its state is completed (hpc status r)" in done.stderr
+
+
+def test_without_a_terminal_yes_is_required(run: RunDir, rank: int) -> None:
+    write_events(run, ranks_started(world_size=1))
     done = hpc("drill", str(run.path), "worker-kill")
     assert (done.returncode, done.stdout) == (2, "")
     assert "no terminal to confirm in: add --yes to kill rank 0 with SIGKILL" in done.stderr
-    assert rank.poll() is None
+    assert process_state(rank) == "S"

@@ -11,6 +11,7 @@ from support.events import (
     event,
     first_step,
     interruption,
+    ranks_started,
     resubmitted,
     resumed,
     staged,
@@ -73,6 +74,16 @@ def test_worker_that_trained_again_before_its_failure_was_recorded(tmp_path: Pat
     [attempt] = History.load(RunDir(tmp_path)).attempts
     assert attempt.restored_step == 55, "the ranks that run now have this step"
     assert attempt.interruptions[0].restored_step == 0
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_script_without_state_trains_again_when_its_ranks_have_started(tmp_path: Path, reports: bool) -> None:
+    crash = interruption(31.0, step=None, failed_at=30.5, round=1)
+    steps = (first_step(43.0, 1),) if reports else ()
+    [found] = interruptions(tmp_path, began(1.0), ranks_started(5.0), crash, ranks_started(41.0), *steps)
+    first, total = (2.0, 12.5) if reports else (None, 10.5)
+    assert found.seconds == seconds(notice=0.5, rendezvous=10.0, first_step=first, total=total)
+    assert found.steps_lost is None
 
 
 def test_preempted_attempt_that_was_requeued(tmp_path: Path) -> None:
