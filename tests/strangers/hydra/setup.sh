@@ -1,0 +1,2 @@
+cp "$LOOP" loop.py
+git init -q && git add . && git commit -qm first

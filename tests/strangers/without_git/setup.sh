@@ -1,0 +1,3 @@
+cp "$LOOP" lib/loop.py
+mkdir data
+python -c 'import torch; torch.save(torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), "data/numbers.pt")'
