@@ -112,7 +112,7 @@ def dark_images(path_of: Callable[[int], Path], count: int) -> list[str]:
 def _brightest_level(path: Path) -> int | None:
     """Return the highest level of a gray image of more than 8 bits; None for other images."""
     try:
-        content = path.read_bytes()
+        content = path.read_bytes() if path.is_file() else b""  # a named pipe would block
     except OSError:
         return None
     with naming(path):
