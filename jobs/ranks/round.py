@@ -17,6 +17,7 @@ from pathlib import Path
 from hpc.base import container
 from hpc.base.environment import ATTEMPT, DATA, NEXT_CLAIM, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
 from hpc.base.errors import TorchrelayError
+from hpc.base.files import make_below
 from hpc.base.kernel import available_memory_bytes
 from hpc.run.code_files import CodeFiles
 from hpc.run.events import ledger
@@ -213,7 +214,7 @@ def _command(
     """Return torchrun's command line and environment. Raises OSError if this node cannot run the interpreter."""
     spec, run, number, allocation = node.spec, node.run, node.attempt.attempt, node.allocation
     logs, resources, python = run.attempt_logs(number), spec.resources, setup.python
-    logs.mkdir(exist_ok=True)
+    make_below(run.path, logs)
     if spec.container is None and not os.access(python, os.X_OK):
         raise FileNotFoundError(f"{node.host} cannot run {python}, the interpreter of the ranks")
     rendezvous = Rendezvous(
