@@ -42,12 +42,13 @@ def read_script(script: Path, here: Path, search: Sequence[Path]) -> ScriptText:
         file = waiting.pop(0)
         try:
             tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError):
+            paths = PathExpressions(tree, file, here)
+            added, referred = paths.search_path(), set(paths.references())
+        except (OSError, RecursionError, SyntaxError, ValueError):
             continue  # this Python cannot parse the file; the run will report that, with the line
-        trees[file], paths = tree, PathExpressions(tree, file, here)
-        added = paths.search_path()
+        trees[file] = tree
         places += added
-        references.update(added, paths.references())
+        references.update(added, referred)
         for names, bases in _imports(tree, file, places):
             own = next((found for base in bases if (found := _module_files(base, names))), [])
             new = [path for path in own if path not in files]
