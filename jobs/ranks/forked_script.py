@@ -58,7 +58,8 @@ def _become_main_process(program: Sequence[str]) -> None:
     vars(main)["__builtins__"] = builtins
     # The process wrapper has inserted _ROOT. Python has inserted no script's directory, because torchrun runs with -P.
     sys.path.remove(_ROOT)
-    sys.path.insert(0, str(Path.cwd() if is_module else Path(program[0]).parent))
+    # As Python does, take the directory of the file to which a link leads.
+    sys.path.insert(0, str(Path.cwd() if is_module else Path(program[0]).resolve().parent))
     # Forget our packages: the user's code may have packages of the same names.
     for name in [name for name in sys.modules if name.partition(".")[0] in _OURS]:
         del sys.modules[name]

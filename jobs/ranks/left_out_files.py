@@ -1,4 +1,4 @@
-"""Finds what a script missed that the user's directory has and the run's `code/` lacks. Runs on compute nodes."""
+"""Finds what fails in a run's `code/` and not in the user's directory: what it lacks, and what is a link. Runs on compute nodes."""
 
 import os
 import re
@@ -12,20 +12,25 @@ from hpc.run.spec import RunSpec
 _NO_FILE = re.compile(r"FileNotFoundError|NotADirectoryError|No such file or directory")
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"")
 _NO_MODULE = re.compile(r"No module named '([^']+)'")
+_REMOVED_LINK = "Cannot call rmtree on a symbolic link"
 _MODULE_FILES = ("", ".py", "*.so")
 
 
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
-    """Return what to type if a rank's message names a missing file or module that the user's directory has; else None.
+    """Return what to type if a rank's message names what is missing here alone, or cannot be done with a link; else None.
 
     The ranks of such a run would fail again until the user acts.
     """
-    if spec.in_place or not (_NO_FILE.search(detail) or _NO_MODULE.search(detail)):
-        return None
-    record = CodeFiles.load(run.code)
+    is_concerned = _REMOVED_LINK in detail or _NO_FILE.search(detail) or _NO_MODULE.search(detail)
+    record = CodeFiles.load(run.code) if is_concerned and not spec.in_place else None
     if record is None:
         return None
     root = Path(record.root)
+    if _REMOVED_LINK in detail and record.linked:
+        return (
+            f"the script removes a directory that is, in a run, a link to the one in {root}: remove what is in it "
+            "instead, or submit with --in-place"
+        )
     pairs = [*_modules(run, spec, record, detail), *_paths(run, spec, root, detail)]
     original = next((own for own, in_run in pairs if own.exists() and not os.path.lexists(in_run)), None)
     if original is None:

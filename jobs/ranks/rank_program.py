@@ -53,7 +53,7 @@ class TopLevel:
         path = next((path for path in paths if path.is_file()), None)
         try:
             return cls() if path is None else cls.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):
+        except (OSError, RecursionError, SyntaxError, ValueError):
             return cls()  # the rank fails with the same error, and says more
 
     @classmethod

@@ -35,10 +35,11 @@ def copy_files(code: UserCode, target: Path) -> None:
         return
     for name in code.layout.directories:
         _make_directory(target / name)
-    for name in code.layout.copies:
-        _copy(code.root, name, target / name)
     for name in code.layout.links:
         (target / name).symlink_to(code.root / name)
+    # Links come last, because where they lead depends on what is there.
+    for name in sorted(code.layout.copies, key=lambda name: (code.root / name).is_symlink()):
+        _copy(code.root, name, target)
     copied = {name: stamp(target / name) for name in code.layout.copies if os.path.lexists(target / name)}
     top = os.path.relpath(code.top, code.root)
     CodeFiles(root=str(code.root), top=top, copied=copied, linked=code.layout.links).save(target)
@@ -49,28 +50,28 @@ def _make_directory(path: Path) -> None:
     _close_to_others(path)
 
 
-def _copy(root: Path, name: str, target: Path) -> None:
-    """Copy a file, or a link that leads to a place within the root. Any other link leads to the original."""
-    source = root / name
+def _copy(root: Path, name: str, code: Path) -> None:
+    """Copy a file. A link leads to its place in `code/`, or else to the original; a source outside is copied."""
+    source, target = root / name, code / name
     if not source.is_symlink():
         try:
             shutil.copy2(source, target)
         except FileNotFoundError:
             return  # the user has just removed it
         _close_to_others(target)
-    elif not _leads_outside(name, text := str(source.readlink())):
-        target.symlink_to(text)
-    elif is_source(source.resolve()):
+        return
+    text = os.readlink(source)  # noqa: PTH115 - a Path would drop a final slash
+    inner = os.path.relpath(text, source.parent) if text.startswith("/") else text
+    target.symlink_to(inner)
+    way = os.path.normpath(os.path.join(os.path.dirname(name), inner))  # noqa: PTH118, PTH120 - purely of words
+    if way.split("/")[0] != ".." and (target.exists() or not source.exists()):
+        return
+    target.unlink()
+    if is_source(Path(os.path.realpath(source))):  # unlike Path.resolve, this raises no error for a loop
         shutil.copy2(source, target)
         _close_to_others(target)
     else:
         target.symlink_to(source)
-
-
-def _leads_outside(name: str, text: str) -> bool:
-    """Return whether the link `name`, whose text is a path, leads out of the directory to which `name` is relative."""
-    path = os.path.normpath(os.path.join(os.path.dirname(name), text))  # noqa: PTH118, PTH120 - purely of words
-    return path.startswith(("/", "../")) or path == ".."
 
 
 def _close_to_others(path: Path) -> None:

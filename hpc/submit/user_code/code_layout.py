@@ -24,6 +24,8 @@ _LEFT_OUT = frozenset({
 _MOST_LINKS = 10_000
 # The directory in which the script starts, and its own, cannot become links.
 _MOST_LINKS_BESIDE_SCRIPT = 100_000
+# What git tracks in a directory of data or results, to keep the directory or to describe it.
+_PLACEHOLDERS = (".gitkeep", ".keep", ".gitignore", ".gitattributes", "README", "README.md", "README.txt", "README.rst")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +48,14 @@ def exclusion(runs_dir: Path) -> Callable[[os.DirEntry[str]], bool]:
     def is_left_out(entry: os.DirEntry[str]) -> bool:
         if entry.name in _LEFT_OUT:
             return True
-        if not entry.is_dir():
-            return False
         path = Path(entry.path)
-        is_environment = (path / "pyvenv.cfg").exists() or (path / "conda-meta").exists()
-        return is_environment or path == runs_dir or (RunDir(path).spec.exists() and RunDir(path).events.is_dir())
+        try:
+            if not entry.is_dir():
+                return False
+            is_environment = (path / "pyvenv.cfg").exists() or (path / "conda-meta").exists()
+            return is_environment or path == runs_dir or (RunDir(path).spec.exists() and RunDir(path).events.is_dir())
+        except OSError:
+            return False  # a link that leads to itself, or a directory that this user cannot read
 
     return is_left_out
 
@@ -78,14 +83,20 @@ def lay_out(
     held = {*copies, *written}
     fixed = {"", *made, *parents(made), *parents(written)}
     opened = {*fixed, *parents(held)}
-    links, crowded, directories = list[str](), list[str](), list[str]()
+    with_content = {*fixed, *parents(name for name in held if not name.endswith(_PLACEHOLDERS))}
+    links, crowded, whole, directories = list[str](), list[str](), list[str](), list[str]()
     waiting = sorted(fixed | {name for name in opened if "/" not in name})
     seen = set[str]()
     while waiting:
         directory = waiting.pop(0)
-        if directory in seen or any(f"{directory}/".startswith(f"{name}/") for name in crowded):
+        if directory in seen or any(f"{directory}/".startswith(f"{name}/") for name in whole):
             continue
         seen.add(directory)
+        if directory not in with_content and _has_content(root / directory):
+            # os.walk and Path.rglob would not enter the links in it. They enter a link that they are given.
+            whole.append(directory)
+            links.append(directory)
+            continue
         most = _MOST_LINKS_BESIDE_SCRIPT if directory in fixed else _MOST_LINKS
         entries = _entries(root / directory, most)
         if len(entries) > most:
@@ -95,6 +106,7 @@ def lay_out(
                     "the data into a directory below it, or submit with --in-place"
                 )
             crowded.append(directory)
+            whole.append(directory)
             links.append(directory)
             continue
         directories.append(directory)
@@ -104,13 +116,18 @@ def lay_out(
                 waiting.append(name)
             elif name not in held and not is_left_out(entry):
                 links.append(name)
-    inside = tuple(f"{name}/" for name in crowded)
+    inside = tuple(f"{name}/" for name in whole)
     return CodeLayout(
         copies=tuple(sorted(name for name in copies if not name.startswith(inside))),
         links=tuple(sorted(links)),
         directories=tuple(sorted(name for name in directories if name)),
         crowded=tuple(crowded),
     )
+
+
+def _has_content(directory: Path) -> bool:
+    """Return whether anything below a directory is not a placeholder."""
+    return any(not name.endswith(_PLACEHOLDERS) for _, _, names in os.walk(directory) for name in names)
 
 
 def _entries(directory: Path, most: int) -> list[os.DirEntry[str]]:

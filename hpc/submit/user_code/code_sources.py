@@ -87,12 +87,13 @@ def _is_small(path: Path | os.DirEntry[str]) -> bool:
 
 
 def _is_copied(path: Path) -> bool:
-    """Return whether a tracked path is a link, or a file that is not too large. A submodule is a directory."""
+    """Return whether a tracked path is a link, or a readable file that is not too large. A submodule is a directory."""
     try:
         status = path.lstat()
     except OSError:
         return False  # deleted or moved, but git still tracks it
-    return stat.S_ISLNK(status.st_mode) or (stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_TRACKED_BYTES)
+    is_file = stat.S_ISREG(status.st_mode) and status.st_size <= _LARGEST_TRACKED_BYTES
+    return stat.S_ISLNK(status.st_mode) or (is_file and os.access(path, os.R_OK))
 
 
 def _small_files(

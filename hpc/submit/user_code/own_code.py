@@ -136,18 +136,20 @@ def find_code(
     is_left_out = exclusion(runs_dir)
     sources = find_sources(top, is_left_out)
     references = {*text.references, *_named_in_arguments(here, script), *_named_in_files(here, top, sources)}
-    root = _above(top, kept.levels) if kept else _root(top, {*references, *text.files})
-    if file and not file.is_relative_to(root):
+    own = {place for path in text.files for place in _places(path)}
+    root = _above(top, kept.levels) if kept else _root(top, {*references, *own})
+    started = set(_places(file)) if file else set[Path]()
+    if file and not all(place.is_relative_to(root) for place in started):
         raise UserError(
             f"{script[0]} is not below {root}, so it would be missing in the run's copy of the code: move it there, or "
             "--in-place to run it where it is"
         )
     below = os.path.relpath(top, root)
     tracked, small = (_below(below, names) for names in (sources.tracked, sources.small))
-    own = {*text.files, *(path for path in references if not path.is_relative_to(top) and is_source(path))}
+    own.update(path for path in references if not path.is_relative_to(top) and is_source(path))
     names = {*tracked, *small, *_relative(own, root)}
     names, written = kept.settle(names, tracked, root) if kept else (names, set[str]())
-    made = _relative([here, *([file.parent] if file else [])], root) - {"."}
+    made = _relative([here, *(place.parent for place in started)], root) - {"."}
     # The directory of the runs needs no link, and none of the directories above it may be one.
     layout = lay_out(root, names, is_left_out, made=made, written=written | (_relative([runs_dir], root) - {"."}))
     return UserCode(
@@ -188,8 +190,9 @@ def _read(
     if script[0] == "-m":
         file, search = _find_module(here, top, script[1], elsewhere=elsewhere), module_directories(here, top)
     else:
-        file = (here / script[0]).resolve()
-        script, search = (os.path.relpath(file, here), *script[1:]), [file.parent, top]
+        # A script may be a link: its own path is that of the link, but Python's is that of the file to which it leads.
+        file = Path(os.path.normpath(here / script[0]))
+        script, search = (os.path.relpath(file, here), *script[1:]), [file.resolve().parent, top]
     return script, file, read_script(file, here, search) if file else NO_TEXT
 
 
@@ -252,6 +255,14 @@ def _named_in_files(here: Path, top: Path, sources: CodeSources) -> Iterator[Pat
                     path = Path(os.path.normpath(base / os.fsdecode(text)))
                     if not path.is_relative_to(top) and path.exists():
                         yield path
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Yield the links on the way to an existing file, and the file itself, each by a path without links above it."""
+    while path.exists() and (link := next((each for each in (*reversed(path.parents), path) if each.is_symlink()), None)):
+        yield link
+        path = Path(os.path.normpath(link.parent / link.readlink() / path.relative_to(link)))
+    yield path
 
 
 def _below(directory: str, names: Iterable[str]) -> frozenset[str]:

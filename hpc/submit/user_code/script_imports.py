@@ -1,6 +1,7 @@
 """Reads the text of the user's script and of the modules that it imports, without running any. Login node."""
 
 import ast
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,13 @@ def read_script(script: Path, here: Path, search: Sequence[Path]) -> ScriptText:
         file = waiting.pop(0)
         try:
             tree = ast.parse(file.read_bytes())
-        except (OSError, SyntaxError, ValueError):
+            paths = PathExpressions(tree, file, here)
+            added, referred = paths.search_path(), set(paths.references())
+        except (OSError, RecursionError, SyntaxError, ValueError):
             continue  # this Python cannot parse the file; the run will report that, with the line
-        trees[file], paths = tree, PathExpressions(tree, file, here)
-        added = paths.search_path()
+        trees[file] = tree
         places += added
-        references.update(added, paths.references())
+        references.update(added, referred)
         for names, bases in _imports(tree, file, places):
             own = next((found for base in bases if (found := _module_files(base, names))), [])
             new = [path for path in own if path not in files]
@@ -69,7 +71,7 @@ def module_file(name: str, search: Sequence[Path]) -> Path | None:
     *packages, last = name.split(".")
     for base in search:
         parent = base.joinpath(*packages)
-        found = next(filter(Path.is_file, (parent / last / "__main__.py", parent / f"{last}.py")), None)
+        found = next(filter(os.path.isfile, (parent / last / "__main__.py", parent / f"{last}.py")), None)
         if found:
             return found
     return None
@@ -91,4 +93,5 @@ def _module_files(base: Path, names: Sequence[str]) -> list[Path]:
     """Return the files of a module and of its packages that exist below a directory."""
     paths = [base.joinpath(*names[: number + 1]) for number in range(len(names))]
     choices = [(path / "__init__.py", path.with_name(f"{path.name}.py")) for path in paths]
-    return [next(filter(Path.is_file, pair)) for pair in choices if any(map(Path.is_file, pair))]
+    # Unlike Path.is_file, this raises no error in a directory that the user cannot read.
+    return [next(filter(os.path.isfile, pair)) for pair in choices if any(map(os.path.isfile, pair))]

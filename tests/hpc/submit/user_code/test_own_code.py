@@ -270,3 +270,53 @@ def test_submission_says_where_the_script_starts_and_what_it_has(repository: Pat
         f"hpc submit: src/my.py starts in {repository}/runs/run/code",
         f"hpc submit: it has a copy of 9 files of {repository}, and links to the rest: {', '.join(sorted(LINKED))}",
     ]
+
+
+@pytest.mark.parametrize("is_tracked", [False, True])
+def test_code_behind_links_is_copied_and_the_links_lead_to_the_copy(is_tracked: bool, tmp_path: Path) -> None:
+    """Packages, directories in sys.path, and the script itself may be links, in and out of the repository."""
+    here, outside = tmp_path / "project", tmp_path / "elsewhere"
+    write(outside, {"store/real.py": "import beside, inner, outer.a, sys\nsys.path.append('lib')\nimport m\n"})
+    write(outside, {"store/beside.py": "", "outer/a.py": "first", "lib/m.py": "", "outer/a.bin": ""})
+    write(here, {"src/inner/__init__.py": "", "src/inner/data.txt": ""})
+    for name, target in (
+        ("inner", "src/inner"), ("outer", str(outside / "outer")), ("lib", "../elsewhere/lib"), ("loop", "loop"),
+        ("train.py", "../elsewhere/store/real.py"),
+    ):  # fmt: skip
+        (here / name).symlink_to(target)
+    if is_tracked:
+        git(here, "init", "-q")
+        git(here, "add", ".")
+    code = find_code(here, ("train.py",))
+    run = copied(tmp_path / "run", code)
+    start = run.code / code.working_directory
+    assert code.script == ("train.py",), "the script's own __file__ is the link's"
+    for name in ("train.py", "inner/__init__.py", "outer/a.py", "lib/m.py"):
+        assert (start / name).resolve().is_relative_to(run.code), name
+    assert ((start / "train.py").resolve().parent / "beside.py").exists()
+    for name in ("inner/data.txt", "outer/a.bin"):
+        assert (start / name).exists(), name
+    assert (start / "loop").is_symlink()
+
+
+def test_directories_of_placeholders_are_links_if_they_have_data(repository: Path, tmp_path: Path) -> None:
+    """Path.rglob enters no link that is within the directory that it searches."""
+    write(repository, {"images/README.md": "", "images/raw/.gitkeep": "", "images/raw/a/1.bin": "", "out/.gitkeep": ""})
+    git(repository, "add", "-f", "images/README.md", "images/raw/.gitkeep", "out")
+    run = copied(tmp_path / "run", find_code(repository, ("src/my.py",)))
+    assert [path.name for path in (run.code / "images").rglob("*.bin")] == ["1.bin"]
+    assert not (run.code / "out").is_symlink()
+
+
+def test_a_link_that_leads_to_what_no_run_has_leads_to_the_original(repository: Path, tmp_path: Path) -> None:
+    write(repository, {"runs/old/final.pt": "x"})
+    (repository / "pretrained").symlink_to("runs/old/final.pt")
+    git(repository, "add", "pretrained")
+    run = copied(tmp_path / "run", find_code(repository, ("src/my.py",), repository / "runs"))
+    assert (run.code / "pretrained").read_text() == "x"
+
+
+def test_a_script_with_expressions_too_deep_to_read_is_copied(tmp_path: Path) -> None:
+    write(tmp_path / "here", {"train.py": "x = p" + " / 'a'" * 2000, "more.py": "x = " + "+".join(["'a'"] * 5000)})
+    for name in ("train.py", "more.py"):
+        assert name in find_code(tmp_path / "here", (name,)).layout.copies
