@@ -205,6 +205,23 @@ print("all have ended")
 """
 
 
+# The kernel cuts a name to 15 bytes. The wrapper looks at its helper processes every second.
+CUT_NAME = """
+import subprocess, time
+helper = subprocess.Popen(["./ééééééééé", "2.5"])
+time.sleep(1.2)
+helper.terminate()
+helper.wait()
+helper = subprocess.Popen(["./ééééééééé", "1000"])
+print("the helper process has ended")
+"""
+
+
+def test_name_of_a_helper_process_may_be_cut_within_a_character(tmp_path: Path) -> None:
+    (tmp_path / "ééééééééé").symlink_to("/bin/sleep")
+    assert run_rank(tmp_path, CUT_NAME)[-1] == "the helper process has ended"
+
+
 @pytest.mark.parametrize("handled", ["handled", "ignored"])
 def test_helper_processes_end_when_others_tell_them_to(tmp_path: Path, handled: str) -> None:
     assert run_rank(tmp_path, OTHERS, handled)[-1] == "all have ended"
