@@ -1,5 +1,6 @@
 """Finds what a script missed that the user's directory has and the run's `code/` lacks. Runs on compute nodes."""
 
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -11,14 +12,15 @@ from hpc.run.spec import RunSpec
 
 _NO_FILE = re.compile(r"FileNotFoundError|NotADirectoryError|No such file or directory")
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"")
-_NO_MODULE = re.compile(r"No module named '([^']+)'")
+_NO_MODULE = re.compile(r"No module named '(\w[\w.]*)'")
 _MODULE_FILES = ("", ".py", "*.so")
 
 
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
     """Return what to type if a rank's message names a missing file or module that the user's directory has; else None.
 
-    The ranks of such a run would fail again until the user acts.
+    The ranks of such a run would fail again until the user acts. Nothing is raised for what cannot be read, or for a
+    name that is no path: this uses `os.path` and `glob`, where pathlib would raise.
     """
     if spec.in_place or not (_NO_FILE.search(detail) or _NO_MODULE.search(detail)):
         return None
@@ -27,7 +29,7 @@ def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
         return None
     root = Path(record.root)
     pairs = [*_modules(run, spec, record, detail), *_paths(run, spec, root, detail)]
-    original = next((own for own, in_run in pairs if own.exists() and not os.path.lexists(in_run)), None)
+    original = next((own for own, in_run in pairs if os.path.exists(own) and not os.path.lexists(in_run)), None)
     if original is None:
         return None
     original = Path(os.path.normpath(original))
@@ -60,6 +62,5 @@ def _modules(run: RunDir, spec: RunSpec, record: CodeFiles, detail: str) -> Iter
         for below in ("", "src", ".."):
             own = Path(record.root, place, below)
             for ending in _MODULE_FILES:
-                yield from (
-                    (found, run.code / place / below / found.relative_to(own)) for found in own.glob(path + ending)
-                )
+                for found in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):
+                    yield found, run.code / place / below / found.relative_to(own)
