@@ -104,6 +104,19 @@ def test_loader_workers_read_all_data(tmp_path: Path, words: tuple[str, ...], ow
         assert f"handled {number.value}" in printed, "the rank itself hears the signals"
 
 
+LEFT_WORKERS = """
+import torch
+from torch.utils.data import DataLoader
+loader = DataLoader(range(100), num_workers=12, persistent_workers=True)
+first = next(batches := iter(loader))
+print("the script has ended")
+"""
+
+
+def test_loader_workers_that_the_script_leaves_end_in_silence(tmp_path: Path) -> None:
+    assert run_rank(tmp_path, LEFT_WORKERS)[-1] == "the script has ended"
+
+
 # Each helper process answers a line. None of these imports torch.
 HELPERS = """
 import concurrent.futures, multiprocessing, os, signal, subprocess, sys
