@@ -19,11 +19,19 @@ def run_module_as_main(name: str) -> None:
 
 
 def end_threads_and_run_exit_functions() -> None:
-    """Wait for threads and run exit functions, as Python does before it frees modules. Checked against Python 3.11."""
+    """Wait for threads and run exit functions, as Python does before it frees modules. Checked against Python 3.11.
+
+    One of these functions terminates the loader workers that are left, which kills them (jobs.ranks.helper_processes).
+    torch's handler of SIGCHLD would raise an error, so it is removed. Checked against torch 2.15.
+    """
     import atexit
+    import signal
     import threading
 
     threading._shutdown()  # type: ignore[attr-defined]
+    handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     atexit._run_exitfuncs()
 
 

@@ -54,7 +54,8 @@ def steady_time(monotonic: float | None = None) -> float:
 def _stat(pid: str | int) -> list[str]:
     """Return the fields of /proc/PID/stat after the process's name; empty if there is no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # The name may have any bytes: the kernel cuts it to 15, perhaps within a character.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return []
 
@@ -113,7 +114,7 @@ def in_signal_mask(pid: int, mask: str, number: signal.Signals) -> bool:
     The masks are those of proc(5): SigCgt (handled), SigIgn (ignored), SigBlk (blocked), ShdPnd (blocked and arrived).
     """
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
     bits = next((line.split()[1] for line in status.splitlines() if line.startswith(f"{mask}:")), "0")
@@ -158,7 +159,7 @@ def name_process(name: str, command: Sequence[str], part: str) -> None:
 def has_name(pid: int, name: str) -> bool:
     """Return whether a process has this name; False if it has ended."""
     try:
-        return Path(f"/proc/{pid}/comm").read_text() == f"{name}\n"
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace") == f"{name}\n"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

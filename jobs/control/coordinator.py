@@ -129,8 +129,9 @@ class Coordinator:
         self._report_starts([start for status in current for start in status.starts])
         self._report_stragglers(heartbeats)
         self._report_silence(heartbeats)
-        # With the next round, a failure that is not handled yet would count as a known one.
-        if not self._server.directive.over and (self._stop or not self._root_failure.is_settling):
+        directive = self._server.directive
+        # With the next round, a failure that is not handled yet would count as a known one. In a pause it is known.
+        if not directive.over and (self._stop or directive.paused or not self._root_failure.is_settling):
             self._choose_members()
 
     # --- what failed ---

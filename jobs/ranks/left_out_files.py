@@ -1,5 +1,9 @@
-"""Finds what fails in a run's `code/` and not in the user's directory: what it lacks, and what is a link. Runs on compute nodes."""
+"""Finds what fails in a run's `code/` and not in the user's directory: what it lacks, and what is a link.
 
+Runs on compute nodes.
+"""
+
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -11,7 +15,7 @@ from hpc.run.spec import RunSpec
 
 _NO_FILE = re.compile(r"FileNotFoundError|NotADirectoryError|No such file or directory")
 _QUOTED = re.compile(r"'([^']+)'|\"([^\"]+)\"")
-_NO_MODULE = re.compile(r"No module named '([^']+)'")
+_NO_MODULE = re.compile(r"No module named '(\w[\w.]*)'")
 _REMOVED_LINK = "Cannot call rmtree on a symbolic link"
 _MODULE_FILES = ("", ".py", "*.so")
 
@@ -19,7 +23,8 @@ _MODULE_FILES = ("", ".py", "*.so")
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
     """Return what to type if a rank's message names what is missing here alone, or cannot be done with a link; else None.
 
-    The ranks of such a run would fail again until the user acts.
+    The ranks of such a run would fail again until the user acts. Nothing is raised for what cannot be read, or for a
+    name that is no path: this uses `os.path` and `glob`, where pathlib would raise.
     """
     is_concerned = _REMOVED_LINK in detail or _NO_FILE.search(detail) or _NO_MODULE.search(detail)
     record = CodeFiles.load(run.code) if is_concerned and not spec.in_place else None
@@ -32,7 +37,7 @@ def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
             "instead, or submit with --in-place"
         )
     pairs = [*_modules(run, spec, record, detail), *_paths(run, spec, root, detail)]
-    original = next((own for own, in_run in pairs if own.exists() and not os.path.lexists(in_run)), None)
+    original = next((own for own, in_run in pairs if os.path.exists(own) and not os.path.lexists(in_run)), None)
     if original is None:
         return None
     original = Path(os.path.normpath(original))
@@ -65,6 +70,5 @@ def _modules(run: RunDir, spec: RunSpec, record: CodeFiles, detail: str) -> Iter
         for below in ("", "src", ".."):
             own = Path(record.root, place, below)
             for ending in _MODULE_FILES:
-                yield from (
-                    (found, run.code / place / below / found.relative_to(own)) for found in own.glob(path + ending)
-                )
+                for found in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):
+                    yield found, run.code / place / below / found.relative_to(own)

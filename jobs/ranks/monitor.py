@@ -4,7 +4,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -70,13 +70,8 @@ class _Activity:
 class LocalRanks:
     """Reads the heartbeats and failures that the ranks of one node write, round after round."""
 
-    def __init__(
-        self, node_dir: NodeDir, num_ranks: int, host: str, clock: AgentClock,
-        explain: Callable[[str], str | None] = lambda _: None,
-    ) -> None:  # fmt: skip
-        """Read the files in `node_dir`. `explain` says of a rank's message what the user must do, if that is known."""
+    def __init__(self, node_dir: NodeDir, num_ranks: int, host: str, clock: AgentClock) -> None:
         self._node_dir, self._num_ranks, self._host, self._clock = node_dir, num_ranks, host, clock
-        self._explain = explain
         self._last_signs: dict[int, tuple[Any, float]] = {}
         self._round, self._exit_codes = 0, dict[int, Cause]()
         self._looked_at = 0.0
@@ -182,8 +177,6 @@ class LocalRanks:
                 fields[key] = steady_time(fields[key]) + clock_skew_seconds
             memory, signal, detail = fields.pop("out_of_memory"), fields["signal"], fields["detail"]
             cause = cause_of_exit(fields["exit_code"], signal, memory, detail, self._exit_codes)
-            if cause is Cause.CRASHED and (advice := self._explain(detail)):
-                cause, fields["detail"] = Cause.BAD_INPUT, f"{detail}: {advice}"
             found.append(RankFailure(node=self._host, round=self._round, cause=cause, **fields))
         self._looked_at = time.monotonic()
         return found
@@ -228,8 +221,7 @@ class NodeMonitor:
         self._node, self._held, self._channel, self._stop = node, held, channel, stop
         self.node_dir = held.files
         """The run's files on this node."""
-        explain = partial(find_left_out, node.run, node.spec)
-        self.ranks = LocalRanks(self.node_dir, node.spec.resources.ranks_per_node, node.host, channel.clock, explain)
+        self.ranks = LocalRanks(self.node_dir, node.spec.resources.ranks_per_node, node.host, channel.clock)
         self.callbacks = list[Callable[[], None]]()
         """Functions that every poll calls."""
         self._patience = Patience(node)
@@ -279,6 +271,14 @@ class NodeMonitor:
         self._node.record(NotForked(node=self._node.host, **reason))
         log(f"each rank on {self._node.host} imports torch itself: {reason['detail']}")
 
+    def _with_advice(self, failure: RankFailure) -> RankFailure:
+        """Return the failure of a rank that misses a file of the user as bad input, with what the user must type."""
+        if failure.cause is not Cause.CRASHED:
+            return failure
+        find = partial(find_left_out, self._node.run, self._node.spec, failure.detail)
+        advice = self._node.storage.ask(find, otherwise=None)
+        return replace(failure, cause=Cause.BAD_INPUT, detail=f"{failure.detail}: {advice}") if advice else failure
+
     def finish_round(self) -> None:
         """Report how the ranks ended. The coordinator must know this before it learns that torchrun has ended."""
         self._next = 0.0
@@ -293,6 +293,7 @@ class NodeMonitor:
         self._report_slow_start()
         failures = self.ranks.new_failures(self._channel.clock_skew_seconds)
         failures = self.input_check.explained(failures) if self.input_check else failures
+        failures = [self._with_advice(failure) for failure in failures]
         for failure in failures:
             self._node.record(RankFailed(**asdict(failure)))
         self._failures = (*self._failures, *failures)[-_KEPT_FAILURES:]

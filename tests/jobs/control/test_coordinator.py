@@ -20,6 +20,7 @@ from support.reported_nodes import AttemptMaker, CoordinatedAttempt
 from support.waiting import wait_for
 
 from hpc.base.kernel import steady_time
+from hpc.run.causes import Cause
 from hpc.run.spec import Recovery, Resources
 from hpc.run.spec_file import script_program
 from jobs.control.channel import ControlServer
@@ -253,6 +254,24 @@ def test_failures_without_progress_pause(attempt: AttemptMaker) -> None:
     pausing.poll(pause - 1.5)  # `fail` takes a second
     assert pausing.nodes.directive.paused
     pausing.poll(0.5)
+    assert not pausing.nodes.directive.paused
+    assert pausing.nodes.directive.round == 2
+
+
+def test_pause_ends_although_a_rank_had_failed_just_before_it(attempt: AttemptMaker) -> None:
+    pausing = attempt()
+    failed_at = pausing.clock.now
+    failure = RankFailure(
+        node="gpu02", round=1, rank=1, restarts=0, started_at=failed_at - 30, failed_at=failed_at, exit_code=1,
+        signal=None, cause=Cause.CRASHED, step=7, detail="",
+    )  # fmt: skip
+    pausing.nodes.report(1, failures=(failure,))
+    pausing.poll()
+    # As if a hang of the other ranks had been noticed in the same second.
+    pausing.nodes.directive = replace(pausing.nodes.directive, paused=True)
+    for rank in range(3):
+        pausing.nodes.report(rank, phase=Phase.READY)
+    pausing.poll(30.0)
     assert not pausing.nodes.directive.paused
     assert pausing.nodes.directive.round == 2
 

@@ -104,6 +104,19 @@ def test_loader_workers_read_all_data(tmp_path: Path, words: tuple[str, ...], ow
         assert f"handled {number.value}" in printed, "the rank itself hears the signals"
 
 
+LEFT_WORKERS = """
+import torch
+from torch.utils.data import DataLoader
+loader = DataLoader(range(100), num_workers=12, persistent_workers=True)
+first = next(batches := iter(loader))
+print("the script has ended")
+"""
+
+
+def test_loader_workers_that_the_script_leaves_end_in_silence(tmp_path: Path) -> None:
+    assert run_rank(tmp_path, LEFT_WORKERS)[-1] == "the script has ended"
+
+
 # Each helper process answers a line. None of these imports torch.
 HELPERS = """
 import concurrent.futures, multiprocessing, os, signal, subprocess, sys
@@ -203,6 +216,23 @@ subprocess.run(["bash", "-c", f"kill {sleeping.pid}"], check=True)
 sleeping.wait()
 print("all have ended")
 """
+
+
+# The kernel cuts a name to 15 bytes. The wrapper looks at its helper processes every second.
+CUT_NAME = """
+import subprocess, time
+helper = subprocess.Popen(["./ééééééééé", "2.5"])
+time.sleep(1.2)
+helper.terminate()
+helper.wait()
+helper = subprocess.Popen(["./ééééééééé", "1000"])
+print("the helper process has ended")
+"""
+
+
+def test_name_of_a_helper_process_may_be_cut_within_a_character(tmp_path: Path) -> None:
+    (tmp_path / "ééééééééé").symlink_to("/bin/sleep")
+    assert run_rank(tmp_path, CUT_NAME)[-1] == "the helper process has ended"
 
 
 @pytest.mark.parametrize("handled", ["handled", "ignored"])
