@@ -22,7 +22,7 @@ from hpc.services.tracking.submission import check_ready
 from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.predecessors import dependency
-from hpc.submit import checks
+from hpc.submit import checks, data_checks
 from hpc.submit.cluster_choice import choose_cluster, slurm_only
 from hpc.submit.gpu_use import resolve_device
 from hpc.submit.options import SubmitOptions, SubmitScript, SubmitTraining
@@ -46,8 +46,8 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     if isinstance(options, SubmitTraining):
         training, data = _training_of(options)
         train, program = training.train, trainer_program(training.train, has_data=data is not None)
-        pack = checks.pack_size(options.pack, options.pack_size, train)
-        checks.check_data_on_device(train)
+        pack = data_checks.pack_size(options.pack, options.pack_size, train)
+        data_checks.check_data_on_device(train)
     else:
         data, program = _script_data(options, script), script_program(script)
     in_terminal = sys.stdin is not None and sys.stdin.isatty()  # a daemon may have closed it
@@ -133,7 +133,7 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
 def _training_of(options: SubmitTraining) -> tuple[Training, Path | None]:
     """Return the trainer's part of the spec, and the data to stage."""
     check_model(options.train.model)
-    data = checks.training_data(options.train)
+    data = data_checks.training_data(options.train)
     # The spec gets the path of the weights, because the nodes may have another cache than this machine.
     weights = options.train.weights and str(resolve_weights(options.train.model, options.train.weights))
     train = dataclasses.replace(options.train, data=str(data or ""), weights=weights)
@@ -144,7 +144,7 @@ def _script_data(options: SubmitOptions, script: tuple[str, ...]) -> Path | None
     """Check a script and its data. Returns the path of the data to stage; None without --data."""
     given = options.data if isinstance(options, SubmitScript) else None
     checks.check_script(script, has_data=given is not None)
-    return checks.script_data(given) if given else None
+    return data_checks.script_data(given) if given else None
 
 
 def _name_of(script: tuple[str, ...]) -> str:
@@ -181,6 +181,6 @@ def warn(options: SubmitOptions, spec: RunSpec, code: UserCode) -> None:
     warnings += warnings_of_code(code, on_cluster=spec.cluster == "slurm")
     if spec.train:
         warnings += without_effect(spec.train)
-        warnings += checks.class_warnings(Path(spec.data)) if spec.data else []
+        warnings += data_checks.class_warnings(Path(spec.data)) if spec.data else []
     for warning in warnings:
         print(visible(f"hpc submit: warning: {warning}"), file=sys.stderr)

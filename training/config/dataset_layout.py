@@ -3,7 +3,6 @@
 Runs on the login node and on every rank; imports no torch.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,13 +20,14 @@ DIGITS, DIGITS_FILE = "digits", "digits.csv.gz"
 NAMED_DATA = f"{FASHION_MNIST} or {DIGITS}"
 
 # Directory names in lower case; Train/ and Validation/ are recognized, too.
-_PART_NAMES = {"train": ("train",), "val": ("val", "valid", "validation"), "test": ("test",)}
+_PART_NAMES = {"train": ("train", "training"), "val": ("val", "valid", "validation"), "test": ("test", "testing")}
 IDX_STEMS = {
     "train_images": "train-images-idx3-ubyte",
     "train_labels": "train-labels-idx1-ubyte",
     "test_images": "t10k-images-idx3-ubyte",
     "test_labels": "t10k-labels-idx1-ubyte",
 }
+_NOT_USED = "put them in class directories of train/, val/ or test/, or remove them"
 Kind = Literal["idx", "digits", "cifar10", "cifar100", "image-folder", "packed"]
 
 
@@ -212,8 +212,10 @@ def _cifar_layout(path: Path) -> DataLayout | None:
 def _folder_layout(path: Path) -> DataLayout:
     parts = {name: _part(path, names) for name, names in _PART_NAMES.items()}
     train, classes = parts["train"] or path, class_names(parts["train"] or path)
-    if parts["train"] is None and len(classes) == 1 and not holds_image(os.path.join(path, classes[0])):  # noqa: PTH118
-        return check_data(path / classes[0])  # one directory around the data, as in many archives
+    if parts["train"] is None and len(classes) == 1:
+        around = path / classes[0]  # as in many archives
+        if _is_root(around) or _part(around, _PART_NAMES["train"]):
+            return check_data(around)
     if not _has_class_images(train):
         raise UserError(f"--data is {path}, but there are no images in class directories below {train}: give {LAYOUTS}")
     val, test = (parts[name] if parts["train"] else None for name in ("val", "test"))
@@ -226,20 +228,32 @@ def _folder_layout(path: Path) -> DataLayout:
 def _part(path: Path, names: tuple[str, ...]) -> Path | None:
     """Return the directory that has one of `names` and is a part of the data, or None if there is none.
 
-    A directory that itself holds images is not a part but a class, such as `train` in a data set of vehicles.
+    A directory that itself holds images, beside others with images, is a class: `train` in a data set of vehicles.
 
     Raises:
         UserError: several directories have such names.
     """
     named = [path / name for name in class_names(path) if name.lower() in names]
-    found = [directory for directory in named if not holds_image(str(directory))]
+    found = [
+        directory
+        for directory in named
+        if _is_root(directory) and (not holds_image(str(directory)) or not _has_class_images(path))
+    ]
     if len(found) > 1:
         raise UserError(f"--data is {path}, which has {' and '.join(map(str, found))}: keep only one of them")
     return found[0] if found else None
 
 
+def _is_root(directory: Path) -> bool:
+    """Return whether a directory may hold class directories: it has images in some, or no images of its own."""
+    return not holds_image(str(directory)) or _has_class_images(directory)
+
+
 def _has_class_images(root: Path) -> bool:
-    return any(holds_image(str(root / name), below=True) for name in class_names(root))
+    """Return whether a class directory in `root` holds an image. Those of parts, such as `test`, do not count."""
+    parts = {name for names in _PART_NAMES.values() for name in names}
+    names = (name for name in class_names(root) if name.lower() not in parts)
+    return any(holds_image(str(root / name), below=True) for name in names)
 
 
 def image_roots(layout: DataLayout) -> dict[str, Path]:
@@ -248,14 +262,15 @@ def image_roots(layout: DataLayout) -> dict[str, Path]:
 
 
 def check_classes(layout: DataLayout) -> list[str]:
-    """Return a warning for each part of the data that has no images of a class. Looks for an image of each class.
+    """Return a warning for each part of the data that has no images of a class, and one for images that are not used.
 
-    Classes without images of IDX and CIFAR files are unknown.
+    Looks for an image of each class. Classes without images of IDX and CIFAR files are unknown.
 
     Raises:
         UserError: a part of an image folder has a class that the training set lacks.
     """
     lacking: dict[str, list[str]] = {}
+    unused = list[str]()
     if layout.kind == "image-folder":
         classes = class_names(layout.train)
         for root in image_roots(layout).values():
@@ -267,6 +282,9 @@ def check_classes(layout: DataLayout) -> list[str]:
                 )
             empty = set(classes) - {name for name in present if holds_image(str(root / name), below=True)}
             lacking[str(root)] = sorted(empty)
+        if layout.train != layout.path:
+            beside = {layout.path / name for name in class_names(layout.path)} - set(image_roots(layout).values())
+            unused = [str(directory) for directory in sorted(beside) if holds_image(str(directory), below=True)]
     elif layout.kind == "packed":
         index = read_index(layout.path)
         for part in index.parts:
@@ -274,7 +292,8 @@ def check_classes(layout: DataLayout) -> list[str]:
             lacking[f"the {part.name} part of {layout.path}"] = [
                 name for label, name in enumerate(index.classes) if label not in used
             ]
-    return [no_images(where, names) for where, names in lacking.items() if names]
+    warnings = [f"the images in {file_name(directory)} are not used: {_NOT_USED}" for directory in unused]
+    return warnings + [no_images(where, names) for where, names in lacking.items() if names]
 
 
 def no_images(where: str, classes: Sequence[str]) -> str:

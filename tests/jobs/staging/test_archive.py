@@ -16,7 +16,7 @@ import zstandard
 from support.staging_nodes import contents, stage
 
 from hpc.base.errors import TorchrelayError
-from jobs.staging.archive import check, unpack
+from jobs.staging.archive import check, quick_names, unpack
 from jobs.staging.copy_progress import CopyProgress, StagingStopped
 from jobs.staging.stager import Stager
 from jobs.staging.store import open_store
@@ -256,6 +256,17 @@ def test_nothing_of_a_refused_archive_is_kept(tmp_path: Path, local: Path) -> No
         stage(archive, local)
     assert open_store(local).entries() == []
     assert [path.name for path in (local / f"torchrelay-{os.getuid()}").iterdir()] == ["locks"]
+
+
+def test_backslashes_of_a_zip_from_windows_separate_directories(tmp_path: Path) -> None:
+    entries = [zipfile.ZipInfo("flowers\\red\\"), zipfile.ZipInfo("flowers\\red\\0.png")]
+    for entry in entries:
+        entry.create_system = 0
+    archive, target = zip_of((entries[0], b""), (entries[1], b"x"))(tmp_path), tmp_path / "target"
+    assert quick_names(archive) == ["flowers/red/", "flowers/red/0.png"]
+    target.mkdir()
+    assert [file.name for file in unpack(archive, target, 10**6, lambda _: False)] == ["flowers/red/0.png"]
+    assert (target / "flowers" / "red" / "0.png").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("suffix", ["tar", "tar.gz", "tar.zst", "zip"])

@@ -56,6 +56,39 @@ def test_the_data_may_be_in_one_directory_of_an_archive(tmp_path: Path, parts: t
     assert check_data(tmp_path) == check_data(data)
 
 
+@pytest.mark.parametrize("parts", [("train", "val", "test"), ("Training", "Testing"), (".",)])
+@pytest.mark.parametrize("around", [".", "data"])
+def test_stray_images_make_no_other_classes(tmp_path: Path, parts: tuple[str, ...], around: str) -> None:
+    data = make_folder(tmp_path / around, parts=parts, per_class=2)
+    expected = images(data)
+    for directory in {data, *(data / part for part in parts)}:
+        (directory / "stray.png").touch()
+    assert images(tmp_path) == expected
+    assert len(expected) == len(parts)
+
+
+@pytest.mark.parametrize("parts", [("train", "test"), ("val", "test"), ("train/train", "test/test")])
+def test_parts_are_not_taken_for_classes(tmp_path: Path, parts: tuple[str, ...]) -> None:
+    for part in parts:
+        (tmp_path / part).mkdir(parents=True)
+        (tmp_path / part / "0.png").touch()
+    with pytest.raises(UserError, match="there are no images in class directories below"):
+        check_data(tmp_path)
+
+
+def test_images_that_no_part_uses_are_told(tmp_path: Path) -> None:
+    data = make_folder(tmp_path, parts=("train", "val"), per_class=2)
+    for name in ("test/0.png", "more/violet/0.png", "docs/notes.txt"):
+        (data / name).parent.mkdir(parents=True)
+        (data / name).touch()
+    more, test = check_classes(check_data(data))
+    assert (more, test) == tuple(
+        f"the images in {data / name} are not used: put them in class directories of train/, val/ or test/, "
+        "or remove them"
+        for name in ("more", "test")
+    )
+
+
 def test_packed_data_may_be_in_one_directory_of_an_archive(tmp_path: Path, packed_data: Path) -> None:
     shutil.copytree(packed_data, tmp_path / "packed")
     leave_behind(tmp_path, ("__MACOSX/packed/._x",))

@@ -1,0 +1,133 @@
+"""Checks the data of a submission before anything is queued. Runs on the login node.
+
+Each check raises UserError with the flag, its value, and what to type.
+"""
+
+import math
+import posixpath
+import tempfile
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path, PurePosixPath
+
+from hpc.base.errors import TorchrelayError, UserError
+from jobs.staging import archive
+from jobs.staging.source import ARCHIVES, inside_name, is_archive
+from training.config.class_directories import is_image
+from training.config.dataset_layout import check_classes, check_data, resolve_data
+from training.config.packed_index import INDEX
+from training.config.rules import check_validation, parse_crop_pct
+from training.config.train_config import TrainConfig
+
+# Packing costs about as much as an epoch: it pays from the third epoch on.
+_MIN_EPOCHS_TO_PACK = 3
+_DEFAULT_IMAGE_SIZE = 224
+# Files of an archive, other than images, whose names are checked: IDX and CIFAR data sets have fewer.
+_MOST_OTHER_FILES = 1000
+
+
+def training_data(train: TrainConfig) -> Path | None:
+    """Return the archive or directory to stage for the trainer; None for synthetic data."""
+    if train.synthetic:
+        check_validation(train, validates=False)
+        return None
+    data = resolve_data(train.data)
+    if is_archive(data):
+        return _check_archive(data)
+    layout = check_data(data)
+    check_validation(train, validates=layout.val is not None or train.val_split > 0)
+    return layout.path
+
+
+def script_data(path: Path) -> Path:
+    """Return the absolute path of the directory or archive to stage for a user's script."""
+    if is_archive(path):
+        return _check_archive(path)
+    if not path.is_dir():
+        raise UserError(
+            f"--data is {path}, which is neither a directory nor an archive ({', '.join(ARCHIVES)}): "
+            "give one of these, or leave it out"
+        )
+    return path.absolute()
+
+
+def _check_archive(path: Path) -> Path:
+    try:
+        archive.check(path)
+    except (TorchrelayError, OSError) as error:
+        raise UserError(f"--data is {path}: {error}") from error
+    return path.absolute()
+
+
+def class_warnings(data: Path) -> list[str]:
+    """Return a warning for each part of the data that has no images of a class. In archives, names are checked.
+
+    Raises:
+        UserError: val or test has a class that the training set lacks, or an archive has no known layout.
+    """
+    if not is_archive(data):
+        return check_classes(check_data(data))
+    try:
+        names = archive.quick_names(data)
+        if not names or any(posixpath.basename(name) == INDEX for name in names):
+            return []
+        with tempfile.TemporaryDirectory() as directory:
+            root = Path(directory).resolve()
+            _make_tree(root, names)
+            try:
+                return [warning.replace(str(root), str(data)) for warning in check_classes(check_data(root))]
+            except UserError as error:
+                raise UserError(str(error).replace(str(root), str(data))) from error
+    except UserError:
+        raise
+    except (TorchrelayError, OSError, ValueError):
+        return []  # the nodes say what is wrong with the archive
+
+
+def _make_tree(root: Path, names: Sequence[str]) -> None:
+    """Make the directories of an archive below `root`, and empty files for an image of each and for other files."""
+    images = dict[str, str]()
+    others = list[str]()
+    directories = set[str]()
+    for name in names:
+        path = inside_name(name) if PurePosixPath(name).parts else "."
+        directory = path if name.endswith("/") else posixpath.dirname(path)
+        directories.add(directory)
+        if is_image(posixpath.basename(path)):
+            images[directory] = path
+        elif directory != path and len(others) < _MOST_OTHER_FILES:
+            others.append(path)
+    for directory in directories:
+        (root / directory).mkdir(parents=True, exist_ok=True)
+    for path in (*images.values(), *others):
+        (root / path).touch()
+
+
+def check_data_on_device(train: TrainConfig) -> None:
+    """Refuse --data-on-device for an image folder or packed data, whose images are cropped on the CPU."""
+    data = Path(train.data)
+    if train.data_on_device != "on" or train.synthetic or is_archive(data):
+        return
+    if check_data(data).kind in {"image-folder", "packed"}:
+        raise UserError(
+            f"--data-on-device is on, but the images of {data} are cropped on the CPU: use auto, or leave it out"
+        )
+
+
+def pack_size(asked: str, size: int | None, train: TrainConfig) -> int | None:
+    """Return the side of packed images in pixels, or None without packing. `asked` is --pack, and `size` --pack-size.
+
+    The size is chosen at submission, because all nodes and attempts of a run must train from the same pixels.
+    """
+    data = Path(train.data)
+    if asked == "off" or train.synthetic:
+        return None
+    kind = None if is_archive(data) else check_data(data).kind
+    if asked == "auto" and (kind != "image-folder" or train.epochs < _MIN_EPOCHS_TO_PACK):
+        return None
+    if kind not in {None, "image-folder"}:
+        raise UserError(f"--pack is on, but {data} is not an image folder and needs no packing: leave it out")
+    trained = train.image_size or _DEFAULT_IMAGE_SIZE
+    evaluated = train.eval_image_size or trained
+    shorter_side = max(max(trained, evaluated) * Fraction(8, 7), evaluated / parse_crop_pct(train.eval_crop_pct))
+    return size or math.ceil(shorter_side / 8) * 8
