@@ -234,6 +234,7 @@ def write_old_state(directory: Path) -> None:
 
 
 def test_a_checkpoint_of_an_older_version_is_not_resumed(start: Starter) -> None:
+    (start.directory / "run").mkdir()
     save_checkpoint(start.directory / "run" / "checkpoints", 9, write_old_state, 2)
     message = refused(start(*SHORT, world_size=2), 2)
     assert "step-00000009 has state.pt instead of state.safetensors and state.json: end the run with" in message
