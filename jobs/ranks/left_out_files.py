@@ -21,7 +21,7 @@ _MODULE_FILES = ("", ".py", "*.so")
 
 
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
-    """Return what to type if a rank's message names what is missing here alone, or cannot be done with a link; else None.
+    """Return what to type if a rank's message names what only the run lacks, or what a link does not allow; else None.
 
     The ranks of such a run would fail again until the user acts. Nothing is raised for what cannot be read, or for a
     name that is no path: this uses `os.path` and `glob`, where pathlib would raise.
@@ -37,7 +37,10 @@ def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
             "instead, or submit with --in-place"
         )
     pairs = [*_modules(run, spec, record, detail), *_paths(run, spec, root, detail)]
-    original = next((own for own, in_run in pairs if os.path.exists(own) and not os.path.lexists(in_run)), None)
+    original = next(
+        (own for own, in_run in pairs if os.path.exists(own) and not os.path.lexists(in_run)),  # noqa: PTH110
+        None,
+    )
     if original is None:
         return None
     original = Path(os.path.normpath(original))
@@ -70,5 +73,5 @@ def _modules(run: RunDir, spec: RunSpec, record: CodeFiles, detail: str) -> Iter
         for below in ("", "src", ".."):
             own = Path(record.root, place, below)
             for ending in _MODULE_FILES:
-                for found in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):
+                for found in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):  # noqa: PTH207
                     yield found, run.code / place / below / found.relative_to(own)
