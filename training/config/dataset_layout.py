@@ -261,6 +261,21 @@ def image_roots(layout: DataLayout) -> dict[str, Path]:
     return {name: root for name in _PART_NAMES if (root := getattr(layout, name)) is not None}
 
 
+def known_classes(layout: DataLayout, root: Path) -> set[str]:
+    """Return the classes of a part of an image folder, which is in `root`.
+
+    Raises:
+        UserError: it has a class that the training set lacks.
+    """
+    present = set(class_names(root))
+    if unknown := sorted(present.difference(class_names(layout.train))):
+        raise UserError(
+            f"{root / unknown[0]} is a class that the training set does not have: remove it, or add it to "
+            f"{layout.train}"
+        )
+    return present
+
+
 def check_classes(layout: DataLayout) -> list[str]:
     """Return a warning for each part of the data that has no images of a class, and one for images that are not used.
 
@@ -274,12 +289,7 @@ def check_classes(layout: DataLayout) -> list[str]:
     if layout.kind == "image-folder":
         classes = class_names(layout.train)
         for root in image_roots(layout).values():
-            present = class_names(root)
-            if unknown := sorted(set(present) - set(classes)):
-                raise UserError(
-                    f"{root / unknown[0]} is a class that the training set does not have: remove it, or add it to "
-                    f"{layout.train}"
-                )
+            present = known_classes(layout, root)
             empty = set(classes) - {name for name in present if holds_image(str(root / name), below=True)}
             lacking[str(root)] = sorted(empty)
         if layout.train != layout.path:

@@ -17,7 +17,7 @@ from hpc.base.errors import UserError
 from hpc.base.files import write_atomic
 from hpc.base.text import file_name
 from training.config.class_directories import class_names, list_images
-from training.config.dataset_layout import DataLayout, image_roots
+from training.config.dataset_layout import DataLayout, image_roots, known_classes
 
 # Two changes within one tick of a file system's clock get the same time, and some clocks tick in seconds. So an index
 # is cached only if its directories have been unchanged for more than a tick.
@@ -129,9 +129,7 @@ def build_index(layout: DataLayout) -> FileIndex:
     listed = [(str(root), _times(root.stat())) for root in roots.values()]
     classes, parts = class_names(layout.train), {}
     for part, root in roots.items():
-        present = set(class_names(root))
-        if unknown := sorted(present - set(classes)):
-            raise UserError(f"{root / unknown[0]} is a class that the training set does not have: remove it or add it")
+        present = known_classes(layout, root)
         names, counts = list[bytes](), []
         for name in classes:
             before = len(names)
