@@ -1,4 +1,4 @@
-"""Finds what fails in a run's `code/` and not in the user's directory: what it lacks, and what is a link. Runs on compute nodes."""
+"""Finds what a script could do in the user's directory and not in a run's `code/`. Runs on compute nodes."""
 
 import os
 import re
@@ -17,7 +17,7 @@ _MODULE_FILES = ("", ".py", "*.so")
 
 
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
-    """Return what to type if a rank's message names what is missing here alone, or cannot be done with a link; else None.
+    """Return what to type if a rank has failed because the run lacks a file, or has a link in its place; else None.
 
     The ranks of such a run would fail again until the user acts.
     """
