@@ -1,7 +1,4 @@
-"""Finds what fails in a run's `code/` and not in the user's directory: what it lacks, and what is a link.
-
-Runs on compute nodes.
-"""
+"""Finds what a script could do in the user's directory and not in a run's `code/`. Runs on compute nodes."""
 
 import glob
 import os
@@ -21,7 +18,7 @@ _MODULE_FILES = ("", ".py", "*.so")
 
 
 def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
-    """Return what to type if a rank's message names what only the run lacks, or what a link does not allow; else None.
+    """Return what to type if a rank has failed because the run lacks a file, or has a link in its place; else None.
 
     The ranks of such a run would fail again until the user acts. Nothing is raised for what cannot be read, or for a
     name that is no path: this uses `os.path` and `glob`, where pathlib would raise.

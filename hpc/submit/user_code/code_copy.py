@@ -37,9 +37,16 @@ def copy_files(code: UserCode, target: Path) -> None:
         _make_directory(target / name)
     for name in code.layout.links:
         (target / name).symlink_to(code.root / name)
-    # Links come last, because where they lead depends on what is there.
-    for name in sorted(code.layout.copies, key=lambda name: (code.root / name).is_symlink()):
-        _copy(code.root, name, target)
+    inner = {name: text for name in code.layout.copies if (text := _link_within(code.root, name)) is not None}
+    for name, text in inner.items():
+        (target / name).symlink_to(text)
+    for name in code.layout.copies:
+        if name not in inner:
+            _copy(code.root / name, target / name)
+    for name in inner:
+        if (code.root / name).exists() and not (target / name).exists():  # it leads to what no run has
+            (target / name).unlink()
+            _copy(code.root / name, target / name)
     copied = {name: stamp(target / name) for name in code.layout.copies if os.path.lexists(target / name)}
     top = os.path.relpath(code.top, code.root)
     CodeFiles(root=str(code.root), top=top, copied=copied, linked=code.layout.links).save(target)
@@ -50,28 +57,28 @@ def _make_directory(path: Path) -> None:
     _close_to_others(path)
 
 
-def _copy(root: Path, name: str, code: Path) -> None:
-    """Copy a file. A link leads to its place in `code/`, or else to the original; a source outside is copied."""
-    source, target = root / name, code / name
-    if not source.is_symlink():
-        try:
-            shutil.copy2(source, target)
-        except FileNotFoundError:
-            return  # the user has just removed it
-        _close_to_others(target)
-        return
-    text = os.readlink(source)  # noqa: PTH115 - a Path would drop a final slash
-    inner = os.path.relpath(text, source.parent) if text.startswith("/") else text
-    target.symlink_to(inner)
-    way = os.path.normpath(os.path.join(os.path.dirname(name), inner))  # noqa: PTH118, PTH120 - purely of words
-    if way.split("/")[0] != ".." and (target.exists() or not source.exists()):
-        return
-    target.unlink()
-    if is_source(Path(os.path.realpath(source))):  # unlike Path.resolve, this raises no error for a loop
-        shutil.copy2(source, target)
-        _close_to_others(target)
-    else:
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file. Of a link, copy the source to which it leads; if it leads to anything else, make a link to it."""
+    # Unlike Path.resolve, os.path.realpath raises no error for a loop.
+    if source.is_symlink() and not is_source(Path(os.path.realpath(source))):
         target.symlink_to(source)
+        return
+    try:
+        shutil.copy2(source, target)
+    except (FileNotFoundError, IsADirectoryError):
+        return  # the user has just removed or replaced it
+    _close_to_others(target)
+
+
+def _link_within(root: Path, name: str) -> str | None:
+    """Return the text for a copy of a link that leads to a place below `root`; None for other links, and for files."""
+    try:
+        parent, text = (root / name).parent, os.readlink(root / name)  # noqa: PTH115 - a Path would drop a final slash
+    except OSError:
+        return None
+    text = os.path.relpath(text, parent) if text.startswith("/") else text
+    place = os.path.relpath(os.path.normpath(parent / text), root)
+    return None if place.split("/")[0] == ".." else text
 
 
 def _close_to_others(path: Path) -> None:

@@ -259,9 +259,10 @@ def _named_in_files(here: Path, top: Path, sources: CodeSources) -> Iterator[Pat
 
 def _places(path: Path) -> Iterator[Path]:
     """Yield the links on the way to an existing file, and the file itself, each by a path without links above it."""
-    while path.exists() and (
-        link := next((each for each in (*reversed(path.parents), path) if each.is_symlink()), None)
-    ):
+    while path.exists():
+        link = next((each for each in (*reversed(path.parents), path) if each.is_symlink()), None)
+        if link is None:
+            break
         yield link
         path = Path(os.path.normpath(link.parent / link.readlink() / path.relative_to(link)))
     yield path

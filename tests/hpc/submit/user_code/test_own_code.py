@@ -281,7 +281,7 @@ def test_code_behind_links_is_copied_and_the_links_lead_to_the_copy(is_tracked: 
     write(here, {"src/inner/__init__.py": "", "src/inner/data.txt": ""})
     for name, target in (
         ("inner", "src/inner"), ("outer", str(outside / "outer")), ("lib", "../elsewhere/lib"), ("loop", "loop"),
-        ("train.py", "../elsewhere/store/real.py"),
+        ("train.py", str(outside / "chain.py")), ("../elsewhere/chain.py", "store/real.py"),
     ):  # fmt: skip
         (here / name).symlink_to(target)
     if is_tracked:
