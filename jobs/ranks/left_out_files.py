@@ -29,7 +29,7 @@ def find_left_out(run: RunDir, spec: RunSpec, detail: str) -> str | None:
         return None
     root = Path(record.root)
     pairs = [*_modules(run, spec, record, detail), *_paths(run, spec, root, detail)]
-    original = next((own for own, in_run in pairs if os.path.exists(own) and not os.path.lexists(in_run)), None)
+    original = next((own for own, in_run in pairs if os.path.exists(own) and not os.path.lexists(in_run)), None)  # noqa: PTH110
     if original is None:
         return None
     original = Path(os.path.normpath(original))
@@ -62,5 +62,5 @@ def _modules(run: RunDir, spec: RunSpec, record: CodeFiles, detail: str) -> Iter
         for below in ("", "src", ".."):
             own = Path(record.root, place, below)
             for ending in _MODULE_FILES:
-                for found in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):
+                for found in map(Path, glob.iglob(glob.escape(str(own / path)) + ending)):  # noqa: PTH207
                     yield found, run.code / place / below / found.relative_to(own)
