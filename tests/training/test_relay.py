@@ -278,8 +278,7 @@ def test_checkpoint_is_on_the_disk_and_kept_for_the_next_start_if_the_storage_ca
 
 def test_first_report_is_the_first_step_of_a_script_without_state(tmp_path: Path) -> None:
     code = "from training.relay import report\nfor step in (5, 6): report(step=step, loss=1.0)"
-    environment = {**os.environ, "TORCHRELAY_RUN_DIR": str(tmp_path), "TORCHRELAY_ATTEMPT": "1", "RANK": "0"}
-    (tmp_path / "events").mkdir()
+    environment = {**os.environ, **agent_variables(tmp_path), "RANK": "0"}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
     [line] = (tmp_path / "events" / "attempt-001-script.jsonl").read_text().splitlines()
     assert (json.loads(line)["event"], json.loads(line)["step"]) == ("first_step", 5)

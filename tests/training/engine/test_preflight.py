@@ -218,6 +218,7 @@ def test_rank_that_must_use_a_gpu_finds_its_node_bad(start: Starter) -> None:
 
 def test_the_preflight_is_a_program_of_its_own(start: Starter) -> None:
     run = start.directory / "run"
+    run.mkdir()
     ranks = start(world_size=2, prepare=partial(as_a_program, run, "3"))
     assert ranks.wait() == [0, 0], ranks.output()
     [line] = [line for line in ranks.output().splitlines() if "[Gloo]" not in line]

@@ -57,7 +57,9 @@ while not (here / f"end-{rank}").exists():
 def torchrun(directory: Path, rendezvous: Rendezvous, ranks: int = 1, *, c10d: bool = False) -> Torchrun:
     argv = torchrun_argv(rendezvous, ranks, "127.0.0.1", sys.executable, [sys.executable, "-c", RANK, str(directory)])
     if c10d:
-        argv = [each.replace(f"backend={BACKEND}", "backend=c10d").replace("rank=0", "is_host=1") for each in argv]
+        argv = [
+            each.replace(f"backend={BACKEND}", "backend=c10d").replace("rank=0", "rank=0,is_host=1") for each in argv
+        ]
     return Torchrun(argv, torchrun_environment(rendezvous, dict(os.environ)), ROOT)
 
 
