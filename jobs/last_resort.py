@@ -68,7 +68,7 @@ def _let_job_fail() -> None:
 def _do_the_rest(argv: list[str]) -> int:
     run, exit_code = RunDir(Path(argv[0])), int(argv[1])
     try:
-        if not run.path.exists():
+        if not await_storage(run, lambda: False, run.path.exists):
             return exit_code  # the agents have said so, and have ended the job
         allocation = find_allocation(os.environ)
         spec, attempt = await_storage(run, lambda: False, partial(_load, run, allocation))

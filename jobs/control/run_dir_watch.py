@@ -26,8 +26,7 @@ class RunDirWatch:
 
     def __init__(self, run: RunDir, attempt: Attempt) -> None:
         self._run, self._claim, self._secret = run, ledger.claim_file(run, attempt.attempt), attempt.secret
-        self._device = run.path.stat().st_dev
-        self._parents = {parent: _identity(parent) for parent in run.path.parents}
+        self._device, self._parents = 0, dict[Path, tuple[int, int]]()
         self._is_gone = threading.Event()
         threading.Thread(target=self._look, daemon=True, name="run-dir").start()
 
@@ -41,13 +40,16 @@ class RunDirWatch:
     def _look(self) -> None:
         missed = 0
         while missed < _LOOKS:
-            time.sleep(_LOOK_SECONDS)
             missed = missed + 1 if self.is_missing() else 0
+            time.sleep(_LOOK_SECONDS)
         self._is_gone.set()
 
     def is_missing(self) -> bool:
         """Return whether the storage works, and does not have this attempt's claim in the run directory."""
         try:
+            if not self._parents:
+                self._device = self._run.path.stat().st_dev
+                self._parents = {parent: _identity(parent) for parent in self._run.path.parents}
             with self._claim.open("rb") as file:
                 claim = ledger.decoded(file.readline())
             return isinstance(claim, Claimed) and claim.secret != self._secret

@@ -36,7 +36,6 @@ from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.notification import delivery
 from hpc.slurm import client
-from hpc.slurm.client import SlurmRefusalError
 from jobs.control.messages import Directive
 from jobs.node_attempt import NodeAllocation, NodeAttempt
 from simulation.network import Network, SimulatedServer
@@ -511,18 +510,10 @@ def _allocation(_environment: Any) -> NodeAllocation:
     return cluster.allocations[cluster.process.pid]
 
 
-def _complete(*command: str, **_: Any) -> "subprocess.CompletedProcess[str]":
-    try:
-        return subprocess.CompletedProcess(command, 0, Cluster.present().slurm.run(*command), "")
-    except SlurmRefusalError as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
-
-
 _REPLACED: dict[str, Any] = {
     "hpc.base.files.open": _open,
     "hpc.base.kernel._CLOCK_OFFSET": EPOCH,
-    "hpc.slurm.client.run": lambda *command, **_: Cluster.present().slurm.run(*command),
-    "hpc.slurm.client.complete": _complete,
+    "hpc.slurm.client.complete": lambda *command, **_: Cluster.present().slurm.complete(*command),
     "hpc.slurm.client.makes_job_directories": lambda: False,
     "hpc.slurm.handover.is_alive": _is_alive,
     "hpc.slurm.handover.start_time": lambda _pid: 1,

@@ -87,7 +87,7 @@ def simulated() -> list[Observation]:
     cluster = Slurm(
         world, Network(world), Configuration(nodes=("gpu01", "gpu02")), launch, lambda _: ((1, 1), 3600.0, 30.0)
     )
-    slurm.run = lambda *words, **_: cluster.run(*words)
+    slurm.complete = lambda *words, **_: cluster.complete(*words)
     found = list[Observation]()
 
     def login() -> int:

@@ -4,6 +4,7 @@ tests/simulation/test_simulation.py compares it with the testbed's.
 """
 
 import signal
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -316,6 +317,15 @@ class Slurm:
         self._end(job, state, restart=requeues, wait=grace or self.configuration.kill_wait)
 
     # --- the commands ---
+
+    def complete(self, *command: str) -> "subprocess.CompletedProcess[str]":
+        """Carry out a command as hpc.slurm.client.complete does."""
+        try:
+            return subprocess.CompletedProcess(command, 0, self.run(*command), "")
+        except TorchrelayError as error:
+            if "did not answer" in str(error):
+                raise
+            return subprocess.CompletedProcess(command, 1, "", str(error))
 
     def run(self, *command: str) -> str:
         """Carry out a command as hpc.slurm.client.run does."""
