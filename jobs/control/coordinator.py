@@ -130,8 +130,11 @@ class Coordinator:
         self._report_stragglers(heartbeats)
         self._report_silence(heartbeats)
         directive = self._server.directive
-        # With the next round, a failure that is not handled yet would count as a known one. In a pause it is known.
-        if not directive.over and (self._stop or directive.paused or not self._root_failure.is_settling):
+        # With the next round, a failure that is not handled yet would count as a known one. In a pause it is known, and
+        # also if a member has ended its ranks because its link to this node was lost: the other ranks failed for that.
+        has_left = any(status.phase is Phase.READY for status in current)
+        is_known = self._stop or directive.paused or has_left or not self._root_failure.is_settling
+        if not directive.over and is_known:
             self._choose_members()
 
     # --- what failed ---

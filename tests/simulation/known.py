@@ -218,10 +218,9 @@ KNOWN = {
         Fault(at=10.0, after=_TRAINS, kind="cut", host="gpu03", seconds=80.0), nodes="2:3",
         training=replace(_TRAINING, total_steps=200), attempts=1,
     ),
-    # The failed rank counts: no round begins before it is known why a rank has failed. Nodes count as lost no more.
     "the head node is suspended": _plan(
         Fault(at=10.0, after=_TRAINS, kind="suspend", host="gpu01", seconds=20.0), nodes="3",
-        attempts=1, interruptions=1, configuration={"nodes": ("gpu01", "gpu02", "gpu03")},
+        attempts=1, interruptions=0, configuration={"nodes": ("gpu01", "gpu02", "gpu03")},
     ),
     "the agent that has recorded the end dies": _plan(
         _kill_host(10.0, _TRAINS), _kill_host(0.2, "lost contact with gpu01", "gpu02"),
