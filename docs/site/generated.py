@@ -16,7 +16,7 @@ from hpc.__main__ import PROGRAMS, VERBS
 from hpc.base import program
 from hpc.commands.cluster.completion import OPTIONS, options_of
 from hpc.run.events import kinds
-from hpc.submit.options import ScriptFlags, SubmitTraining
+from hpc.submissions.options import ScriptFlags, SubmitTraining
 
 # A command with so many flags of hpc submit takes a submission's.
 _MANY = 10

@@ -9,15 +9,12 @@ Each call does what the command of the same name does. Flags, defaults and error
 
 import os
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Self
 
-import hpc.submit
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.commands import cli
@@ -29,9 +26,9 @@ from hpc.slurm.cancellation import cancel_run
 from hpc.status.log_reader import LogReader
 from hpc.status.run_view import StatusCache
 from hpc.status.summary import TERMINAL
-from hpc.submit import resumed_run
-from hpc.submit.new_run import start_run
-from hpc.submit.options import (
+from hpc.submissions import resumed_run
+from hpc.submissions.new_run import start_run
+from hpc.submissions.options import (
     RunFlags,
     ScriptFlags,
     TrainingFlags,
@@ -229,13 +226,3 @@ def _html(shown: Sequence[Run]) -> str:
     rows = StatusCache().summaries([RunDir(run.directory) for run in shown])
     table = pd.DataFrame([{name: getattr(row, name) for name in _COLUMNS} for row in rows], columns=list(_COLUMNS))
     return str(table.to_html(index=False, na_rep="", float_format="{:.4g}".format))
-
-
-class _CallableRoom(ModuleType):
-    """Makes the package `hpc.submit` callable, because the API has a function of the same name."""
-
-    def __call__(self, request: TrainingRun | ScriptRun) -> Run:
-        return submit(request)
-
-
-sys.modules[hpc.submit.__name__].__class__ = _CallableRoom

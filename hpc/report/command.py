@@ -7,8 +7,8 @@ from typing import Any
 
 from hpc.base.program import values_of
 from hpc.run.spec import RunSpec
-from hpc.submit.options import SubmitScript, SubmitTraining
-from hpc.submit.settings import changed, settings_of, words_of
+from hpc.submissions.options import SubmitScript, SubmitTraining
+from hpc.submissions.settings import changed, settings_of, words_of
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import base_learning_rate
 from training.config.training_spec import Training

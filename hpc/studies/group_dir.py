@@ -11,7 +11,7 @@ from hpc.base.errors import UserError
 from hpc.base.files import write_json
 from hpc.commands import cli
 from hpc.run.rundir import RunDir
-from hpc.submit.options import options_for
+from hpc.submissions.options import options_for
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import program_of
 from hpc.status.summary import Summary
 from hpc.studies.group_dir import GroupDir, GroupSpec
-from hpc.submit.new_run import start_run
-from hpc.submit.options import SubmitScript, SubmitTraining, options_for
-from hpc.submit.resumed_run import options_of, resume_run
-from hpc.submit.settings import changed
-from hpc.submit.user_code.own_code import UserCode, code_in_place, find_code, own_environment
+from hpc.submissions.new_run import start_run
+from hpc.submissions.options import SubmitScript, SubmitTraining, options_for
+from hpc.submissions.resumed_run import options_of, resume_run
+from hpc.submissions.settings import changed
+from hpc.submissions.user_code.own_code import UserCode, code_in_place, find_code, own_environment
 from hpc.supervise.check import SuperviseOptions, check_runs
 
 _SUPERVISE_SECONDS = 60.0

@@ -13,9 +13,9 @@ from hpc.base.text import visible
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir, check_run_name
 from hpc.studies.group_dir import GroupDir, GroupSpec
-from hpc.submit.options import SubmitOptions
-from hpc.submit.user_code.code_copy import copy_files
-from hpc.submit.user_code.own_code import UserCode
+from hpc.submissions.options import SubmitOptions
+from hpc.submissions.user_code.code_copy import copy_files
+from hpc.submissions.user_code.own_code import UserCode
 
 _POLL_SECONDS = 5.0
 _MOST_POLL_SECONDS = 300.0

@@ -1,4 +1,4 @@
-"""Ranks in a real Apptainer container, on a real Slurm. More refusals: hpc/submit/test_user_environment.py."""
+"""Ranks in a real Apptainer container, on a real Slurm. More refusals: hpc/submissions/test_user_environment.py."""
 
 import shutil
 import subprocess

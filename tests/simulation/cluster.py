@@ -161,7 +161,7 @@ class Cluster(World):
 
     def resume(self, run: RunDir) -> int:
         """Type `hpc resume` once."""
-        from hpc.submit.resumed_run import options_of, resume_run
+        from hpc.submissions.resumed_run import options_of, resume_run
 
         try:
             resume_run(options_of({"run": str(run.path), "runs-dir": str(run.path.parent)}))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from hpc.submit.user_python.environment_archive import find_or_make
+from hpc.submissions.user_python.environment_archive import find_or_make
 from jobs.staging.python_environment import PythonEnvironment
 
 ROOT = Path(__file__).parents[2]

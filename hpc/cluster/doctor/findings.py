@@ -11,7 +11,7 @@ from hpc.base.files import DEV_SHM
 from hpc.base.kernel import NETWORK_BACKED, RAM_BACKED
 from hpc.base.node_info import NodeInfo, TorchBuild
 from hpc.status.warnings import ASK_NO_GPUS
-from hpc.submit.runs_storage import LOST, Feature
+from hpc.submissions.runs_storage import LOST, Feature
 
 _MIN_STAGE_BYTES = 10 * 10**9
 _MIN_MEMORY_BYTES = 10**9

@@ -20,8 +20,8 @@ from hpc.slurm import client as slurm
 from hpc.slurm import sinfo
 from hpc.slurm.cluster_config import ClusterConfig
 from hpc.slurm.srun import own_pythonpath
-from hpc.submit import checks
-from hpc.submit.options import reading_of
+from hpc.submissions import checks
+from hpc.submissions.options import reading_of
 
 
 @dataclass(frozen=True, kw_only=True)

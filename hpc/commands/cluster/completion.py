@@ -15,7 +15,7 @@ from hpc.commands import cli
 
 # For each command, the class of its flags, preceded by the class's module if that is not the command's own module.
 OPTIONS = {
-    "submit": "hpc.submit.options:SubmitTraining", "status": "StatusOptions", "logs": "LogsOptions",
+    "submit": "hpc.submissions.options:SubmitTraining", "status": "StatusOptions", "logs": "LogsOptions",
     "cancel": "CancelOptions", "resume": "ResumeOptions", "fork": "ForkOptions", "evaluate": "EvaluateOptions",
     "report": "ReportOptions", "sweep": "SweepTraining", "scaling": "ScalingTraining", "shell": "ShellOptions",
     "sync": "SyncOptions", "clean": "CleanOptions", "supervise": "SuperviseOptions",

@@ -41,7 +41,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
-from hpc.submit.runs_storage import Feature, has_been_seen_by_nodes, missing_features
+from hpc.submissions.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24

@@ -17,7 +17,7 @@ from hpc.cluster.smoke.tables import show
 from hpc.commands import cli
 from hpc.slurm import client as slurm
 from hpc.slurm import cluster_config
-from hpc.submit.checks import check_runs_dir
+from hpc.submissions.checks import check_runs_dir
 
 _WIDTH = 140
 # Every node stages this many files of this size. They also fit into a /tmp in memory.

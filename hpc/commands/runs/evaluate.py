@@ -23,11 +23,11 @@ from hpc.base.text import few
 from hpc.commands import cli
 from hpc.run.rundir import MODEL_CARD, MODEL_WEIGHTS, STATE_VALUES, RunDir
 from hpc.run.spec import RunSpec
-from hpc.submit.answer import show
-from hpc.submit.new_run import NewRun, start_run
-from hpc.submit.options import SubmitOptions, SubmitTraining, with_defaults
-from hpc.submit.sbatch_advice import explain
-from hpc.submit.settings import settings_of
+from hpc.submissions.answer import show
+from hpc.submissions.new_run import NewRun, start_run
+from hpc.submissions.options import SubmitOptions, SubmitTraining, with_defaults
+from hpc.submissions.sbatch_advice import explain
+from hpc.submissions.settings import settings_of
 from jobs.staging.source import is_archive
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split

@@ -19,11 +19,11 @@ from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
 from hpc.run.rundir import STATE_VALUES, RunDir
 from hpc.run.spec import RunSpec, program_of
-from hpc.submit.answer import show
-from hpc.submit.new_run import NewRun, start_run
-from hpc.submit.options import SubmitTraining
-from hpc.submit.sbatch_advice import explain
-from hpc.submit.settings import adaptable_settings_of
+from hpc.submissions.answer import show
+from hpc.submissions.new_run import NewRun, start_run
+from hpc.submissions.options import SubmitTraining
+from hpc.submissions.sbatch_advice import explain
+from hpc.submissions.settings import adaptable_settings_of
 from training.config.changes import refuse_on_fork
 from training.config.train_config import TrainConfig
 from training.relay.checkpoint_files import find_damage, list_checkpoints, step_of

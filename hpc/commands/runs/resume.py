@@ -6,8 +6,8 @@ from hpc.base import program
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.slurm import handover
-from hpc.submit.resumed_run import ResumeOptions, options_of, resume_run
-from hpc.submit.sbatch_advice import explain
+from hpc.submissions.resumed_run import ResumeOptions, options_of, resume_run
+from hpc.submissions.sbatch_advice import explain
 from training.config.train_config import TrainConfig
 
 _OF_THE_RESUMPTION = {"run", "runs_dir", "new_code", "wait", "json", "debug"}

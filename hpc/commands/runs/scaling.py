@@ -14,7 +14,7 @@ from hpc.run.spec import Resources
 from hpc.studies.members import common, user_code
 from hpc.studies.scaling.scaling_dir import Mode, ScalingDir, ScalingSpec, read_gpus, read_nodes, split_sizes
 from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
-from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
+from hpc.submissions.options import SubmitScript, SubmitTraining, run_verb, split_script
 
 
 @dataclass(frozen=True, kw_only=True)

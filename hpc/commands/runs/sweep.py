@@ -14,7 +14,7 @@ from hpc.studies.members import check_placeholders, common, user_code
 from hpc.studies.sweep.space import grid_of, read_space
 from hpc.studies.sweep.sweep_dir import Direction, Pruner, Sampler, SweepDir, SweepSpec
 from hpc.studies.verb import NOT_OF_GROUPS, check_is_new, directory_of, go_on, look_after, make, tell_on, typed_flags
-from hpc.submit.options import SubmitScript, SubmitTraining, run_verb, split_script
+from hpc.submissions.options import SubmitScript, SubmitTraining, run_verb, split_script
 from training.config.train_config import TrainConfig
 
 _TRIALS, _PARALLEL = 20, 4

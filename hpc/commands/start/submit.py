@@ -3,9 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from hpc.submit.answer import show
-from hpc.submit.new_run import start_run
-from hpc.submit.options import options_for_help, run_verb, split_script
+from hpc.submissions.answer import show
+from hpc.submissions.new_run import start_run
+from hpc.submissions.options import options_for_help, run_verb, split_script
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,9 +11,9 @@ from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.commands.cluster.doctor import DoctorOptions
 from hpc.commands.start.status import StatusOptions
-from hpc.submit.options import SubmitScript, SubmitTraining
-from hpc.submit.resumed_run import ResumeOptions
-from hpc.submit.sbatch_advice import explain
+from hpc.submissions.options import SubmitScript, SubmitTraining
+from hpc.submissions.resumed_run import ResumeOptions
+from hpc.submissions.sbatch_advice import explain
 from training.config.train_config import TrainConfig
 from training.inference.predict import PredictOptions
 

@@ -1,9 +1,11 @@
 """The Python API, as a script or a notebook uses it: on this machine, without Slurm."""
 
 import importlib
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -114,10 +116,11 @@ def test_what_is_not_given_is_the_users_default(local_site: Site, monkeypatch: p
         hpc.submit(hpc.TrainingRun(data="data", model="given", **LOCAL))
 
 
-def test_function_and_package_of_the_same_name_both_work() -> None:
-    checks = importlib.import_module("hpc.submit.checks")
-    assert callable(hpc.submit)
-    assert hpc.submit.checks is checks  # type: ignore[attr-defined]
+def test_names_of_the_api_are_no_packages() -> None:
+    for package in pkgutil.iter_modules(hpc.__path__):
+        if package.ispkg:
+            importlib.import_module(f"hpc.{package.name}")
+    assert not any(isinstance(getattr(hpc, name), ModuleType) for name in hpc.__all__)
 
 
 def test_import_is_light() -> None:

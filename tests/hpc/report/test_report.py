@@ -44,7 +44,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import Recovery, Resources, RunSpec
 from hpc.status.printing import progress, summaries
 from hpc.status.run_view import summarize
-from hpc.submit.options import SubmitTraining
+from hpc.submissions.options import SubmitTraining
 from training.config.train_config import TrainConfig
 from training.evaluation.final_files import confusion_csv
 

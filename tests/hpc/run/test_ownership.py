@@ -18,7 +18,7 @@ from hpc.__main__ import main
 from hpc.base.errors import UserError
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
-from hpc.submit.checks import check_runs_dir
+from hpc.submissions.checks import check_runs_dir
 
 Capture = pytest.CaptureFixture[str]
 STRANGER = 65534

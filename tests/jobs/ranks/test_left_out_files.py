@@ -9,8 +9,8 @@ import pytest
 from support.events import script_spec
 
 from hpc.run.rundir import RunDir
-from hpc.submit.user_code.code_copy import copy_files
-from hpc.submit.user_code.own_code import find_code
+from hpc.submissions.user_code.code_copy import copy_files
+from hpc.submissions.user_code.own_code import find_code
 from jobs.ranks.left_out_files import find_left_out
 
 

@@ -243,8 +243,8 @@ def test_a_submission_refuses_missing_weights(
 def test_a_submission_finds_weights_without_torch_and_hands_the_nodes_a_path(idx_data: Path, tmp_path: Path) -> None:
     (tmp_path / "w.pth").touch()
     code = (
-        "import sys; from hpc.base import program; from hpc.submit.options import SubmitTraining; "
-        "from hpc.submit.plan import plan; "
+        "import sys; from hpc.base import program; from hpc.submissions.options import SubmitTraining; "
+        "from hpc.submissions.plan import plan; "
         "parsed = program.parse(SubmitTraining, sys.argv[1:], 'x'); "
         "print(plan(parsed, ())[1].train.weights, {'torch', 'torchvision'} & set(sys.modules))"
     )

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support import cluster
 
-from hpc.submit import sbatch_variables
-from hpc.submit.options import SubmitTraining, flag_names
+from hpc.submissions import sbatch_variables
+from hpc.submissions.options import SubmitTraining, flag_names
 from training.config import defaults as files
 
 

@@ -15,7 +15,7 @@ from hpc.base.files import read_json_lines
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
-from hpc.submit.resumed_run import options_of
+from hpc.submissions.resumed_run import options_of
 from training.relay.checkpoint_files import list_checkpoints
 
 pytestmark = pytest.mark.timeout(400)

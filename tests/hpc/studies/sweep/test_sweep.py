@@ -19,8 +19,8 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.studies.sweep.sweep_controller import open_study
 from hpc.studies.sweep.sweep_dir import SweepDir
-from hpc.submit.options import SubmitTraining, with_defaults
-from hpc.submit.plan import plan
+from hpc.submissions.options import SubmitTraining, with_defaults
+from hpc.submissions.plan import plan
 
 pytestmark = pytest.mark.timeout(400)
 # As good as its --x is small, but for trial 5; the second step comes when the test says so.

@@ -1,0 +1,102 @@
+"""Prints the answer of a submission: the run or, with --dry-run, its job and expected start. Runs on the login node."""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from hpc.base.text import visible
+from hpc.commands import cli
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec, program_of
+from hpc.services.notification.recipients import choose_recipients
+from hpc.slurm.executor import SlurmExecutor, agent_command
+from hpc.submissions.cluster_choice import this_machine
+from hpc.submissions.new_run import NewRun
+from hpc.submissions.options import SubmitOptions
+from hpc.submissions.user_code.code_notes import code_line
+from hpc.submissions.user_code.script_hints import hints
+from training.config.dataset_layout import title_of
+
+
+def show_dry_run(new: NewRun, *, as_json: bool) -> None:
+    """Print the batch script and the start that Slurm expects; for a run on this machine, print the command.
+
+    Raises:
+        UserError: sbatch would refuse the job.
+    """
+    run, spec, notes, expected = new.run, new.spec, list[str](), None
+    if spec.cluster == "slurm":
+        executor = SlurmExecutor(run, spec)
+        text, expected = executor.script(), executor.estimate_start()
+        notes += executor.notes
+        notes.append(
+            f"Slurm expects to start it at {expected.time} on {expected.nodes}"
+            if expected
+            else f"Slurm does not say when it would start: type sinfo for the nodes of {spec.resources.partition} that "
+            "are out of service"
+        )
+    else:
+        text = agent_command(run) + "\n"
+    if spec.script:
+        notes += [starting_place(run, spec), *code_line(new.code)]
+    names = [Path(path).name for path in (*spec.after, *spec.after_ok)]
+    if names:
+        notes.append(f"it begins after {', '.join(f'run {visible(name)}' for name in names)}")
+    told = choose_recipients(spec.notification.notify)
+    if told:
+        notes.append(f"notifies {', '.join(f'{name} ({service})' for name, service in told.items())}")
+    if as_json:
+        start = asdict(expected) if expected else None
+        shown = {"text": text, "python": spec.python, "container": spec.container, "notify": list(told)}
+        cli.print_json({**new.answer, **shown, "expected_start": start})
+    else:
+        print(text, end="")
+    for note in notes:
+        print(f"hpc submit: {note}", file=sys.stderr)
+
+
+def starting_place(run: RunDir, spec: RunSpec) -> str:
+    """Return a sentence with a user's script, its directory, and the Python and image that it uses instead of ours."""
+    python = f", with {visible(spec.python)}" if spec.python else ""
+    image = f" of {visible(spec.container)}" if spec.container else ""
+    return f"{visible(program_of(spec.script))} starts in {visible(str(spec.start_directory(run)))}{python}{image}"
+
+
+def show(new: NewRun, options: SubmitOptions) -> int:
+    """Print the submitted run, or the dry run. With --wait, wait for the run's end. Returns the exit code."""
+    for hint in hints(new.code, new.spec):
+        print(f"hpc submit: {visible(hint)}", file=sys.stderr)
+    if options.dry_run:
+        show_dry_run(new, as_json=options.json)
+        return 0
+    if not options.json:
+        print(*_data_line(new.spec), _first_line(new), sep="\n")
+        if new.spec.script:
+            print(*(f"  {line}" for line in (starting_place(new.run, new.spec), *code_line(new.code))), sep="\n")
+        sys.stdout.flush()
+    if options.wait:
+        from hpc.status.printing import wait_for_end  # noqa: PLC0415 - loads rich, which only this needs
+
+        return wait_for_end(new.run, new.answer if options.json else None)
+    if options.json:
+        cli.print_json(new.answer)
+    else:
+        print(f"  {new.run.path}")
+        cli.print_next(new.run, "status", "logs --follow", "cancel")
+    return 0
+
+
+def _data_line(spec: RunSpec) -> list[str]:
+    if spec.training is None or spec.data is None or (title := title_of(Path(spec.data))) is None:
+        return []
+    return [f"training {spec.training.train.model} on {title}; use --data PATH for your own images"]
+
+
+def _first_line(new: NewRun) -> str:
+    run, spec = new.run, new.spec
+    # With --gpus-per-node 0 on Slurm, the user expects the CPU and needs no note.
+    on_cpu = spec.device != "cuda" and (spec.cluster == "local" or spec.resources.num_gpus > 0)
+    where = "; its ranks use the CPU" if on_cpu else ""
+    if spec.cluster == "slurm":
+        return f"submitted run {run.name} as job {new.job_id}{where}"
+    return f"started run {run.name} on {this_machine()}, as process {new.job_id}{where}"

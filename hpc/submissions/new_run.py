@@ -1,0 +1,179 @@
+"""Makes the run directory and queues the run, or leaves nothing behind if Slurm refuses. Runs on the login node."""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import new_directory, remove_directory, write_atomic
+from hpc.base.git import is_listed_as_untracked
+from hpc.run.events.kinds import Submitted, Submitting
+from hpc.run.events.ledger import EventWriter
+from hpc.run.rundir import RunDir
+from hpc.run.spec import RunSpec
+from hpc.services.tracking.submission import at_trackers
+from hpc.slurm import client as slurm
+from hpc.slurm import handover
+from hpc.slurm.executor import SlurmExecutor, start_local
+from hpc.submissions.options import SubmitOptions
+from hpc.submissions.plan import check_place, find_user_code, plan, warn
+from hpc.submissions.user_code.code_copy import copy_code
+from hpc.submissions.user_code.own_code import UserCode
+from hpc.submissions.user_python import environment_archive
+from jobs.staging.python_environment import this_environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewRun:
+    """A run that was submitted or, in a dry run, could be."""
+
+    run: RunDir
+    spec: RunSpec
+    code: UserCode
+    job_id: str | None = None
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """The document of `hpc submit --json`."""
+        script = str(self.run.script) if self.spec.cluster == "slurm" else None
+        return {
+            "run": self.run.name, "run_dir": str(self.run.path), "job_id": self.job_id, "cluster": self.spec.cluster,
+            "script": script,
+        }  # fmt: skip
+
+
+def start_run(
+    options: SubmitOptions,
+    script: tuple[str, ...],
+    fill: Callable[[RunDir, RunSpec], RunSpec] = lambda _, spec: spec,
+    code: UserCode | None = None,
+) -> NewRun:
+    """Check the flags, make the run directory, and submit; a dry run only checks.
+
+    `fill` adds initial content to the new directory, such as a checkpoint (`hpc fork`), and returns the spec that
+    records it. `code` is the user's code; None means the code of the current directory.
+
+    Raises:
+        UserError: a flag is wrong, or Slurm refuses the job.
+        TorchrelayError: Slurm or a tracker does not answer.
+    """
+    # Nobody but the user may write to the files of the run (hpc.run.ownership). The job inherits this umask.
+    os.umask(os.umask(0) | 0o022)
+    run, spec = plan(options, script)
+    code = code or find_user_code(options, spec)
+    spec = dataclasses.replace(
+        spec, program=code.program if code.script else spec.program, working_directory=code.working_directory,
+        in_place=str(code.root) if code.in_place else None,
+    )  # fmt: skip
+    check_place(run, spec)
+    warn(options, spec, code)
+    environment = this_environment() if options.stage_env else None
+    if options.dry_run:
+        return NewRun(run=run, spec=spec, code=code)
+    if environment is not None:
+        watch = None if options.json else environment_archive.show_progress
+        archive = environment_archive.find_or_make(environment, run.path.parent, watch)
+        spec = dataclasses.replace(spec, stage_env=str(archive))
+    spec, job_id = _submit(run, spec, code, fill)
+    _hide_runs_from_git(run)
+    return NewRun(run=run, spec=spec, code=code, job_id=job_id)
+
+
+def _submit(
+    run: RunDir, spec: RunSpec, code: UserCode, fill: Callable[[RunDir, RunSpec], RunSpec]
+) -> tuple[RunSpec, str]:
+    """Make the run directory and queue the run. Returns its spec and the job's id.
+
+    A killed submission leaves a complete directory or none; `hpc resume` submits a complete one that has no job.
+    """
+    grace_seconds = preemption_grace(spec)
+    with _without_empty_parents(run), at_trackers(run, spec) as known:
+        with new_run_directory(run) as draft:
+            draft.events.mkdir()
+            draft.logs.mkdir()
+            spec = fill(draft, known)
+            spec.save(draft)
+            copy_code(draft, code)
+            executor = SlurmExecutor(run, spec) if spec.cluster == "slurm" else None
+            if executor:
+                executor.prepare(draft)
+            # This claim to submit the run is written before other processes can see the directory.
+            _events(draft).append(Submitting(cluster=spec.cluster, **handover.this_process()))
+        try:
+            job_id = executor.start() if executor else start_local(run)
+        except (UserError, OSError) as error:
+            # After other errors, such as Ctrl-C, the directory stays, because a queued job may need it.
+            remove_directory(run.path)
+            if isinstance(error, OSError):
+                raise _cannot_write(run, error) from error
+            raise
+    if executor:
+        submitted = Submitted(
+            job_id=job_id,
+            cluster=spec.cluster,
+            stop_lead_seconds=spec.stop_lead_seconds,
+            grace_seconds=grace_seconds,
+            excluded=tuple(executor.excluded),
+        )
+        _events(run).append(submitted)
+        with suppress(OSError):  # the job is queued, whether stderr can be written or not
+            for note in executor.notes:
+                print(f"torchrelay: {note}", file=sys.stderr)
+    return spec, job_id
+
+
+def _events(run: RunDir) -> EventWriter:
+    return EventWriter(run.events / "submit.jsonl")
+
+
+@contextmanager
+def new_run_directory(run: RunDir) -> Iterator[RunDir]:
+    """Yield a private directory, which becomes the run directory when the `with` block ends. An error removes it.
+
+    Raises UserError if the directory cannot be made, or if the run exists when the block ends.
+    """
+    try:
+        with new_directory(run.path) as path:
+            yield RunDir(path)
+    except FileExistsError as error:
+        raise UserError(f"run {run.name!r} exists already in {run.path.parent}: choose another --name") from error
+    except OSError as error:
+        raise _cannot_write(run, error) from error
+
+
+@contextmanager
+def _without_empty_parents(run: RunDir) -> Iterator[None]:
+    """After an error, remove the parent directories that were made for a run, unless other runs are in them."""
+    made = [directory for directory in run.path.parents if not directory.exists()]
+    try:
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for directory in made:
+                directory.rmdir()
+        raise
+
+
+def _cannot_write(run: RunDir, error: OSError) -> UserError:
+    return UserError(f"--runs-dir {run.path.parent} is not writable: {error}")
+
+
+def _hide_runs_from_git(run: RunDir) -> None:
+    """If the runs directory is in a git repository, make git ignore it. A failure only prints a warning."""
+    try:
+        if is_listed_as_untracked(run.path):
+            write_atomic(run.path.parent / ".gitignore", "*\n")
+    except OSError as error:
+        print(f"hpc submit: warning: {run.path.parent} cannot be written: {error}", file=sys.stderr)
+
+
+def preemption_grace(spec: RunSpec) -> int | None:
+    """Return the seconds from SIGTERM to SIGKILL on preemption; None if unknown: `hpc status` then cannot warn."""
+    if spec.cluster == "slurm" and spec.resources.partition is not None:
+        with suppress(TorchrelayError):
+            return slurm.grace_seconds(slurm.show_partition(spec.resources.partition))
+    return None

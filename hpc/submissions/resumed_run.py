@@ -1,0 +1,301 @@
+"""Continues a run that was cancelled, has failed, or is to train longer (`hpc resume`). Runs on the login node.
+
+If Slurm refuses the job, the run's settings, code and results stay as they were. Only one process can resume a run: the
+one that claims its next job (`hpc.slurm.handover`). Agents and supervisors claim jobs in the same way.
+"""
+
+import dataclasses
+import getpass
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc.base import program
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.files import last_json_line, remove_directory, write_atomic
+from hpc.base.text import few, visible
+from hpc.commands import cli
+from hpc.run.causes import Cause
+from hpc.run.events.history import History
+from hpc.run.events.kinds import Cancelled, CheckpointSaved, Resubmitted, Resumed, SnapshotSaved, TrainCompleted
+from hpc.run.events.ledger import EventWriter
+from hpc.run.events.resumption import (
+    next_resumption,
+    record_resumption,
+    resumption_file,
+)
+from hpc.run.rundir import RunDir
+from hpc.run.spec import Network, Notification, Recovery, Resources, RunSpec, program_of
+from hpc.services.notification.recipients import with_known_names
+from hpc.slurm import client as slurm
+from hpc.slurm import handover, sinfo
+from hpc.slurm.alive import local_jobs, slurm_jobs
+from hpc.slurm.executor import SlurmExecutor, start_local
+from hpc.slurm.predecessors import redirect_waiting_jobs
+from hpc.submissions import checks
+from hpc.submissions.new_run import preemption_grace
+from hpc.submissions.settings import adaptable_settings_of, plain, settings_of
+from hpc.submissions.user_code.package_copy import damaged_packages
+from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
+from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
+from training.config.train_config import Adjustable, TrainConfig, check_world
+from training.relay.checkpoint_files import list_checkpoints
+
+# The longest wait for the end of a cancelled job. Most jobs save and end sooner.
+_ENDING_SECONDS = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions(cli.RunOptions):
+    """Continue a run after hpc cancel or a failure, or train a complete one longer, from its newest saved state.
+
+    Flags that you leave out keep the values that they have in the run. The counts of failures start again from zero.
+    Flags that would change the steps of the training, such as --lr, need hpc fork.
+    """
+
+    resources: Resources = field(default_factory=Resources)
+    recovery: Recovery = field(default_factory=Recovery)
+    network: Network = field(default_factory=Network)
+    notification: Notification = field(default_factory=Notification)
+    train: Adjustable = field(default_factory=Adjustable)
+    new_code: bool = False
+    """Run the present code of the repository in the current directory instead of the copy from the submission.
+    What the run has written stays."""
+    wait: bool = False
+    """Wait until the run ends, and print its result."""
+
+
+def options_of(given: Mapping[str, Any]) -> ResumeOptions:
+    """Return the given flags, completed with the settings of the run. Raises UserError if a flag is wrong."""
+    name = given.get("run")
+    if name is None:
+        raise UserError("no run is named: type hpc resume NAME; hpc status lists the runs")
+    runs_dir = cli.runs_dir(given)
+    run = cli.find_own_run(name, runs_dir)
+    spec = RunSpec.load(run)
+    of_training = {program.flag_name(field) for field in program.flags(TrainConfig)}
+    if spec.train is None and (unknown := sorted(given.keys() & of_training)):
+        raise UserError(
+            f"--{unknown[0]} is a flag of the image classifier, but run {run.name} runs {program_of(spec.script)}, "
+            "whose arguments hpc resume cannot change: leave it out"
+        )
+    refuse_on_resume(given.keys(), name, run.best)
+    adjustable = program.default_values(ResumeOptions)
+    own = {name: value for name, value in adaptable_settings_of(spec).items() if name in adjustable}
+    return program.build(ResumeOptions, {**own, **given, "runs-dir": runs_dir})
+
+
+def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
+    """Check the run, put the new spec into force, and submit the run's next job.
+
+    Returns:
+        The run, and the document of `hpc resume --json`.
+
+    Raises:
+        UserError: the run has not ended or cannot continue, or a flag cannot change.
+        TorchrelayError: Slurm refuses the job, or another process has resumed the run.
+    """
+    # Nobody but the user may write to the files of the run (hpc.run.ownership).
+    os.umask(os.umask(0) | 0o022)
+    run = cli.find_own_run(options.run, options.runs_dir)
+    before = RunSpec.load(run)
+    restore_code(run)
+    seen = History.load(run)
+    _wait_for_end(run, before, seen)
+    # The ledger is read before squeue. If another process submits a job in between, squeue shows the job. If it submits
+    # one later, our claim fails.
+    history = History.load(run)
+    if len(history.of(Cancelled)) > len(seen.of(Cancelled)):
+        raise UserError(
+            f"run {run.name} was cancelled while hpc resume waited for the end of its job: to continue it, type "
+            f"hpc resume {shlex.quote(options.run)} again"
+        )
+    if options.new_code and before.in_place:
+        raise UserError(
+            f"--new-code: run {run.name} runs {program_of(before.script)} in place, and so always the present code: "
+            "leave it out"
+        )
+    if not options.new_code and (damaged := damaged_packages(run)):
+        typed = "hpc submit for a new run" if before.in_place else f"hpc resume {shlex.quote(options.run)} --new-code"
+        raise UserError(f"{run.packages} is damaged ({few(damaged)}), so the run cannot start: type {typed}")
+    after = _adjusted(run, before, options, history)
+    _check_has_ended(run, before, history, shlex.quote(options.run))
+    job_id = _continue(run, before, after, history, new_code=options.new_code)
+    changed = changed_settings(before, after)
+    return run, {
+        "run": run.name, "run_dir": str(run.path), "job_id": job_id, "cluster": after.cluster, "changed": changed,
+    }  # fmt: skip
+
+
+# --- what must hold ---
+
+
+def _wait_for_end(run: RunDir, spec: RunSpec, history: History) -> None:
+    """If the run is cancelled or complete, wait up to a minute for the end of its job, which may still save."""
+    if not (history.is_cancelled or history.complete) or not (job := _job_of(run, spec)):
+        return
+    print(visible(f"run {run.name} is ending: waiting for the end of {job}"), file=sys.stderr)
+    deadline = time.monotonic() + _ENDING_SECONDS
+    while _job_of(run, spec) and time.monotonic() < deadline:
+        time.sleep(1)
+
+
+def _job_of(run: RunDir, spec: RunSpec) -> str | None:
+    """Return words that name the run's job, running or queued, or its local process; None if there is none."""
+    if spec.cluster == "slurm":
+        listed = slurm.jobs()
+        found = [f"job {job_id}, which is {listed[job_id].state.lower()}" for job_id in slurm_jobs(run, listed)]
+    else:
+        found = [f"process {pid}" for pid in local_jobs(run)]
+    return next(iter(found), None)
+
+
+def _check_has_ended(run: RunDir, spec: RunSpec, history: History, typed: str) -> None:
+    """Refuse a run that was cancelled for good, has a job, was copied or moved, or has lost its saved state.
+
+    `typed` is the run's name on the command line.
+    """
+    if history.is_cancelled_for_good:
+        raise UserError(
+            f"run {run.name} was cancelled with --final: continue under a new name with hpc fork {typed} --name NEW"
+        )
+    if job := _job_of(run, spec):
+        raise UserError(
+            f"run {run.name} has {job}: hpc resume is for runs that have ended; type hpc cancel {typed}, and repeat "
+            "hpc resume"
+        )
+    if spec.cluster == "slurm" and not handover.has_own_script(run):
+        raise UserError(
+            f"{run.script} belongs to another run directory, so this one is a copy or was moved: type hpc fork "
+            f"{typed} --name NEW"
+        )
+    forked = spec.training is not None and spec.training.forked_from is not None
+    saved = forked or any(isinstance(event, CheckpointSaved | SnapshotSaved) for event in history.events)
+    if spec.train and saved and not list_checkpoints(run.checkpoints):
+        raise UserError(
+            f"run {run.name} has no checkpoints left in {run.checkpoints}, so it would start from the beginning: type "
+            "hpc submit for a new run"
+        )
+
+
+def _adjusted(run: RunDir, before: RunSpec, options: ResumeOptions, history: History) -> RunSpec:
+    """Return the spec with the flags of the command line. Checks changed flags as hpc submit does."""
+    adjusted = {name: getattr(options.train, name) for name in ADJUSTABLE}
+    train = dataclasses.replace(before.train, **adjusted) if before.train else None
+    resources, has_default_time = options.resources, options.resources.time is None
+    if has_default_time and resources.partition == before.resources.partition:
+        resources = dataclasses.replace(resources, time=before.resources.time)
+    after = dataclasses.replace(
+        before.with_training(train=train), resources=resources, recovery=options.recovery, network=options.network,
+        notification=_adjusted_notification(before, options), has_default_time=has_default_time,
+    )  # fmt: skip
+    complete = history.is_complete
+    if before.evaluation and complete:
+        raise UserError(f"run {run.name} is a complete evaluation: type hpc evaluate {before.evaluation.source} again")
+    if before.train and train:
+        completed = history.last(TrainCompleted)
+        ended = completed.ended if completed else None
+        epoch = (last_json_line(run.train_metrics) or {}).get("epoch", 0)
+        check_adjusted(before.train, train, Begun(run=options.run, epoch=epoch, ended=ended, complete=complete))
+    elif complete:
+        raise UserError(f"run {run.name} is complete: its script ended with exit code 0; submit it under a new name")
+    if (after.resources, after.recovery, after.network) == (before.resources, before.recovery, before.network):
+        return after
+    checks.check_setup(after.resources.setup, after.cluster)
+    if after.cluster == "slurm":
+        resources = checks.resolve_resources(after.resources, sinfo.partitions(), after.recovery.spares)
+    else:
+        resources = checks.local_resources(after.resources)
+    after = dataclasses.replace(after, resources=resources)
+    checks.check_recovery(after)
+    if train:
+        check_world(train, resources.max_nodes * resources.ranks_per_node)
+    return after
+
+
+def _adjusted_notification(before: RunSpec, options: ResumeOptions) -> Notification:
+    """Return the notification flags. Unchanged flags are not checked: a missing recipient costs only its messages."""
+    asked = options.notification
+    return before.notification if asked == before.notification else with_known_names(asked)
+
+
+def changed_settings(before: RunSpec, after: RunSpec) -> dict[str, Any]:
+    """Return the flags that differ between two specs, with their new values. Pure."""
+    old, new = plain(settings_of(before)), plain(settings_of(after))
+    return {f"--{name}": value for name, value in new.items() if value != old[name]}
+
+
+# --- what is done ---
+
+
+def _continue(run: RunDir, before: RunSpec, after: RunSpec, history: History, *, new_code: bool) -> str:
+    """Put the spec `after` into force and start the next job. Returns its id. After an error, `before` is in force."""
+    attempts, number = history.attempts, next_resumption(run)
+    attempt = attempts[-1].attempt if attempts else 0
+    replaced = None
+    with ExitStack() as cleanup, ExitStack() as undo:
+        copy = prepare_code(run, after, cleanup) if new_code else None
+        if not handover.claim_next_job(run, attempt, history):
+            raise TorchrelayError(f"another process submits the next job of run {run.name}: see hpc status {run.name}")
+        if copy:
+            after = dataclasses.replace(
+                after, program=copy.code.program if copy.code.script else after.program,
+                working_directory=copy.code.working_directory,
+            )  # fmt: skip
+            replaced = replace_code(run, copy, number, undo)
+        after.save(run, number)
+        if after.cluster == "slurm" and (new_code or after != before):
+            undo.callback(write_atomic, run.script, run.script.read_bytes())
+            write_atomic(run.script, SlurmExecutor(run, after).script())
+        if attempts and attempts[-1].ended is None:
+            cause = Cause.CANCELLED if history.is_cancelled else Cause.LOST
+            handover.record_missing_end(run, attempts[-1], "its agents recorded no end", cause=cause)
+        if run.final.exists():
+            kept = run.earlier_final(number)
+            run.final.rename(kept)
+            undo.callback(kept.rename, run.final)
+        resumed = Resumed(
+            attempt=attempt,
+            number=number,
+            cancellations=len(history.of(Cancelled)),
+            by=getpass.getuser(),
+            changed=changed_settings(before, after),
+            revision=run.revision.read_text().strip() if copy and run.revision.exists() else None,
+            stop_lead_seconds=after.stop_lead_seconds,
+            grace_seconds=preemption_grace(after),
+        )
+        if not record_resumption(run, resumed):
+            raise TorchrelayError(f"another process has resumed run {run.name}: see hpc status {run.name}")
+        undo.callback(resumption_file(run, number).unlink)
+        try:
+            job_id = _start(run, after, number, attempt, history)
+        except TorchrelayError as error:
+            raise type(error)(f"run {run.name} stays as it was: {error}") from error
+        undo.pop_all()
+        remove_directory(run.previous_code)
+    if replaced:
+        print(visible(f"hpc resume: files of the run that gave way to the new code are in {replaced}"), file=sys.stderr)
+    return job_id
+
+
+def _start(run: RunDir, spec: RunSpec, number: int, attempt: int, history: History) -> str:
+    """Start the next job, record it, and redirect the jobs of waiting runs to it. Returns the job's id."""
+    writer = EventWriter(resumption_file(run, number), attempt)
+    old, excluded = history.last_job_id, list[str]()
+    if spec.cluster == "slurm":
+        excluded = handover.nodes_to_exclude(run, spec, history)
+        job_id = handover.submit_next_job(run, spec, excluded, history.job_ids)
+    else:
+        job_id = start_local(run)
+    writer.append(Resubmitted(job_id=job_id, old_job_id=old, excluded=tuple(excluded)))
+    if spec.cluster == "slurm":
+        try:
+            redirect_waiting_jobs(run)
+        except TorchrelayError as error:
+            print(f"hpc resume: runs that wait for {run.name} may stay held: {error}", file=sys.stderr)
+    return job_id

@@ -1,0 +1,195 @@
+"""Checks the user's own environment (`--python`, `--container`) before the run is queued. Runs on the login node.
+
+torchrun and the ranks of a user's script run in this environment; the agents run in the environment of `hpc`. Some of
+our modules run in both, so they import only the standard library and torch: torchrun_main and the rendezvous that it
+loads, the rank wrapper, and the preflight.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hpc.base import container
+from hpc.base.errors import UserError
+from hpc.submissions.checks import check_is_shared
+
+# The environment of Torchrelay itself needs a newer torch (pyproject.toml).
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 6)
+# Importing torch from slow storage takes minutes.
+_IMPORT_SECONDS = 300.0
+_MARK = "torchrelay:"
+# Any Python 3 can run this program, and so report that it is too old.
+_LOOK = f"""
+import json, sys
+print("\\n{_MARK}" + json.dumps(list(sys.version_info[:2])))
+sys.stdout.flush()
+import torch, torch.distributed.run
+print("\\n{_MARK}" + json.dumps([str(torch.__version__), torch.__file__]))
+"""
+
+
+def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool) -> None:
+    """Raise UserError if `--python` or `--container` is given for the trainer or together with `--stage-env`."""
+    if value is None:
+        return
+    if trains:
+        raise UserError(
+            f"{flag} is {value}, but it applies only to your own script (-- script.py): the image classifier needs the "
+            "packages that torchrelay depends on; leave it out, or install torchrelay in that environment and submit "
+            "with the hpc of that environment"
+        )
+    if stages:
+        raise UserError(
+            f"{flag} is {value}, but --stage-env copies the environment of hpc, in which no rank would start: leave "
+            "one of the two flags out"
+        )
+
+
+def active_python() -> Path | None:
+    """Return the Python of this shell's active venv or conda environment; None if there is none, or if it is ours.
+
+    conda's `base` does not count: many shells activate it, and few people install torch there.
+    """
+    conda = "" if os.environ.get("CONDA_DEFAULT_ENV") == "base" else os.environ.get("CONDA_PREFIX")
+    active = os.environ.get("VIRTUAL_ENV") or conda
+    if not active or Path(active).resolve() == Path(sys.prefix).resolve():
+        return None
+    return Path(active, "bin", "python")
+
+
+def resolve(
+    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool, active: Path | None = None
+) -> tuple[str | None, str | None]:
+    """Return the absolute path of the image of `--container`, and the interpreter that starts the ranks.
+
+    The path is None if there is no image. The interpreter is None if there is neither an image nor `--python` nor an
+    `active` environment. Raises UserError if torchrun and the ranks cannot run with the interpreter.
+    """
+    if image is None:
+        flag = "--python" if python else "the active environment's Python"
+        given = python or active
+        return None, check(given, setup, flag=flag, on_cluster=on_cluster) if given else None
+    path, interpreter = _find_image(image, on_cluster=on_cluster), str(python or "python3")
+    _check_in_container(path, interpreter, setup)
+    return str(path), interpreter
+
+
+def check(
+    given: Path, setup: Sequence[str], *, flag: str = "--python", on_cluster: bool, seconds: float = _IMPORT_SECONDS
+) -> str:
+    """Return the absolute path of an interpreter. Raises UserError if it cannot run torchrun and the ranks.
+
+    `flag` names the interpreter in errors. The lines of `--setup`, which are for the nodes, do not run here. If there
+    are such lines and torch cannot be imported, only a warning is printed.
+    """
+    path = _executable(given, flag)
+    if on_cluster:
+        for used in (path.parent, path):
+            check_is_shared(flag, used)
+    torch_file = _check_answers(f"{flag} is {given}", [str(path)], setup, seconds)
+    if on_cluster and torch_file:
+        check_is_shared(f"{flag} imports torch from", torch_file)
+    return str(path)
+
+
+def _find_image(given: str, *, on_cluster: bool) -> Path:
+    """Return the absolute path of an image of `--container`. Raises UserError if nodes could not read it."""
+    if "://" in given:
+        raise UserError(
+            f"--container is {given}, which every node would have to download: type apptainer pull image.sif {given}, "
+            "and use --container image.sif"
+        )
+    path = Path(given).expanduser().absolute()
+    if not path.exists():
+        raise UserError(f"--container is {given}, which does not exist: give the path of an Apptainer image")
+    if on_cluster:
+        check_is_shared("--container", path)
+    return path
+
+
+def _check_in_container(image: Path, python: str, setup: Sequence[str]) -> None:
+    """Check an interpreter in an image, like `check`. Raises UserError if torchrun and the ranks cannot run there.
+
+    If there is no Apptainer here, but --setup may provide it on the nodes, only print a warning.
+    """
+    flag, engine = f"--container is {image}", container.find_engine()
+    if engine is None:
+        problem = "there is neither apptainer nor singularity here"
+        if not setup:
+            raise UserError(
+                f"{flag}, and {problem}: load its module, also on the nodes: --setup 'module load apptainer'"
+            )
+        print(f"hpc submit: warning: {flag}, which is not checked: {problem}", file=sys.stderr)
+        return
+    program = container.inside(engine, image, [python])
+    _check_answers(f"{flag}, with the interpreter {python}", program, setup, _IMPORT_SECONDS)
+
+
+def _check_answers(flag: str, program: Sequence[str], setup: Sequence[str], seconds: float) -> Path | None:
+    """Check the versions of an interpreter and its torch. Returns torch's file; None if torch may need --setup."""
+    answers, problem = _ask(program, seconds)
+    if not answers:
+        raise UserError(f"{flag}, which does not run as a Python interpreter here ({problem})")
+    if tuple(answers[0]) < OLDEST_PYTHON:
+        raise UserError(f"{flag}, which is Python {_dotted(answers[0])}: use {_dotted(OLDEST_PYTHON)} or newer")
+    if len(answers) == 1:
+        if not setup:
+            raise UserError(
+                f"{flag}, which does not import torch ({problem}): install torch there, or use --python ENV/bin/python"
+            )
+        print(
+            f"hpc submit: warning: {flag}, which imports torch only with --setup, if at all ({problem})",
+            file=sys.stderr,
+        )
+        return None
+    version, torch_file = answers[1]
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TORCH:
+        raise UserError(f"{flag}, which has torch {version}: install torch {_dotted(OLDEST_TORCH)} or newer there")
+    return Path(torch_file)
+
+
+def _executable(given: Path, flag: str) -> Path:
+    # A venv's interpreter is a link. It is not resolved, because the interpreter finds the venv relative to the link.
+    # Links to the interpreter's directory are resolved, because they may be missing on other nodes.
+    path = given.expanduser().absolute()
+    path = path.parent.resolve() / path.name
+    if path.is_dir():
+        raise UserError(f"{flag} is {given}, which is a directory: use its interpreter, such as {given}/bin/python")
+    if not os.access(path, os.X_OK):
+        problem = "is not executable" if path.exists() else "does not exist"
+        raise UserError(
+            f"{flag} is {given}, which {problem}: use the interpreter of your environment, such as ENV/bin/python"
+        )
+    return path
+
+
+def _ask(program: Sequence[str], seconds: float) -> tuple[list[list[Any]], str]:
+    """Return what the interpreter reports (its version, then torch's version and file), and why a report is missing."""
+    try:
+        # The directory is /, because `-c` would first import from the current directory.
+        done = subprocess.run(
+            [*program, "-c", _LOOK],
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        out, problem = error.stdout or b"", f"it took longer than {seconds:.0f} s"
+    except OSError as error:
+        return [], str(error)
+    else:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        out, problem = done.stdout, lines[-1] if lines else f"exit code {done.returncode}"
+    said = out.decode(errors="replace").splitlines()
+    return [json.loads(line.removeprefix(_MARK)) for line in said if line.startswith(_MARK)], problem
+
+
+def _dotted(version: Sequence[object]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,66 @@
+import shutil
+from pathlib import Path
+
+import pytest
+from support.trainings import make_folder, make_idx
+
+from hpc.base.errors import UserError
+from hpc.submissions.data_checks import check_data_on_device, class_warnings, pack_size
+from training.config.train_config import TrainConfig
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    (tmp_path / "red").mkdir()
+    (tmp_path / "red" / "1.jpg").touch()
+    return tmp_path
+
+
+def test_an_image_folder_cannot_be_on_the_device(photos: Path) -> None:
+    train = TrainConfig(data=str(photos), data_on_device="on")
+    with pytest.raises(
+        UserError, match=r"--data-on-device is on, but the images of .* are cropped on the CPU: use auto, or leave"
+    ):
+        check_data_on_device(train)
+    check_data_on_device(TrainConfig(data=str(photos)))
+    check_data_on_device(TrainConfig(synthetic=True, data_on_device="on"))
+
+
+@pytest.mark.parametrize("kind", ["zip", "gztar"])
+def test_classes_of_an_archive_are_checked_by_its_names(tmp_path: Path, kind: str) -> None:
+    data = make_folder(tmp_path / "flowers", per_class=2)
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / "__MACOSX" / "._0.jpg").touch()
+    (data / "train" / "violet").mkdir()
+
+    def archived(name: str) -> Path:
+        return Path(shutil.make_archive(str(tmp_path.with_name(name)), kind, tmp_path))
+
+    some = archived("some")
+    [of_train, *others] = class_warnings(some)
+    assert of_train == f"{some}/flowers/train has no images of class violet: add some, or remove it"
+    assert len(others) == 2
+    (data / "val" / "black").mkdir()
+    unknown = archived("unknown")
+    with pytest.raises(UserError, match=f"{unknown}/flowers/val/black is a class that the training set does not have"):
+        class_warnings(unknown)
+    shutil.rmtree(data)
+    make_idx(tmp_path / "idx")
+    assert class_warnings(archived("idx")) == []
+    shutil.rmtree(tmp_path / "idx")
+    (tmp_path / "notes.txt").touch()
+    notes = archived("notes")
+    with pytest.raises(UserError, match=f"--data is {notes}, but there are no images in class .* below {notes}: give"):
+        class_warnings(notes)
+
+
+def test_images_are_packed_as_large_as_training_or_evaluation_needs_them(photos: Path) -> None:
+    sizes = (
+        {"image_size": 176},
+        {"image_size": 176, "eval_image_size": 224},
+        {"image_size": 224, "eval_image_size": 176},
+        {"image_size": 176, "eval_image_size": 224, "eval_crop_pct": "224/232"},
+        {"image_size": 176, "eval_image_size": 224, "eval_crop_pct": "0.5"},
+    )
+    packed = [pack_size("on", None, TrainConfig(data=str(photos), **each)) for each in sizes]
+    assert packed == [208, 256, 256, 256, 448]

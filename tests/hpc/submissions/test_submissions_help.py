@@ -1,0 +1,51 @@
+"""The help of `hpc submit`: short, with all flags on request; and of the verbs whose defaults are those of a run."""
+
+import re
+
+import pytest
+from support.cluster import hpc
+
+from hpc.base import program
+from hpc.submissions.options import SubmitScript, SubmitTraining
+from training.config.command_line import recipes
+
+_MOST_LINES = 120
+
+
+def printed(flag: str, verb: str = "submit") -> str:
+    done = hpc(verb, flag, COLUMNS="80")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def flags_in(text: str) -> set[str]:
+    return set(re.findall(r"^│ (?:-\w [\w:]+, )?--([a-z][a-z0-9-]*)", text, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def brief() -> str:
+    return printed("--help")
+
+
+def test_help_is_short_fits_80_columns_and_names_each_recipe(brief: str) -> None:
+    assert len(brief.splitlines()) <= _MOST_LINES
+    assert max(map(len, brief.splitlines()[10:])) <= 80  # columns
+    assert brief.startswith("usage: hpc submit [-h] [OPTIONS] [-- script.py ARGS]\n")
+    assert [name for name in recipes() if name not in brief] == []
+
+
+def test_help_all_shows_all_flags(brief: str) -> None:
+    assert {"nodes", "partition", "time", "elastic", "data", "lr", "recipe", "help-all"} <= flags_in(brief)
+    fields = [*program.flags(SubmitTraining), *program.flags(SubmitScript)]
+    assert flags_in(printed("--help-all")) == {field.name.replace("_", "-") for field in fields}
+
+
+@pytest.mark.parametrize("verb", ["resume", "fork"])
+def test_help_shows_no_defaults_of_what_a_run_has_nor_what_is_refused(verb: str) -> None:
+    lines = printed("--help", verb)
+    assert max(map(len, lines.splitlines())) <= 80, "the description is wrapped"
+    text = re.sub(r"[\s│]+", " ", lines)
+    assert text.count("Flags that you leave out") == 1
+    assert not re.search("default:", text.partition("resources options")[2], re.IGNORECASE)
+    assert "(default: runs)" in text
+    assert not {"config", "recipe"} & flags_in(lines)

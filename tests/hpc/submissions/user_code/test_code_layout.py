@@ -1,0 +1,84 @@
+"""Which entries of a directory are copied, linked or left out, and the bounds that keep the choice quick."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpc.base.errors import UserError
+from hpc.submissions.user_code import code_layout, code_sources
+from hpc.submissions.user_code.code_layout import exclusion, lay_out
+from hpc.submissions.user_code.code_sources import find_sources
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+def everything(_: os.DirEntry[str]) -> bool:
+    return False
+
+
+def test_a_directory_without_a_copy_is_one_link(tmp_path: Path) -> None:
+    touch(tmp_path, "train.py", "data/a/b.bin", "src/pkg/x.py", "src/pkg/x.so", "src/other/y.bin", "here/z.bin")
+    layout = lay_out(tmp_path, {"train.py", "src/pkg/x.py"}, everything, made=["here", "new/place"])
+    assert layout.links == ("data", "here/z.bin", "src/other", "src/pkg/x.so")
+    assert layout.directories == ("here", "new", "new/place", "src", "src/pkg")
+
+
+def test_what_the_run_has_written_has_its_place(tmp_path: Path) -> None:
+    touch(tmp_path, "out/a.bin", "out/b.bin", "data/x.bin")
+    layout = lay_out(tmp_path, (), everything, written=["out/b.bin", "out/deep/c.bin", "empty/"])
+    assert layout.links == ("data", "out/a.bin")
+    assert layout.directories == ("empty", "out", "out/deep")
+
+
+def test_a_crowded_directory_is_one_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    touch(tmp_path, "train.py", "images/prepare.py", *(f"images/{number}.bin" for number in range(5)))
+    monkeypatch.setattr(code_layout, "_MOST_LINKS", 5)
+    layout = lay_out(tmp_path, {"train.py", "images/prepare.py"}, everything)
+    assert (layout.copies, layout.links, layout.crowded) == (("train.py",), ("images",), ("images",))
+    monkeypatch.setattr(code_layout, "_MOST_LINKS_BESIDE_SCRIPT", 5)
+    with pytest.raises(UserError, match=r"images has more than 5 entries, .* or submit with --in-place"):
+        lay_out(tmp_path, {"images/prepare.py"}, everything, made=["images"])
+
+
+def test_tools_environments_and_runs_are_left_out(tmp_path: Path) -> None:
+    out = ["env/pyvenv.cfg", "conda/conda-meta/history", "x/__pycache__/a", ".git/HEAD", "my-runs/a", "old/spec.json"]
+    touch(tmp_path, "train.py", "x/y.py", "old/events/a", "model/spec.json", ".hidden", *out)
+    layout = lay_out(tmp_path, {"train.py", "x/y.py"}, exclusion(tmp_path / "my-runs"))
+    assert layout.links == (".hidden", "model")
+
+
+def small(root: Path) -> set[str]:
+    return set(find_sources(root, everything).small)
+
+
+def test_sources_and_configurations_are_code_and_results_are_not(tmp_path: Path) -> None:
+    code = {"train.py", "go.sh", "run.json", "conf/model/small.yaml", "lib/a.py", "lib/a.yaml", "csrc/k.cu"}
+    touch(tmp_path, *code, "out/1/params.yaml", "data/labels.json", "notes.txt", "lib/b.bin", ".cache/x.py")
+    (tmp_path / "large.py").write_bytes(bytes(2**20 + 1))
+    (tmp_path / "linked").symlink_to("lib")
+    assert small(tmp_path) == code
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "found"),
+    [
+        ("_MOST_IN_DIRECTORY", 3, {"train.py", "a/x.py", "a/b/c/y.py"}),
+        ("_MOST_LEVELS", 1, {"train.py", "a/x.py", "many/0.py", "many/1.py", "many/2.py", "many/3.py"}),
+        ("_MOST_ENTRIES", 3, {"train.py"}),
+        ("_MOST_FILES", 2, {"train.py"}),
+        ("_MOST_BYTES", 0, {"train.py"}),
+    ],
+)
+def test_the_search_is_bounded(
+    name: str, value: int, found: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond some bounds, the directory is not that of a project, and only its own files are copied."""
+    touch(tmp_path, "train.py", "a/x.py", "a/b/c/y.py", *(f"many/{number}.py" for number in range(4)))
+    (tmp_path / "many/2.py").write_text("1")
+    monkeypatch.setattr(code_sources, name, value)
+    assert small(tmp_path) == found

@@ -1,0 +1,266 @@
+"""Packing an environment: real venvs, real archives, real kills."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support.cluster import mounted_volume, tiny_data
+from support.environments import BASE, ROOT, SITE, described, make_venv, pack, set_version
+from support.events import script_spec
+from support.staging_nodes import stage
+
+from hpc.base.errors import TorchrelayError, UserError
+from hpc.report.command import submit_command
+from hpc.run.rundir import RunDir
+from hpc.submissions.user_python.environment_archive import DIRECTORY, Progress, find_or_make, portable_script
+from jobs.ranks.round import activated_environment
+from jobs.staging.unpack_environment import make_link
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    return make_venv(tmp_path / "venv")
+
+
+def unpacked(archive: Path, tmp_path: Path) -> Path:
+    disk = tmp_path / "disk"
+    disk.mkdir(exist_ok=True)
+    return stage(archive, disk).path
+
+
+def files(top: Path) -> dict[str, bytes]:
+    found = (path for path in top.rglob("*") if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(top)): path.read_bytes() for path in found}
+
+
+def test_copy_has_every_file_and_every_link_inside(venv: Path, tmp_path: Path) -> None:
+    (venv / SITE / "relative").symlink_to("torch/large.bin")
+    (venv / SITE / "absolute").symlink_to(venv / SITE / "torch")
+    copy = unpacked(pack(venv, tmp_path / "runs"), tmp_path)
+    here, there = files(copy), files(venv)
+    assert json.loads(here.pop("torchrelay-environment.json"))["links"][f"bin/{Path(BASE).name}"] == BASE
+    assert here.pop("bin/tool") != there.pop("bin/tool")
+    assert here == there
+    assert (copy / SITE / "relative").readlink() == Path("torch/large.bin")
+    assert (copy / SITE / "absolute").readlink() == Path("torch")
+    assert not os.path.lexists(copy / "bin" / Path(BASE).name)
+
+
+def test_byte_code_and_scripts_work_in_the_copy(venv: Path, tmp_path: Path) -> None:
+    copy = unpacked(pack(venv, tmp_path / "runs"), tmp_path)
+    make_link(copy / "bin" / Path(BASE).name, BASE)
+    [code] = (copy / SITE / "torch" / "__pycache__").iterdir()
+    before = code.stat()
+    subprocess.run([copy / "bin" / "python", "-c", "import torch"], check=True)
+    assert (code.stat().st_ino, code.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns), "not compiled again"
+    environment = {"PATH": f"{copy / 'bin'}:/usr/bin:/bin"}
+    output = subprocess.run(["tool", "a b"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert output == f"{copy} ['a b']\n"
+
+
+def test_other_files_stay_as_they_are() -> None:
+    for content in (b"#!/bin/sh\necho\n", b"\x7fELF\x00", b"", b"#!/opt/other/bin/python\n"):
+        assert portable_script(content, Path("/venv")) == content
+
+
+def test_link_to_a_file_of_a_cache_is_packed_as_the_file(venv: Path, tmp_path: Path) -> None:
+    cached = tmp_path / "cached.py"
+    cached.write_text("x = 1\n")
+    (venv / SITE / "linked.py").symlink_to(cached)
+    before = described(venv).fingerprint
+    assert (unpacked(pack(venv, tmp_path / "runs"), tmp_path) / SITE / "linked.py").read_text() == "x = 1\n"
+    cached.write_text("x = 22\n")
+    assert described(venv).fingerprint != before
+
+
+def test_project_around_the_venv_is_not_packed(venv: Path) -> None:
+    (venv / "runs").mkdir()
+    (venv / "runs" / "checkpoint").write_bytes(b"large")
+    names = {member.name.split("/")[0] for member in described(venv).members}
+    assert {"bin", "lib", "pyvenv.cfg"} <= names <= {"bin", "include", "lib", "lib64", "pyvenv.cfg"}
+
+
+def test_other_environments_of_conda_are_not_packed(tmp_path: Path) -> None:
+    for name in ("bin", "conda-meta", "ssl", "envs", "pkgs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    names = [member.name for member in described(tmp_path).members]
+    assert names == ["bin/file", "conda-meta/file", "ssl/file"]
+
+
+def test_fingerprint_changes_when_a_package_is_upgraded(venv: Path) -> None:
+    before = described(venv).fingerprint
+    (venv / SITE / "torch" / "__pycache__" / "other.cpython-311.pyc").write_bytes(b"byte code")
+    assert described(venv).fingerprint == before
+    set_version(venv, "9.10")
+    assert described(venv).fingerprint != before
+
+
+def test_archive_is_made_once(venv: Path, tmp_path: Path) -> None:
+    first = pack(venv, tmp_path).stat()
+    again = pack(venv, tmp_path).stat()
+    assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+    assert again.st_mode & 0o777 == 0o600
+    assert (tmp_path / DIRECTORY).stat().st_mode & 0o777 == 0o700
+
+
+def left(runs_dir: Path) -> list[str]:
+    return sorted(path.name for path in (runs_dir / DIRECTORY).iterdir())
+
+
+# A submission that waits for a line before it packs its first file.
+WAITS = """
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from support.environments import described
+from hpc.submissions.user_python.environment_archive import find_or_make
+
+@contextmanager
+def wait(size):
+    yield lambda count: waiting and (print("packing", flush=True), waiting.pop(), sys.stdin.readline())
+
+waiting = [True]
+archive = find_or_make(described(Path({venv!r})), Path({runs!r}), wait)
+print(archive.name, archive.stat().st_ino, flush=True)
+"""
+
+
+@contextmanager
+def packing(venv: Path, runs_dir: Path) -> "Iterator[subprocess.Popen[str]]":
+    """Another submission that has begun to pack."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WAITS.format(venv=str(venv), runs=str(runs_dir))],
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    ) as packer:  # fmt: skip
+        assert packer.stdout is not None
+        assert packer.stdout.readline() == "packing\n"
+        yield packer
+
+
+def test_two_submissions_at_once_make_one_archive(venv: Path, tmp_path: Path) -> None:
+    with packing(venv, tmp_path) as first, packing(venv, tmp_path) as second:
+        assert len(left(tmp_path)) == 2
+        outputs = [packer.communicate("\n")[0] for packer in (first, second)]
+    assert outputs[0] == outputs[1]
+    [archive] = left(tmp_path)
+    assert outputs[0].startswith(f"{archive} ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_killed_packing_leaves_nothing(venv: Path, tmp_path: Path, number: signal.Signals) -> None:
+    with packing(venv, tmp_path) as packer:
+        [temporary] = left(tmp_path)
+        set_version(venv, "9.10")
+        other = pack(venv, tmp_path)
+        assert left(tmp_path) == sorted([temporary, other.name]), "one under way is left alone"
+        packer.send_signal(number)
+    if number is signal.SIGINT:
+        assert left(tmp_path) == [other.name]
+    assert pack(venv, tmp_path) == other
+    assert left(tmp_path) == [other.name]
+
+
+def test_environment_that_changes_while_it_is_packed_is_refused(venv: Path, tmp_path: Path) -> None:
+    @contextmanager
+    def upgrade(_size: int) -> Iterator[Progress]:
+        yield lambda _count: set_version(venv, "10.0")
+
+    with pytest.raises(TorchrelayError, match="was changed while it was packed"):
+        find_or_make(described(venv), tmp_path, upgrade)
+    assert left(tmp_path) == []
+
+
+def test_full_disk_is_reported_and_leaves_nothing(venv: Path, tmp_path: Path) -> None:
+    (venv / SITE / "torch" / "weights").write_bytes(os.urandom(3 * 2**20))
+    with mounted_volume(tmp_path / "runs", "size=1m") as runs:
+        with pytest.raises(TorchrelayError, match="No space left on device"):
+            pack(venv, runs)
+        assert left(runs) == []
+
+
+def test_directory_that_others_can_write_to_is_refused(venv: Path, tmp_path: Path) -> None:
+    (tmp_path / DIRECTORY).mkdir()
+    (tmp_path / DIRECTORY).chmod(0o777)
+    with pytest.raises(UserError, match="others can change"):
+        pack(venv, tmp_path)
+
+
+def save(runs_dir: Path, name: str, archive: Path) -> RunDir:
+    run = RunDir(runs_dir / name)
+    run.path.mkdir()
+    script_spec(name=name, cluster="local", stage_env=str(archive)).save(run)
+    return run
+
+
+def test_old_archives_that_no_run_needs_are_removed(venv: Path, tmp_path: Path) -> None:
+    archives = []
+    for version in ("1", "2", "3", "4"):
+        set_version(venv, version)
+        archives.append(pack(venv, tmp_path))
+    unused, waiting, complete, recent = archives
+    save(tmp_path, "waiting", waiting)
+    run = save(tmp_path, "complete", complete)
+    run.final.mkdir()
+    run.final_result.write_text("{}")
+    for archive in archives[:3]:
+        os.utime(archive, (time.time() - 8 * 86400, archive.stat().st_mtime))
+    set_version(venv, "5")
+    current = pack(venv, tmp_path)
+    assert left(tmp_path) == sorted(archive.name for archive in (waiting, recent, current))
+    assert not unused.exists()
+
+
+def test_flag_is_a_part_of_the_command_that_submits_again() -> None:
+    assert "--stage-env" in submit_command(script_spec(stage_env="/runs/a.tar.zst"))
+    assert "--stage-env" not in submit_command(script_spec())
+
+
+def submit_by(python: str, cwd: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    command = [python, "-m", "hpc.submit", "--cluster=local", "--data=data", "--stage-env", "--dry-run"]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def test_system_python_is_refused(tmp_path: Path) -> None:
+    tiny_data(tmp_path / "data", 10, 10)
+    done = submit_by(BASE, tmp_path, PYTHONPATH=f"{ROOT}:{sysconfig.get_path('purelib')}")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "is the system's Python" in done.stderr
+    assert "python -m venv" in done.stderr
+
+
+def test_dry_run_packs_nothing_and_an_environment_without_torch_is_refused(venv: Path, tmp_path: Path) -> None:
+    python = str(venv / "bin" / "python")
+    tiny_data(tmp_path / "data", 10, 10)
+    done = submit_by(python, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "runs").exists()
+    (venv / SITE / "torch").rename(tmp_path / "torch")
+    done = submit_by(python, tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"torch is not in {venv}" in done.stderr
+
+
+def test_copy_is_the_active_environment() -> None:
+    base = {
+        "PATH": "/home/me/bin:/shared/env/bin:/usr/bin", "LD_LIBRARY_PATH": "/shared/env/lib:/shared/envs",
+        "VIRTUAL_ENV": "/shared/env", "PYTHONHOME": "/x", "HOME": "/home/me",
+    }  # fmt: skip
+    assert activated_environment(base, "/tmp/copy/bin/python", "/shared/env") == {
+        "PATH": "/tmp/copy/bin:/home/me/bin:/usr/bin", "LD_LIBRARY_PATH": "/tmp/copy/lib:/shared/envs",
+        "VIRTUAL_ENV": "/tmp/copy", "HOME": "/home/me",
+    }  # fmt: skip
+    of_conda = activated_environment({"CONDA_PREFIX": "/shared/env"}, "/tmp/copy/bin/python", "/shared/env")
+    assert of_conda == {"PATH": "/tmp/copy/bin", "CONDA_PREFIX": "/tmp/copy"}
+    assert activated_environment(base, "/shared/env/bin/python", "/shared/env") == base
