@@ -21,6 +21,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from torchrelay.object_states import CopyMemory, Saveable, capture_states
+from torchrelay.saved_state import Snapshots
 
 from benchmarks.harness import Findings, Flags, Row, benchmark
 from benchmarks.speed.loops import Case
@@ -28,8 +30,6 @@ from benchmarks.speed.our_loop import our_trainer
 from hpc.run.nodedir import NodeDir
 from training.checkpoint.state import TrainState
 from training.config.save_interval import AUTO_OVERHEAD, parse_interval
-from training.relay.object_states import CopyMemory, Saveable, capture_states
-from training.relay.saved_state import Snapshots
 from training.runtime.process_group import connect, disconnect
 from training.runtime.run_context import rank_info_from
 

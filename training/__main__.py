@@ -7,8 +7,8 @@ import faulthandler
 import gc
 import time
 
-from training.relay.progress_files import Heartbeat
-from training.relay.stop_signals import STOP_SIGNALS, signals
+from torchrelay.progress_files import Heartbeat
+from torchrelay.stop_signals import STOP_SIGNALS, signals
 
 # Handle signals before all other imports: a signal during the import of torch, which takes seconds, must not end the
 # rank unsaved. A rank that hangs gets SIGABRT; faulthandler then prints the stacks of its threads.

@@ -56,12 +56,13 @@ def train_ours(case: "Case", directory: Path, step_done: Callable[[], None]) -> 
 
     It saves nothing, as no other loop does: an epoch here is short, and would end with a checkpoint.
     """
+    from torchrelay.progress_files import Heartbeat  # noqa: PLC0415
+
     from benchmarks.speed import our_loop  # noqa: PLC0415
     from hpc.run.nodedir import NodeDir  # noqa: PLC0415
     from hpc.run.rundir import RunDir  # noqa: PLC0415
     from training.engine.launch import launch  # noqa: PLC0415
     from training.engine.trainer import Trainer  # noqa: PLC0415
-    from training.relay.progress_files import Heartbeat  # noqa: PLC0415
     from training.runtime.run_context import RunContext, rank_info_from  # noqa: PLC0415
 
     make_steps = Trainer.steps
@@ -118,7 +119,7 @@ def main(loop: str, directory: str, seconds: str, fields: str) -> None:
     os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
     stopwatch = Stopwatch(float(seconds))
     if loop == OURS:
-        from training.relay.stop_signals import signals  # noqa: PLC0415  # as training/__main__.py begins
+        from torchrelay.stop_signals import signals  # noqa: PLC0415  # as training/__main__.py begins
 
         signals.install()
         gc.disable()

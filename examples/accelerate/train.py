@@ -12,8 +12,7 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from training.relay import report, state
+from torchrelay import report, state
 
 
 def main() -> None:

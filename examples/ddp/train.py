@@ -14,8 +14,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-
-from training.relay import report, state
+from torchrelay import report, state
 
 
 def read_idx(path: Path, skip: int) -> torch.Tensor:

@@ -20,8 +20,7 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-from training.relay import report, should_stop
+from torchrelay import report, should_stop
 
 LENGTH, WIDTH = 32, 64
 

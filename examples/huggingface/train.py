@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from datasets import load_from_disk
+from torchrelay import report, should_stop
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
-
-from training.relay import report, should_stop
 
 LENGTH = 32
 

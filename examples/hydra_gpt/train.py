@@ -14,8 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from training.relay import report, should_stop, state
+from torchrelay import report, should_stop, state
 
 
 class GPT(nn.Module):

@@ -19,8 +19,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
-
-from training.relay import report, should_stop
+from torchrelay import report, should_stop
 
 RECORDS_SIGNAL = signal.getsignal(signal.SIGTERM)
 

@@ -20,9 +20,8 @@ from timm.scheduler import create_scheduler_v2
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
+from torchrelay import report, state
 from torchvision.datasets import ImageFolder
-
-from training.relay import report, state
 
 
 def main() -> None:

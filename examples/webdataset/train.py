@@ -17,9 +17,8 @@ import torch
 import webdataset
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torchrelay import report, state
 from torchvision.transforms import v2
-
-from training.relay import report, state
 
 TO_TENSOR = v2.Compose(
     [v2.ToImage(), v2.Resize((32, 32)), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]

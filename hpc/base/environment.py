@@ -1,10 +1,10 @@
 """Names of the environment variables that the processes of a run set for each other and for the user's programs.
 
-The docstrings say who sets and who reads each variable. `training.relay`, which users may copy, repeats the names.
+The docstrings say who sets and who reads each variable. `torchrelay`, which users may copy, repeats the names.
 Runs everywhere, also in a user's Python, so it uses only the standard library.
 """
 
-# The node agent sets these for the ranks of a user's script, which reads them itself or through training.relay.
+# The node agent sets these for the ranks of a user's script, which reads them itself or through torchrelay.
 RUN_DIR = "TORCHRELAY_RUN_DIR"
 """Path of the run directory. `hpc supervise` also sets it for the command of --on-end."""
 ATTEMPT = "TORCHRELAY_ATTEMPT"

@@ -14,6 +14,8 @@ CONFUSION, SAMPLES, CLASSES, HISTORY = "confusion.csv", "samples.json", "classes
 MODEL_WEIGHTS, MODEL_CARD = "model.safetensors", "model.json"
 # Files in a checkpoint of our trainer.
 STATE_TENSORS, STATE_VALUES = "state.safetensors", "state.json"
+LIBRARY = "training/relay"
+"""The directory of `torchrelay` in a checkout and in the packages of a run; the ranks of all scripts search it."""
 _LONGEST_NAME = 100
 
 
@@ -45,7 +47,7 @@ class RunDir:
     previous_code = SubPath("code-previous")
     """The old `code/` while `hpc resume --new-code` replaces it."""
     packages = SubPath("code/.torchrelay")
-    """The copy of our three packages that the run executes."""
+    """The copy of our packages that the run executes."""
     package_checksums = SubPath("code/.torchrelay/SHA256SUMS")
     """The checksums of the files of our packages, as `sha256sum --check` reads them."""
     revision = SubPath("code/.torchrelay/revision")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from hpc.base.errors import UserError
 from hpc.run.causes import EXIT_CODES, Cause
+from hpc.run.rundir import LIBRARY
 
 LIBRARIES = (
     # Optimizers, DDP and many other parts of torch import this module at their first use.
@@ -58,9 +59,12 @@ class Program:
         return cls(**{**fields, **parsed})
 
 
+LIBRARY_PATH = f"{{packages}}/{LIBRARY}"
+"""The entry of a program's import path with `torchrelay` alone."""
+
 PREFLIGHT = Program(
     argv=("-m", "training.engine.preflight", "{run_dir}", "{attempt}"),
-    import_path=("{packages}",),
+    import_path=("{packages}", LIBRARY_PATH),
     exit_codes=EXIT_CODES,
 )
 """The program that checks nodes before a user's script first runs on them."""
@@ -72,8 +76,8 @@ def script_program(script: tuple[str, ...], top: str = ".") -> Program:
     `top` is the top of the user's repository, relative to the run's `code/`.
     """
     code = "{code}" if top == "." else "{code}/" + top.replace("{", "{{").replace("}", "}}")
-    below = (code, f"{code}/src") if script[0] == "-m" else (code,)
-    return Program(argv=script, import_path=below, isolated=True, preload=LIBRARIES, preflight=PREFLIGHT)
+    path = (code, f"{code}/src", LIBRARY_PATH) if script[0] == "-m" else (code, LIBRARY_PATH)
+    return Program(argv=script, import_path=path, isolated=True, preload=LIBRARIES, preflight=PREFLIGHT)
 
 
 def read_spec(path: Path, part: Callable[[dict[str, Any]], _Part]) -> _Part:

@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc.run.rundir import LIBRARY
+
 
 def step_beside_training(job_id: str, nodes: Sequence[str]) -> list[str]:
     """Return the start of an srun command for one task on each of these nodes of a job. The caller adds the program.
@@ -21,4 +23,4 @@ def own_pythonpath(packages: Path = Path(__file__).parents[2]) -> str:
 
     The PYTHONPATH of this process follows, because our dependencies may be there.
     """
-    return os.pathsep.join(filter(None, [str(packages), os.environ.get("PYTHONPATH")]))
+    return os.pathsep.join(filter(None, [str(packages), str(packages / LIBRARY), os.environ.get("PYTHONPATH")]))

@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrelay.checkpoint_files import list_checkpoints
+
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import last_json_line, remove_directory, write_atomic
@@ -44,7 +46,6 @@ from hpc.submissions.user_code.package_copy import damaged_packages
 from hpc.submissions.user_code.renewed_code import prepare_code, replace_code, restore_code
 from training.config.changes import ADJUSTABLE, Begun, check_adjusted, refuse_on_resume
 from training.config.train_config import Adjustable, TrainConfig, check_world
-from training.relay.checkpoint_files import list_checkpoints
 
 # The longest wait for the end of a cancelled job. Most jobs save and end sooner.
 _ENDING_SECONDS = 60.0

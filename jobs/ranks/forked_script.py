@@ -21,7 +21,7 @@ from jobs import compat
 from jobs.compat import end_threads_and_run_exit_functions, leave_multiprocessing, run_module_as_main
 
 _ROOT = str(Path(__file__).parents[2])
-_OURS = frozenset({"hpc", "jobs", "training"})
+_OURS = frozenset({"hpc", "jobs", "torchrelay", "training"})
 
 
 def run_script(program: Sequence[str]) -> None:

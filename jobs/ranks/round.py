@@ -25,6 +25,7 @@ from hpc.run.events.history import History
 from hpc.run.events.kinds import Checked
 from hpc.run.events.resumption import current_spec
 from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import LIBRARY
 from hpc.run.spec import RunSpec
 from hpc.run.spec_file import Program
 from hpc.services.tracking.tracker import rank_variables
@@ -230,7 +231,8 @@ def _command(
         environment |= node_lists(allocation.hostnames, directive.members)
     # Use the user's own PYTHONPATH, with the additions of --setup and without our packages.
     given = environment.pop(PYTHONPATH, environment.get("PYTHONPATH", ""))
-    path = [] if spec.container else [entry for entry in given.split(":") if entry not in {"", str(run.packages)}]
+    ours = {"", str(run.packages), str(run.packages / LIBRARY)}
+    path = [] if spec.container else [entry for entry in given.split(":") if entry not in ours]
     program, code = _program(node, directive), spec.code_directory(run)
     first = [entry.format(code=code, packages=run.packages) for entry in program.import_path]
     if first:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from support.cluster import ROOT, TWO_NODES, Run, Site
-from support.relay_script import copy_relay
 from support.trainings import make_folder
 
 from hpc.base.files import read_json_lines
@@ -77,11 +76,8 @@ EXAMPLES = {**OWN, **(OF_LIBRARIES if PYTHON else {})}
 
 
 def submit(site: Site, name: str) -> Run:
-    (site.path / "training").mkdir()
-    shutil.copy(ROOT / "training/__init__.py", site.path / "training")
-    copy_relay(site.path / "training")
     shutil.copytree(ROOT / "examples" / name, site.path / "examples" / name)
-    for command in (("git", "init", "-q"), ("git", "add", "examples", "training")):
+    for command in (("git", "init", "-q"), ("git", "add", "examples")):
         assert site.type(*command).returncode == 0
     write, arguments, _ = EXAMPLES[name]
     if write:

@@ -441,7 +441,7 @@ def install() -> None:
     stand_ins: dict[int, Any] = {id(module): kind(module) for module, kind in zip(modules, kinds, strict=True)}
     stand_ins[id(Path)] = SimulatedPath
     for name, module in list(sys.modules.items()):
-        if not name.startswith(("hpc.", "jobs.", "training.relay.", "training.checkpoint.snapshot")):
+        if not name.startswith(("hpc.", "jobs.", "torchrelay.", "training.checkpoint.snapshot")):
             continue
         for key, value in list(vars(module).items()):
             if id(value) in stand_ins and not key.startswith("__"):

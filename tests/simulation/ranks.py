@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from torchrelay.checkpoint_files import list_checkpoints, save_checkpoint, save_snapshot, step_of
+
 from hpc.base.files import append_json_line, write_json
 from hpc.base.kernel import steady_time
 from hpc.run.causes import Cause, cause_of_exit
@@ -23,7 +25,6 @@ from hpc.run.nodedir import NodeDir
 from jobs.control.messages import Directive, RankFailure, RankHeartbeat, RankStart
 from jobs.node_attempt import NodeAttempt
 from simulation.world import Process
-from training.relay.checkpoint_files import list_checkpoints, save_checkpoint, save_snapshot, step_of
 
 if TYPE_CHECKING:
     from simulation.cluster import Cluster

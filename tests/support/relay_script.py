@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import training.relay
+import torchrelay
+
 from hpc.base.environment import ATTEMPT, NEXT_CLAIM, RUN_DIR
 from hpc.run.events.ledger import claim_file
 from hpc.run.rundir import RunDir
@@ -87,8 +88,8 @@ def agent_variables(run_dir: Path) -> dict[str, str]:
 
 def copy_relay(project: Path) -> None:
     """Copy the helper into a user's project, as the tutorial says."""
-    source = Path(training.relay.__file__).parent
-    shutil.copytree(source, project / source.name, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+    source = Path(torchrelay.__file__).parent
+    shutil.copytree(source, project / "relay", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
 
 
 def add_relay(site: Site) -> None:

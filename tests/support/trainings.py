@@ -260,7 +260,7 @@ def pixel_tolerance() -> int:
 
 def agree_at_each_step() -> None:
     """In a rank: exchange flags at every boundary, however short the steps are."""
-    from training.relay import stop_consensus
+    from torchrelay import stop_consensus
 
     stop_consensus._MAX_INTERVAL = 1  # noqa: SLF001
 

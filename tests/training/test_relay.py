@@ -277,7 +277,7 @@ def test_checkpoint_is_on_the_disk_and_kept_for_the_next_start_if_the_storage_ca
 
 
 def test_first_report_is_the_first_step_of_a_script_without_state(tmp_path: Path) -> None:
-    code = "from training.relay import report\nfor step in (5, 6): report(step=step, loss=1.0)"
+    code = "from torchrelay import report\nfor step in (5, 6): report(step=step, loss=1.0)"
     environment = {**os.environ, **agent_variables(tmp_path), "RANK": "0"}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, check=True)
     [line] = (tmp_path / "events" / "attempt-001-script.jsonl").read_text().splitlines()

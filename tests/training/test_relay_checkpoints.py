@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from hpc.base.errors import TorchrelayError
-from hpc.run.rundir import STATE_TENSORS, STATE_VALUES
-from training.relay.checkpoint_files import (
+from torchrelay.checkpoint_files import (
     file_names,
     find_damage,
     list_checkpoints,
@@ -25,6 +22,9 @@ from training.relay.checkpoint_files import (
     save_checkpoint,
     step_of,
 )
+
+from hpc.base.errors import TorchrelayError
+from hpc.run.rundir import STATE_TENSORS, STATE_VALUES
 
 FILES = {"state.safetensors": b"x" * 5000, "state.json": b'{"step": 1}'}
 
@@ -159,8 +159,8 @@ KILLED_IN_THE_MIDDLE = """
 import os, shutil, signal, sys
 from pathlib import Path
 from training.checkpoint.snapshot import remove_others
-from training.relay.checkpoint_files import save_checkpoint
-from training.relay.restoring import remove_newer
+from torchrelay.checkpoint_files import save_checkpoint
+from torchrelay.restoring import remove_newer
 
 def remove_a_file_and_die(path, **_):
     (path / "state.json").unlink()

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from support.trainings import Starter, children, lines, slow, wait_for_the_end_of
+from torchrelay.progress_files import Heartbeat
 
 from hpc.run.nodedir import NodeDir
-from training.relay.progress_files import Heartbeat
 
 FLAGS = ("--epochs=2", "--batch-size=20", "--log-every=1", "--lr=0.05")
 STEPS = 18

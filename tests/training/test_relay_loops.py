@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.relay_script import agent_variables, run_relay
-
-from training.relay.loop_position import LoopPosition
+from torchrelay.loop_position import LoopPosition
 
 pytestmark = pytest.mark.timeout(300)
 

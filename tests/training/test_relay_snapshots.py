@@ -11,10 +11,9 @@ import pytest
 import torch
 from support.relay_script import agent_variables, run_relay
 from torch import nn
-
-from training.relay.checkpoint_files import list_checkpoints, read_checkpoint, step_of
-from training.relay.object_states import STATE_FILE, CopyMemory, capture_states
-from training.relay.saved_state import Snapshots
+from torchrelay.checkpoint_files import list_checkpoints, read_checkpoint, step_of
+from torchrelay.object_states import STATE_FILE, CopyMemory, capture_states
+from torchrelay.saved_state import Snapshots
 
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:

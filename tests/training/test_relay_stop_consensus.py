@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import distributed
+from torchrelay import stop_consensus
+from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
 
-from training.relay import stop_consensus
-from training.relay.stop_consensus import StepFlags, StopConsensus, StopRequested
 from training.runtime.process_group import ProcessGroup
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torchrelay.checkpoint_files import discard, file_names, find_damage, list_checkpoints
+from torchrelay.restoring import Candidate, find_candidates, restore_newest
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.run.events.kinds import CheckpointRejected
@@ -28,8 +30,6 @@ from training.checkpoint.snapshot import missing_results, remove_others
 from training.checkpoint.state import TrainState
 from training.checkpoint.writer import snapshot_directory
 from training.monitoring.run_logger import RunLogger
-from training.relay.checkpoint_files import discard, file_names, find_damage, list_checkpoints
-from training.relay.restoring import Candidate, find_candidates, restore_newest
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

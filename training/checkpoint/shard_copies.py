@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, distributed
 from torch.distributed import Work
+from torchrelay.checkpoint_files import checkpoint_path, remove_published, remove_unpublished
+from torchrelay.restoring import remove_newer
 
 from hpc.run.rundir import STATE_VALUES
 from training.checkpoint.sharded import SHARD_SUFFIX, read_own_shards, read_shards, shard_file
 from training.checkpoint.snapshot import Shard, lacking_space, list_shards, shard_directory
 from training.checkpoint.snapshot_files import SnapshotFiles
 from training.checkpoint.state import TrainState
-from training.relay.checkpoint_files import checkpoint_path, remove_published, remove_unpublished
-from training.relay.restoring import remove_newer
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

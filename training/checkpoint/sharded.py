@@ -18,12 +18,12 @@ import torch
 from safetensors import SafetensorError, TensorSpec, serialize_file
 from safetensors.torch import load_file
 from torch import Tensor
+from torchrelay.checkpoint_files import WriteFiles, describe_file, save_checkpoint
 
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import fsync_file
 from hpc.run.rundir import STATE_TENSORS
 from training.checkpoint.state import TrainState
-from training.relay.checkpoint_files import WriteFiles, describe_file, save_checkpoint
 from training.runtime.compat import shard_offsets
 from training.runtime.process_group import ProcessGroup
 

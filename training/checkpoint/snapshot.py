@@ -15,11 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc.base.files import last_json_line, read_json_lines
-from hpc.base.kernel import available_memory_bytes
-from hpc.run.nodedir import NodeDir
-from hpc.run.rundir import STATE_VALUES, RunDir
-from training.relay.checkpoint_files import (
+from torchrelay.checkpoint_files import (
     checkpoint_path,
     find_damage,
     list_checkpoints,
@@ -28,6 +24,11 @@ from training.relay.checkpoint_files import (
     save_checkpoint,
     step_of,
 )
+
+from hpc.base.files import last_json_line, read_json_lines
+from hpc.base.kernel import available_memory_bytes
+from hpc.run.nodedir import NodeDir
+from hpc.run.rundir import STATE_VALUES, RunDir
 
 _SHARD = re.compile(r"shard-(\d+)-of-(\d+)")
 
@@ -50,7 +51,7 @@ def save_newest_as_checkpoint(node: NodeDir, run: RunDir, check: Callable[[], No
         files = _read_all(paths)
         if not files:
             continue
-        # A user's script (training.relay) saves another file, which depends on no results.
+        # A user's script (torchrelay) saves another file, which depends on no results.
         if STATE_VALUES in files and missing_results(json.loads(files[STATE_VALUES]), run):
             continue
         try:

@@ -18,10 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from training.checkpoint.host_copy import HostCopy, HostMemory, shaped, spec_of
-from training.checkpoint.sharded import ShardLayout
-from training.relay.checkpoint_files import (
+from torchrelay.checkpoint_files import (
     KEPT_SNAPSHOTS,
     checkpoint_path,
     make_private,
@@ -31,6 +28,9 @@ from training.relay.checkpoint_files import (
     step_of,
     unpublish,
 )
+
+from training.checkpoint.host_copy import HostCopy, HostMemory, shaped, spec_of
+from training.checkpoint.sharded import ShardLayout
 from training.runtime.compat import copy_each
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torchrelay.object_states import Saveable
 
 from hpc.base.errors import UserError
 from hpc.base.text import flag
@@ -21,7 +22,6 @@ from training.config.train_config import TrainConfig
 from training.data.dataset import Data
 from training.models.ema import Ema
 from training.models.parallel import load_full_state_dict
-from training.relay.object_states import Saveable
 from training.runtime.compat import scaler_tensors
 from training.runtime.rank_device import DeviceCopy
 from training.runtime.train_progress import Progress

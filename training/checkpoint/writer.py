@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchrelay.background_writer import BackgroundWriter
+from torchrelay.checkpoint_files import make_private, missing_snapshot_bytes, save_checkpoint
+from torchrelay.restoring import remove_newer
 
 from hpc.run.events.kinds import CheckpointFailed, CheckpointSaved, SnapshotOff
 from training.checkpoint.host_copy import HostCopy, HostMemory
@@ -27,9 +30,6 @@ from training.checkpoint.snapshot_files import SnapshotFiles
 from training.checkpoint.state import TrainState
 from training.config.save_interval import AUTO_OVERHEAD, Interval, parse_interval
 from training.monitoring.run_logger import RunLogger
-from training.relay.background_writer import BackgroundWriter
-from training.relay.checkpoint_files import make_private, missing_snapshot_bytes, save_checkpoint
-from training.relay.restoring import remove_newer
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.rank_device import DeviceCopy

@@ -8,6 +8,8 @@ from dataclasses import asdict, replace
 
 import torch
 from torch import Tensor
+from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
+from torchrelay.stop_signals import signals
 
 from hpc.base.errors import UserError
 from hpc.base.text import few
@@ -23,8 +25,6 @@ from training.evaluation.evaluator import Evaluation, Evaluator
 from training.evaluation.validation import evaluate_and_log, numbers_of, tables_of
 from training.inference.model_card import ModelCard
 from training.monitoring.run_logger import RunLogger
-from training.relay.stop_consensus import StepFlags, StopConsensus, StopRequested
-from training.relay.stop_signals import signals
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext

@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torchrelay.stop_consensus import StepFlags, StopConsensus, StopRequested
+from torchrelay.stop_signals import signals
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.events.kinds import FirstStep, NumericsChanged, TrainStarted, TrainStopped, Unrepeatable
@@ -41,8 +43,6 @@ from training.models.ema import Ema
 from training.models.factory import Preprocess, make_scaler
 from training.models.parallel import allreduce_seconds, gradient_bytes, place_model
 from training.monitoring.run_logger import JsonLines, RunLogger
-from training.relay.stop_consensus import StepFlags, StopConsensus, StopRequested
-from training.relay.stop_signals import signals
 from training.runtime.console import Console
 from training.runtime.determinism import Numerics
 from training.runtime.process_group import ProcessGroup

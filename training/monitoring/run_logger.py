@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
+from torchrelay.background_writer import BackgroundWriter
+from torchrelay.checkpoint_files import publish_directory, remove_unpublished
 
 from hpc.base.errors import EXIT_NO_SPACE, TorchrelayError, UserError
 from hpc.base.files import (
@@ -29,8 +31,6 @@ from hpc.run.events.kinds import Diverged, Event
 from hpc.run.events.ledger import EventWriter, attempt_prefix, check_is_newest
 from hpc.run.rundir import MODEL_WEIGHTS, RunDir
 from training.data.loader import ImageSource
-from training.relay.background_writer import BackgroundWriter
-from training.relay.checkpoint_files import publish_directory, remove_unpublished
 from training.runtime.console import Console
 from training.runtime.train_progress import Progress
 

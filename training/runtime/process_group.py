@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # exported, but not in __all__
 from torch.distributed.rendezvous import rendezvous
+from torchrelay.rank_exchange import all_gather_bytes, broadcast_bytes
 
 from hpc.base.errors import UserError
 from hpc.base.kernel import resident_memory_bytes
-from training.relay.rank_exchange import all_gather_bytes, broadcast_bytes
 from training.runtime.busy_gpu import occupy, wait_while_busy
 from training.runtime.cpu_affinity import bind_to_cores
 from training.runtime.rank_device import device_of_the_node, find_device

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from torchrelay.progress_files import Heartbeat, Phase
+
 from hpc.base.environment import RESTARTS
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from training.config.evaluation_task import EvaluationTask
 from training.config.train_config import TrainConfig
-from training.relay.progress_files import Heartbeat, Phase
 from training.runtime.fault_injection import NO_FAULT, Fault
 
 _Item = TypeVar("_Item")

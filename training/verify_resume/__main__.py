@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base import program
 from hpc.base.errors import TorchrelayError, UserError
@@ -28,7 +29,6 @@ from training.config.command_line import TrainFlags, parse_flags
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.train_config import TrainConfig, check_world
 from training.config.training_spec import Training, spec_argv
-from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.counter_rng import Purpose, derive_key, rand_int
 from training.runtime.determinism import describe_numerics
 from training.runtime.fault_injection import NO_FAULT, POINTS, Fault

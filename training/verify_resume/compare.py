@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.files import read_json_lines
 from hpc.run.rundir import MODEL_WEIGHTS, STATE_VALUES, RunDir
 from training.checkpoint.sharded import read_full
-from training.relay.checkpoint_files import list_checkpoints
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # Fields of records that describe an attempt and its speed, not the training.

@@ -8,8 +8,7 @@ from step_log import StepLog
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
-
-from training.relay import report, state
+from torchrelay import report, state
 
 
 def main() -> None:

@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+from torchrelay.checkpoint_files import checkpoint_path, find_damage, list_checkpoints, step_of
+
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.files import link_files
@@ -32,7 +34,6 @@ from jobs.staging.source import is_archive
 from training.config.dataset_layout import check_data, resolve_data
 from training.config.evaluation_task import EvaluationTask, SplitChoice, choose_split
 from training.config.train_config import TrainConfig
-from training.relay.checkpoint_files import checkpoint_path, find_damage, list_checkpoints, step_of
 
 _EXPORTED = (".pt2", ".onnx")
 # Flags about how to get a node, which the evaluation takes from the other run. It has its own --nodes and --time.

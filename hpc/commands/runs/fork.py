@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from torchrelay.checkpoint_files import find_damage, list_checkpoints, step_of
+
 from hpc.base import program
 from hpc.base.errors import UserError
 from hpc.base.files import json_line, link_files, read_json_lines, write_atomic
@@ -26,7 +28,6 @@ from hpc.submissions.sbatch_advice import explain
 from hpc.submissions.settings import adaptable_settings_of
 from training.config.changes import refuse_on_fork
 from training.config.train_config import TrainConfig
-from training.relay.checkpoint_files import find_damage, list_checkpoints, step_of
 
 _OF_NEW_TRAININGS = ("config", "recipe")
 _OF_THE_FORK = {"run", "name", "runs_dir", "tracker", "dry_run", "wait", "json", "debug"}

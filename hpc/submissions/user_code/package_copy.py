@@ -1,4 +1,4 @@
-"""Copies our three packages into a run, so that an upgrade does not change a run that waits or resumes. Login node.
+"""Copies our packages into a run, so that an upgrade does not change a run that waits or resumes. Login node.
 
 They are copied as plain files. From a zip they would load as fast, but before 3.13 Python prints tracebacks without the
 source lines of a zip.
@@ -10,8 +10,10 @@ import struct
 from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from pathlib import Path
 
+import torchrelay
+
 from hpc.base.files import sha256_of
-from hpc.run.rundir import RunDir
+from hpc.run.rundir import LIBRARY, RunDir
 
 _PACKAGES = ("hpc", "jobs", "training")
 
@@ -21,12 +23,15 @@ def copy_packages(run: RunDir) -> None:
 
     Their byte code is copied, too: else each node would compile the same modules. It has no checksums.
     """
-    source, checksums = Path(__file__).parents[3], list[str]()
-    for package in _PACKAGES:
-        for directory, _, names in os.walk(source / package):
-            below = Path(directory).relative_to(source)
-            if below.name == "__pycache__":
-                continue
+    top, checksums = Path(__file__).parents[3], list[str]()
+    sources = {Path(package): top / package for package in _PACKAGES}
+    sources |= {
+        Path(LIBRARY, torchrelay.__name__): Path(torchrelay.__file__).parent
+    }  # a wheel has it beside the others
+    for place, source in sources.items():
+        for directory, names_below, names in os.walk(source):
+            below = place / Path(directory).relative_to(source)
+            names_below[:] = [name for name in names_below if name != "__pycache__" and below / name != Path(LIBRARY)]
             (run.packages / below).mkdir(parents=True)
             for name in names:
                 text = Path(directory, name).read_bytes()

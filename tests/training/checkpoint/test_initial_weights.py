@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.trainings import Starter, final, make_idx
 from torch import Tensor, nn
+from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.errors import UserError
 from hpc.commands.start.submit import main as submit
@@ -22,7 +23,6 @@ from training.config import model_names
 from training.config.model_names import cache_directory, models_of, resolve_weights, torchvision_weights
 from training.config.train_config import TrainConfig
 from training.models.factory import add_hidden_layer, build_model, head_names, last_layer_names
-from training.relay.checkpoint_files import list_checkpoints
 
 FLAGS = ("--model=resnet20", "--epochs=2", "--batch-size=40", "--ema-decay=0.5", "--val-split=0")
 # What no step changes, so that the weights at the end are those of the beginning.

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 from support.trainings import Starter, Training, events, lines, slow
+from torchrelay.checkpoint_files import list_checkpoints, step_of
 
 from hpc.base.kernel import available_memory_bytes, cgroup_available_bytes
 from hpc.run.nodedir import NodeDir
 from hpc.run.rundir import RunDir
 from training.checkpoint.snapshot import lacking_space, save_newest_as_checkpoint
-from training.relay.checkpoint_files import list_checkpoints, step_of
 from training.verify_resume.compare import compare_runs
 
 # 203 images less 41 held out: 27 steps of 6 an epoch, 54 in all. Checkpoints are at the epochs' ends.

@@ -15,6 +15,8 @@ from support.trainings import Starter, trainer_with
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
+from torchrelay.checkpoint_files import list_checkpoints
+from torchrelay.progress_files import Heartbeat, Phase
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import RunDir
@@ -23,8 +25,6 @@ from training.checkpoint.restore import Restorer
 from training.config.train_config import TrainConfig
 from training.engine.launch import make_trainer
 from training.engine.trainer import Trainer
-from training.relay.checkpoint_files import list_checkpoints
-from training.relay.progress_files import Heartbeat, Phase
 from training.runtime import process_group
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext

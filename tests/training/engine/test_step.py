@@ -13,6 +13,7 @@ import torch
 from support.trainings import Starter, children, load, trainer_with
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchrelay.checkpoint_files import list_checkpoints
 
 from training.config.train_config import TrainConfig
 from training.data.loader import Batch
@@ -20,7 +21,6 @@ from training.data.transforms.mixup import draw_mix, mix_images, mix_labels
 from training.engine.loss_meter import LossMeter
 from training.engine.shared_data import loader_workers
 from training.engine.trainer import Trainer
-from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.process_group import ProcessGroup
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.trainings import Starter, Training, events, final, lines, losses, make_folder, make_idx, result, same, slow
+from torchrelay.checkpoint_files import list_checkpoints, save_checkpoint
 
 from hpc.base.errors import EXIT_DIVERGED
-from training.relay.checkpoint_files import list_checkpoints, save_checkpoint
 
 SHORT = ("--epochs=2", "--batch-size=20", "--log-every=3", "--lr=0.05")
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from support.trainings import Starter, events, final, lines, losses, same
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
@@ -20,7 +21,6 @@ from training.engine.launch import make_trainer
 from training.engine.loss_meter import LossMeter
 from training.models.ema import Ema
 from training.models.factory import build_model
-from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 

@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support.trainings import Starter, events, lines, load, make_folder
+from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.git import git_revision
 from hpc.base.text import csv_text
@@ -33,7 +34,6 @@ from training.evaluation.validation import learned_nothing, tables_of
 from training.inference.classifier import load_classifier
 from training.inference.model_card import read_card
 from training.monitoring.run_logger import RunLogger
-from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.console import Console
 from training.runtime.process_group import ProcessGroup
 from training.runtime.train_progress import Progress
@@ -290,7 +290,7 @@ def accuracy_of(model: Path, data: Path) -> float:
 
 def unlearn_and_log_beats(directory: Path) -> None:
     """In a rank: log the phase of each heartbeat."""
-    from training.relay.progress_files import Heartbeat
+    from torchrelay.progress_files import Heartbeat
 
     unlearn_in_the_last_epoch()
 

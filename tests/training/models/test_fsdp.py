@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.trainings import Starter, Training, events, final, lines, losses, same, slow
 from torch import Tensor
+from torchrelay.checkpoint_files import describe_file, list_checkpoints, step_of
 
 from hpc.base.errors import UserError
 from hpc.run.nodedir import NodeDir
@@ -27,7 +28,6 @@ from training.engine.optim import OPTIMIZERS
 from training.models.factory import build_model
 from training.models.fsdp import blocks
 from training.profile import main as profile
-from training.relay.checkpoint_files import describe_file, list_checkpoints, step_of
 from training.runtime.process_group import ProcessGroup
 from training.runtime.run_context import RunContext
 
@@ -174,8 +174,9 @@ def test_a_damaged_part_makes_a_checkpoint_useless_and_the_one_before_is_taken(s
 
 def no_room_on_rank_1() -> None:
     """In a rank: another one's disk is full, until it is told to stop."""
+    from torchrelay.stop_signals import signals
+
     from training.checkpoint.host_copy import HostCopy
-    from training.relay.stop_signals import signals
 
     write = HostCopy.write
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.trainings import Ask, Starter, Training, make_folder, make_idx, slow
+from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.run.rundir import RunDir
 from training.config.train_config import TrainConfig
 from training.models.factory import build_model
-from training.relay.checkpoint_files import list_checkpoints
 from training.runtime.fault_injection import POINTS
 from training.verify_resume.__main__ import draw_faults, main, verify
 from training.verify_resume.compare import compare_runs, compare_samples_and_losses, samples_by_step

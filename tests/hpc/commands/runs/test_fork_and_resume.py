@@ -10,13 +10,13 @@ from support.cluster import SHORT_LOCAL, Run, Site, add_script, assert_equal, re
 from support.events import attempt_ended, claimed, recorded_run, write_events
 from support.fake_slurm import queueing_site
 from support.staging_nodes import contents
+from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base.files import read_json_lines
 from hpc.run.events.resumption import current_spec
 from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.submissions.resumed_run import options_of
-from training.relay.checkpoint_files import list_checkpoints
 
 pytestmark = pytest.mark.timeout(400)
 TRAINS = (*SHORT_LOCAL, "--lr-scheduler=step", "--lr-step-epochs=1", "--lr-gamma=0.7", "--keep-checkpoints=8")

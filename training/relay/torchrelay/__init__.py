@@ -2,7 +2,7 @@
 
 For example::
 
-    from training.relay import report, state
+    from torchrelay import report, state
 
     with state(model=model, optimizer=optimizer) as saved:  # restores them, and saves them while they change
         for epoch in saved.epochs(20):  # begins with the epoch that was interrupted
