@@ -8,7 +8,7 @@ from support.cluster import ROOT
 
 from hpc.base import environment
 
-RELAY = sorted((ROOT / "training" / "relay").glob("*.py"))
+RELAY = sorted((ROOT / "training" / "relay" / "torchrelay").glob("*.py"))
 
 
 def names_in(path: Path) -> set[str]:
