@@ -7,6 +7,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+# A script under plain torchrun: nothing is saved or reported.
+ALONE = """
+from torchrelay import report, should_stop, state
+with state() as saved:
+    report(step=1, loss=0.5)
+    assert (saved.step, should_stop()) == (0, False)
+"""
+
 
 def hpc(environment: Path, directory: str, *arguments: str) -> Any:
     """The document that a command prints."""
@@ -18,10 +26,13 @@ def hpc(environment: Path, directory: str, *arguments: str) -> Any:
 
 def main(environment: Path) -> int:
     with tempfile.TemporaryDirectory(prefix="torchrelay-wheel.", dir="/var/tmp") as directory:
-        code = "import hpc, jobs, training; print(*(package.__file__ for package in (hpc, jobs, training)))"
+        names = "hpc, jobs, training, torchrelay"
+        code = f"import {names}; print(*(package.__file__ for package in ({names})))"
         python = [environment / "bin/python", "-P", "-c", code]
         where = subprocess.check_output(python, cwd=directory, text=True).split()
         assert all(Path(path).is_relative_to(environment) for path in where), where
+        Path(directory, "alone.py").write_text(ALONE)
+        subprocess.run([environment / "bin/torchrun", "--nproc-per-node=2", "alone.py"], cwd=directory, check=True)
         hpc(environment, directory, "testbed", "up", "--nodes=2", "--gpus-per-node=4")
         try:
             done = hpc(environment, directory, "submit", "--nodes=2", "--gpus-per-node=4", "--epochs=2", "--wait")

@@ -1,6 +1,7 @@
 """Names of the environment variables that the processes of a run set for each other and for the user's programs.
 
-The docstrings say who sets and who reads each variable. `torchrelay`, which users may copy, repeats the names.
+The docstrings say who sets and who reads each variable. The package
+`torchrelay`, which runs in the ranks alone, repeats the names.
 Runs everywhere, also in a user's Python, so it uses only the standard library.
 """
 
@@ -17,6 +18,8 @@ SNAPSHOTS = "TORCHRELAY_SNAPSHOTS"
 """Path of the directory for snapshots in this node's memory."""
 STOP_SIGNAL = "TORCHRELAY_STOP_SIGNAL"
 """Signal that --stop-signal names, such as SIGTERM; not set if the flag is `auto`."""
+PROTOCOL = "TORCHRELAY_PROTOCOL"
+"""Number of the contract between the agents and torchrelay in the ranks (torchrelay.this_rank). It is never renamed."""
 HEARTBEAT = "TORCHRELAY_HEARTBEAT"
 """Path of the file into which a rank writes its heartbeat. The process wrapper of each rank sets this variable."""
 

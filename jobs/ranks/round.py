@@ -14,8 +14,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchrelay import this_rank
+
 from hpc.base import container
-from hpc.base.environment import ATTEMPT, DATA, NEXT_CLAIM, PRELOAD, PYTHONPATH, RUN_DIR, SNAPSHOTS, STOP_SIGNAL
+from hpc.base.environment import (
+    ATTEMPT,
+    DATA,
+    NEXT_CLAIM,
+    PRELOAD,
+    PROTOCOL,
+    PYTHONPATH,
+    RUN_DIR,
+    SNAPSHOTS,
+    STOP_SIGNAL,
+)
 from hpc.base.errors import TorchrelayError
 from hpc.base.files import make_below
 from hpc.base.kernel import available_memory_bytes
@@ -267,6 +279,7 @@ def _rank_variables(node: NodeAttempt, data: Path | None, node_dir: NodeDir) -> 
     return {
         RUN_DIR: str(node.run.path),
         ATTEMPT: str(node.attempt.attempt),
+        PROTOCOL: this_rank.PROTOCOL,
         NEXT_CLAIM: str(ledger.claim_file(node.run, node.attempt.attempt + 1)),
         SNAPSHOTS: str(node_dir.snapshots),
         **({DATA: str(data)} if data else {}),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from support.cluster import TWO_NODES, TWO_RANKS_HERE, Run, Site, add_script, preempt
-from support.relay_script import SCRIPT, add_relay
+from support.relay_script import SCRIPT
 
 from hpc.base.files import read_json_lines
 
@@ -15,7 +15,6 @@ STEPS = 1500
 
 def submit(site: Site, name: str, *flags: str, **environment: str) -> Run:
     """The script, whose ranks write their results into the run directory."""
-    add_relay(site)
     add_script(site, "script.py", SCRIPT)
     words = ("--", "script.py", str(STEPS), "-1", "-1")
     results = str(site.path / "runs" / name)

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from support.cluster import TWO_NODES, Run, Site, add_script, dead, preempt
-from support.relay_script import add_relay
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 # A tutorial's script: data, model, loop. An epoch is 50 steps, which are slow.
 TRAIN = """
 import os, sys, time
-from relay import report, state
+from torchrelay import report, state
 import torch
 from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -49,7 +48,6 @@ distributed.destroy_process_group()
 
 
 def submit(site: Site, name: str, epochs: int, *flags: str, words: Sequence[str] = ()) -> Run:
-    add_relay(site)
     add_script(site, "train.py", TRAIN)
     return site.submit(*TWO_NODES, f"--name={name}", *flags, "--", "train.py", str(epochs), *words)
 

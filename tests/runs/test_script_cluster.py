@@ -5,7 +5,6 @@ import sys
 
 import pytest
 from support.cluster import TWO_NODES, Run, Site, add_script, preempt
-from support.relay_script import add_relay
 
 from hpc.base.files import read_json_lines
 
@@ -146,7 +145,7 @@ def test_ranks_have_the_variables_of_slurm_as_if_srun_had_started_each(ordinary_
 ENDLESS_SCRIPT = """
 import sys, time
 import torch, torch.distributed as dist
-from relay import report
+from torchrelay import report
 
 dist.init_process_group("gloo")
 for step in range(100_000):
@@ -160,7 +159,6 @@ for step in range(100_000):
 @pytest.mark.parametrize("what", ["reports", "nothing"])
 def test_drill_ends_when_a_script_without_state_trains_again(ordinary_user: Site, what: str) -> None:
     add_script(ordinary_user, "endless.py", ENDLESS_SCRIPT)
-    add_relay(ordinary_user)
     run = ordinary_user.submit(*TWO_NODES, "--name=drilled", "--", "endless.py", what)
     for kind, cause in (("worker-kill", "crashed"), ("preempt", "preempted")):
         drilled = ordinary_user.hpc("drill", "drilled", kind, "--yes", "--json")

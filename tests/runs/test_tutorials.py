@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from support.cluster import ROOT, Run, Site, add_script, site_without_slurm
 from support.fake_slurm import write_programs
-from support.relay_script import add_relay
 
 from hpc.run.rundir import RunDir
 from hpc.slurm.alive import local_jobs
@@ -90,7 +89,6 @@ def test_first_run_prints_what_it_shows(site: Site) -> None:
 
 def test_own_script_prints_what_is_shown() -> None:
     with site_without_slurm() as site:
-        add_relay(site)
         add_script(site, "train.py", first_diff(TUTORIALS / "own-script.md")[1])
         run = Run(site, RunDir(site.path / "runs/first"), "")
         waits: dict[str, Callable[[], object]] = {

@@ -1,26 +1,24 @@
-"""A small script that uses the copied helper, in ranks with the environment that a run gives it."""
+"""A small script that uses torchrelay, in ranks with the environment that a run gives it."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torchrelay
+from torchrelay import this_rank
 
-from hpc.base.environment import ATTEMPT, NEXT_CLAIM, RUN_DIR
+from hpc.base.environment import ATTEMPT, NEXT_CLAIM, PROTOCOL, RUN_DIR
 from hpc.run.events.ledger import claim_file
 from hpc.run.rundir import RunDir
-from support.cluster import Site
 from support.trainings import run_forked
 
 # A model of one rank's own noise: whether random numbers, weights and own objects go on is seen in the last line.
 SCRIPT = """
 import json, os, signal, sys, time
-from relay import report, should_stop, state
+from torchrelay import report, should_stop, state
 import torch
 from torch import distributed, nn
 
@@ -83,26 +81,8 @@ def agent_variables(run_dir: Path) -> dict[str, str]:
     """The variables by which an agent tells a rank of the first attempt where to write, and until when."""
     run = RunDir(run_dir)
     run.events.mkdir(parents=True, exist_ok=True)
-    return {RUN_DIR: str(run_dir), ATTEMPT: "1", NEXT_CLAIM: str(claim_file(run, 2))}
-
-
-def copy_relay(project: Path) -> None:
-    """Copy the helper into a user's project, as the tutorial says."""
-    source = Path(torchrelay.__file__).parent
-    shutil.copytree(source, project / "relay", ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
-
-
-def add_relay(site: Site) -> None:
-    """Copy the helper into a site, where git tracks it."""
-    copy_relay(site.path)
-    for command in (("git", "init", "-q"), ("git", "add", "relay")):
-        assert site.type(*command).returncode == 0
-
-
-def run_relay(program: str, *words: str, directory: Path, **settings: Any) -> "subprocess.CompletedProcess[str]":
-    """Run a program in forked ranks, in a directory that has a copy of the helper."""
-    copy_relay(directory)
-    return run_forked(program, *words, directory=directory, **settings)
+    own = {ATTEMPT: "1", PROTOCOL: this_rank.PROTOCOL, NEXT_CLAIM: str(claim_file(run, 2))}
+    return {RUN_DIR: str(run_dir), **own}
 
 
 @dataclass(frozen=True)
@@ -124,8 +104,7 @@ class Script:
             "TORCHRELAY_SNAPSHOTS": str(self.path / "snapshots"), "RESULTS": str(self.path / "results"), **environment,
         }  # fmt: skip
         if not torchrun:
-            return run_relay(SCRIPT, *words, directory=self.path, ranks=ranks, **environment)
-        copy_relay(self.path)
+            return run_forked(SCRIPT, *words, directory=self.path, ranks=ranks, **environment)
         (self.path / "script.py").write_text(SCRIPT)
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         return subprocess.run(

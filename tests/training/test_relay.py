@@ -1,18 +1,23 @@
-"""The helper for scripts of one's own, copied: two ranks, stopped, killed and restored."""
+"""The library for scripts of one's own: two ranks, stopped, killed and restored."""
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torchrelay
 from support.cluster import ROOT
 from support.events import assert_typed
-from support.relay_script import Script, agent_variables, copy_relay, run_relay
-from support.trainings import slow
+from support.relay_script import Script, agent_variables
+from support.trainings import run_forked, slow
+
+from hpc.base.environment import HEARTBEAT, NEXT_CLAIM, PROTOCOL
+from hpc.run.rundir import LIBRARY
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -95,39 +100,38 @@ def test_shards_are_saved_whole_and_fit_another_number_of_ranks(tmp_path: Path) 
 
 def test_outside_of_a_run_nothing_is_stopped_written_or_imported(tmp_path: Path) -> None:
     code = (
-        "import signal, sys, relay\n"
-        "with relay.state() as saved:\n"
-        "    relay.report(step=1, loss=0.5)\n"
-        "    print(saved.step, relay.should_stop(), signal.getsignal(signal.SIGTERM), 'torch' in sys.modules)\n"
+        "import signal, sys, torchrelay\n"
+        "with torchrelay.state() as saved:\n"
+        "    torchrelay.report(step=1, loss=0.5)\n"
+        "    print(saved.step, torchrelay.should_stop(), signal.getsignal(signal.SIGTERM), 'torch' in sys.modules)\n"
     )
-    copy_relay(tmp_path)
     # Isolated and without site-packages: where Torchrelay is not installed.
-    argv = [sys.executable, "-ISc", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"]
+    argv = [sys.executable, "-ISc", f"import sys; sys.path.insert(0, {str(ROOT / LIBRARY)!r})\n{code}"]
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.stdout == "0 False 0 False\n", done.stderr
 
 
 def run_alone(code: str, directory: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
     """Run a script of a run as its only rank; the directory is that of the run, too."""
-    return run_relay(code, directory=directory, TORCHRELAY_RUN_DIR=str(directory), **environment)
+    return run_forked(code, directory=directory, TORCHRELAY_RUN_DIR=str(directory), **environment)
 
 
 def test_ranks_that_are_not_connected_are_told_what_to_do(tmp_path: Path) -> None:
-    done = run_alone("import relay; relay.should_stop()", tmp_path, WORLD_SIZE="2")
+    done = run_alone("import torchrelay; torchrelay.should_stop()", tmp_path, WORLD_SIZE="2")
     assert "should_stop() needs the other ranks: call it after torch.distributed.init_process_group()" in done.stderr
 
 
 @pytest.mark.parametrize(("value", "wrong_from_the_start"), [("Odd()", True), ("numpy.float64(0.5)", False)])
 def test_state_that_could_not_be_restored_is_refused(tmp_path: Path, value: str, *, wrong_from_the_start: bool) -> None:
     code = (
-        "import numpy, relay\n"
+        "import numpy, torchrelay\n"
         "class Odd:\n"
         "    value = 0.0\n"
         "    def state_dict(self): return {'value': self.value}\n"
         "    def load_state_dict(self, state): self.value = state['value']\n"
         "odd = Odd()\n"
         f"if {wrong_from_the_start}: odd.value = {value}\n"
-        "with relay.state(count=Odd(), odd=odd) as saved:\n"
+        "with torchrelay.state(count=Odd(), odd=odd) as saved:\n"
         "    print('begun')\n"
         f"    odd.value, saved.step = {value}, 1\n"
     )
@@ -141,33 +145,34 @@ def test_torn_line_costs_no_other_and_numbers_that_are_not_finite_are_null(tmp_p
     metrics = tmp_path / "metrics" / "train.jsonl"
     metrics.parent.mkdir()
     metrics.write_text('{"step": 1}\n{"step": ')
-    assert run_alone("import relay; relay.report(step=3, loss=float('nan'), lr=0.1)", tmp_path).returncode == 0
+    code = "import torchrelay; torchrelay.report(step=3, loss=float('nan'), lr=0.1)"
+    assert run_alone(code, tmp_path).returncode == 0
     first, torn, last = metrics.read_text().splitlines()
     assert (json.loads(first), torn) == ({"step": 1}, '{"step": ')
     assert json.loads(last).items() >= {"step": 3, "loss": None, "lr": 0.1}.items()
 
 
 NUMBERS = """
-import torch, numpy, relay
+import torch, numpy, torchrelay
 for _ in range(2):
-    relay.report(
+    torchrelay.report(
         step=numpy.int64(3), loss=torch.tensor([0.5]), lr=numpy.float32(0.25), is_best=True, best=None,
         note="text", rates=[0.1, 0.2], many=torch.zeros(3), huge=10**400, by_name={"a": 1}, time=1.0,
     )
-    relay.report(step="4", loss=0.5)
-relay.report(step=5.0)
-relay.report(step=5.0, loss=0.1)
+    torchrelay.report(step="4", loss=0.5)
+torchrelay.report(step=5.0)
+torchrelay.report(step=5.0, loss=0.1)
 """
 
 
 def test_report_leaves_out_what_is_no_number_and_says_so_once(tmp_path: Path) -> None:
-    done = run_relay(NUMBERS, directory=tmp_path, **agent_variables(tmp_path))
+    done = run_forked(NUMBERS, directory=tmp_path, **agent_variables(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "metrics" / "train.jsonl").read_text().splitlines()]
     numbers = {"step": 3, "loss": 0.5, "lr": 0.25, "is_best": 1, "best": None}
     shown = [{name: line[name] for name in line.keys() - {"time", "world_size", "attempt"}} for line in lines]
     assert shown == [numbers, numbers, {"step": 5, "loss": 0.1}]
-    warnings = [re.sub(r"relay: rank 0: report\((\w+)=.*", r"\1", line) for line in done.stderr.splitlines()]
+    warnings = [re.sub(r"torchrelay: rank 0: report\((\w+)=.*", r"\1", line) for line in done.stderr.splitlines()]
     assert warnings == ["note", "rates", "many", "huge", "by_name", "time", "step"]
     assert "report(note='text'): must be real number, not str; note is left out, and the training continues" in (
         done.stderr
@@ -175,44 +180,68 @@ def test_report_leaves_out_what_is_no_number_and_says_so_once(tmp_path: Path) ->
 
 
 REFUSED = """
-import relay
-relay.report(step=1, loss=0.5)
-try:
-    relay.state().__enter__()
-except (OSError, RuntimeError) as error:
-    print(type(error).__name__, error)
+from {library} import report, should_stop, state
+for call in (lambda: report(step=1, loss=0.5), should_stop, lambda: state().__enter__()):
+    try:
+        call()
+    except (OSError, RuntimeError) as error:
+        print(type(error).__name__, error)
 """
 
 
 @pytest.mark.parametrize(
-    ("claim", "message", "warns"),
+    ("claim", "message", "calls"),
     [
-        (None, "OtherVersionError .*relay is of a later version of torchrelay than the one that submitted this", True),
-        ("nowhere/next", "FileNotFoundError .*No such file or directory: .*nowhere", True),
-        ("of-another-name", "RuntimeError attempt 2 has begun: attempt 1 writes nothing more", False),
+        ("nowhere/next", "FileNotFoundError .*No such file or directory: .*nowhere", 1),
+        ("of-another-name", "RuntimeError attempt 2 has begun: attempt 1 writes nothing more", 2),
     ],
 )
 def test_rank_that_cannot_tell_whether_the_next_attempt_has_begun_writes_nothing(
-    tmp_path: Path, claim: str | None, message: str, *, warns: bool
+    tmp_path: Path, claim: str, message: str, calls: int
 ) -> None:
     (tmp_path / "of-another-name").touch()
-    variables = agent_variables(tmp_path)
-    del variables["TORCHRELAY_NEXT_CLAIM"]
-    if claim:
-        variables["TORCHRELAY_NEXT_CLAIM"] = str(tmp_path / claim)
-    code = REFUSED if warns else REFUSED.replace("relay.report(step=1, loss=0.5)", "")
-    done = run_relay(code, directory=tmp_path, **variables)
-    assert re.match(message, done.stdout), done.stderr
-    assert done.stderr.count("cannot be written") == warns
+    variables = {**agent_variables(tmp_path), NEXT_CLAIM: str(tmp_path / claim)}
+    done = run_forked(REFUSED.format(library="torchrelay"), directory=tmp_path, **variables)
+    assert [bool(re.match(message, line)) for line in done.stdout.splitlines()] == [True] * calls, done.stderr
+    assert done.stderr.count("cannot be written") == (calls == 1), "a report continues without storage"
     assert not (tmp_path / "metrics" / "train.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("library", "protocol", "advice"),
+    [
+        ("relay", "2", r"\(protocol 1, not 2\): remove it from your project, and use `from torchrelay import ...`"),
+        ("torchrelay", None, "a later version of torchrelay than the one that submitted this run: update"),
+    ],
+)
+def test_library_that_is_not_of_the_runs_version_says_so_at_each_call_and_writes_nothing(
+    tmp_path: Path, library: str, protocol: str | None, advice: str
+) -> None:
+    copy = shutil.copytree(Path(torchrelay.__file__).parent, tmp_path / "code" / library)
+    variables = {**agent_variables(tmp_path), HEARTBEAT: str(tmp_path / "heartbeat"), PROTOCOL: protocol}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    done = run_forked(REFUSED.format(library=library), directory=tmp_path / "code", **variables)
+    found = [bool(re.match(f"OtherVersionError {copy} is of .*{advice}", line)) for line in done.stdout.splitlines()]
+    assert found == [True] * 3, done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["code", "events"]
+    assert not list((tmp_path / "events").iterdir())
+
+
+def test_copied_library_of_the_runs_protocol_works(tmp_path: Path) -> None:
+    shutil.copytree(Path(torchrelay.__file__).parent, tmp_path / "relay")
+    code = "from relay import report, state\nwith state() as saved:\n    saved.step = 3\n    report(step=3, loss=0.5)\n"
+    done = run_forked(code, directory=tmp_path, **agent_variables(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "checkpoints" / "step-00000003").is_dir()
+    assert (tmp_path / "metrics" / "train.jsonl").exists()
 
 
 def test_signal_that_the_run_was_submitted_with_stops_it_too(tmp_path: Path) -> None:
     code = (
-        "import os, signal, relay\n"
-        "with relay.state() as saved:\n"
+        "import os, signal, torchrelay\n"
+        "with torchrelay.state() as saved:\n"
         "    os.kill(os.getpid(), signal.SIGHUP)\n"
-        "    print(relay.should_stop(), relay.should_stop())\n"
+        "    print(torchrelay.should_stop(), torchrelay.should_stop())\n"
     )
     done = run_alone(code, tmp_path, TORCHRELAY_STOP_SIGNAL="SIGHUP")
     assert done.stdout == "True True\n", done.stderr
@@ -225,18 +254,18 @@ def test_checkpoint_that_failed_at_the_last_step_is_tried_again_by_all_ranks(tmp
         "import time\n"
         "from pathlib import Path\n"
         "from torch import distributed\n"
-        "import relay\n"
+        "import torchrelay\n"
         "distributed.init_process_group('gloo')\n"
-        "with relay.state(checkpoint_seconds=0, snapshot_seconds=0) as saved:\n"
+        "with torchrelay.state(checkpoint_seconds=0, snapshot_seconds=0) as saved:\n"
         "    for saved.step in (1, 2):\n"
-        "        relay.should_stop()\n"
+        "        torchrelay.should_stop()\n"
         "    if distributed.get_rank() == 0:\n"
         "        while not Path('events/attempt-001-script.jsonl').read_text().count('checkpoint_failed'):\n"
         "            time.sleep(0.01)\n"
         "        Path('checkpoints').unlink()\n"
         "distributed.destroy_process_group()\n"
     )
-    done = run_relay(code, directory=tmp_path, ranks=2, **agent_variables(tmp_path))
+    done = run_forked(code, directory=tmp_path, ranks=2, **agent_variables(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "the checkpoint of step 2 could not be written, and is tried again later" in done.stderr
     assert (tmp_path / "checkpoints" / "step-00000002").is_dir()
@@ -246,17 +275,17 @@ def test_checkpoint_that_failed_at_the_last_step_is_tried_again_by_all_ranks(tmp
 def save(step: int, directory: Path) -> "subprocess.CompletedProcess[str]":
     """Restore the newest state, print its step and which directories were made durable, and save this step."""
     code = (
-        "import os, relay\n"
+        "import os, torchrelay\n"
         "fsync = os.fsync\n"
         "def spy(descriptor):\n"
         "    print('fsync', os.path.basename(os.readlink(f'/proc/self/fd/{descriptor}')))\n"
         "    fsync(descriptor)\n"
         "os.fsync = spy\n"
-        "with relay.state() as saved:\n"
+        "with torchrelay.state() as saved:\n"
         "    print('restored', saved.step)\n"
         f"    saved.step = {step}\n"
     )
-    return run_relay(code, directory=directory, **agent_variables(directory))
+    return run_forked(code, directory=directory, **agent_variables(directory))
 
 
 def test_checkpoint_is_on_the_disk_and_kept_for_the_next_start_if_the_storage_cannot_read_it(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.relay_script import agent_variables, run_relay
+from support.relay_script import agent_variables
+from support.trainings import run_forked
 from torch import nn
 from torchrelay.checkpoint_files import list_checkpoints, read_checkpoint, step_of
 from torchrelay.object_states import STATE_FILE, CopyMemory, capture_states
@@ -151,7 +152,7 @@ def test_names_that_look_alike_are_different_places() -> None:
 def run_in(directory: Path, program: str) -> "subprocess.CompletedProcess[str]":
     for name in ("snapshots", "heartbeats"):
         (directory / name).mkdir(parents=True)
-    return run_relay(
+    return run_forked(
         program, directory=directory, **agent_variables(directory / "run"),
         TORCHRELAY_SNAPSHOTS=str(directory / "snapshots"),
     )  # fmt: skip
@@ -160,8 +161,8 @@ def run_in(directory: Path, program: str) -> "subprocess.CompletedProcess[str]":
 COST = """
 import time
 import torch
-import relay
-from relay import saved_state
+import torchrelay
+from torchrelay import saved_state
 
 def burn(seconds):
     began = time.thread_time()
@@ -176,7 +177,7 @@ def save(*arguments):
     burn(0.3)
 
 capture_states, saved_state.capture_states, saved_state.Snapshots.save = saved_state.capture_states, capture, save
-with relay.state(model=torch.nn.Linear(2, 2), checkpoint_seconds=1000, snapshot_seconds=0.001) as saved:
+with torchrelay.state(model=torch.nn.Linear(2, 2), checkpoint_seconds=1000, snapshot_seconds=0.001) as saved:
     saved.step = 1
     saved.save(durable=False)
     saved._background.wait()
@@ -192,9 +193,9 @@ def test_the_cost_of_a_snapshot_is_that_of_its_copy_and_of_its_write(tmp_path: P
 SCRIPT = """
 import threading
 import torch
-import relay
-from relay import saved_state
-from relay.object_states import serialized
+import torchrelay
+from torchrelay import saved_state
+from torchrelay.object_states import serialized
 
 model = torch.nn.Linear(2, 2)
 may_write, writes = threading.Event(), threading.Event()
@@ -205,7 +206,7 @@ def late(content):
     return serialized(content)
 
 saved_state.serialized = late
-with relay.state(model=model, checkpoint_seconds=0, snapshot_seconds=0.001) as saved:
+with torchrelay.state(model=model, checkpoint_seconds=0, snapshot_seconds=0.001) as saved:
     torch.nn.init.constant_(model.weight, 1)
     saved.step = 1
     saved.save(durable=True)

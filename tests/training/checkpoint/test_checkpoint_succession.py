@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.relay_script import agent_variables, run_relay
-from support.trainings import Starter, lines
+from support.relay_script import agent_variables
+from support.trainings import Starter, lines, run_forked
 
 from hpc.run.events.ledger import SucceededError, check_is_newest, claim_file
 from hpc.run.rundir import RunDir
@@ -77,7 +77,7 @@ def test_checkpoint_and_metrics_that_come_after_the_next_attempt_are_not_publish
 SUCCEEDED = """
 import sys
 from pathlib import Path
-from relay import report, state
+from torchrelay import report, state
 
 def refused(call):
     try:
@@ -101,7 +101,7 @@ refused(lambda: state().__enter__())
 
 def test_script_publishes_nothing_after_the_next_attempt_has_begun(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    done = run_relay(SUCCEEDED, str(claim_file(run, 2)), directory=tmp_path, **agent_variables(tmp_path))
+    done = run_forked(SUCCEEDED, str(claim_file(run, 2)), directory=tmp_path, **agent_variables(tmp_path))
     assert done.stdout == 3 * "attempt 2 has begun: attempt 1 writes nothing more\n", done.stderr
     assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000007"]
     assert [line["step"] for line in lines(run.train_metrics)] == [7]

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from .this_rank import THIS_RANK, OtherVersionError, check_no_later_attempt, warn
+from .this_rank import THIS_RANK, check_no_later_attempt, check_version, warn
 
 # A heartbeat is padded with spaces to this size, so that a reader always finds one whole record.
 _HEARTBEAT_BYTES = 512
@@ -92,10 +92,11 @@ class ProgressFiles:
         """Beat and, on rank 0, append a line to the run's metrics.
 
         A value that is no number or tensor of one element is left out, with one warning for each name: a report never
-        ends a training.
+        ends a training, except if this package is not the run's (OtherVersionError).
         """
         if THIS_RANK.run_dir is None:
             return
+        check_version()
         whole = self._checked("step", step, _whole)
         self.beat(None if whole is _WRONG else whole)
         if THIS_RANK.rank != 0 or not values or whole is _WRONG:
@@ -136,7 +137,7 @@ class ProgressFiles:
                 # A kill may have left half a line, which must not become a part of this one.
                 is_torn = file.tell() and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n"
                 file.write(b"\n" * is_torn + json.dumps(record, default=str).encode() + b"\n")
-        except (OSError, OtherVersionError) as error:
+        except OSError as error:
             if not self._failed:
                 warn(f"{path} cannot be written ({error}); the training continues without it")
             self._failed = True

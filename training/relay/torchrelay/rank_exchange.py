@@ -7,7 +7,7 @@ import atexit
 from typing import TYPE_CHECKING, Any
 
 from .stop_consensus import StopConsensus
-from .this_rank import THIS_RANK
+from .this_rank import THIS_RANK, check_version
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,10 +61,16 @@ class Ranks:
         self._consensus: StopConsensus | None = None
 
     def connect(self, call: str) -> StopConsensus:
-        """Connect once, and return the consensus. Raises RuntimeError if several ranks have no process group."""
+        """Connect once, and return the consensus.
+
+        Raises:
+            RuntimeError: several ranks have no process group.
+            OtherVersionError: this package is not the run's.
+        """
         from torch import distributed
 
         if self._consensus is None:
+            check_version()
             if THIS_RANK.world_size > 1:
                 if not distributed.is_initialized():
                     fix = "call it after torch.distributed.init_process_group()"
