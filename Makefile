@@ -164,10 +164,10 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/mypy --explicit-package-bases benchmarks --exclude '^benchmarks/(exactness/.*_run|recovery/rivals/)'  # not installed here
 
-# The site: build/docs/index.html. A warning, such as a link to a page that does not exist, is an error.
+# The site: build/site/docs/index.html. A warning, such as a link to a page, section or file that does not exist, is an error.
 docs: $(READY)
-	$(BIN)/sphinx-build -W --keep-going -q -c docs/site docs build/docs
-	@echo "open build/docs/index.html"
+	$(BIN)/sphinx-build -W --keep-going -q -c docs/site . build/site
+	@echo "open build/site/docs/index.html"
 
 # Those of README and docs, from results and from a run on a Slurm of its own.
 pictures: $(READY)

@@ -1,4 +1,7 @@
-"""Builds the documentation site: `make docs`, then open build/docs/index.html."""
+"""Builds the documentation site: `make docs`, then open build/site/docs/index.html.
+
+Its source directory is the repository, so that a link from page to page, or to a file, means here what it means on GitHub.
+"""
 
 import shutil
 import sys
@@ -14,13 +17,13 @@ import generated  # noqa: E402
 project = "Torchrelay"
 version = release = installed_version("torchrelay")
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["site"]
+root_doc = "docs/index"
+include_patterns = ["*.md", "docs/**.md", "examples/README.md", "benchmarks/exactness/README.md"]
+exclude_patterns = [".*", "build", "rivals", "runs"]  # Sphinx walks through all other directories
 html_theme = "furo"
 html_title = f"Torchrelay {version}"
 html_show_copyright = False
 myst_heading_anchors = 4
-# Pages also link to files of the repository, which GitHub shows and this site lacks.
-suppress_warnings = ["myst.xref_missing"]
 # The API is imported from `hpc`, wherever it is defined.
 add_module_names = False
 autodoc_member_order = "bysource"
@@ -30,5 +33,5 @@ nitpicky = False
 def setup(app: Any) -> None:
     """Write the generated pages before Sphinx looks for pages; and copy the pictures, which pages show by HTML."""
     app.connect("builder-inited", lambda _: generated.write_pages(SITE.parent / "reference"))
-    pictures = (SITE.parent / "pictures", Path(app.outdir, "pictures"))
+    pictures = (SITE.parent / "pictures", Path(app.outdir, "docs/pictures"))
     app.connect("build-finished", lambda *_: shutil.copytree(*pictures, dirs_exist_ok=True))

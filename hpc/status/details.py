@@ -44,7 +44,7 @@ def _facts(row: Summary) -> dict[str, str]:
         "nodes": few(cells.members(row)),
         "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row.gpus is None else cells.gpus(row),
         "device": row.device or "",
-        "progress": "unknown: the script reports no step (docs/tutorials/own-script.md)"
+        "progress": "unknown: the script reports no step (docs/how-to/own-script.md)"
         if row.last_output
         else _joined(
             _named("epoch ", row.epoch),

@@ -80,7 +80,7 @@ def unknown_restarts(history: History, interruptions: int) -> list[str]:
         return []
     after = "the interruption" if interruptions == 1 else f"each of the {interruptions} interruptions"
     unknown = f"the step from which the script resumed after {after} is unknown"
-    restarted = "unless it restores its own checkpoints, it restarted from the beginning (docs/tutorials/own-script.md)"
+    restarted = "unless it restores its own checkpoints, it restarted from the beginning (docs/how-to/own-script.md)"
     return [f"{unknown}: {restarted}"]
 
 

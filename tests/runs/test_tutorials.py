@@ -36,21 +36,17 @@ def block_with(page: Path, words: str) -> list[str]:
     return next(commands for commands, _ in blocks(page) if words in "\n".join(commands))
 
 
+def script_of(page: Path) -> str:
+    """The first block of Python of a page."""
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[0]
+
+
 def first_diff(page: Path) -> tuple[str, str]:
     """What the first diff of a page changes: the lines before, and after."""
     [diff, *_] = re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL)
     lines = [line for line in diff.splitlines() if line.strip() != "..."]
     before, after = ("".join(f"{line[1:]}\n" for line in lines if line[:1] != sign) for sign in "+-")
     return before, after
-
-
-def transcript(page: str) -> list[tuple[str, list[str]]]:
-    """The commands behind `$ ` in the first output of a page, and the lines that each prints."""
-    [text, *_] = re.findall(r"```text\n\$ (.*?)```", (TUTORIALS / page).read_text(), re.DOTALL)
-    return [
-        (command, lines)
-        for command, *lines in (part.splitlines() for part in re.split(r"^\$ ", text, flags=re.MULTILINE))
-    ]
 
 
 def masked(line: str) -> str:
@@ -68,43 +64,39 @@ def assert_shown(expected: list[str], printed: str) -> None:
         assert there, f"{line!r} is not in, or not in this order:\n{printed}"
 
 
+def follow(page: Path, site: Site, waits: dict[int, Callable[[], object]], **environment: str) -> None:
+    """Type the commands of a page, and compare what they print. A block may wait for a condition, as the page says."""
+    for number, (commands, expected) in enumerate(blocks(page)):
+        waits.get(number, lambda: None)()
+        for command in (shlex.split(one) for one in commands):
+            if command[0] == "hpc" and command[1] != "testbed":
+                done = site.hpc(*command[1:], COLUMNS="120", **environment)
+                assert done.returncode == 0, done.stderr
+                if expected:
+                    assert_shown(expected, done.stdout)
+
+
 @pytest.mark.slurm
 def test_first_run_prints_what_it_shows(site: Site) -> None:
     run = Run(site, RunDir(site.path / "runs/first"), "")
-    # A condition for each command that looks at a state of the run: the page tells the reader to wait.
     waits: dict[int, Callable[[], object]] = {
         2: lambda: run.wait("step 200", lambda: max(run.steps(), default=0) >= 200),
         4: lambda: (run.wait("its result", run.directory.final_result.exists, 400), run.wait_for_state("completed")),
     }
-    for number, (commands, expected) in enumerate(blocks(TUTORIALS / "first-run.md")):
-        waits.get(number, lambda: None)()
-        for command in (shlex.split(one) for one in commands):
-            if command[0] == "hpc" and command[1] != "testbed":
-                done = site.hpc(*command[1:], COLUMNS="120")
-                assert done.returncode == 0, done.stderr
-                if expected:
-                    assert_shown(expected, done.stdout)
+    follow(TUTORIALS / "first-run.md", site, waits)
     assert not run.directory.path.exists(), "the last command has removed it"
 
 
-def test_own_script_prints_what_is_shown() -> None:
+def test_own_script_prints_what_it_shows() -> None:
+    page = TUTORIALS / "own-script.md"
     with site_without_slurm() as site:
-        add_script(site, "train.py", first_diff(TUTORIALS / "own-script.md")[1])
+        add_script(site, "train.py", script_of(page))
         run = Run(site, RunDir(site.path / "runs/first"), "")
-        waits: dict[str, Callable[[], object]] = {
-            "drill": lambda: run.wait_for_steps(10),
-            "status": lambda: run.wait_for_more_steps(attempt=2),
+        waits: dict[int, Callable[[], object]] = {
+            2: lambda: run.wait_for_steps(10),
+            5: lambda: run.wait_for_more_steps(attempt=2),
         }
-        shown = transcript("own-script.md")
-        told = block_with(TUTORIALS / "own-script.md", "--cluster local")
-        typed = [shlex.split(command.replace(" --yes", "")) for command, _ in shown]
-        assert all(shlex.split(line, comments=True) in typed for line in told), "what is told is what is shown"
-        for command, expected in shown:
-            verb, *words = shlex.split(command)[1:]
-            waits.get(verb, lambda: None)()
-            done = site.hpc(verb, *words, COLUMNS="160", PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-            assert done.returncode == 0, done.stderr
-            assert_shown(expected, done.stdout)
+        follow(page, site, waits, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         assert site.hpc("cancel", "first").returncode == 0
         run.wait("the end of the run", lambda: not local_jobs(run.directory))
 
@@ -252,7 +244,7 @@ def test_readme_installs_hpc_and_makes_scripts_survive_a_preemption(newcomer: Ne
         assert step == 1 or run.status()["steps_lost"] == 0
 
 
-# As README's `train.py`, with other arguments: of the tutorial's examples.
+# As README's `train.py`, with other arguments: of the examples in docs/how-to/own-script.md.
 ARGUMENTS = """
 import os, sys
 from pathlib import Path
@@ -266,11 +258,9 @@ else:
 
 @pytest.mark.slurm
 def test_own_script_survives_a_preemption_on_slurm(newcomer: Newcomer) -> None:
-    page, project = TUTORIALS / "own-script.md", newcomer.home / "my-project"
-    (newcomer.home / "torchrelay").symlink_to(ROOT)
+    page, project = ROOT / "docs/how-to/own-script.md", newcomer.home / "my-project"
     project.mkdir()
-    newcomer.type("\n".join(block_with(page, "cd my-project")), newcomer.home)
-    (project / "train.py").write_text(first_diff(page)[1])
+    (project / "train.py").write_text(script_of(TUTORIALS / "own-script.md"))
     run = newcomer.submitted(project, "second")
     preempt_as_shown(newcomer, block_with(page, "--name second"), project, run)
     examples, photo = newcomer.home / "examples", newcomer.site.path / "rose.jpg"

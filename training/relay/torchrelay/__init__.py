@@ -15,7 +15,7 @@ A loop that does not use `saved.batches` sets `saved.step` itself, and calls `sh
 
 Every rank that torchrelay starts can import this package, whatever is installed in its environment: it imports no other
 part of torchrelay. In a script that torchrelay did not start, `should_stop` returns False, and `report` and `state` do
-nothing. docs/tutorials/own-script.md says more.
+nothing. docs/how-to/own-script.md says more.
 
 Torchrelay's own trainer also uses parts of this package, such as stop signals, heartbeat and checkpoint files. This
 module does not import `torch`: the import takes seconds, in which a signal would not be noticed.
