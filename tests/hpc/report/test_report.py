@@ -237,8 +237,13 @@ def test_page_begins_with_provenance_and_cost(page: Written) -> None:
 def test_page_begins_with_a_timeline_of_the_attempts(page: Written) -> None:
     timeline = page.html.partition('aria-label="Attempts and interruptions: ')[2].partition('"')[0]
     assert page.html.index(timeline) < page.html.index('class="tiles"')
-    parts = [part.partition(": ")[0] for part in timeline.split(", ") if ": " in part]
-    assert parts == [None]
+    after = [
+        f"{kind} after interruption #{number}" for kind, number in (("recovery", 1), ("recovery", 2), ("queue", 2))
+    ]
+    names = ["queue", "startup", "attempt 1", after[0], "attempt 1", *after[1:], after[1], "attempt 2"]
+    parts = timeline.split(", ")
+    assert [part for part, name in zip(parts, names, strict=True) if not part.startswith(f"{name} ")] == []
+    assert ">attempt 2</i>" in page.html, "it has its name in the bar"
 
 
 @pytest.mark.slow

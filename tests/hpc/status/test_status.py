@@ -194,7 +194,7 @@ def test_model_is_named_where_there_is_one(run: RunDir, final: bool, capsys: Cap
         run.final_result.write_text("{}")
         run.final_model.touch()
     assert printing.wait_for_end(run, None) == 0
-    assert (f"model        {run.final_model} " in capsys.readouterr().out) is final
+    assert (f"model        {run.final_model}" in capsys.readouterr().out) is final
 
 
 def test_completed_run_without_interruptions_says_so(tmp_path: Path, capsys: Capture) -> None:
