@@ -11,7 +11,9 @@ endif
 PACKAGES := slurm-wlm munge iproute2 dataset-fashion-mnist python3-venv
 TEST_PACKAGES := $(PACKAGES) slurmdbd mariadb-server chromium g++ rsync fish zsh xz-utils
 INSTALL = ! dpkg-query -Wf '$${db:Status-Abbrev}\n' $(1) 2>&1 | grep -qv '^ii' || \
-	{ echo "installing Debian's packages $(1)"; apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(1) >/dev/null; }
+	{ printf "installing Debian's packages %s: " "$(1)"; apt-get update -qq && \
+	said=$$(LC_ALL=C DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends $(1)) && \
+	echo "$$said" | sed -n 's/^After this operation, \(.*\) of additional.*/\1/p' | grep . || echo done; }
 
 # Byte code of our own packages. Without it (PYTHONDONTWRITEBYTECODE, a checkout of root's) each process would compile them.
 COMPILE = $(BIN)/python -m compileall -q hpc jobs training
@@ -22,14 +24,15 @@ NO_ROOT := no root or no apt here: without a Slurm of our own, using --cluster l
 
 .PHONY: demo drill bench gpu gpu-bundle test test-slow test-all test-wheel test-hard simulate mutants coverage matrix docs pictures check format lock clean
 
+# Trains, kills a rank, preempts the job, and compares the model with that of an undisturbed training.
 demo: $(READY)
 ifeq ($(ROOT),)
 	@echo "$(NO_ROOT)"
-	$(BIN)/python -m hpc.submit --cluster local --nodes 2 --gpus-per-node 4 --wait
+	@$(BIN)/python -m benchmarks.demo --cluster local
 else
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m hpc testbed up --nodes 4 --gpus-per-node 4
-	$(BIN)/python -m hpc.submit --nodes 2 --gpus-per-node 4 --wait
+	@$(BIN)/python -m benchmarks.demo
 endif
 
 # Every kind of failure on one small run, and what each cost. Ends the testbed that is up: it builds its own.
@@ -183,13 +186,14 @@ $(READY): requirements.lock pyproject.toml
 ifneq ($(ROOT),)
 	@$(call INSTALL,$(PACKAGES))
 endif
-	@echo "installing Python's packages into .venv: torch and what it needs are 5 GB"
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
-	$(BIN)/uv pip sync --require-hashes --compile-bytecode --python $(BIN)/python requirements.lock
+	@printf "installing Python's packages into .venv: "
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@$(BIN)/uv pip sync --quiet --require-hashes --compile-bytecode --python $(BIN)/python requirements.lock
 	$(if $(TORCH),$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python "torch==$(TORCH).*" torchvision)
-	$(BIN)/uv pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python --editable .
-	touch $@
+	@$(BIN)/uv pip install --quiet --no-deps --no-build-isolation --python $(BIN)/python --editable .
+	@du -sh .venv | cut -f1
+	@touch $@
 
 # Hashes but no index addresses, so that it installs from any mirror.
 lock: $(READY)

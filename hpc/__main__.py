@@ -95,13 +95,14 @@ def module_of(verb: str) -> str:
 
 def _print_help() -> None:
     print("Torchrelay submits PyTorch training to Slurm and keeps it running.\n")
-    print("usage: hpc COMMAND [FLAGS]    (hpc help COMMAND lists its flags)")
+    print("usage: hpc COMMAND [FLAGS]    (hpc help COMMAND lists its flags, hpc --version the version)")
     programs = {name: summary for name, (_, summary) in PROGRAMS.items()}
     for title, commands in (
         ("start here", _START), ("more about runs", _RUNS), ("cluster and settings", _CLUSTER),
         ("image classifier, on this machine", programs),
     ):  # fmt: skip
         print(f"\n{title}:", *(f"  {name:<11}{summary}" for name, summary in commands.items()), sep="\n")
+    print("\nfor example:\n  hpc submit --nodes 2 --gpus-per-node 4 --time 12h -- train.py --lr 0.1")
 
 
 def _run_program(verb: str, arguments: list[str]) -> NoReturn:

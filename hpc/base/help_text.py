@@ -20,7 +20,7 @@ from hpc.base.program import Help
 _WIDEST = 100  # columns of a description: longer lines are hard to read
 TYRO = (
     tyro.conf.FlagCreatePairsOff,
-    tyro.conf.DisallowNone,  # the help shows STR, not {None}|STR
+    tyro.conf.DisallowNone,  # the help shows N, not {None}|N
     tyro.conf.PositionalMetavarFromFieldName,
 )
 
@@ -98,7 +98,9 @@ def _tyro_marks(field: dataclasses.Field[Any]) -> list[Any]:
     marks = [tyro.conf.Positional] if mark.is_positional else []
     marks += [tyro.conf.UseAppendAction] if mark.is_repeatable else []
     letters = (mark.letter,) if mark.letter else None
-    return [*marks, tyro.conf.arg(metavar=mark.metavar or None, help=mark.help or None, aliases=letters)]
+    kinds = {program.type_of(field), *get_args(program.type_of(field))}
+    metavar = mark.metavar or ("N" if {int, float} & kinds else None)
+    return [*marks, tyro.conf.arg(metavar=metavar, help=mark.help or None, aliases=letters)]
 
 
 def _default_hint(default: str) -> str:

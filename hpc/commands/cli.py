@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_args
 
 from hpc.base import program
 from hpc.base.errors import UserError
-from hpc.base.flags import POSITIONAL
+from hpc.base.flags import POSITIONAL, Flag
 from hpc.base.text import similar
 from hpc.run.ownership import check_is_own
 from hpc.run.rundir import RunDir
@@ -57,6 +57,11 @@ class RunsOptions(Common):
 
     runs_dir: Path = Path("runs")
     """Directory of the runs."""
+
+
+# How the help writes the names of one or more runs, and of any number.
+RUNS = Flag(metavar="RUN [RUN ...]", is_positional=True)
+ANY_RUNS = Flag(metavar="[RUN ...]", is_positional=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,8 @@ _MARKS = (
     ("outside", "a preemption or time limit"),
     ("queue", "in the queue"),
 )
+# Color of each kind of period (hpc.run.events.timeline).
+_PERIODS = {"queue": "queue", "startup": "s1", "training": "s3", "recovery": "failure"}
 _RECOVERY_COLORS = {part: f"s{number}" for number, part in enumerate(PARTS, 1)} | {"start": "queue"}
 
 
@@ -63,7 +65,7 @@ def run_page(record: RunRecord, tables: Sequence[str], now: float) -> str:
         evaluation=_evaluation(record),
         several_attempts=len(record.attempts) > 1,
         mark_legend=_MARKS,
-        time_spent=_time_spent(record, now),
+        **_timeline(record, now),
         lost_by_cause=_lost_time(_by_cause(record.interruptions)),
         recovery_legend=_recovery_legend,
         interruptions=_interruption_rows(record),
@@ -158,21 +160,16 @@ def _interruption_rows(record: RunRecord) -> list[dict[str, Any]]:
     return rows
 
 
-def _time_spent(record: RunRecord, now: float) -> list[tuple[str, float, str]]:
-    """Return the parts of the time since the submission as name, seconds and color; an empty list if unknown."""
-    trained = record.train["train_seconds"].max()
-    if pd.isna(trained):
-        return []
-    spent = dict.fromkeys(("queue", "startup", "recovery", "training"), 0.0)
-    for period in record.periods(now):
+def _timeline(record: RunRecord, now: float) -> dict[str, Any]:
+    """Return a run's periods in their order, and the sum of each kind, both as name, seconds and color."""
+    parts, spent = list[tuple[str, float, str]](), dict.fromkeys(_PERIODS, 0.0)
+    for period in record.periods(now) if record.summary.attempts else ():
         spent[period.kind] += period.seconds
-    return [
-        ("productive steps", float(trained), "s3"),
-        ("queue", spent["queue"], "queue"),
-        ("startup", spent["startup"], "s1"),
-        ("interruptions", spent["recovery"], "failure"),
-        ("other", max(0.0, spent["training"] - float(trained)), "s8"),
-    ]
+        attempt = sum(one.started < period.ended for one in record.summary.attempts)
+        name = f"attempt {attempt}" if period.kind == "training" else period.kind
+        after = f" after interruption #{period.interruption}" if period.interruption else ""
+        parts.append((name + after, period.seconds, _PERIODS[period.kind]))
+    return {"timeline": parts, "time_spent": [(kind, spent[kind], color) for kind, color in _PERIODS.items()]}
 
 
 def _by_cause(interruptions: pd.DataFrame) -> dict[str, pd.DataFrame]:

@@ -78,6 +78,7 @@ class RunDir:
     final = SubPath("final")
     """The final model and its test result: the run is complete when this exists."""
     final_result = SubPath("final/result.json")
+    final_model = SubPath(f"final/{MODEL_WEIGHTS}")
     confusion = SubPath(f"final/{CONFUSION}")
     samples = SubPath(f"final/{SAMPLES}")
     """Some test images with their predictions."""

@@ -80,7 +80,7 @@ class Resources:
     time_min: Annotated[str | None, Flag(metavar="TIME")] = None
     """Let Slurm shorten --time to this if an attempt can then start sooner, in a gap between other jobs.
     auto: time to start and to save three times, at least 10m."""
-    partition: Annotated[str | None, Flag(letter="-p")] = None
+    partition: Annotated[str | None, Flag(metavar="P", letter="-p")] = None
     """Partition. Default: the cluster's."""
     account: Annotated[str | None, Flag(metavar="NAME", letter="-A")] = None
     """Account to charge."""
@@ -226,10 +226,10 @@ class Recovery:
 class Network:
     """Network between the nodes."""
 
-    interface: str | None = None
+    interface: Annotated[str | None, Flag(metavar="NAME")] = None
     """Network interface of the nodes, such as ib0, for the agents, the data and the ranks.
     Default: the interface of the route to the head node; NCCL chooses its interface itself."""
-    port_range: str | None = None
+    port_range: Annotated[str | None, Flag(metavar="FIRST-LAST")] = None
     """Ports that are open between the nodes: 20000-20100. Default: any ports.
     The ranks' own connections (NCCL, gloo) always use ports that the kernel chooses (docs/how-to/clusters.md)."""
 

@@ -43,16 +43,10 @@ def _facts(row: Summary) -> dict[str, str]:
         "new job": row.why_new_job or "",
         "nodes": few(cells.members(row)),
         "on CPUs" if cells.is_on_cpu(row) else "GPUs": "" if row.gpus is None else cells.gpus(row),
-        "device": row.device or "",
+        "device": "" if cells.is_on_cpu(row) else row.device or "",
         "progress": "unknown: the script reports no step (docs/how-to/own-script.md)"
         if row.last_output
-        else _joined(
-            _named("epoch ", row.epoch),
-            _named("step ", row.step and cells.step(row)),
-            _named("loss ", row.train_loss, "{:.4f}"),
-            _named("", row.images_per_second, "{:.0f} images/s"),
-            _duration(row.eta_seconds, "{} left"),
-        ),
+        else training_progress(row),
         "last output": _last_output(row),
         "accuracy": _joined(
             _named("", row.val_accuracy, "{:.2%} val"),
@@ -61,13 +55,25 @@ def _facts(row: Summary) -> dict[str, str]:
         ),
         "time": _time(row),
         "rank-hours" if cells.is_on_cpu(row) else "GPU-hours": _gpu_hours(row.gpu_hours),
-        "interrupted": cells.interruptions(row),
+        "interrupted": cells.interruptions(row) or ("0" if row.state == "completed" else ""),
+        "model": row.model or "",
         "metrics": "; ".join(map(_tracker, row.trackers)),
         "written": written_line(row),
         "ended by": row.detail or "",
         "budget": "; ".join(budget_lines(row.budget)) if row.state != "completed" else "",
     }
     return {name: text for name, text in facts.items() if text}
+
+
+def training_progress(row: Summary) -> str:
+    """Return the progress of a training in one line. A user's script may report only some of these numbers."""
+    return _joined(
+        _named("epoch ", row.epoch),
+        _named("step ", row.step and cells.step(row)),
+        _named("loss ", row.train_loss, "{:.4f}"),
+        _named("", row.images_per_second, "{:.0f} images/s"),
+        _duration(row.eta_seconds, "{} left"),
+    )
 
 
 def _joined(*texts: str | None) -> str:

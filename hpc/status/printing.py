@@ -1,18 +1,22 @@
 """Prints the table of runs and their interruptions, and waits for the end of a run. Runs on the login node."""
 
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.events.downtime import Interruption
 from hpc.run.rundir import RunDir
-from hpc.status.cells import wait_reason
-from hpc.status.details import interruption_table
+from hpc.status.cells import interruptions, wait_reason
+from hpc.status.details import interruption_table, training_progress
 from hpc.status.run_view import StatusCache
 from hpc.status.script_files import with_written_files
 from hpc.status.summary import TERMINAL, Summary
@@ -23,19 +27,21 @@ _WAIT_SECONDS, _PIPE_WIDTH = 1.0, 1000
 
 def print_table(rows: list[Summary], *, details: bool) -> None:
     """Print the table of runs. In a file or pipe, the table has all its columns."""
-    console = _console()
+    console = console_for(_PIPE_WIDTH)
     console.print(view(console, rows, details=details))
 
 
-def print_interruptions(interruptions: Sequence[Interruption]) -> None:
+def print_interruptions(those: Sequence[Interruption]) -> None:
     """Print the interruptions of a run, and their costs."""
-    console = _console()
-    console.print(interruption_table(console, interruptions))
+    console = console_for(_PIPE_WIDTH)
+    console.print(interruption_table(console, those))
 
 
-def _console() -> Console:
+def console_for(pipe_width: int) -> Console:
+    """Return a console as wide as the terminal or $COLUMNS; without either, as in a pipe, of `pipe_width` columns."""
     console = Console()
-    console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
+    if not console.is_terminal and not os.environ.get("COLUMNS"):
+        console.width = pipe_width
     return console
 
 
@@ -58,13 +64,12 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
     """
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
-    printed, cache = "", StatusCache()
-    while (row := cache.summary(run)).state not in TERMINAL:
-        now = visible(progress(row))
-        if answer is None and now != printed:
-            print(f"{time.strftime('%H:%M:%S')} {now}", flush=True)
-            printed = now
-        time.sleep(_WAIT_SECONDS)
+    cache = StatusCache()
+    with progress_line(Console()) as show:
+        while (row := cache.summary(run)).state not in TERMINAL:
+            if answer is None:
+                show(row)
+            time.sleep(_WAIT_SECONDS)
     row = with_written_files(row)
     if answer is not None:
         cli.print_json({**answer, "status": row.document()})
@@ -72,22 +77,36 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
         print_table([row], details=True)
         if why := [text for text in (row.reason, row.detail) if text]:
             print(visible(": ".join([row.state, *why])), file=sys.stderr)
-        result = f"\nresult   {run.final}" if run.final.exists() else ""
-        print(f"logs     {run.logs}{result}")
-        cli.print_next(run, "status", "logs")
+        print(f"logs     {run.logs}")
+        cli.print_next(run, *(["report"] if row.state == "completed" else ["status", "logs"]))
     return 0 if row.state == "completed" else 1
+
+
+@contextmanager
+def progress_line(console: Console) -> Iterator[Callable[[Summary], None]]:
+    """Yield a function that shows the progress of a run: in a terminal in one line that changes, else in new lines.
+
+    A new line is printed for each epoch, attempt and interruption; without epochs also for each minute.
+    """
+    printed = set[object]()
+
+    def print_line(row: Summary) -> None:
+        part = row.epoch if row.epoch is not None else (row.step is None, time.monotonic() // 60)
+        if (key := (row.state, row.attempt or 1, len(row.interruptions), part)) not in printed:
+            printed.add(key)
+            print(f"{time.strftime('%H:%M:%S')} {visible(progress(row))}", flush=True)
+
+    if not console.is_terminal:
+        yield print_line
+        return
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        yield lambda row: live.update(Text(visible(progress(row)), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def progress(row: Summary) -> str:
     """Return the progress of a run in one line."""
     if row.state == "pending":
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
-    if last := row.last_output:
-        return f"attempt {row.attempt}: {last.line}"
-    if row.step is None:
-        return f"attempt {row.attempt or 1}: starting"
-    # A user's script may log only some of these numbers.
-    loss = None if row.train_loss is None else f"{row.train_loss:.4f}"
-    known = {"epoch": row.epoch, "step": row.step, "loss": loss}
-    words = [f"{name} {value}" for name, value in known.items() if value is not None]
-    return f"attempt {row.attempt}: {' '.join(words)}"
+    known = row.last_output.line if row.last_output else training_progress(row)
+    interrupted = f" (interrupted: {interruptions(row)})" if row.interruptions else ""
+    return f"attempt {row.attempt or 1}: {known or 'starting'}{interrupted}"

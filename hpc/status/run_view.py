@@ -159,6 +159,7 @@ def _summary(run: RunDir, jobs: Sequence[SlurmJob] | None, decision: Decision | 
         val_accuracy=validation.get("accuracy"),
         test_accuracy=number_in(final, "test_accuracy"),
         best_test_accuracy=number_in(best, "test_accuracy") if isinstance(best, dict) else None,
+        model=str(run.final_model) if records.result is not None and run.final_model.is_file() else None,
         steps_lost=steps_lost(interruptions) if attempts else None,
         **_allocation(attempts, records.spec),
         **_time_spent(records, attempts, interruptions, is_over=state in TERMINAL),

@@ -128,6 +128,8 @@ class Summary(Struct, frozen=True, kw_only=True):
     val_accuracy: float | None
     test_accuracy: float | None
     best_test_accuracy: float | None
+    model: str | None
+    """The file of the final model; None unless a training has completed."""
     steps_lost: int | None
     partition: str | None
     gpus: int | None

@@ -56,10 +56,10 @@ def show_dry_run(new: NewRun, *, as_json: bool) -> None:
 
 
 def starting_place(run: RunDir, spec: RunSpec) -> str:
-    """Return a sentence with a user's script, its directory, and the Python and image that it uses instead of ours."""
-    python = f", with {visible(spec.python)}" if spec.python else ""
-    image = f" of {visible(spec.container)}" if spec.container else ""
-    return f"{visible(program_of(spec.script))} starts in {visible(str(spec.start_directory(run)))}{python}{image}"
+    """Return a sentence with a user's script, its directory, its Python and the image of that Python."""
+    image = f" of {spec.container}" if spec.container else ""
+    python = f"{spec.python or sys.executable}{image}"
+    return visible(f"{program_of(spec.script)} starts in {spec.start_directory(run)}, with {python}")
 
 
 def show(new: NewRun, options: SubmitOptions) -> int:

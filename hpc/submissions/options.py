@@ -129,13 +129,17 @@ class SubmitTraining(TrainingFlags, SubmitOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SubmitHelp(SubmitTraining):
-    __doc__ = SubmitTraining.__doc__
-
+class _ScriptHelp:
     # This field is only for the usage line: tyro never sees the words after `--`, because `split_script` takes them.
     script: Annotated[tuple[str, ...], Flag(metavar="[-- script.py ARGS]", is_positional=True)] = ()
     """Your own torchrun script with its arguments, or -m and a module, instead of the image classifier."""
     own_script: _OwnScript = field(default_factory=_OwnScript)
+
+
+# The fields of the last base class come first.
+@dataclass(frozen=True, kw_only=True)
+class _SubmitHelp(SubmitTraining, _ScriptHelp):
+    __doc__ = SubmitTraining.__doc__
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,10 +8,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 from hpc.base.environment import REASON, RUN_DIR, STATE
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import modified, storage_time
+from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.causes import JobState
@@ -41,13 +43,13 @@ class SuperviseOptions(cli.RunsOptions):
 
     once: bool = False
     """Check all runs once and exit: for cron."""
-    interval: str = "10s"
+    interval: Annotated[str, Flag(metavar="TIME")] = "10s"
     """Time between two checks."""
     dry_run: bool = False
     """Print what hpc supervise would do with each run, and why, without doing it."""
     max_parallel_requeues: int = 20
     """Start at most this number of runs per check, because each run stages its data."""
-    on_end: str = ""
+    on_end: Annotated[str, Flag(metavar="COMMAND")] = ""
     """Command to run once for each run that is complete or has failed for good.
     Its environment has TORCHRELAY_RUN_DIR, TORCHRELAY_STATE and TORCHRELAY_REASON."""
 

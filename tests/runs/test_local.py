@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -221,7 +222,7 @@ def test_script_starts_where_it_was_submitted(site: Site) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         run, place = RunDir(site.path / "runs" / name), f"{site.path}/runs/{name}/code/mingpt"
         assert printed(run.rank_log(1, 0)) == f"read imported {place} {place}"
-        assert (f"main.py starts in {place}\n" in done.stdout) == (name == "script")
+        assert (f"main.py starts in {place}, with {sys.executable}\n" in done.stdout) == (name == "script")
 
 
 READS_AND_WRITES = """

@@ -231,12 +231,9 @@ def preempt_as_shown(newcomer: Newcomer, block: list[str], project: Path, run: R
 def test_readme_installs_hpc_and_makes_scripts_survive_a_preemption(newcomer: Newcomer) -> None:
     readme = ROOT / "README.md"
     install(newcomer)
-    [copy] = re.findall(r"In your project, run `(.*?)`", readme.read_text())
     for step, script in enumerate(first_diff(readme), 1):
         project = newcomer.home / f"project-{step}"
         project.mkdir()
-        if step == 2:
-            newcomer.type(copy, project)
         (project / "train.py").write_text(f"{AROUND}{script}distributed.destroy_process_group()\n")
         run = newcomer.submitted(project, "my-run")
         preempt_as_shown(newcomer, block_with(readme, "--name my-run"), project, run)

@@ -9,9 +9,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from hpc.base.errors import UserError
+from hpc.base.flags import Flag
 from training.config import rules
 from training.config.model_names import SMALL_CNN
 
@@ -47,9 +48,9 @@ class Adjustable:
     """Loader processes per rank. Default: the CPU cores per rank, at most 32; 0 for data in memory."""
     log_every: int = 20
     """Number of steps between two lines of metrics."""
-    checkpoint_every: str = "10m"
+    checkpoint_every: Annotated[str, Flag(metavar="N|TIME")] = "10m"
     """Steps (500) or time (30s, 10m, 2h) between checkpoints. There is also one at the end of each epoch."""
-    snapshot_every: str = "auto"
+    snapshot_every: Annotated[str, Flag(metavar="N|TIME")] = "auto"
     """Steps (50) or time (2s) between snapshots, which each node keeps in memory to resume from after a crash.
     - off: no snapshots
     - auto: every half second, or less often, so that snapshots take at most 1 % of the time
@@ -66,14 +67,14 @@ class Adjustable:
 class TrainConfig(Adjustable):
     """Image-classifier training (not with -- script.py)."""
 
-    data: str = ""
+    data: Annotated[str, Flag(metavar="PATH")] = ""
     """Directory of images, packed images, IDX or CIFAR files; or fashion-mnist (Debian's copy), or digits.
     Default: fashion-mnist if it is installed, otherwise --recipe digits."""
     synthetic: bool = False
     """Train on generated images instead of --data, to measure the speed without loading data from files."""
-    model: str = SMALL_CNN
+    model: Annotated[str, Flag(metavar="NAME")] = SMALL_CNN
     """small-cnn or resnet20 (32, 44, 56, 110) for small images; torchvision's, such as resnet50; or timm:NAME."""
-    weights: str | None = None
+    weights: Annotated[str | None, Flag(metavar="PATH|NAME")] = None
     """Initial weights: a .safetensors or .pth file, or a name in torchvision's cache, such as IMAGENET1K_V1.
     If the number of classes differs, the classification head is initialised randomly. Default: random."""
     freeze_backbone: bool = False
@@ -135,7 +136,7 @@ class TrainConfig(Adjustable):
     """
     min_lr: float = 0.0
     """Learning rate at the end of --lr-scheduler cosine."""
-    lr_step_epochs: str = "30"
+    lr_step_epochs: Annotated[str, Flag(metavar="N[,N...]")] = "30"
     """Epochs at which --lr-scheduler step lowers the learning rate: 30 (every 30 epochs), or a list: 150,225. They are
     counted from the start of the training, with the warm-up."""
     lr_gamma: float = 0.1
@@ -186,9 +187,9 @@ class TrainConfig(Adjustable):
     - padded: crops of the image's size from the image with a padded border
     - resized: crops of random size and shape, resized to --image-size (RandomResizedCrop)
     """
-    crop_scale: str = "0.25,1"
+    crop_scale: Annotated[str, Flag(metavar="MIN,MAX")] = "0.25,1"
     """Smallest and largest area of a resized crop as parts of the image's area. Szegedy et al. (2015) use 0.08,1."""
-    crop_ratio: str = "3/4,4/3"
+    crop_ratio: Annotated[str, Flag(metavar="MIN,MAX")] = "3/4,4/3"
     """Smallest and largest aspect ratio (width divided by height) of a resized crop."""
     flip: Literal["auto", "on", "off"] = "auto"
     """Random horizontal flips. auto: on, except for IDX files and digits, because mirroring changes digits."""
@@ -220,7 +221,7 @@ class TrainConfig(Adjustable):
     --image-size in the last one (progressive resizing), so that the training takes less time. Default: --image-size."""
     eval_image_size: int | None = None
     """Side in pixels of the images in evaluations. A larger one often raises the accuracy. Default: --image-size."""
-    eval_crop_pct: str = "0.875"
+    eval_crop_pct: Annotated[str, Flag(metavar="PART")] = "0.875"
     """Side of the centre crop in evaluations as a part of the resized image's shorter side, as a number or a fraction:
     0.875, 224/232. Images of IDX and CIFAR files are not cropped."""
     interpolation: Interpolation = "bilinear"
@@ -288,5 +289,5 @@ class RankOptions:
     """Number of this attempt at the run."""
     node_dir: Path | None = None
     """Directory in this node's memory for snapshots and heartbeats, which outlive the ranks."""
-    fault: str = ""
+    fault: Annotated[str, Flag(metavar="POINT@STEP:RANK")] = ""
     """For tests: the fault to inject, POINT@STEP:RANK (training.runtime.fault_injection). Also TORCHRELAY_FAULT."""

@@ -46,7 +46,7 @@ class ExportOptions:
     """The file to write."""
     format: Annotated[str, Flag(metavar="|".join(FORMATS), help=_FORMATS)] = "torch"
     """A key of `training.inference.exported_model.FORMATS`."""
-    data: str | None = None
+    data: Annotated[str | None, Flag(metavar="PATH")] = None
     """Data set for the comparison; by default the one that the model was trained on."""
 
 

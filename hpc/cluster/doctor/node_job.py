@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from hpc.base.files import nearest_existing
+from hpc.base.flags import Flag
 from hpc.base.node_info import NodeInfo, node_from_json
 from hpc.base.units import walltime_minutes
 from hpc.commands import cli
@@ -28,7 +29,7 @@ from hpc.submissions.options import reading_of
 class NodeOptions(cli.RunsOptions):
     """The flags of a verb that runs a short job on nodes."""
 
-    node: tuple[str, ...] | None = None
+    node: Annotated[tuple[str, ...] | None, Flag(metavar="NAME [NAME ...]")] = None
     """Nodes to measure. Default: any nodes (--nodes of them)."""
     resources: Resources = field(default_factory=Resources)
     network: Network = field(default_factory=Network)

@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from hpc.base import node_info
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.flags import POSITIONAL
+from hpc.base.flags import POSITIONAL, Flag
 from hpc.base.kernel import automounted_at, file_system_type
 from hpc.base.node_info import NodeInfo
 from hpc.base.text import visible
@@ -41,6 +40,7 @@ from hpc.run.rundir import RunDir
 from hpc.run.spec import RunSpec
 from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
+from hpc.status.printing import console_for
 from hpc.submissions.runs_storage import Feature, has_been_seen_by_nodes, missing_features
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
@@ -53,7 +53,7 @@ class DoctorOptions(NodeOptions):
 
     run: Annotated[str | None, POSITIONAL] = None
     """Run whose measured save times are used. Default: the newest run that has saved a checkpoint."""
-    node: tuple[str, ...] | None = None
+    node: Annotated[tuple[str, ...] | None, Flag(metavar="[NAME ...]")] = None
     """Also inspect compute nodes in a short job: the named nodes, or without names any nodes (--nodes of them)."""
 
 
@@ -156,9 +156,8 @@ def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
 
 
 def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
-    """Print the costs, the notes, and how many checks passed. With `debug`, also print the unknown findings."""
-    console = Console()
-    console.width = console.width if console.is_terminal else max(console.width, _PIPE_WIDTH)
+    """Print the problems and the notes, and their numbers. With `debug`, also print the unknown findings."""
+    console = console_for(_PIPE_WIDTH)
     of = {severity: [finding for finding in found if finding.severity is severity] for severity in Severity}
     unknown = of[Severity.UNKNOWN]
     table = Table(box=None, pad_edge=False, padding=(0, 1, 1, 0), show_header=False)
@@ -175,7 +174,8 @@ def print_findings(found: Sequence[Finding], *, debug: bool) -> None:
         console.print(table)
     names = ", ".join(finding.check for finding in unknown)
     rest = f"; {len(unknown)} could not be judged ({names})" if unknown else ""
-    print(f"{len(of[Severity.OK])} of {len(found)} checks passed{rest}")
+    counts = ((len(of[Severity.COST]), "problem"), (len(of[Severity.NOTE]), "note"))
+    print(", ".join(f"{count or 'no'} {noun}{'s' * (count != 1)}" for count, noun in counts) + rest)
 
 
 main = node_verb(doctor, DoctorOptions, "doctor")

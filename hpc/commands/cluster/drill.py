@@ -13,7 +13,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.flags import POSITIONAL
+from hpc.base.flags import POSITIONAL, Flag
 from hpc.commands import cli
 from hpc.run.events.downtime import Interruption, interruptions_of
 from hpc.run.events.history import History
@@ -40,7 +40,7 @@ class DrillOptions(cli.RunOptions):
     """Failure to cause: worker-kill, hang or disk-full of a rank; node-kill of a node; preempt or term of the job."""
     rank: int | None = None
     """Rank for worker-kill and hang (default: the last rank), or for disk-full (default: 0)."""
-    node: str | None = None
+    node: Annotated[str | None, Flag(metavar="NAME")] = None
     """Node for node-kill. Default: the last node that is not the head node."""
     yes: bool = False
     """Do not ask for confirmation."""

@@ -5,7 +5,7 @@ import socket
 from dataclasses import dataclass
 from typing import Annotated
 
-from hpc.base.flags import POSITIONAL
+from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.services.notification.delivery import try_to_send
@@ -27,7 +27,7 @@ class NotifyOptions(cli.Common):
     The page https://appriseit.com/services/ lists the addresses of all services.
     """
 
-    names: Annotated[tuple[str, ...], POSITIONAL] = ()
+    names: Annotated[tuple[str, ...], Flag(metavar="[NAME ...]", is_positional=True)] = ()
     """Names of recipients; all: every recipient."""
 
 

@@ -17,6 +17,7 @@ from hpc.cluster.smoke.tables import show
 from hpc.commands import cli
 from hpc.slurm import client as slurm
 from hpc.slurm import cluster_config
+from hpc.status.printing import console_for
 from hpc.submissions.checks import check_runs_dir
 
 _WIDTH = 140
@@ -86,8 +87,7 @@ def write_data(directory: Path) -> None:
 def _print(
     result: SmokeResult, slow: Sequence[Slowness], changed: Sequence[Change], *, has_before: bool, files: Sequence[Path]
 ) -> None:
-    console = Console()
-    console.width = console.width if console.is_terminal else max(console.width, _WIDTH)
+    console = console_for(_WIDTH)
     show(console, result, slow, changed)
     if not slow:
         print("nothing is slow compared with the median of these nodes")

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from hpc.base.errors import TorchrelayError, UserError
 from hpc.base.files import is_temporary, remove_abandoned
-from hpc.base.flags import POSITIONAL
+from hpc.base.flags import Flag
 from hpc.base.text import visible
 from hpc.base.units import duration_seconds
 from hpc.commands import cli
@@ -51,11 +51,11 @@ class CleanOptions(cli.RunsOptions):
     kept beside the runs are also listed and removed; no run needs them.
     """
 
-    run: Annotated[tuple[str, ...], POSITIONAL] = ()
+    run: Annotated[tuple[str, ...], cli.ANY_RUNS] = ()
     """Run directories or names. Default: all runs in --runs-dir."""
-    older_than: str = _ANY_AGE
+    older_than: Annotated[str, Flag(metavar="TIME")] = _ANY_AGE
     """Only runs whose files have not changed for this long: 12h, 30d."""
-    state: str = ",".join(sorted(TERMINAL))
+    state: Annotated[str, Flag(metavar="STATES")] = ",".join(sorted(TERMINAL))
     """Only runs in these states, separated by commas."""
     checkpoints_only: bool = False
     """Remove only the checkpoints, not best/, final/, metrics, logs and report.

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from hpc.base.errors import UserError
-from hpc.base.flags import POSITIONAL
 from hpc.commands import cli
 from hpc.report.page import RELOAD_SECONDS
 from hpc.report.writing import page_path, write_report
@@ -17,7 +16,7 @@ from hpc.report.writing import page_path, write_report
 class ReportOptions(cli.RunsOptions):
     """Write a self-contained HTML page about a run, or a comparison of several runs, with its tables as CSV files."""
 
-    run: Annotated[tuple[str, ...], POSITIONAL]
+    run: Annotated[tuple[str, ...], cli.RUNS]
     """Run directories or names."""
     output: Path | None = None
     """Directory for the page and the tables. Default: report/ in the run, or next to the runs that are compared."""

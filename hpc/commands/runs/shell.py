@@ -5,8 +5,10 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 from hpc.base.errors import UserError
+from hpc.base.flags import Flag
 from hpc.commands import cli
 from hpc.slurm.alive import chosen_node, running_job
 from hpc.slurm.srun import step_beside_training
@@ -16,7 +18,7 @@ from hpc.slurm.srun import step_beside_training
 class ShellOptions(cli.RunOptions):
     """Open a shell on a node of a run, in the run's directory. The shell sees the run's GPUs and ends with its job."""
 
-    node: str | None = None
+    node: Annotated[str | None, Flag(metavar="NAME")] = None
     """Name of the node, as hpc status shows it. Default: the first node of the run."""
 
 

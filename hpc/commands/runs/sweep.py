@@ -33,7 +33,7 @@ class SweepFlags:
     """Number of trials. Default: 20, or with --sampler grid one for each combination."""
     parallel: int | None = None
     """Number of trials that run at the same time. Default: 4."""
-    metric: str = "val/accuracy"
+    metric: Annotated[str, Flag(metavar="NAME")] = "val/accuracy"
     """Metric whose best value in each trial is compared, such as val/accuracy, val/loss or train/loss.
     FILE/NAME: the values NAME of metrics/FILE.jsonl."""
     direction: Direction | None = None

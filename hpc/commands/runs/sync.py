@@ -11,7 +11,7 @@ from functools import partial
 from typing import Annotated, Any, cast
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.flags import POSITIONAL, REPEATABLE
+from hpc.base.flags import REPEATABLE
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.events.history import History, Outcome
@@ -35,7 +35,7 @@ class SyncOptions(cli.RunsOptions):
       hpc sync RUN --watch
     """
 
-    run: Annotated[tuple[str, ...], POSITIONAL] = ()
+    run: Annotated[tuple[str, ...], cli.RUNS] = ()
     """Run directories or names."""
     tracker: Annotated[tuple[Service, ...], REPEATABLE] = ()
     """Tracker to send to. Default: the trackers that the run was submitted with."""

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Annotated
 
 from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.flags import POSITIONAL
 from hpc.base.text import visible
 from hpc.commands import cli
 from hpc.run.ownership import check_is_own
@@ -19,7 +18,7 @@ from hpc.status.run_view import StatusCache
 class CancelOptions(cli.RunsOptions):
     """Stop runs and keep them from being requeued. hpc resume continues them from the last saved step."""
 
-    run: Annotated[tuple[str, ...], POSITIONAL] = ()
+    run: Annotated[tuple[str, ...], cli.RUNS] = ()
     """Run directories or names; also those of sweeps and scaling studies."""
     final: bool = False
     """Stop the runs for good: hpc resume refuses to continue them."""

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 
 from hpc.base.errors import UserError
-from hpc.base.flags import POSITIONAL, REPEATABLE
+from hpc.base.flags import REPEATABLE
 from hpc.commands import cli
 from hpc.run.ownership import other_owner
 from hpc.run.rundir import RunDir
@@ -28,7 +28,7 @@ _WATCH_SHARE = 0.1
 class StatusOptions(cli.RunsOptions):
     """Show the state of runs."""
 
-    run: Annotated[tuple[str, ...], POSITIONAL] = ()
+    run: Annotated[tuple[str, ...], cli.ANY_RUNS] = ()
     """Run directories or names. Default: all runs in --runs-dir."""
     state: Annotated[tuple[State, ...], REPEATABLE] = ()
     """Show only runs in this state. Repeatable."""

@@ -98,14 +98,14 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Written:
 def test_page_of_a_run_has_everything_and_loads_nothing(page: Written) -> None:
     html = page.html
     wanted = [
-        *("r", "Test", "Accuracy by class", "Confusion matrix", "Sample of the test set", "Most confident errors"),
-        *("Training", *FIGURES),
-        *("Time and interruptions", "Where the time went", "Time lost, by cause", "Interruptions", "Attempts"),
+        *("r", "Training", *FIGURES),
+        *("Test", "Accuracy by class", "Confusion matrix", "Sample of the test set", "Most confident errors"),
+        *("Time and interruptions", "GPU-hours", "Time lost, by cause", "Interruptions", "Attempts"),
         *("Reproduce it", "Tables"),
     ]
     assert headings(html) == wanted
-    assert "85.00%" in html
-    assert "87.50% in best/" in html
+    assert "85.00%<small>of the final model: the one to publish</small>" in html
+    assert "87.50%" not in html, "one accuracy to publish"
     assert "2 steps recomputed" in html
     addresses = re.findall(r'(?:src|href)="([^"]*)"|url\(([^)]*)\)', html)
     outside = [found for pair in addresses for found in pair if found and not found.startswith(("#", "data:image/png"))]
@@ -228,10 +228,22 @@ def test_page_begins_with_provenance_and_cost(page: Written) -> None:
         "Device": "H200", "Jobs": "7", "Nodes": "a1, a2, a3", "Wait in the queue": "1 min 7 s", "GPU-hours": "0.243",
     }  # fmt: skip
     assert html.index("GPU-hours") < html.index('class="tiles"')
-    parts = ("productive 0.2</b> (82%)", "recomputed 0.001</b> (0%)", "recovering 0.0122</b> (5%)", "waiting 0.005")
+    parts = ("productive 0.2</b>", "recomputed 0.001</b>", "recovering 0.0122</b>", "waiting 0.005")
     assert [part for part in parts if part not in html] == []
     assert f"Check out commit {COMMIT} first, with changes that were not committed" in html
     assert "its flags are based on recipe cifar." in html
+
+
+def test_page_begins_with_a_timeline_of_the_attempts(page: Written) -> None:
+    timeline = page.html.partition('aria-label="Attempts and interruptions: ')[2].partition('"')[0]
+    assert page.html.index(timeline) < page.html.index('class="tiles"')
+    after = [
+        f"{kind} after interruption #{number}" for kind, number in (("recovery", 1), ("recovery", 2), ("queue", 2))
+    ]
+    names = ["queue", "startup", "attempt 1", after[0], "attempt 1", *after[1:], after[1], "attempt 2"]
+    parts = timeline.split(", ")
+    assert [part for part, name in zip(parts, names, strict=True) if not part.startswith(f"{name} ")] == []
+    assert ">attempt 2</i>" in page.html, "it has its name in the bar"
 
 
 @pytest.mark.slow
@@ -280,7 +292,7 @@ def test_the_documented_lines_of_a_script_show_in_status_and_report(tmp_path: Pa
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["step"], row["train_loss"], row["images_per_second"]) == (10, 0.7, 5100)
     running = structs.replace(summarize(run, None), state="running", attempt=1)
-    assert progress(running) == "attempt 1: step 10 loss 0.7000"
+    assert progress(running) == "attempt 1: step 10, loss 0.7000, 5100 images/s"
     html = report(run.path).html
     assert headings(html)[2:5] == ["Loss", "Images per second", "grad_norm"]
 

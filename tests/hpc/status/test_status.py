@@ -3,12 +3,14 @@
 import io
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 from rich.console import Console
+from support.cluster import hpc
 from support.events import (
     attempt_ended,
     claimed,
@@ -89,7 +91,8 @@ def test_lines_of_a_script_may_have_other_things_than_numbers(run: RunDir, capsy
     names = ("step", "train_loss", "images_per_second", "epoch")
     assert [row[name] for name in names] == [7, None, None, None]
     assert not any("cannot read" in warning for warning in row["warnings"])
-    assert printing.progress(structs.replace(summarize(run, None), state="running")) == "attempt 1: step 7"
+    shown = printing.progress(structs.replace(summarize(run, None), state="running", interruptions=()))
+    assert shown == "attempt 1: step 7/90"
 
 
 def test_run_that_is_named_shows_all_that_is_known_of_it(run: RunDir, capsys: Capture) -> None:
@@ -184,13 +187,57 @@ def test_runs_of_others_are_not_mine(run: RunDir, capsys: Capture) -> None:
 
 
 @pytest.mark.parametrize("final", [True, False], ids=["a training", "a script"])
-def test_result_is_announced_where_there_is_one(run: RunDir, final: bool, capsys: Capture) -> None:
+def test_model_is_named_where_there_is_one(run: RunDir, final: bool, capsys: Capture) -> None:
     write_events(run, claimed(70.0, 2), attempt_ended(90.0, attempt=2, step=None))
     if final:
         run.final.mkdir()
         run.final_result.write_text("{}")
+        run.final_model.touch()
     assert printing.wait_for_end(run, None) == 0
-    assert (f"result   {run.final}" in capsys.readouterr().out) is final
+    assert (f"model        {run.final_model}" in capsys.readouterr().out) is final
+
+
+def test_completed_run_without_interruptions_says_so(tmp_path: Path, capsys: Capture) -> None:
+    run = recorded_run(tmp_path / "r", submitted(0.0), claimed(1.0), attempt_ended(9.0))
+    assert re.search(r"^interrupted  0 *$", printed(capsys, str(run.path)), re.MULTILINE)
+
+
+@pytest.mark.parametrize("columns", ["80", None])
+def test_table_in_a_pipe_respects_columns(columns: str | None, run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    done = hpc("status", "--runs-dir", str(run.path.parent), **({"COLUMNS": columns} if columns else {}))
+    titles = ALL_TITLES.split()[:11] if columns else ALL_TITLES.split()
+    assert done.stdout.splitlines()[0].split() == titles
+
+
+def progress_shown(run: RunDir, *, in_terminal: bool) -> str:
+    """What --wait prints of a training in two epochs, and after two interruptions."""
+    row = structs.replace(
+        summarize(run, None), state="running", total_steps=90, images_per_second=8.0, interruptions=()
+    )
+    trained = [structs.replace(row, epoch=epoch, step=step) for epoch, step in ((1, 7), (1, 8), (2, 31), (2, 32))]
+    console = Console(file=io.StringIO(), force_terminal=in_terminal, width=50)
+    with printing.progress_line(console) as show:
+        for one in [*trained, structs.replace(trained[-1], interruptions=summarize(run, None).interruptions[:1])]:
+            show(one)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_wait_prints_a_line_for_each_epoch_and_interruption(run: RunDir, capsys: Capture) -> None:
+    progress_shown(run, in_terminal=False)
+    lines = [line[9:] for line in capsys.readouterr().out.splitlines()]
+    assert [line.partition("/")[0] for line in lines] == [
+        "attempt 1: epoch 1, step 7", "attempt 1: epoch 2, step 31", "attempt 1: epoch 2, step 32",
+    ]  # fmt: skip
+    assert lines[0] == "attempt 1: epoch 1, step 7/90, 8 images/s"
+    assert lines[2].endswith("(interrupted: 2 crashed, 1 preempted)")
+
+
+def test_wait_changes_one_line_in_a_terminal(run: RunDir) -> None:
+    text = progress_shown(run, in_terminal=True)
+    assert "step 8/90" in text
+    assert text.count("\n") == 1, "it has only the line feed of its end"
 
 
 def test_model_that_learned_nothing_is_a_warning_however_the_end_is_learned_of(run: RunDir, capsys: Capture) -> None:

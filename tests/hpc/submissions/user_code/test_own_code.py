@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -267,7 +268,7 @@ def test_submission_says_where_the_script_starts_and_what_it_has(repository: Pat
     done = Site(repository, "/nonexistent").hpc(*words)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
-        f"hpc submit: src/my.py starts in {repository}/runs/run/code",
+        f"hpc submit: src/my.py starts in {repository}/runs/run/code, with {sys.executable}",
         f"hpc submit: it has a copy of 9 files of {repository}, and links to the rest: {', '.join(sorted(LINKED))}",
     ]
 
