@@ -61,7 +61,7 @@ def hints(code: UserCode, spec: RunSpec) -> list[str]:
         single = "--nodes 1" + (" --gpus-per-node 1" if spec.resources.ranks_per_node > 1 else "")
         found.append(
             f"{name} does not join its {ranks} ranks (it never calls init_process_group), so each would train the same "
-            f"model alone: use {single}, or DistributedDataParallel (docs/tutorials/own-script.md)"
+            f"model alone: use {single}, or DistributedDataParallel (docs/how-to/own-script.md)"
         )
     return found
 
