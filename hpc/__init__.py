@@ -41,6 +41,15 @@ def _prepare_verb() -> None:
         sys.exit(2)
 
 
+def _is_file(path: str) -> bool:
+    """Return whether there is a file with this path, which may be in a run's archive of our packages."""
+    try:
+        __spec__.loader.get_data(path)  # type: ignore[union-attr]  # of a file or an archive
+    except OSError:
+        return False
+    return True
+
+
 def _start() -> None:
     """Replace `python -m hpc.VERB` by `python -m hpc VERB`. Prepare `python -m hpc` and modules that are not verbs.
 
@@ -54,7 +63,7 @@ def _start() -> None:
         return
     flag, verb = found[1], (found[2] or "").rpartition(".")[2]
     file = os.path.join(os.path.dirname(__file__), *(found[2] or "").split("."))
-    runs = any(map(os.path.isfile, (f"{file}.py", os.path.join(file, "__main__.py"))))
+    runs = any(map(_is_file, (f"{file}.py", os.path.join(file, "__main__.py"))))
     if verb and (not runs or found[2].startswith(".commands.")):
         os.execv(sys.executable, [sys.executable, *words[:-1], *filter(None, [flag]), __name__, verb, *arguments])  # noqa: S606
     _prepare_verb()

@@ -46,10 +46,8 @@ class RunDir:
     """The image of the user's directory in which the run executes: copies of the code, and links to all else."""
     previous_code = SubPath("code-previous")
     """The old `code/` while `hpc resume --new-code` replaces it."""
-    packages = SubPath("code/.torchrelay")
-    """The copy of our packages that the run executes."""
     package_checksums = SubPath("code/.torchrelay/SHA256SUMS")
-    """The checksums of the files of our packages, as `sha256sum --check` reads them."""
+    """The checksum of our packages, as `sha256sum --check` reads it."""
     revision = SubPath("code/.torchrelay/revision")
     """The git revision of the user's code; absent if the code was not in a repository."""
     events = SubPath("events")
@@ -85,6 +83,12 @@ class RunDir:
     logs = SubPath("logs")
     """The output of all attempts."""
     report = SubPath("report/index.html")
+
+    @property
+    def packages(self) -> Path:
+        """The archive of our packages that the run executes; in a run of an earlier version, their directory."""
+        directory = self.package_checksums.parent
+        return directory if (directory / "jobs").is_dir() else directory / "packages.zip"
 
     @property
     def name(self) -> str:

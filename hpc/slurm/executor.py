@@ -76,7 +76,8 @@ def _whole_packages(run: RunDir) -> list[str]:
     With an empty jobs/agent.py, as storage that failed may leave it, the job would end with exit code 0.
     """
     told = f"{run.packages} is damaged: type hpc resume {shlex.quote(str(run.path))} --new-code"
-    check = f"cd {shlex.quote(str(run.packages))} && sha256sum --check {run.package_checksums.name}"
+    checksums = run.package_checksums
+    check = f"cd {shlex.quote(str(checksums.parent))} && sha256sum --check {checksums.name}"
     file = f'{shlex.quote(str(run.events))}/job-"$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}".jsonl'
     event = """'{"event":"refused","time":%s,"job_id":"%s","restart":%s,"detail":%s}\\n'"""
     values = f'"$(date +%s)" "$SLURM_JOB_ID" "${{SLURM_RESTART_COUNT:-0}}" {shlex.quote(json.dumps(told))}'

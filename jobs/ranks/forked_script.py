@@ -1,7 +1,7 @@
 """Runs a user's script or module as a rank, in the state in which plain torchrun would have started it.
 
 Runs on compute nodes, in the process of the rank, which is a fork of torchrun if possible. torchrun has imported torch
-and other modules that the script imports (training.runtime.torchrun_main), so that a rank that replaces a failed one
+and other modules that the script imports (training.runtime.__main__), so that a rank that replaces a failed one
 starts in a second.
 """
 
@@ -11,6 +11,7 @@ import io
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -38,7 +39,9 @@ def run_script(program: Sequence[str]) -> None:
         code = _exit_code(end.code)
     except BaseException as error:  # noqa: BLE001  # the interpreter would print it, too
         trace = _own_part(error.__traceback__)
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        # Before 3.13, Python itself prints no source lines of modules in an archive, such as torchrelay's.
+        show = traceback.print_exception if sys.excepthook is sys.__excepthook__ else sys.excepthook
+        show(type(error), error.with_traceback(trace), trace)
     # Do only this part of the interpreter's exit: freeing torch's modules as well would take half a second.
     end_threads_and_run_exit_functions()
     # The reader of stdout or stderr may have gone.
@@ -56,7 +59,7 @@ def _become_main_process(program: Sequence[str]) -> None:
     # Add `__mp_main__`, too: the child processes of multiprocessing use that name for the main module.
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main = ModuleType("__main__")
     vars(main)["__builtins__"] = builtins
-    # The process wrapper has inserted _ROOT. Python has inserted no script's directory, because torchrun runs with -P.
+    # jobs.ranks.__main__ has inserted _ROOT. Python has inserted no script's directory, because torchrun runs with -P.
     sys.path.remove(_ROOT)
     # As Python does, take the directory of the file to which a link leads.
     sys.path.insert(0, str(Path.cwd() if is_module else Path(program[0]).resolve().parent))
@@ -99,7 +102,8 @@ def _exit_code(code: object) -> int:
 
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
     """Return the part of a traceback that begins in the user's script."""
-    skipped = {__file__, compat.__file__, runpy.__file__, "<frozen runpy>"}
+    ours = (run_script, compat.run_module_as_main)
+    skipped = {runpy.__file__, "<frozen runpy>", *(function.__code__.co_filename for function in ours)}
     while trace is not None and trace.tb_frame.f_code.co_filename in skipped:
         trace = trace.tb_next
     return trace

@@ -1,15 +1,16 @@
 """Wraps torchrun, and each of its ranks, so that they handle signals and end as the agent needs. Runs on compute nodes.
 
-Runs as a script, without site-packages, so that it starts in milliseconds and a user's program needs nothing of ours:
+Python starts it by the path of this directory, without site-packages, so that it starts in milliseconds and a user's
+program needs nothing of ours:
 
-    process_wrapper.py torchrun PROGRAM ARGS...       runs torchrun, and waits until all its processes have ended
-    process_wrapper.py container PROGRAM ARGS...      becomes the program, which starts a container
-    process_wrapper.py rank LOG_DIR NODE_DIR RANK...  runs one rank, writes its log, and records its failure
-    process_wrapper.py own RANK...                    runs a rank's code in a Python of its own, instead of a fork
+    python -S jobs/ranks torchrun PROGRAM ARGS...       runs torchrun, and waits until all its processes have ended
+    python -S jobs/ranks container PROGRAM ARGS...      becomes the program, which starts a container
+    python -S jobs/ranks rank LOG_DIR NODE_DIR RANK...  runs one rank, writes its log, and records its failure
+    python -P jobs/ranks own RANK...                    runs a rank's code in a Python of its own, instead of a fork
 
 RANK is `PROGRAM ARGS...`, `-m MODULE ARGS...` (a torchrelay module), or `script FILE.py ARGS...` or `script -m MODULE
 ARGS...` (a user's code). In all but the first form, `rank` runs in a fork of torchrun (`--run-path`). torchrun has
-imported what the ranks need (training.runtime.torchrun_main), so that a restarted rank imports nothing. If torchrun has
+imported what the ranks need (training.runtime.__main__), so that a restarted rank imports nothing. If torchrun has
 used the GPU driver, however, its forks cannot use it. Each rank then runs as `own`, which takes longer to start.
 
 This process sets Slurm's signals to be ignored, which survives exec. The agent has threads, so it must not do that
@@ -26,10 +27,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-# Look here before PYTHONPATH: a user's code may have a package of the same name.
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from hpc.base.environment import HEARTBEAT, PARENT, RESTARTS
 from hpc.base.kernel import adopt_orphans, children, die_with_parent, end_children, name_process, open_files
 from hpc.base.traceback_text import describe_exception
@@ -109,7 +108,7 @@ def run_rank(log_dir: str, node_dir: str, *program: str) -> None:
         _say(f"this rank imports torch itself, which takes longer: {reason}")
         with contextlib.suppress(OSError):
             _write_whole(exits, "not-forked", {"detail": reason})
-        program = (sys.executable, "-P", os.path.abspath(__file__), "own", *program)
+        program = (sys.executable, "-P", os.path.dirname(os.path.abspath(__file__)), "own", *program)
     os.environ[HEARTBEAT] = heartbeat = os.path.join(node_dir, "heartbeats", f"local-{local_rank}")
     # time.monotonic() cannot be set, and is the same for all processes of a node.
     started, kills = time.monotonic(), _out_of_memory_kills()
@@ -317,12 +316,14 @@ def _remove(path: str) -> None:
         os.unlink(path)
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "torchrun":
-        run_torchrun(*sys.argv[2:])
-    elif sys.argv[1] == "container":
-        become_container(*sys.argv[2:])
-    elif sys.argv[1] == "own":
-        _become(tuple(sys.argv[2:]))
+def main(argv: Sequence[str]) -> None:
+    """Run the form of the wrapper that the first word names."""
+    form, *words = argv
+    if form == "torchrun":
+        run_torchrun(*words)
+    elif form == "container":
+        become_container(*words)
+    elif form == "own":
+        _become(tuple(words))
     else:
-        run_rank(*sys.argv[2:])
+        run_rank(*words)

@@ -23,9 +23,8 @@ from hpc.base.errors import EXIT_BAD_NODE, BadNodeError
 from hpc.base.kernel import children, has_name, in_signal_mask
 from jobs.node_attempt import log
 from jobs.ranks import WRAPPER
-from jobs.ranks.torchrun_command import NUM_START_WORDS, STANDBY
+from jobs.ranks.torchrun_command import NUM_START_WORDS, PROCESS_WRAPPER, STANDBY
 
-PROCESS_WRAPPER = Path(__file__).with_name("process_wrapper.py")
 _ABORT_SECONDS = 3.0
 _POLL_SECONDS = 0.05
 # On this signal, torchrun's wrapper kills torchrun.

@@ -8,8 +8,11 @@ from hpc.base.environment import SECRET
 
 # The coordinator, which knows all ranks and steps, decides how often ranks restart (jobs.control.root_failure).
 MAX_RESTARTS = 1_000_000
-TORCHRUN = Path(__file__).parents[2] / "training" / "runtime" / "torchrun_main.py"
-"""Path of our torchrun. It is started by its path, because a user's PYTHONPATH must not replace it."""
+_ROOT = Path(__file__).parents[2]
+# Python starts both by a path, because a user's PYTHONPATH must not replace them. They are directories with a
+# `__main__.py`: unlike a file, Python also finds them in an archive.
+TORCHRUN, PROCESS_WRAPPER = _ROOT / "training" / "runtime", _ROOT / "jobs" / "ranks"
+"""Paths of our torchrun and of the process wrapper."""
 NUM_START_WORDS = 3
 """Number of the first words of torchrun's command line with which it starts and waits for the others."""
 STANDBY = "standby"
@@ -44,7 +47,7 @@ def torchrun_argv(
 ) -> list[str]:
     """Return the command line of this node's torchrun, which runs `program` as each of its `ranks` ranks. Pure.
 
-    torchrun runs a Python script in forks of itself, and executes any other program.
+    torchrun runs the process wrapper in forks of itself, and executes any other program.
     """
     host = f"[{rendezvous.host}]" if ":" in rendezvous.host else rendezvous.host
     ports = f",ports={rendezvous.ports[0]}-{rendezvous.ports[-1]}" if rendezvous.ports else ""
@@ -58,7 +61,7 @@ def torchrun_argv(
         f"--rdzv-id={rendezvous.id}",
         f"--rdzv-conf=rank={rendezvous.node}{ports}",
         f"--local-addr={address}",
-        *(("--run-path", "--start-method=fork") if program[0].endswith(".py") else ("--no-python",)),
+        *(("--run-path", "--start-method=fork") if program[0] == str(PROCESS_WRAPPER) else ("--no-python",)),
         # Without `--`, torchrun refuses a script's `--n 4` as an abbreviation of several flags of its own.
         "--",
         # For torchrun, `$$` stands for `$`.

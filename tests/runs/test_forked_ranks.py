@@ -14,12 +14,12 @@ LOCAL = ("--cluster=local", "--nodes=1", "--gpus-per-node=1", "--cpus-per-gpu=1"
 SPY = """
 import json, os, sys
 
-if any(word.endswith("torchrun_main.py") for word in sys.orig_argv):
+if any(word.endswith("training/runtime") for word in sys.orig_argv):
     import torch
 
     def note() -> None:
         # A fork of a wrapper is a rank.
-        if sys.argv[0].endswith("process_wrapper.py"):
+        if sys.argv[0].endswith("jobs/ranks"):
             with open({file!r}, "a") as file:
                 file.write(json.dumps([sys.argv[4:], torch.cuda._is_in_bad_fork()]) + "\\n")
 

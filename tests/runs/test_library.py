@@ -12,21 +12,20 @@ from hpc.run.rundir import LIBRARY
 pytestmark = pytest.mark.timeout(400)
 
 SCRIPT = """
-import multiprocessing, subprocess, sys
+import multiprocessing, os, subprocess, sys
 {first}
 from torchrelay import report, state
 import torch, torchrelay
 import hpc, jobs, training
 
 def where(_=0):
-    import torchrelay
-    return torchrelay.__file__
+    return os.path.dirname(torchrelay.__file__)
 
 if __name__ == "__main__":
     torch.distributed.init_process_group("gloo")
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        print("found", torchrelay.__file__, *pool.map(where, [0]), hpc.MINE, jobs.MINE, training.MINE, flush=True)
-    program = "import torchrelay; print('found', torchrelay.__file__, flush=True)"
+        print("found", where(), *pool.map(where, [0]), hpc.MINE, jobs.MINE, training.MINE, flush=True)
+    program = "import os, torchrelay; print('found', os.path.dirname(torchrelay.__file__), flush=True)"
     subprocess.run([sys.executable, "-c", program], check=True)
     with state() as saved:
         for saved.step in (1, 2, 3):
@@ -35,7 +34,7 @@ if __name__ == "__main__":
 """
 FORMS = {
     "forked": ("", (), ("train.py",)),
-    "own-python": ("import os; os.environ['OMP_NUM_THREADS'] = '1'", (), ("train.py",)),
+    "own-python": ("os.environ['OMP_NUM_THREADS'] = '1'", (), ("train.py",)),
     "module-in-place": ("", ("--in-place",), ("-m", "package.train")),
 }
 
@@ -56,7 +55,7 @@ def test_rank_its_workers_and_its_programs_import_the_library_of_the_run(form: s
         assert done.returncode == 0, done.stderr + done.stdout
         status = json.loads(done.stdout)["status"]
         assert (status["state"], status["step"], status["warnings"]) == ("completed", 3, [])
-        library = str(Path(status["run_dir"], "code/.torchrelay", LIBRARY, "torchrelay/__init__.py"))
+        library = str(Path(status["run_dir"], "code/.torchrelay/packages.zip", LIBRARY, "torchrelay"))
         for rank in (0, 1):
             log = Path(status["run_dir"], f"logs/attempt-001/rank-{rank:02d}.log").read_text().splitlines()
             found = [line.split()[1:] for line in log if line.startswith("found")]

@@ -486,7 +486,7 @@ def assert_complete(run: Run, status: dict[str, Any], ranks: int, tested: int) -
     with (directory / "final" / "confusion.csv").open() as file:
         counted = sum(int(cell) for row in list(csv.reader(file))[1:] for cell in row[1:])
     assert counted == tested, "every test image once"
-    assert (directory / "code" / ".torchrelay" / "hpc" / "__main__.py").is_file()
+    assert run.directory.packages.is_file()
 
 
 def assert_equal(one: RunDir, other: RunDir) -> None:

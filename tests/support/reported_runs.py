@@ -70,7 +70,7 @@ def spec_of(name: str, **settings: Any) -> RunSpec:
 def pending_run(path: Path, spec: RunSpec | None = None) -> RunDir:
     """A run that has been submitted, and nothing more."""
     run = RunDir(path)
-    for directory in (run.logs, run.packages):
+    for directory in (run.logs, run.packages.parent):
         directory.mkdir(parents=True)
     run.revision.write_text(f"{COMMIT}+dirty\n")
     (spec or spec_of(run.name)).save(run)

@@ -1,14 +1,18 @@
 """Copies our packages into a run, so that an upgrade does not change a run that waits or resumes. Login node.
 
-They are copied as plain files. From a zip they would load as fast, but before 3.13 Python prints tracebacks without the
-source lines of a zip.
+The copy is one archive, from which Python imports: hundreds of files for each run would use up a quota of files.
 """
 
-import hashlib
+import marshal
 import os
 import struct
+import sys
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from pathlib import Path
+from types import CodeType
+from zipfile import ZipFile, ZipInfo
 
 import torchrelay
 
@@ -16,41 +20,46 @@ from hpc.base.files import sha256_of
 from hpc.run.rundir import LIBRARY, RunDir
 
 _PACKAGES = ("hpc", "jobs", "training")
+_UNCHECKED = 1  # Python uses this byte code whatever times and content the source has (PEP 552)
 
 
 def copy_packages(run: RunDir) -> None:
-    """Copy our packages into a run directory, with the modes that the umask gives to new files, and their checksums.
+    """Write our packages into the archive of a run directory, and its checksum beside it.
 
-    Their byte code is copied, too: else each node would compile the same modules. It has no checksums.
+    Python cannot add byte code to an archive, so it is copied, too: else each process would compile the modules again.
     """
-    top, checksums = Path(__file__).parents[3], list[str]()
-    sources = {Path(package): top / package for package in _PACKAGES}
-    sources |= {
-        Path(LIBRARY, torchrelay.__name__): Path(torchrelay.__file__).parent
-    }  # a wheel has it beside the others
-    for place, source in sources.items():
-        for directory, names_below, names in os.walk(source):
-            below = place / Path(directory).relative_to(source)
-            names_below[:] = [name for name in names_below if name != "__pycache__" and below / name != Path(LIBRARY)]
-            (run.packages / below).mkdir(parents=True)
-            for name in names:
-                text = Path(directory, name).read_bytes()
-                (run.packages / below / name).write_bytes(text)
-                checksums.append(f"{hashlib.sha256(text).hexdigest()}  {below / name}\n")
-                if name.endswith(".py") and (code := _byte_code(Path(directory, name), text)):
-                    cache = Path(cache_from_source(run.packages / below / name))
-                    cache.parent.mkdir(exist_ok=True)
-                    cache.write_bytes(code)
-    run.package_checksums.write_text("".join(checksums))
+    run.packages.parent.mkdir(parents=True, exist_ok=True)
+    with ZipFile(run.packages, "w") as archive:
+        for file, name in _files():
+            archive.writestr(ZipInfo(name), file.read_bytes())
+            if name.endswith(".py") and (code := _byte_code(file, f"{run.packages.name}/{name}")):
+                archive.writestr(ZipInfo(f"{name}c"), code)
+    run.package_checksums.write_text(f"{sha256_of(run.packages)}  {run.packages.name}\n")
+
+
+def _files() -> Iterator[tuple[Path, str]]:
+    """Yield the files of our packages, with their names in the archive."""
+    places = {package: Path(__file__).parents[3] / package for package in _PACKAGES}
+    # A checkout has it in LIBRARY, a wheel beside the others.
+    places[f"{LIBRARY}/{torchrelay.__name__}"] = Path(torchrelay.__file__).parent
+    for place, source in places.items():
+        for directory, below, names in os.walk(source):
+            parent = place / Path(directory).relative_to(source)
+            below[:] = [name for name in below if name != "__pycache__" and parent / name != Path(LIBRARY)]
+            yield from ((Path(directory, name), str(parent / name)) for name in names)
 
 
 def damaged_packages(run: RunDir) -> list[str]:
-    """Return the names of the files of our packages in a run directory that are missing, or not as they were copied."""
-    if not run.package_checksums.exists():
+    """Return the names of the files with our packages in a run directory that are missing, or not as they were written.
+
+    There is one such file; in a run of an earlier version, there are many.
+    """
+    checksums = run.package_checksums
+    if not checksums.exists():
         return []  # the run of an earlier release
-    recorded = [line.split("  ", 1) for line in run.package_checksums.read_text().splitlines()]
-    damaged = [name for digest, name in recorded if _digest_of(run.packages / name) != digest]
-    return damaged if recorded else [run.package_checksums.name]
+    recorded = [line.split("  ", 1) for line in checksums.read_text().splitlines()]
+    damaged = [name for digest, name in recorded if _digest_of(checksums.parent / name) != digest]
+    return damaged if recorded else [checksums.name]
 
 
 def _digest_of(file: Path) -> str | None:
@@ -60,12 +69,19 @@ def _digest_of(file: Path) -> str | None:
         return None
 
 
-def _byte_code(source: Path, text: bytes) -> bytes | None:
-    """Return a module's valid byte code, if any, in the form that Python uses whatever times files have (PEP 552)."""
-    try:
-        cached, modified = Path(cache_from_source(source)).read_bytes(), int(source.stat().st_mtime)
-    except OSError:
+def _byte_code(source: Path, name: str) -> bytes | None:
+    """Return a module's byte code, whose tracebacks name the module by `name`; None if it would be compiled in vain.
+
+    Python's loader compiles a module whose byte code is missing, and keeps the result for the next run.
+    """
+    if sys.dont_write_bytecode and not Path(cache_from_source(source)).exists():
         return None
-    magic, flags, *recorded = struct.unpack("<4sIII", cached[:16].ljust(16, b"\0"))
-    is_valid = magic == MAGIC_NUMBER and flags == 0 and recorded == [modified & 0xFFFFFFFF, len(text) & 0xFFFFFFFF]
-    return struct.pack("<4sI", magic, 1) + source_hash(text) + cached[16:] if is_valid else None
+    code = SourceFileLoader(source.stem, str(source)).get_code(source.stem)
+    header = struct.pack("<4sI", MAGIC_NUMBER, _UNCHECKED) + source_hash(source.read_bytes())
+    return header + marshal.dumps(_renamed(code, name)) if code else None
+
+
+def _renamed(code: CodeType, name: str) -> CodeType:
+    """Return code with another file name: Python would show the lines of the installed file, which may have changed."""
+    constants = tuple(_renamed(each, name) if isinstance(each, CodeType) else each for each in code.co_consts)
+    return code.replace(co_filename=name, co_consts=constants)

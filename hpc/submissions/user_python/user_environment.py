@@ -1,8 +1,8 @@
 """Checks the user's own environment (`--python`, `--container`) before the run is queued. Runs on the login node.
 
 torchrun and the ranks of a user's script run in this environment; the agents run in the environment of `hpc`. Some of
-our modules run in both, so they import only the standard library and torch: torchrun_main and the rendezvous that it
-loads, the rank wrapper, and the preflight.
+our modules run in both, so they import only the standard library and torch: training.runtime.__main__ and the
+rendezvous that it loads, the rank wrapper, and the preflight.
 """
 
 import json

@@ -7,7 +7,7 @@ import pytest
 from support.events import script_spec
 
 from hpc.run.spec import Recovery
-from hpc.run.spec_file import script_program
+from hpc.run.spec_file import LIBRARY_PATH, script_program
 from jobs.ranks.rank_program import TopLevel, program_argv
 from jobs.ranks.round import stop_signals
 
@@ -37,8 +37,8 @@ def test_script_is_found_from_the_working_directory(tmp_path: Path) -> None:
 def test_module_is_found_where_the_submission_has_found_it() -> None:
     module = script_program(("-m", "pkg.train", "{attempt}"))
     assert program_argv(module, CODE, PLACES) == ["-m", "pkg.train", "2"]
-    assert module.import_path == ("{code}", "{code}/src")
-    assert script_program(("train.py",)).import_path == ("{code}",)
+    assert module.import_path == ("{code}", "{code}/src", LIBRARY_PATH)
+    assert script_program(("train.py",)).import_path == ("{code}", LIBRARY_PATH)
 
 
 @pytest.mark.parametrize(

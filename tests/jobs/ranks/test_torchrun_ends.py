@@ -52,7 +52,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_pr
 from torch.distributed.run import run_script_path
 from hpc.base.kernel import adopt_orphans
 from training.runtime.compat import end_ranks_within
-from training.runtime.torchrun_main import end_left_processes
+from training.runtime.__main__ import end_left_processes
 
 program = sys.argv[1:]
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def run(tmp_path: Path) -> RunDir:
     found = recorded_run(tmp_path / "r", cluster="local")
     for directory in (found.train_metrics.parent, found.code):
         directory.mkdir(parents=True)
-    (found.packages).symlink_to(ROOT)
+    found.package_checksums.parent.symlink_to(ROOT)
     return found
 
 

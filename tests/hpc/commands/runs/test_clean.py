@@ -37,8 +37,8 @@ def untouched() -> Iterator[Site]:
         else:
             complete(run)
             (run.final / "model.safetensors").write_bytes(b"weights")
-        for file in (run.checkpoints / "step-00000400" / "state.safetensors", run.packages / "hpc" / "__init__.py"):
-            file.parent.mkdir(parents=True)
+        for file in (run.checkpoints / "step-00000400" / "state.safetensors", run.packages):
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(os.urandom(2**14))
     shutil.rmtree(here.path / "runs" / "small" / "checkpoints")
     old = here.path / "runs" / "stopped"
@@ -186,5 +186,5 @@ def test_packages_that_earlier_versions_kept_are_removed_and_runs_keep_theirs(si
     done = site.hpc("clean", "stopped", "--yes")
     assert "removed these runs and these packages" in done.stdout
     assert there(site) == {"complete", "small"}
-    assert (run / "code" / ".torchrelay" / "hpc" / "__init__.py").is_file()
+    assert RunDir(run).packages.is_file()
     assert "packages" not in site.hpc("clean").stdout

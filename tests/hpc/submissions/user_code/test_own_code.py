@@ -14,6 +14,7 @@ from support.fake_slurm import queueing_site
 from hpc.base.errors import UserError
 from hpc.run.code_files import OUR_DIRECTORY
 from hpc.run.rundir import RunDir
+from hpc.run.spec_file import LIBRARY_PATH
 from hpc.submissions.user_code.code_copy import copy_code
 from hpc.submissions.user_code.code_notes import warnings_of_code
 from hpc.submissions.user_code.own_code import UserCode, find_code
@@ -99,7 +100,7 @@ def test_a_module_is_found_as_python_finds_it(repository: Path) -> None:
         code = find_code(here, ("-m", name))
         assert code.script == ("-m", name)
         assert set(code.layout.copies) == names
-        assert code.program.import_path == ("{code}", "{code}/src")
+        assert code.program.import_path == ("{code}", "{code}/src", LIBRARY_PATH)
     assert find_code(repository, ("-m", "json.tool")).text.files == frozenset(), "it is installed"
     assert find_code(repository, ("-m", "absent.module"), elsewhere=True).script == ("-m", "absent.module")
     with pytest.raises(
@@ -217,7 +218,7 @@ def test_what_a_script_names_above_its_directory_is_there(text: str, tmp_path: P
     assert (run.code / "scripts/../data/a.csv").read_text() == "a"
     assert (run.code / "lib").is_symlink() == ("lib" not in text or "sys.path" not in text)
     assert (run.code / "other").is_symlink(), "what is above is copied only if the script imports it"
-    assert code.program.import_path == ("{code}/scripts",)
+    assert code.program.import_path == ("{code}/scripts", LIBRARY_PATH)
 
 
 def test_the_root_is_above_the_directory_only_if_something_names_it(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_files_and_directories_may_change_places(here: Path, run: RunDir) -> Non
 
 
 def test_code_of_an_earlier_version_loses_nothing(here: Path, run: RunDir) -> None:
-    (run.packages / "files.json").unlink()
+    (run.packages.parent / "files.json").unlink()
     (run.code / "data").unlink()
     write(run.code, checkpoints__last_pt="50")
     write(here, train_py="new")

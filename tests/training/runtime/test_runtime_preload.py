@@ -20,7 +20,7 @@ for name in ("_cuda_init", "_cuda_getDeviceCount"):
 from training.data import in_memory
 from training.config.train_config import TrainConfig
 from training.config.training_spec import trainer_program
-from training.runtime.torchrun_main import preload
+from training.runtime.__main__ import preload
 names = trainer_program(TrainConfig(synthetic=True, **json.loads(sys.argv[1])), has_data=True).preload
 preload(names)
 record = {"missing": [name for name in names if name.partition(":")[0] not in sys.modules], "looked": len(looked)}

@@ -1,8 +1,9 @@
 """Runs torchrun like `python -m torch.distributed.run`, but with our rendezvous, and with a faster start and exit.
 
-Runs once per node and round. If its first argument is `standby`, it does its imports, and then waits until its parent
-writes the arguments and the environment into its stdin. With `--run-path`, the ranks are forks of this process. So
-their modules are imported once per node instead of once per rank, and not again when the ranks are restarted.
+Runs once per node and round, by the path of this directory, which may be in a run's archive of our packages. If its
+first argument is `standby`, it does its imports, and then waits until its parent writes the arguments and the
+environment into its stdin. With `--run-path`, the ranks are forks of this process. So their modules are imported once
+per node instead of once per rank, and not again when the ranks are restarted.
 
 Garbage collection is off during the imports: it takes a quarter of a second of their 1.5 s and finds nothing. The exit
 does not free torch's modules: that takes half a second, which may be a part of the grace period.
@@ -13,6 +14,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
+    del sys.path[0]  # this directory, whose modules are not to be found by short names
     gc.disable()
     if sys.argv[1:2] == ["standby"]:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing depends on this process yet
