@@ -1,6 +1,6 @@
 """Builds the documentation site: `make docs`, then open build/site/docs/index.html.
 
-Its source directory is the repository, so that a link from page to page, or to a file, means what it means on GitHub.
+Its source directory is the repository: a link from a page to a page or a file means the same here and on GitHub.
 """
 
 import shutil

@@ -478,7 +478,7 @@ def test_directory_where_others_may_rename_is_refused(source: Path, local: Path,
 
 
 def test_line_for_the_epilog_deletes_unused_copies(source: Path, local: Path, tmp_path: Path) -> None:
-    [line] = [line for line in (ROOT / "docs/how-to/data.md").read_text().splitlines() if "runuser" in line]
+    [line] = [line for line in (ROOT / "docs/how-to/administrators.md").read_text().splitlines() if "runuser" in line]
     other = tmp_path / "other"
     other.mkdir()
     with Stager(local) as user:
