@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -65,10 +65,9 @@ def wait_for_end(run: RunDir, answer: dict[str, Any] | None) -> int:
     if answer is None:
         print(f"run {run.name} in {run.path}\nCtrl-C ends the wait, not the run.", flush=True)
     cache = StatusCache()
-    with progress_line(Console()) as show:
+    with progress_line(Console()) if answer is None else nullcontext(lambda _row: None) as show:
         while (row := cache.summary(run)).state not in TERMINAL:
-            if answer is None:
-                show(row)
+            show(row)
             time.sleep(_WAIT_SECONDS)
     row = with_written_files(row)
     if answer is not None:
