@@ -50,7 +50,7 @@ bench: $(READY) $(RIVALS)
 
 $(RIVALS): pyproject.toml
 	$(PYTHON) -m venv rivals
-	$(BIN)/uv pip install --quiet --compile-bytecode --python rivals/bin/python --group rivals .
+	$(BIN)/uv pip install --quiet --compile-bytecode --python rivals/bin/python --group rivals '.[classifier]'
 	touch $@
 
 # The tests, in tiers (CONTRIBUTING.md). Each worker has a machine of its own, hence a Slurm. Whole files go to a worker: their tests
@@ -194,7 +194,7 @@ endif
 # Hashes but no index addresses, so that it installs from any mirror.
 lock: $(READY)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
-		--extra export --extra wandb --extra mlflow --extra sweep --extra timm --group dev --output-file requirements.lock pyproject.toml
+		--extra classifier --extra export --extra wandb --extra mlflow --extra sweep --extra timm --group dev --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf .venv rivals build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -10,12 +10,9 @@ import struct
 from importlib.util import MAGIC_NUMBER, cache_from_source, source_hash
 from pathlib import Path
 
-import torchrelay
-
 from hpc.base.files import sha256_of
+from hpc.run.own_packages import DIRECTORIES
 from hpc.run.rundir import LIBRARY, RunDir
-
-_PACKAGES = ("hpc", "jobs", "training")
 
 
 def copy_packages(run: RunDir) -> None:
@@ -23,12 +20,9 @@ def copy_packages(run: RunDir) -> None:
 
     Their byte code is copied, too: else each node would compile the same modules. It has no checksums.
     """
-    top, checksums = Path(__file__).parents[3], list[str]()
-    sources = {Path(package): top / package for package in _PACKAGES}
-    sources |= {
-        Path(LIBRARY, torchrelay.__name__): Path(torchrelay.__file__).parent
-    }  # a wheel has it beside the others
-    for place, source in sources.items():
+    checksums = list[str]()
+    for source in DIRECTORIES:
+        place = Path(LIBRARY if source.name == "torchrelay" else "", source.name)
         for directory, names_below, names in os.walk(source):
             below = place / Path(directory).relative_to(source)
             names_below[:] = [name for name in names_below if name != "__pycache__" and below / name != Path(LIBRARY)]
