@@ -98,16 +98,18 @@ gpu-bundle: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m benchmarks.gpu.bundle $(or $(GPU_BUNDLE),gpu-bundle) $(addprefix --python-version=,$(GPU_PYTHON_VERSION))
 
-# The main job on a real Slurm, by the wheel in an environment of its own.
+# A script and the main job on a real Slurm, by the wheel in two environments of its own: alone, and with the classifier.
 WHEEL := build/wheel
+WHEEL_INSTALL = $(BIN)/uv pip install --quiet --constraint requirements.lock
 
 test-wheel: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	rm -rf $(WHEEL) build/lib
-	$(PYTHON) -m venv $(WHEEL)
 	$(BIN)/uv build --quiet --wheel --no-build-isolation --out-dir $(WHEEL) --python $(BIN)/python
-	$(BIN)/uv pip install --quiet --python $(WHEEL)/bin/python --constraint requirements.lock $(WHEEL)/torchrelay-*.whl
-	tests/own-machine tests/wheel.py $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)/light && $(PYTHON) -m venv $(WHEEL)/classifier
+	$(WHEEL_INSTALL) --python $(WHEEL)/light/bin/python $(WHEEL)/torchrelay-*.whl
+	$(WHEEL_INSTALL) --python $(WHEEL)/classifier/bin/python "$$(echo $(WHEEL)/torchrelay-*.whl)[classifier]"
+	tests/own-machine tests/wheel.py $(WHEEL)/light $(WHEEL)/classifier
 
 # The tests on the Slurm, on that of other releases of Debian: make matrix SLURM=24.11 TESTS=tests/runs/test_job.py
 SLURM := 22.05 24.11 26.05

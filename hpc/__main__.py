@@ -116,7 +116,7 @@ def _run_program(verb: str, arguments: list[str]) -> int:
     try:
         if verb == "preflight":
             return _run_preflight(command, environment)
-        need_classifier(f"hpc {verb}")
+        need_classifier("this command")
     except UserError as error:
         print(f"hpc {verb}: {error}", file=sys.stderr)
         return error.exit_code

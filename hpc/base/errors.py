@@ -43,15 +43,19 @@ def need_package(package: str, extra: str, what: str) -> None:
 _CLASSIFIER = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "safetensors", "tensorboard")
 
 
+def lacking_classifier() -> list[str]:
+    """Return the modules that the built-in image classifier needs and that are not installed here."""
+    return [name for name in _CLASSIFIER if importlib.util.find_spec(name) is None]
+
+
 def need_classifier(what: str) -> None:
     """Raise UserError if the packages of the built-in image classifier, which `what` needs, are not installed here.
 
     The classifier always runs in this environment, or in a copy of it: on this machine, and on the nodes.
     """
-    missing = [name for name in _CLASSIFIER if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := lacking_classifier():
         raise UserError(
-            f"{what} needs the built-in image classifier, whose packages ({', '.join(missing)}) are not in "
-            f"{sys.prefix}: type {shlex.quote(sys.executable)} -m pip install 'torchrelay[classifier]'; or submit a "
-            "script of your own: hpc submit --nodes 2 --gpus-per-node 4 -- train.py"
+            f"{what} needs the built-in image classifier, which is not in {sys.prefix} (no {', '.join(missing)}): type "
+            f"{shlex.quote(sys.executable)} -m pip install 'torchrelay[classifier]', or submit a script of your own: "
+            "hpc submit --nodes 2 --gpus-per-node 4 -- train.py"
         )

@@ -148,7 +148,7 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
 
 def evaluate(options: EvaluateOptions) -> NewRun:
     """Submit the evaluation. Raises as `start_run`, and UserError if there is no such model or no such data."""
-    need_classifier("hpc evaluate")
+    need_classifier("an evaluation")
     subject = find_subject(options.run, options.runs_dir)
     task = _task(options, subject)
     train = _settings(options, subject)
