@@ -53,7 +53,7 @@ bench: $(READY) $(RIVALS)
 
 $(RIVALS): pyproject.toml
 	$(PYTHON) -m venv rivals
-	$(BIN)/uv pip install --quiet --compile-bytecode --python rivals/bin/python --group rivals .
+	$(BIN)/uv pip install --quiet --compile-bytecode --python rivals/bin/python --group rivals '.[classifier]'
 	touch $@
 
 # The tests, in tiers (CONTRIBUTING.md). Each worker has a machine of its own, hence a Slurm. Whole files go to a worker: their tests
@@ -101,16 +101,18 @@ gpu-bundle: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	$(BIN)/python -m benchmarks.gpu.bundle $(or $(GPU_BUNDLE),gpu-bundle) $(addprefix --python-version=,$(GPU_PYTHON_VERSION))
 
-# The main job on a real Slurm, by the wheel in an environment of its own.
+# A script and the main job on a real Slurm, by the wheel in two environments of its own: alone, and with the classifier.
 WHEEL := build/wheel
+WHEEL_INSTALL = $(BIN)/uv pip install --quiet --constraint requirements.lock
 
 test-wheel: $(READY)
 	@$(call INSTALL,$(PACKAGES))
 	rm -rf $(WHEEL) build/lib
-	$(PYTHON) -m venv $(WHEEL)
 	$(BIN)/uv build --quiet --wheel --no-build-isolation --out-dir $(WHEEL) --python $(BIN)/python
-	$(BIN)/uv pip install --quiet --python $(WHEEL)/bin/python --constraint requirements.lock $(WHEEL)/torchrelay-*.whl
-	tests/own-machine tests/wheel.py $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)/light && $(PYTHON) -m venv $(WHEEL)/classifier
+	$(WHEEL_INSTALL) --python $(WHEEL)/light/bin/python $(WHEEL)/torchrelay-*.whl
+	$(WHEEL_INSTALL) --python $(WHEEL)/classifier/bin/python "$$(echo $(WHEEL)/torchrelay-*.whl)[classifier]"
+	tests/own-machine tests/wheel.py $(WHEEL)/light $(WHEEL)/classifier
 
 # The tests on the Slurm, on that of other releases of Debian: make matrix SLURM=24.11 TESTS=tests/runs/test_job.py
 SLURM := 22.05 24.11 26.05
@@ -198,7 +200,7 @@ endif
 # Hashes but no index addresses, so that it installs from any mirror.
 lock: $(READY)
 	$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
-		--extra export --extra wandb --extra mlflow --extra sweep --extra timm --group dev --output-file requirements.lock pyproject.toml
+		--extra classifier --extra export --extra wandb --extra mlflow --extra sweep --extra timm --group dev --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf .venv rivals build *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -2,12 +2,12 @@
 
 import importlib
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
-from typing import NoReturn
 
 from hpc.base.environment import CALLED
 from hpc.base.text import did_you_mean
@@ -55,7 +55,7 @@ PROGRAMS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the verb and return its exit code. A program of the trainer replaces this process instead."""
+    """Run the verb and return its exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] == ["help"]:  # hpc help COMMAND is hpc COMMAND --help
         arguments = [*arguments[1:2], "--help"]
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"torchrelay {version('torchrelay')} ({Path(__file__).parent})")
         return 0
     if verb in PROGRAMS:
-        _run_program(verb, arguments[1:])
+        return _run_program(verb, arguments[1:])
     if verb not in VERBS:
         hint = did_you_mean(verb, ["help", *VERBS, *PROGRAMS], "hpc help lists the commands", 1)
         print(f"hpc: there is no command {verb!r}: {hint}", file=sys.stderr)
@@ -105,11 +105,34 @@ def _print_help() -> None:
     print("\nfor example:\n  hpc submit --nodes 2 --gpus-per-node 4 --time 12h -- train.py --lr 0.1")
 
 
-def _run_program(verb: str, arguments: list[str]) -> NoReturn:
-    """Replace this process by a program of the trainer. With -P, it imports no package of the current directory."""
+def _run_program(verb: str, arguments: list[str]) -> int:
+    """Run a program of the trainer, and return its exit code. With -P, it imports no package of the current directory.
+
+    The classifier replaces this process. The preflight may run in another Python, that of the user's scripts.
+    """
+    from hpc.base.errors import UserError, need_classifier  # noqa: PLC0415  # the other verbs do not need this
+
     # The processes of multiprocessing inherit -P: they, too, import modules by name.
-    command = [sys.executable, "-P", "-m", PROGRAMS[verb][0], *arguments]
-    os.execve(sys.executable, command, {**os.environ, CALLED: f"hpc {verb}"})  # noqa: S606 - no shell
+    command, environment = ["-P", "-m", PROGRAMS[verb][0], *arguments], {**os.environ, CALLED: f"hpc {verb}"}
+    try:
+        if verb == "preflight":
+            return _run_preflight(command, environment)
+        need_classifier("this command")
+    except UserError as error:
+        print(f"hpc {verb}: {error}", file=sys.stderr)
+        return error.exit_code
+    return os.execve(sys.executable, [sys.executable, *command], environment)  # noqa: S606 - no shell
+
+
+def _run_preflight(command: list[str], environment: dict[str, str]) -> int:
+    """Run the preflight in the Python of the user's scripts. Raises UserError if that does not import torch."""
+    from hpc.run.own_packages import packages_alone  # noqa: PLC0415
+    from hpc.submissions.user_python.user_environment import find_python, resolve  # noqa: PLC0415
+
+    _, python = resolve(None, None, (), on_cluster=False, found=find_python())
+    with packages_alone() as packages:
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [packages, environment.get("PYTHONPATH")]))
+        return subprocess.run([python or sys.executable, *command], env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """A node's part in `hpc doctor --node` and `hpc smoke`: inspect the node, and let its ranks check or measure it.
 
 Runs on compute nodes, once per node, in its own job: `python -m jobs.node_probe JOB DIRECTORY STAGE_DIR GPUS INTERFACE
-PORT_RANGE` prints a `NodeInfo` as JSON. JOB is `doctor` or `smoke`. The login node made DIRECTORY next to the runs; for
-`smoke` it contains the data to stage. INTERFACE and PORT_RANGE may be empty.
+PORT_RANGE PYTHON` prints a `NodeInfo` as JSON. JOB is `doctor` or `smoke`. The login node made DIRECTORY next to the
+runs; for `smoke` it contains the data to stage. INTERFACE and PORT_RANGE may be empty. PYTHON runs the ranks.
 """
 
 import json
@@ -23,6 +23,7 @@ from hpc.base.errors import TorchrelayError
 from hpc.base.node_info import inspect_node
 from hpc.base.transport import pick_port
 from hpc.run.nodedir import stage_dir_on_node
+from hpc.run.own_packages import packages_alone
 from hpc.run.rundir import RunDir
 from hpc.run.spec import Network
 from hpc.slurm import client as slurm
@@ -31,7 +32,7 @@ from jobs.control.addresses import head_hosts, interface_of, own_addresses
 from jobs.control.channel import ControlChannel, ControlClient, ControlServer
 from jobs.control.messages import Directive, NodeStatus
 from jobs.node_attempt import NodeAllocation, find_allocation
-from jobs.ranks.round import rank_environment
+from jobs.ranks.round import environment_of, rank_environment
 from jobs.ranks.torchrun_command import Rendezvous, torchrun_argv, torchrun_environment
 from jobs.staging.copy_progress import CopyProgress, StagingStopped
 from jobs.staging.node_staging import NodeGroup
@@ -63,15 +64,17 @@ class Probe:
     num_gpus: int
     network: Network
     allocation: NodeAllocation
+    python: str = sys.executable
+    """Python of the ranks, which may be of another environment."""
 
 
 def main(argv: list[str]) -> int:
     """Probe this node and print the result."""
-    job, directory, stage_dir, num_gpus, interface, port_range = argv
+    job, directory, stage_dir, num_gpus, interface, port_range, python = argv
     probe = Probe(
         run=RunDir(Path(directory)), stage_dir=stage_dir, num_gpus=int(num_gpus),
         network=Network(interface=interface or None, port_range=port_range or None),
-        allocation=find_allocation(os.environ),
+        allocation=find_allocation(os.environ), python=python,
     )  # fmt: skip
     found: dict[str, Any] = {"name": probe.allocation.host, "sees_runs": probe.run.path.is_dir()}
     with ExitStack() as stack:
@@ -198,14 +201,18 @@ def run_ranks(probe: Probe, channel: ControlChannel, secret: str, module: list[s
         run="probe", attempt=1, secret=secret, round=1, num_nodes=allocation.num_nodes, host=channel.directive.host,
         port=channel.directive.port, node=allocation.node_rank, ports=network.ports,
     )  # fmt: skip
-    environment = rank_environment(os.environ, allocation, probe.num_gpus, address, 1, network.interface)
-    program = [sys.executable, "-u", "-P", "-m", *module]
-    argv = torchrun_argv(rendezvous, probe.num_gpus or 1, address, sys.executable, program, max_restarts=0)
-    done = subprocess.run(
-        ["timeout", "--signal=INT", "--kill-after=10", str(_RANKS_SECONDS), *argv],
-        env=torchrun_environment(rendezvous, environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", check=False,
-    )  # fmt: skip
+    environment = environment_of(probe.python)
+    environment = rank_environment(environment, allocation, probe.num_gpus, address, 1, network.interface)
+    program = [probe.python, "-u", "-P", "-m", *module]
+    argv = torchrun_argv(rendezvous, probe.num_gpus or 1, address, probe.python, program, max_restarts=0)
+    with packages_alone() as packages:
+        # The first two directories are ours (own_pythonpath).
+        environment["PYTHONPATH"] = ":".join([packages, *os.environ.get("PYTHONPATH", "").split(":")[2:]])
+        done = subprocess.run(
+            ["timeout", "--signal=INT", "--kill-after=10", str(_RANKS_SECONDS), *argv],
+            env=torchrun_environment(rendezvous, environment), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, errors="replace", check=False,
+        )  # fmt: skip
     return summarize(done.stdout, done.returncode, beginning)
 
 

@@ -30,7 +30,7 @@ RESULTS = REPOSITORY / "benchmarks" / "results" / "gpu.json"
 NEEDED = ("numpy", "PIL", "torchvision", "safetensors", "rich", "yaml", "tensorboard")
 BUNDLED = (
     "tyro", "docstring_parser", "typeguard", "platformdirs", "submitit", "cloudpickle", "msgspec", "xxhash",
-    "zstandard", "simplejpeg",
+    "simplejpeg",
 )  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from uv import find_uv_bin
 from benchmarks.gpu.__main__ import BUNDLED, REPOSITORY
 from training.config.dataset_layout import FASHION_MNIST, resolve_data
 
-# What the packages import. Distributions have the names of their modules.
-_IMPORTED = ("typing-extensions",)
+# What the packages import, and what an older Python there lacks. Distributions have the names of their modules.
+IMPORTED = ("typing-extensions", "backports.zstd; python_version < '3.14'")
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def fill(directory: Path, version: str) -> None:
         f"--python-version={version}",
         "--only-binary=:all:",
     ]
-    subprocess.run([*command, *BUNDLED, *_IMPORTED], check=True)
+    subprocess.run([*command, *BUNDLED, *IMPORTED], check=True)
     shutil.copytree(resolve_data(FASHION_MNIST), directory / FASHION_MNIST, dirs_exist_ok=True)
 
 

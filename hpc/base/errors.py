@@ -1,6 +1,7 @@
 """Exceptions whose messages the user sees, and exit codes of ranks. Runs everywhere."""
 
 import importlib.util
+import shlex
 import sys
 
 # Exit codes of a rank besides 0 (done, or stopped and saved) and 1 (any other error).
@@ -35,4 +36,26 @@ def need_package(package: str, extra: str, what: str) -> None:
         raise UserError(
             f"{what} needs the package {package}, which is not in {sys.prefix}: type pip install "
             f"{_PACKAGES.get(extra, extra)}"
+        )
+
+
+# Modules of the packages of the extra `classifier`, except scikit-learn, of which only --data digits needs the images.
+_CLASSIFIER = ("torch", "torchvision", "numpy", "simplejpeg", "PIL", "safetensors", "tensorboard")
+
+
+def lacking_classifier() -> list[str]:
+    """Return the modules that the built-in image classifier needs and that are not installed here."""
+    return [name for name in _CLASSIFIER if importlib.util.find_spec(name) is None]
+
+
+def need_classifier(what: str) -> None:
+    """Raise UserError if the packages of the built-in image classifier, which `what` needs, are not installed here.
+
+    The classifier always runs in this environment, or in a copy of it: on this machine, and on the nodes.
+    """
+    if missing := lacking_classifier():
+        raise UserError(
+            f"{what} needs the built-in image classifier, which is not in {sys.prefix} (no {', '.join(missing)}): type "
+            f"{shlex.quote(sys.executable)} -m pip install 'torchrelay[classifier]', or submit a script of your own: "
+            "hpc submit --nodes 2 --gpus-per-node 4 -- train.py"
         )

@@ -4,7 +4,6 @@
 `hpc.cluster.doctor.findings` and `hpc.cluster.smoke.judgement` judge the results. GB/s are 10^9 bytes per second.
 """
 
-import importlib.util
 import os
 import platform
 import re
@@ -163,13 +162,6 @@ class TorchBuild:
     version: str
     accelerator: str | None
     """Accelerator for which torch was built, such as `CUDA 13.2`; None if it was built for CPUs only."""
-
-
-def torch_build() -> TorchBuild | None:
-    """Return torch's build, read from its `version.py` without importing torch; None if torch is not installed."""
-    found = importlib.util.find_spec("torch")
-    path = Path(found.origin).with_name("version.py") if found and found.origin else None
-    return parse_torch_version(path.read_text()) if path and path.exists() else None
 
 
 def parse_torch_version(text: str) -> TorchBuild:

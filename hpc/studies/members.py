@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from hpc.base import program
-from hpc.base.errors import UserError
+from hpc.base.errors import UserError, need_classifier
 from hpc.commands import cli
 from hpc.run.code_files import CodeFiles
 from hpc.run.events.history import History
@@ -28,7 +28,9 @@ _NOT_COMMON = {"name", "runs-dir", "config", "dry-run", "wait", "help-all", "jso
 
 
 def user_code(options: SubmitTraining | SubmitScript, script: tuple[str, ...]) -> UserCode:
-    """Return the code that all runs of a group use. Raises UserError if it cannot be found."""
+    """Return the code that all runs of a group use. Raises UserError if it cannot be found, or no run could train."""
+    if not script:
+        need_classifier("a training without a script")
     elsewhere = own_environment(options)
     if isinstance(options, SubmitScript) and options.in_place:
         return code_in_place(Path.cwd(), script, elsewhere=elsewhere)

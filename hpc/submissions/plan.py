@@ -8,8 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc.base.errors import TorchrelayError, UserError
-from hpc.base.node_info import torch_build
+from hpc.base.errors import TorchrelayError, UserError, need_classifier
 from hpc.base.text import visible
 from hpc.base.units import duration_seconds
 from hpc.commands import cli
@@ -64,12 +63,12 @@ def plan(options: SubmitOptions, script: tuple[str, ...]) -> tuple[RunDir, RunSp
     checks.check_runs_dir(options.runs_dir, on_cluster=cluster == "slurm")
     for flag, value in (("--container", options.container), ("--python", options.python)):
         user_environment.check_use(flag, value, trains=bool(train), stages=options.stage_env)
-    active = None if train or options.stage_env else user_environment.active_python()
+    found = None if train or options.stage_env else user_environment.find_python()
     image, python = user_environment.resolve(
-        options.container, options.python, resources.setup, on_cluster=cluster == "slurm", active=active
+        options.container, options.python, resources.setup, on_cluster=cluster == "slurm", found=found
     )
     # The torch of the user's own environment is unknown until the ranks run.
-    build = None if python or image else torch_build()
+    build = None if python or image else user_environment.torch_build(None)
     device = resolve_device(options.device, resources.num_gpus, cluster, build)
     kind = train.model if train else _name_of(script)
     runs_dir = options.runs_dir.expanduser().resolve()
@@ -132,6 +131,7 @@ def _check_predecessors(run: RunDir, spec: RunSpec) -> None:
 
 def _training_of(options: SubmitTraining) -> tuple[Training, Path | None]:
     """Return the trainer's part of the spec, and the data to stage."""
+    need_classifier("a training without a script")
     check_model(options.train.model)
     data = data_checks.training_data(options.train)
     # The spec gets the path of the weights, because the nodes may have another cache than this machine.

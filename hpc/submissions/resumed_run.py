@@ -18,7 +18,7 @@ from typing import Any
 from torchrelay.checkpoint_files import list_checkpoints
 
 from hpc.base import program
-from hpc.base.errors import TorchrelayError, UserError
+from hpc.base.errors import TorchrelayError, UserError, need_classifier
 from hpc.base.files import last_json_line, remove_directory, write_atomic
 from hpc.base.text import few, visible
 from hpc.commands import cli
@@ -105,6 +105,8 @@ def resume_run(options: ResumeOptions) -> tuple[RunDir, dict[str, Any]]:
     os.umask(os.umask(0) | 0o022)
     run = cli.find_own_run(options.run, options.runs_dir)
     before = RunSpec.load(run)
+    if before.training:
+        need_classifier(f"run {run.name}")
     restore_code(run)
     seen = History.load(run)
     _wait_for_end(run, before, seen)

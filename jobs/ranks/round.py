@@ -301,9 +301,7 @@ def _base_environment(spec: RunSpec, python: str) -> dict[str, str]:
     """Return this process's variables for the ranks. Outside a container, activate the environment of `python`."""
     if spec.container:
         return {name: value for name, value in os.environ.items() if name not in _OF_AN_ENVIRONMENT}
-    if spec.python and not is_environment(python):
-        return dict(os.environ)
-    return activated_environment(os.environ, python)
+    return environment_of(python)
 
 
 def rank_environment(
@@ -332,6 +330,11 @@ def rank_environment(
     # given it one, such as a part of a GPU (--sbatch gres=shard:1), `base` names that GPU and overrides this.
     hidden = {} if num_gpus else {"CUDA_VISIBLE_DEVICES": ""}
     return {**hidden, **base, **changes}
+
+
+def environment_of(python: str) -> dict[str, str]:
+    """Return this process's variables for the interpreter `python`, with its venv or conda environment active."""
+    return activated_environment(os.environ, python) if is_environment(python) else dict(os.environ)
 
 
 def activated_environment(base: Mapping[str, str], python: str, prefix: str = sys.prefix) -> dict[str, str]:

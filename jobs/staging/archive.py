@@ -27,13 +27,12 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-import zstandard
-
 from hpc.base.errors import TorchrelayError, UserError
 from jobs.compat import check_tar_headers
 from jobs.staging.copy_progress import stop_if
 from jobs.staging.source import inside_name, read_with_retries
 from jobs.staging.store import CopiedFile, bytes_on_disk, checksum, write_all
+from jobs.staging.zstd import ZstdError, ZstdFile
 
 _CHUNK_BYTES, _BUFFER_BYTES = 4 * 2**20, 2**18
 # tarfile reads names and other extended headers of any size into memory.
@@ -49,15 +48,14 @@ _DEEPEST = 100
 _LATEST_TIME = 2**33
 # RuntimeError means that the archive is encrypted, compressed in an unknown way, or nested too deeply.
 _DAMAGE = (
-    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError, EOFError, ValueError,
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, ZstdError, EOFError, ValueError,
     RuntimeError, OverflowError,
 )  # fmt: skip
 # Decompressors raise an OSError without errno; an error of the disk has an errno.
 _DAMAGE_ERRNO = frozenset({None, errno.ENAMETOOLONG})
 # The first bytes of a file identify its compression. tarfile would decompress gzip itself, but not verify its checksum.
 _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {
-    b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open,
-    b"\x28\xb5\x2f\xfd": lambda raw: zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True),
+    b"\x1f\x8b": gzip.open, b"BZh": bz2.open, b"\xfd7zXZ": lzma.open, b"\x28\xb5\x2f\xfd": ZstdFile,
 }  # fmt: skip
 _ZIP_TYPES = {
     0: tarfile.REGTYPE, stat.S_IFREG: tarfile.REGTYPE, stat.S_IFDIR: tarfile.DIRTYPE, stat.S_IFLNK: tarfile.SYMTYPE

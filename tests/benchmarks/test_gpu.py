@@ -15,7 +15,7 @@ import pytest
 from support.real_images import needs_fashion_mnist
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import exactness, part, stalls, throughput, two_ranks
+from benchmarks.gpu import bundle, exactness, part, stalls, throughput, two_ranks
 from training.config.command_line import parse_flags
 from training.config.dataset_layout import FASHION_MNIST
 from training.verify_resume.__main__ import VerifyOptions
@@ -138,9 +138,11 @@ LAUNCHED = [f"hpc.commands.{each}" for each in ("start.submit", "start.status", 
 
 
 def test_make_gpu_needs_no_package_that_is_neither_expected_there_nor_in_the_bundle() -> None:
-    wanted = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["classifier"]]
     names = [re.split("[<>=]", each)[0].lower() for each in wanted]
-    absent = {MODULES.get(name, name) for name in names} - {"torch", *gpu.NEEDED, *gpu.BUNDLED}
+    brought = {re.split(";", each)[0] for each in (*gpu.BUNDLED, *bundle.IMPORTED)}
+    absent = {MODULES.get(name, name) for name in names} - {"torch", *gpu.NEEDED, *brought}
     assert "bokeh" in absent, "a dependency that make gpu does not need"
     modules = [*LAUNCHED, "jobs.agent", "training.__main__", *(f"benchmarks.gpu.{each.module}" for each in gpu.PARTS)]
     # An import of a name that is None fails.

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from support.environments import make_torch_venv
 
 from hpc.base.errors import TorchrelayError
 from hpc.run.rundir import RunDir
@@ -13,7 +15,7 @@ from hpc.run.spec import Network
 from jobs import node_probe
 from jobs.control.channel import ControlServer
 from jobs.node_attempt import NodeAllocation
-from jobs.node_probe import Probe, meet, summarize, write_rate
+from jobs.node_probe import Probe, meet, run_ranks, summarize, write_rate
 
 
 def test_speed_of_a_disk_leaves_nothing_on_it(tmp_path: Path) -> None:
@@ -75,3 +77,23 @@ def test_nodes_that_do_not_meet_name_who_is_missing(
         meet(node(tmp_path, 1), stack)
     with pytest.raises(TorchrelayError, match="gpu02 did not reach localhost at "):
         meet(node(tmp_path, 0), stack)
+
+
+# Its imports are those of the preflight.
+WHERE = """
+import importlib.util as util, sys, training.engine.preflight
+print("where:", sys.prefix, *(name for name in ("numpy", "rich", "hpc", "torchrelay") if util.find_spec(name)))
+"""
+
+
+def test_ranks_run_in_the_python_of_the_script_with_nothing_but_our_packages(
+    tmp_path: Path, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = make_torch_venv(tmp_path / "env")
+    (tmp_path / "where.py").write_text(WHERE)
+    monkeypatch.setenv("PYTHONPATH", f"ours:ours/too:{tmp_path}")
+    probe = node(tmp_path, 0)
+    alone = replace(probe.allocation, hostnames=("localhost",))
+    probe = replace(probe, allocation=alone, python=f"{environment}/bin/python")
+    channel, secret = meet(probe, stack)
+    assert run_ranks(probe, channel, secret, ["where"], "where:") == (f"where: {environment} hpc torchrelay", "")

@@ -4,6 +4,7 @@ import compileall
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from importlib import metadata
 from pathlib import Path
 
@@ -58,8 +59,25 @@ def pack(venv: Path, runs_dir: Path) -> Path:
 
 def make_torch_venv(path: Path) -> Path:
     """A venv in which this one's torch and torch's own dependencies can be imported, and nothing else: no numpy."""
+    return _make_venv_of(path, ["torch"])
+
+
+def make_light_venv(path: Path) -> Path:
+    """A venv with the dependencies of the launcher alone, as `pip install torchrelay` makes it, and its `hpc`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = map(Requirement, project["dependencies"])
+    _make_venv_of(path, [each.name for each in required if each.marker is None or each.marker.evaluate()])
+    (path / SITE / "ours.pth").write_text(f"{ROOT}\n{ROOT / 'training' / 'relay'}\n")
+    command = path / "bin" / "hpc"
+    command.write_text(f"#!{path}/bin/python\nimport sys\nfrom hpc.__main__ import main\nsys.exit(main())\n")
+    command.chmod(0o755)
+    return path
+
+
+def _make_venv_of(path: Path, needed: list[str]) -> Path:
+    """A venv in which these packages of this one, and what they need, can be imported, and nothing else."""
     subprocess.run([BASE, "-m", "venv", "--without-pip", str(path)], check=True)
-    needed, known = ["torch"], set[str]()
+    known = set[str]()
     while needed:
         name = needed.pop()
         if name in known:

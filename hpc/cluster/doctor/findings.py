@@ -112,6 +112,9 @@ class LoginNode:
     runs_type: str | None
     """Type of the runs directory's file system. None if unknown."""
     torch: TorchBuild | None
+    """Torch in the environment of the script that would be submitted now. None if it has none."""
+    python: str = ""
+    """Python of this environment."""
     runs_lack: tuple[Feature, ...] = ()
     """Features that the file system of the runs directory lacks. Also empty if the features cannot be tested."""
     automounted: str | None = None
@@ -161,12 +164,16 @@ def _runs_dir(login: LoginNode) -> Finding | None:
 
 
 def _torch(login: LoginNode) -> Finding:
-    install = "pip install torch torchvision, from an index with builds for your GPUs"
     if login.torch is None:
-        return costs("torch is not installed in this environment", "no run can train", install)
+        return note(
+            f"{login.python} has no torch",
+            "hpc submit would refuse a script that you submit now",
+            "activate the environment of your script, or use --python ENV/bin/python",
+        )
     if login.torch.accelerator is None:
         value = f"torch {login.torch.version} is built for CPUs only"
-        return costs(value, "it cannot use the GPUs of a job, so that runs treat every GPU node as a bad node", install)
+        cost = "it cannot use the GPUs of a job, so that runs treat every GPU node as a bad node"
+        return costs(value, cost, f"{login.python} -m pip install torch, from an index with builds for your GPUs")
     return ok(f"torch {login.torch.version} for {login.torch.accelerator}")
 
 

@@ -23,6 +23,7 @@ from hpc.slurm.cluster_config import ClusterConfig
 from hpc.slurm.srun import own_pythonpath
 from hpc.submissions import checks
 from hpc.submissions.options import reading_of
+from hpc.submissions.user_python import user_environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,9 @@ class NodeOptions(cli.RunsOptions):
     """Nodes to measure. Default: any nodes (--nodes of them)."""
     resources: Resources = field(default_factory=Resources)
     network: Network = field(default_factory=Network)
+    python: Path | None = None
+    """Python with the torch that the ranks use, as in hpc submit.
+    Default: that of the active environment, or this Python."""
 
 
 def node_verb(verb: Callable[[Any], int], options: type[NodeOptions], name: str) -> Callable[..., int]:
@@ -51,18 +55,26 @@ class NodeJob:
     names: Sequence[str]
     """Names of the nodes. If empty, Slurm chooses the nodes."""
     stage_dir: Path
+    python: str
+    """Python of the ranks."""
 
 
 def plan(name: Literal["doctor", "smoke"], options: NodeOptions, site: ClusterConfig, stage_dir: Path) -> NodeJob:
     """Return a job on the nodes of `--node` (names, or lists such as gpu[01-03]) or, without names, on any nodes.
 
-    Raises UserError if a flag is wrong.
+    Raises UserError if a flag is wrong, or the Python of the ranks does not import torch.
     """
     names, asked = options.node or (), options.resources
     nodes = len(slurm.hostnames(",".join(names))) if names else asked.max_nodes
     wanted = replace(asked, partition=site.partition["PartitionName"], nodes=str(nodes), time=asked.time or "10m")
     resources = checks.resolve_resources(wanted, sinfo.partitions())
-    return NodeJob(name=name, resources=resources, network=options.network, names=names, stage_dir=stage_dir)
+    _, python = user_environment.resolve(
+        None, options.python, resources.setup, on_cluster=True, found=user_environment.find_python()
+    )
+    return NodeJob(
+        name=name, resources=resources, network=options.network, names=names, stage_dir=stage_dir,
+        python=python or sys.executable,
+    )  # fmt: skip
 
 
 def run_on_nodes(job: NodeJob, runs_dir: Path, prepare: Callable[[Path], object] = lambda _: None) -> list[NodeInfo]:
@@ -98,7 +110,7 @@ def srun_argv(job: NodeJob, shared: Path) -> list[str]:
         "env", f"PYTHONPATH={own_pythonpath()}", "SUBMITIT_EXECUTOR=slurm",
         sys.executable, "-P", "-m", "jobs.node_probe",
         job.name, str(shared), str(job.stage_dir), str(resources.num_gpus), network.interface or "",
-        network.port_range or "",
+        network.port_range or "", job.python,
     ]  # fmt: skip
 
 

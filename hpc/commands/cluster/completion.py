@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal, Union
 
 import tyro
 
-from hpc.__main__ import module_of
+from hpc.__main__ import PROGRAMS, module_of
 from hpc.base import help_text
+from hpc.base.errors import lacking_classifier
 from hpc.base.flags import POSITIONAL
 from hpc.commands import cli
 
@@ -42,10 +43,12 @@ class CompletionOptions(cli.Common):
 
 
 def completion(options: CompletionOptions) -> int:
-    """Print the script that tyro generates."""
+    """Print the script that tyro generates. Without the classifier, it knows none of the classifier's programs."""
+    absent = PROGRAMS.keys() if lacking_classifier() else ()
     verbs: Any = tuple(
         Annotated[_without_texts(options_of(verb)), tyro.conf.subcommand(name=verb, prefix_name=False)]
         for verb in OPTIONS
+        if verb not in absent
     )
     union: Any = Union[verbs]  # noqa: UP007 - the union of a tuple
     with suppress(SystemExit):  # tyro exits with 0

@@ -42,6 +42,7 @@ from hpc.slurm import bad_nodes, cluster_config
 from hpc.slurm import client as slurm
 from hpc.status.printing import console_for
 from hpc.submissions.runs_storage import Feature, has_been_seen_by_nodes, missing_features
+from hpc.submissions.user_python import user_environment
 
 _STYLES = {Severity.COST: "red", Severity.NOTE: "yellow", Severity.UNKNOWN: "dim"}
 _PIPE_WIDTH, _WHERE_WIDTH = 120, 24
@@ -118,14 +119,14 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
             "runs can be neither submitted nor requeued until it answers; those that train continue",
             "wait, or tell the administrators that slurmctld does not answer",
         )
-        login = inspect_login(options.runs_dir)
+        login = inspect_login(options)
         return [verdict.at("slurm", "cluster"), *found, *judge(OF_LOGIN, login, "login")]
     found = [*judge(OF_SLURM, ClusterFacts(cluster=site, run=measured), "cluster"), *found]
     if options.node is None:
-        return [*found, *judge(OF_LOGIN, inspect_login(options.runs_dir), "login")]
+        return [*found, *judge(OF_LOGIN, inspect_login(options), "login")]
     job = plan("doctor", options, site, stage_dir)
     nodes = run_on_nodes(job, options.runs_dir)
-    found += judge(OF_LOGIN, inspect_login(options.runs_dir, nodes), "login")
+    found += judge(OF_LOGIN, inspect_login(options, nodes), "login")
     found += (finding for node in nodes for finding in judge(OF_NODE, node, node.name))
     if len(nodes) < (asked := job.resources.max_nodes):
         verdict = costs(
@@ -137,17 +138,20 @@ def examine(options: DoctorOptions, run: RunDir | None) -> list[Finding]:
     return found
 
 
-def inspect_login(runs_dir: Path, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
+def inspect_login(options: DoctorOptions, nodes: Sequence[NodeInfo] = ()) -> LoginNode:
     """Describe the login node. `nodes` are the compute nodes that were inspected."""
-    real = runs_dir.expanduser().resolve()
+    real = options.runs_dir.expanduser().resolve()
+    found = user_environment.find_python()
+    python = options.python or (found.path if found else None)
     lacks = list[Feature]()
     with suppress(OSError):  # the storage is full, or the user may not write to it
         lacks = missing_features(real)
     point = automounted_at(real)
     return LoginNode(
         runs_dir=str(real),
-        runs_type=file_system_type(runs_dir),
-        torch=node_info.torch_build(),
+        runs_type=file_system_type(options.runs_dir),
+        torch=user_environment.torch_build(python),
+        python=str(python or sys.executable),
         runs_lack=tuple(lacks),
         automounted=str(point) if point else None,
         nodes_see_runs=has_been_seen_by_nodes(real) or (bool(nodes) and all(node.sees_runs for node in nodes)),

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 from torchrelay.checkpoint_files import checkpoint_path, find_damage, list_checkpoints, step_of
 
 from hpc.base import program
-from hpc.base.errors import UserError
+from hpc.base.errors import UserError, need_classifier
 from hpc.base.files import link_files
 from hpc.base.flags import POSITIONAL, Flag
 from hpc.base.text import few
@@ -148,6 +148,7 @@ def find_subject(name: str, runs_dir: Path) -> Subject:
 
 def evaluate(options: EvaluateOptions) -> NewRun:
     """Submit the evaluation. Raises as `start_run`, and UserError if there is no such model or no such data."""
+    need_classifier("an evaluation")
     subject = find_subject(options.run, options.runs_dir)
     task = _task(options, subject)
     train = _settings(options, subject)

@@ -45,7 +45,7 @@ def status(options: StatusOptions) -> int:
         _watch(options)
     elif not runs and not options.json:
         whose = " of yours" if options.mine else ""
-        print(f"no runs{whose} in {options.runs_dir}: start one with hpc submit --data fashion-mnist")
+        print(f"no runs{whose} in {options.runs_dir}: start one with hpc submit -- train.py")
     else:
         rows = _chosen(options, summaries(runs, details=bool(options.run)))
         if options.json:

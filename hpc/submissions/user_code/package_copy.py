@@ -14,12 +14,10 @@ from pathlib import Path
 from types import CodeType
 from zipfile import ZipFile, ZipInfo
 
-import torchrelay
-
 from hpc.base.files import sha256_of
+from hpc.run.own_packages import DIRECTORIES
 from hpc.run.rundir import LIBRARY, RunDir
 
-_PACKAGES = ("hpc", "jobs", "training")
 _UNCHECKED = 1  # Python uses this byte code whatever times and content the source has (PEP 552)
 
 
@@ -39,10 +37,8 @@ def copy_packages(run: RunDir) -> None:
 
 def _files() -> Iterator[tuple[Path, str]]:
     """Yield the files of our packages, with their names in the archive."""
-    places = {package: Path(__file__).parents[3] / package for package in _PACKAGES}
-    # A checkout has it in LIBRARY, a wheel beside the others.
-    places[f"{LIBRARY}/{torchrelay.__name__}"] = Path(torchrelay.__file__).parent
-    for place, source in places.items():
+    for source in DIRECTORIES:
+        place = Path(LIBRARY if source.name == "torchrelay" else "", source.name)
         for directory, below, names in os.walk(source):
             parent = place / Path(directory).relative_to(source)
             below[:] = [name for name in below if name != "__pycache__" and parent / name != Path(LIBRARY)]

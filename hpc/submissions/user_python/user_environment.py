@@ -5,17 +5,20 @@ our modules run in both, so they import only the standard library and torch: tra
 rendezvous that it loads, the rank wrapper, and the preflight.
 """
 
+import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc.base import container
 from hpc.base.errors import UserError
+from hpc.base.node_info import TorchBuild, parse_torch_version
 from hpc.submissions.checks import check_is_shared
 
 # The environment of Torchrelay itself needs a newer torch (pyproject.toml).
@@ -31,6 +34,8 @@ sys.stdout.flush()
 import torch, torch.distributed.run
 print("\\n{_MARK}" + json.dumps([str(torch.__version__), torch.__file__]))
 """
+
+_FIND = "import importlib.util as util; print((spec := util.find_spec('torch')) and spec.origin or '')"
 
 
 def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool) -> None:
@@ -50,7 +55,28 @@ def check_use(flag: str, value: Path | str | None, *, trains: bool, stages: bool
         )
 
 
-def active_python() -> Path | None:
+class FoundPython(NamedTuple):
+    """The Python of a script for which the user has named none."""
+
+    path: Path
+    words: str
+    """Words that say in an error which Python it is."""
+
+
+def find_python() -> FoundPython | None:
+    """Return the Python of a script without --python; None if it is the Python of hpc.
+
+    It is the Python of this shell's active venv or conda environment. If none is active, and Torchrelay is installed
+    without torch, it is the first python3 on the PATH, such as an environment module's.
+    """
+    if active := _active_python():
+        return FoundPython(active, "the active environment's Python")
+    if importlib.util.find_spec("torch") is None:
+        return FoundPython(Path(shutil.which("python3") or sys.executable), "no environment is active, and python3")
+    return None
+
+
+def _active_python() -> Path | None:
     """Return the Python of this shell's active venv or conda environment; None if there is none, or if it is ours.
 
     conda's `base` does not count: many shells activate it, and few people install torch there.
@@ -62,18 +88,32 @@ def active_python() -> Path | None:
     return Path(active, "bin", "python")
 
 
+def torch_build(python: Path | None) -> TorchBuild | None:
+    """Return the build of torch in the environment of an interpreter (None: in that of hpc); None if there is none.
+
+    torch is not imported, which takes seconds.
+    """
+    if python is None:
+        found = importlib.util.find_spec("torch")
+        origin = found.origin if found else None
+    else:
+        done = subprocess.run([python, "-c", _FIND], cwd="/", capture_output=True, text=True, check=False)
+        origin = done.stdout.strip()
+    path = Path(origin).with_name("version.py") if origin else None
+    return parse_torch_version(path.read_text()) if path and path.exists() else None
+
+
 def resolve(
-    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool, active: Path | None = None
+    image: str | None, python: Path | None, setup: Sequence[str], *, on_cluster: bool, found: FoundPython | None = None
 ) -> tuple[str | None, str | None]:
     """Return the absolute path of the image of `--container`, and the interpreter that starts the ranks.
 
-    The path is None if there is no image. The interpreter is None if there is neither an image nor `--python` nor an
-    `active` environment. Raises UserError if torchrun and the ranks cannot run with the interpreter.
+    The path is None if there is no image. Without an image and `--python`, the interpreter is the `found` one, or None.
+    Raises UserError if torchrun and the ranks cannot run with the interpreter.
     """
     if image is None:
-        flag = "--python" if python else "the active environment's Python"
-        given = python or active
-        return None, check(given, setup, flag=flag, on_cluster=on_cluster) if given else None
+        given = FoundPython(python, "--python") if python else found
+        return None, check(given.path, setup, flag=given.words, on_cluster=on_cluster) if given else None
     path, interpreter = _find_image(image, on_cluster=on_cluster), str(python or "python3")
     _check_in_container(path, interpreter, setup)
     return str(path), interpreter

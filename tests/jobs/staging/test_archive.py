@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import zstandard
 from support.staging_nodes import contents, stage
 
 from hpc.base.errors import TorchrelayError
@@ -20,6 +19,7 @@ from jobs.staging.archive import check, quick_names, unpack
 from jobs.staging.copy_progress import CopyProgress, StagingStopped
 from jobs.staging.stager import Stager
 from jobs.staging.store import open_store
+from jobs.staging.zstd import ZstdFile
 
 MB = 2**20
 
@@ -46,7 +46,8 @@ def make(archive: Path, tree: Path) -> Path:
     elif archive.suffix == ".zst":
         plain = archive.with_suffix("")
         subprocess.run(["tar", "cf", plain, "-C", tree, "."], check=True)
-        archive.write_bytes(zstandard.compress(plain.read_bytes()))
+        with ZstdFile(archive, "wb") as compressed:
+            compressed.write(plain.read_bytes())
     else:
         flags = {".gz": "czf", ".tgz": "czf", ".xz": "cJf"}.get(archive.suffix, "cf")
         subprocess.run(["tar", flags, archive, "-C", tree, "."], check=True, env={**os.environ, "XZ_OPT": "-0"})

@@ -214,7 +214,7 @@ LOGIN = LoginNode(runs_dir="/home/me/runs", runs_type="nfs4", torch=CUDA)
         ("runs directory", {"automounted": "/net"}, "note"),
         ("runs directory", {"automounted": "/net", "nodes_see_runs": True}, "ok"),
         ("torch", {}, "ok"),
-        ("torch", {"torch": None}, "cost"),
+        ("torch", {"torch": None}, "note"),
         ("torch", {"torch": TorchBuild(version="2.15.0+cpu", accelerator=None)}, "cost"),
     ],
 )

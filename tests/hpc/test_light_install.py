@@ -1,0 +1,81 @@
+"""What `hpc` does where the launcher alone is installed: neither torch nor what else the image classifier needs."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from support.environments import make_light_venv, make_torch_venv
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_light_venv(tmp_path_factory.mktemp("environments") / "light")
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The environment of a user's scripts."""
+    return make_torch_venv(tmp_path_factory.mktemp("environments") / "own")
+
+
+def type_hpc(light: Path, directory: Path, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    inactive = {name: value for name, value in os.environ.items() if name not in {"VIRTUAL_ENV", "CONDA_PREFIX"}}
+    command, found = [light / "bin" / "hpc", *words], {**inactive, "HOME": str(directory), **variables}
+    return subprocess.run(command, cwd=directory, env=found, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "submit --nodes 2 --gpus-per-node 4",
+        "submit --cluster local --data photos --dry-run --json",
+        "scaling --name a --cluster local",
+        "evaluate model.pt2 --data photos",
+        "train --data photos",
+        "pack photos packed",
+        "predict photos",
+    ],
+)
+def test_what_needs_the_classifier_says_what_to_install_and_how_to_submit_a_script(
+    words: str, light: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "model.pt2").touch()
+    done = type_hpc(light, tmp_path, *words.split())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert f"needs the built-in image classifier, which is not in {light} (no torch, torchvision, " in done.stderr
+    advice = f"type {light}/bin/python -m pip install 'torchrelay[classifier]', or submit a script of your own: hpc sub"
+    assert advice in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"], "nothing was made"
+
+
+def test_script_has_the_active_environment_or_else_the_python3_on_the_path(
+    light: Path, own: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    words = ("submit", "--cluster=local", "--dry-run", "--", "train.py")
+    for variables in ({"VIRTUAL_ENV": str(own)}, {"PATH": f"{own}/bin:{os.environ['PATH']}"}):
+        done = type_hpc(light, tmp_path, *words, **variables)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines()[0].endswith(f", with {own}/bin/python{'3' if 'PATH' in variables else ''}")
+    refused = type_hpc(light, tmp_path, *words, PATH=f"{light}/bin:{os.environ['PATH']}")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert (
+        f"no environment is active, and python3 is {light}/bin/python3, which does not import torch" in refused.stderr
+    )
+    assert "use --python ENV/bin/python" in refused.stderr
+
+
+def test_preflight_and_doctor_look_at_the_environment_of_the_script(light: Path, own: Path, tmp_path: Path) -> None:
+    active = {"VIRTUAL_ENV": str(own)}
+    checked = type_hpc(light, tmp_path, "preflight", **active)
+    assert (checked.returncode, checked.stdout[:18]) == (0, "preflight: 1 rank "), checked.stderr
+    refused = type_hpc(light, tmp_path, "preflight", PATH=f"{light}/bin:{os.environ['PATH']}")
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
+
+
+def test_completion_lacks_the_programs_of_the_classifier(light: Path, tmp_path: Path) -> None:
+    done = type_hpc(light, tmp_path, "completion", "bash")
+    assert done.returncode == 0, done.stderr
+    assert "--gpus-per-node" in done.stdout
+    assert "profile" not in done.stdout.split()
