@@ -83,7 +83,10 @@ def progress(row: Summary) -> str:
     if row.state == "pending":
         return ": ".join(filter(None, ["pending", wait_reason(row)]))
     if last := row.last_output:
-        return f"attempt {row.attempt}: {last.line}"
+        counted = "" if row.counted_steps is None else f"{row.counted_steps} steps, "
+        return f"attempt {row.attempt}: {counted}{last.line}"
+    if row.counted_steps is not None:
+        return f"attempt {row.attempt}: {row.counted_steps} steps"
     if row.step is None:
         return f"attempt {row.attempt or 1}: starting"
     # A user's script may log only some of these numbers.
