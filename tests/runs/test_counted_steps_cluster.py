@@ -1,4 +1,4 @@
-"""An unmodified script on a real Slurm: its steps are counted, its hang is noticed, and its interruptions have a cost."""
+"""An unmodified script on a real Slurm: its steps are counted, its hang is noticed, its interruptions have a cost."""
 
 import pytest
 from support.cluster import TWO_NODES, Site, add_script

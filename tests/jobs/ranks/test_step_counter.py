@@ -61,7 +61,7 @@ def step_within() -> None:
     class Outer(SGD):
         inner = make()
 
-        def step(self, closure: object = None) -> None:  # type: ignore[override]
+        def step(self, *_: object) -> None:  # type: ignore[override]
             self.inner.step()
 
     optimizer = make(Outer)
@@ -128,7 +128,7 @@ def test_counted_optimizer_is_freed(heartbeat: str) -> None:
 
 
 def test_steps_that_a_cuda_graph_records_end_the_count(heartbeat: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay of the graph calls no hook, so the count would be wrong. No GPU is needed: only the question is CUDA's."""
+    """A replay of the graph calls no hook, so the count would be wrong. CUDA's answers are the test's."""
     optimizer = make()
     step(optimizer)
     with monkeypatch.context() as recording:
